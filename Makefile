@@ -32,8 +32,8 @@ test-slow: setup-dev
 test-portable: setup-dev
 	@$(BIN)/python -m pytest tests/kernels tests/trainer tests/factory/gates -n 2 --dist worksteal -m portable
 
-# Every durable effect of every scenario killed at, torn, failed, and lost in a power cut: two days on two cores; goes on where it was stopped.
-# The kills alone, some hours: make chaos CHAOS="--way state". A part: make chaos CHAOS="--scenario merge --each 1"
+# Every durable effect of every scenario killed at; one of each other fault; the night in miniature. Hours; goes on where it was stopped.
+# The kills alone: make chaos CHAOS="--way kill". A part: make chaos CHAOS="--scenario merge". Every injection, days: make chaos CHAOS="--each 0"
 chaos: setup-dev
 	@$(BIN)/python -m tests.chaos $(CHAOS)
 	@$(BIN)/python -m tests.night

@@ -1,15 +1,20 @@
 """``python -m tests.chaos``: every effect of every scenario, in every way; goes on where it was stopped, and ends with a table.
 
-``--way state`` kills at every effect: it recovers from each crash state (``crashes``) of a run once. It is the least that a change of what
-recovers must pass. The other ways, but for power cuts, need a run of the scenario for each injection, and take half a second to half a
-minute each; ``--each 1`` is one of every *fault*, which is a way to fail at a place. A *place* is what an effect is (a write, a rename, a
-program's start …), its path with every number and hash replaced, and the program that makes it; in a database, where all transactions are
-written to the same files, also what that program did before. The hundredth line of a metrics.jsonl is one place with the first: the same
-line of code writes both, and the same must hold behind them. What one injection of each fault cannot see is a state that differs by which
-of them it was: the last line before a checkpoint, the second of two files, the third of three transactions in a row. So which effect of a
-place is taken is drawn (``--seed``); ``--each 5`` takes five, and without it all are. The table's ``faults`` says how many of all were
-injected, by the place where it happened, not by the one that was meant; ``killed at``, how many effects the crash states stand for that
-were recovered from. All are those of one undisturbed run: when processes take turns otherwise, a place or two more or less are seen.
+``--way kill`` kills at every effect: it recovers from each crash state (``crashes``) of a run once. It is the least that a change of what
+recovers must pass, and takes some hours.
+
+The other ways, but for power cuts, need a run of the factory for each injection. ``--each 1``, unless told otherwise, is one of every *fault*,
+which is a way to fail at a place. A *place* is what an effect is (a write, a rename, a program's start …), its path with every number and hash
+replaced, and the program that makes it; in a database, where all transactions are written to the same files, also what that program did
+before. The hundredth line of a metrics.jsonl is one place with the first: the same line of code writes both, and the same must hold behind
+them. What one injection of each fault cannot see is a state that differs by which of them it was: the last line before a checkpoint, the
+second of two files, the third of three transactions in a row. So which effect of a place is taken is drawn (``--seed``); ``--each 5`` takes
+five, ``--each 0`` all, which is two days of two cores. After ``--way kill``, in the same folder, the first injection of a fault is made in the
+recovery that is the shortest of those that meet its place: a write to a log fails when all but that is done, and not before a training.
+
+The table's ``faults`` says how many of all were injected, by the place where it happened, not by the one that was meant; ``killed at``, how
+many effects the crash states stand for that were recovered from. All are those of one undisturbed run: when processes take turns otherwise,
+a place or two more or less are seen.
 
 ``--work FOLDER`` keeps that run: started again with the same folder and the same results, the numbers are of the same effects.
 """
@@ -29,37 +34,36 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import power
-from tests.chaos.campaign import END, Injection, Site, Straight
-from tests.chaos.crashes import KILLED
+from tests.chaos.campaign import AGAIN, END, IN_A_RUN, KILLED, TEAR, Injection, Site, Straight
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.shim import ERRORS, FREE, NAMES, SYNCS, WRITES, Effect, places
 
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 WAYS = ("kill", "tear", "pair", "error", "power")
-STATE = "state"  # as "kill", by crash states
-Fault = tuple[str, bool, str]  # a way, whether the recovery is killed too, a place
+Fault = tuple[str, str]  # an injection's mode, a place
 
 
 def injections(
     effects: list[Effect], targets: list[Effect], ways: Iterable[str], chance: random.Random
 ) -> list[Injection]:
-    """All that can be injected at ``targets`` into a scenario with these effects. To kill after an effect is to kill before the next."""
+    """All that can be injected at ``targets`` into a scenario with these effects. To be killed after an effect is to be killed before the next."""
     made = [e for e in targets if not e.error]
     found: list[Injection] = []
     for effect in made:
         number = effect.number
         if "kill" in ways:
-            found.append(Injection("kill before", number))
+            found.append(Injection(KILLED, number))
         if "tear" in ways and effect.kind in WRITES and effect.size > 1:
-            found.append(Injection("tear", number))
+            found.append(Injection(TEAR, number))
         if "pair" in ways:
-            found.append(Injection("kill before", number, chance.randrange(1, max(2, len(effects) - number))))
+            first = chance.randint(1, number)  # what goes on from there comes to the effect again, or nearly so
+            found.append(Injection(AGAIN, number - first + 1, first))
         if "error" in ways:
             found += [Injection(mode, number) for mode in ERRORS if mode != "ENOSPC" or effect.kind not in FREE]
         if "power" in ways and effect.kind in NAMES | SYNCS:
             found += [Injection(loss, number) for loss in power.LOSSES]
     if "kill" in ways and made:
-        found.append(Injection("kill after", made[-1].number))
+        found.append(Injection(KILLED, made[-1].number + 1))
     return found
 
 
@@ -74,12 +78,21 @@ def states(straight: Straight, kind: str | None) -> list[Injection]:
 def faults(every: list[Injection], effects: list[Effect], root: Path) -> dict[Injection, Fault]:
     """What each injection is one of."""
     known = places(effects, root)
-    return {i: (i.mode, i.again > 0, known.get(i.number, END)) for i in every}
+    return {i: (i.mode, known.get(i.number + max(0, i.state - 1), END)) for i in every}
 
 
 def fault_of(row: dict[str, Any]) -> Fault:
     """What was injected, where it happened."""
-    return row["mode"], row["again"] > 0, row["effect"]
+    return row["mode"], row["effect"]
+
+
+def shorter(fault: Fault, shortest: dict[str, list[tuple[int, int]]]) -> Injection | None:
+    """The same fault where least is left to do. A recovery is killed again; a run from where the scenario starts is none."""
+    mode, place = fault
+    for state, number in shortest.get(place, []) if mode in IN_A_RUN else []:
+        if mode != AGAIN or state > 1:
+            return Injection(mode, number, state)
+    return None
 
 
 def drawn(every: list[Injection], effects: list[Effect], root: Path, chance: random.Random) -> list[Injection]:
@@ -149,16 +162,18 @@ def main() -> int:
     parser.add_argument(
         "--way",
         action="append",
-        choices=(STATE, *WAYS),
-        help="only this way (again: this one too); else all but 'kill', for which 'state' stands",
+        choices=WAYS,
+        help="only this way (again: this one too)",
     )
     parser.add_argument("--kind", help="only at effects of this kind, as 'spawn' or 'rename'")
     parser.add_argument(
-        "--each", type=int, metavar="K", help="at most K injections of each fault, drawn with --seed; else all"
+        "--each",
+        type=int,
+        metavar="K",
+        default=1,
+        help="at most K injections of each fault but kills, drawn with --seed (default 1; 0: all)",
     )
-    parser.add_argument(
-        "--across", action="store_true", help="with --each: those that were injected in another scenario count, too"
-    )
+    parser.add_argument("--across", action="store_true", help="those that were injected in another scenario count, too")
     parser.add_argument(
         "--count", action="store_true", help="only say how many effects, injections and faults there are"
     )
@@ -170,13 +185,13 @@ def main() -> int:
     given = parser.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
     lines = given.results.read_text().splitlines() if given.results.exists() else []
-    rows = [{"run": "", "alike": 1, "digest": ""} | json.loads(line) for line in lines]
-    ways = given.way or [STATE, *(way for way in WAYS if way != "kill")]
+    rows = [{"run": "", "alike": 1, "digest": "", "state": 0} | json.loads(line) for line in lines]
+    ways = given.way or WAYS
     known: dict[str, set[Fault]] = {}
     made, kept, counts = dict[str, int](), list[dict[str, Any]](), dict[str, Counter[Fault]]()
     anywhere = Counter(fault_of(row) for row in rows if row["fired"])
     with tempfile.TemporaryDirectory(prefix="factory-chaos-", dir=memory()) as folder:
-        site = Site((given.work or Path(folder)).resolve(), crashes=STATE in ways)
+        site = Site((given.work or Path(folder)).resolve(), crashes="kill" in ways)
         try:
             for name in given.scenario or SCENARIOS:
                 chance = random.Random(f"{given.seed} {name}")
@@ -187,9 +202,10 @@ def main() -> int:
                 straight.recovered |= {
                     r["digest"] for r in mine if r["run"] == straight.run and r["digest"] and not r["wrong"]
                 }
-                done = {(r["mode"], r["number"], r["again"]) for r in mine}
-                every = injections(effects, [e for e in effects if given.kind in (None, e.kind)], ways, chance)
-                if STATE in ways:
+                done = {Injection(r["mode"], r["number"], r["state"]) for r in mine}
+                targets = [e for e in effects if given.kind in (None, e.kind)]
+                every = injections(effects, targets, [way for way in ways if way != "kill"], chance)
+                if "kill" in ways:
                     every = states(straight, given.kind) + every
                 kinds = faults(every, effects, site.site)
                 known[name] = set(kinds.values())
@@ -199,11 +215,21 @@ def main() -> int:
                     flush=True,
                 )
                 met = counts[name] = anywhere if given.across else Counter(fault_of(r) for r in mine if r["fired"])
+                shortest: dict[str, list[tuple[int, int]]] | None = None
                 for count, injection in enumerate([] if given.count else chosen, 1):
-                    if (injection.mode, injection.number, injection.again) in done:
+                    fault = kinds[injection]
+                    if given.each and injection.mode != KILLED and met[fault] >= given.each:
                         continue
-                    if given.each and met[kinds[injection]] >= given.each:
+                    if given.each and injection.mode in IN_A_RUN:
+                        if shortest is None:
+                            shortest = site.shortest(
+                                name, {r["number"]: r["seconds"] for r in mine if r["mode"] == KILLED}
+                            )
+                        again = shorter(fault, shortest)
+                        injection = again if again and again not in done else injection
+                    if injection in done:
                         continue
+                    done.add(injection)
                     result = site.inject(name, injection)
                     with open(given.results, "a") as file:
                         file.write(result.to_json() + "\n")
@@ -213,7 +239,7 @@ def main() -> int:
                     state = "✗" if result.wrong else "✓" if result.fired else "–"
                     print(
                         f"{state} {name} {count}/{len(chosen)}:"
-                        f" {injection.mode} {injection.number} {injection.again or ''} {result.effect}",
+                        f" {injection.mode} {injection.number}{f' from {injection.state}' if injection.state else ''}: {result.effect}",
                         flush=True,
                     )
                     for line in result.wrong:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import power
-from tests.chaos.crashes import KILLED, Crashes, copy, left_aside, used
+from tests.chaos.crashes import Crashes, copy, left_aside, used
 from tests.chaos.scenarios import SCENARIOS
-from tests.chaos.shim import Control, Effect, environment, places, read_log, unknown
+from tests.chaos.shim import ERRORS, Control, Effect, environment, places, read_log, unknown
 from tests.chaos.state import State, broken, differences, lost, state_of
 from tests.support.paths import ROOT
 
@@ -30,11 +30,17 @@ END = "the end"  # the place behind the last effect
 POLL_SECONDS = 0.0002  # a run that is held waits so long more at each effect
 
 
+KILLED, AGAIN, TEAR = "killed", "killed again", "tear"
+IN_A_RUN = {AGAIN: "kill before", TEAR: TEAR} | {mode: mode for mode in ERRORS}  # what the shim is told
+
+
 @dataclass(frozen=True)
 class Injection:
-    mode: str  # of ``shim.MODES``, 'killed' from a crash state (``crashes``), or 'power cut' (``power.LOSSES``)
+    """KILLED before an effect, a power cut after it (``power.LOSSES``), or one of ``IN_A_RUN`` at an effect of the run from ``state``."""
+
+    mode: str
     number: int
-    again: int = 0  # the effect of the recovery at which that is killed too; 0: it is not
+    state: int = 0  # how a kill before that effect leaves the site; 0: as the scenario starts
 
 
 @dataclass
@@ -42,9 +48,9 @@ class Result:
     scenario: str
     mode: str
     number: int
-    again: int = 0
+    state: int = 0
     effect: str = ""
-    fired: bool = False
+    fired: bool = True
     wrong: list[str] = field(default_factory=list)  # empty: as the run that nothing disturbed
     passes: int = 0
     seconds: float = 0.0  # of the recovery
@@ -196,48 +202,35 @@ class Site:
     # -- one injection --------------------------------------------------------------------------------------------------
     def inject(self, scenario: str, injection: Injection) -> Result:
         straight = self.straight(scenario)
-        effects = straight.effects
-        result = Result(scenario, injection.mode, injection.number, injection.again, run=straight.run)
-        steps = steps_in(effects)
-        if injection.mode == KILLED:
-            assert straight.crashes
-            self._restore(straight.crashes.folder / str(injection.number))
-            done = [e for e in effects if e.number < injection.number]
-            result.fired = True
-            (state,) = (one for one in straight.crashes.states.values() if one.number == injection.number)
-            result.alike, result.digest = len(state.effects), state.digest
-        elif injection.mode in power.LOSSES:
+        result = Result(scenario, injection.mode, injection.number, injection.state, run=straight.run)
+        if injection.mode in power.LOSSES:
             self.start(scenario)
             done = self.cut(scenario, injection.number, injection.mode)
             result.wrong += lost(self.site, scenario)
-            result.fired = True
             if straight.crashes:
                 result.digest = straight.crashes.digest(self.site)
         else:
-            self.start(scenario)
-            answer = self.run(scenario, injection.mode, injection.number)
-            done = read_log(self.log)
+            done = self.killed(scenario, injection.number if injection.mode == KILLED else injection.state)
+            if injection.mode == KILLED and straight.crashes:
+                state = straight.crashes.of(injection.number)
+                result.alike, result.digest = len(state.effects), state.digest
+        result.steps = steps_in(done)
+        known = places(straight.effects, self.site) | places(done, self.site)
+        if injection.mode in IN_A_RUN:
+            answer, known = self._next(scenario, result, IN_A_RUN[injection.mode], injection.number)
             result.fired = self.control.fired
             if not answer["dead"]:
                 result.wrong += _clear(answer, self.said())
             result.said = self.said()[-2000:]
-        known = places(effects, self.site) | places(done, self.site)
         result.effect = known.get(injection.number, END)
         if result.digest in straight.recovered:  # the same was on the disk, and a run ended well from there
             return result
-        trained = steps_in(done)
         while result.passes < MOST_PASSES:
             result.passes += 1
-            again = injection.again if result.passes == 1 else 0
-            left = left_aside(self.site)
-            answer = self.run(scenario, "kill before" if again else "record", again)
-            trained += steps_in(read_log(self.log))
-            result.wrong += used(left, read_log(self.log, opened=True), self.site)
+            answer, _ = self._next(scenario, result)
             result.seconds += answer["seconds"]
-            if again and not answer["dead"]:  # the recovery was shorter
-                result.fired = False
-            if answer["dead"]:
-                continue
+            if injection.mode == KILLED and result.passes == 1:
+                shutil.copyfile(self.log, self._recovery(scenario, injection.number))
             if answer["left"]:
                 result.wrong.append(f"processes were left: {answer['left']}")
             if answer["code"] == 0:
@@ -245,11 +238,55 @@ class Site:
         else:
             result.wrong.append(f"{MOST_PASSES} passes did not finish it")
             result.said = self.said()[-2000:]
-        result.steps = max(0, trained - steps)
+        result.steps = max(0, result.steps - steps_in(straight.effects))
         result.wrong += differences(straight.state, state_of(self.site)) + broken(self.site)
         if result.digest and not result.wrong:
             straight.recovered.add(result.digest)
         return result
+
+    def killed(self, scenario: str, number: int) -> list[Effect]:
+        """The site as a kill before that effect leaves it, 0: as the scenario starts; returns the effects until then."""
+        straight = self.straight(scenario)
+        if number and straight.crashes:
+            self._restore(straight.crashes.folder / str(straight.crashes.of(number).number))
+            return [effect for effect in straight.effects if effect.number < number]
+        self.start(scenario)
+        if not number:
+            return []
+        last = len(straight.effects)
+        self.run(scenario, *(("kill before", number) if number <= last else ("kill after", last)))
+        return read_log(self.log)
+
+    def _next(
+        self, scenario: str, result: Result, mode: str = "record", target: int = 0
+    ) -> tuple[dict[str, Any], dict[int, str]]:
+        """A run on what the last one left, and the places of its effects. It may open nothing that another one left aside."""
+        left = left_aside(self.site)
+        answer = self.run(scenario, mode, target)
+        done = read_log(self.log)
+        result.steps += steps_in(done)
+        result.wrong += used(left, read_log(self.log, opened=True), self.site)
+        return answer, places(done, self.site)
+
+    def _recovery(self, scenario: str, number: int) -> Path:
+        """The log of the recovery from a crash state."""
+        folder = self.work / f"{scenario}.recoveries"
+        folder.mkdir(exist_ok=True)
+        return folder / f"{number}.log"
+
+    def shortest(self, scenario: str, seconds: dict[int, float]) -> dict[str, list[tuple[int, int]]]:
+        """Where each place is met: crash states, that with the least left to do first, and the number of the effect in the run from there.
+
+        ``seconds``: how long the recovery from each crash state took.
+        """
+        found = dict[str, list[tuple[int, int]]]()
+        for state in sorted(seconds, key=lambda number: seconds[number]):
+            met = dict[str, int]()
+            for number, place in places(read_log(self._recovery(scenario, state)), self.site).items():
+                met.setdefault(place, number)
+            for place, number in met.items():
+                found.setdefault(place, []).append((state, number))
+        return found
 
     def cut(self, scenario: str, number: int, loss: str) -> list[Effect]:
         """The site after a power cut behind that effect; returns the effects until then."""

@@ -28,7 +28,6 @@ from pathlib import Path
 
 from tests.chaos.shim import Effect
 
-KILLED = "killed"  # the way of an injection that starts from a crash state
 # What has a hidden name, or lies in a folder that has: not finished. A segment's folder without an owner is flushed, and set aside, with all in it.
 ASIDE = re.compile(r"plant/(?!worktrees/|segments/[^/]+/\.owner)(.*/)?\.[^/]+(/.*)?")
 STORE = re.compile(r"\.db(\.new|\.restored)?$")
@@ -77,6 +76,10 @@ class Crashes:
                     raise
                 time.sleep(POLL_SECONDS)
         self.states.setdefault(digest, CrashState(digest, [])).effects.append(number)
+
+    def of(self, number: int) -> CrashState:
+        """That which a kill before this effect leaves."""
+        return next(state for state in self.states.values() if number in state.effects)
 
     def _share(self, state: Path) -> None:
         """Files with the same bytes in several states are one on the disk; within a state each stays its own."""

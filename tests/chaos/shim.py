@@ -15,7 +15,6 @@ from pathlib import Path
 
 HERE = Path(__file__).with_name("preload")
 MODES = ("record", "kill before", "kill after", "tear", "EIO", "ENOSPC", "EIO for good", "ENOSPC for good", "hold")
-KILLS = MODES[1:4]
 ERRORS = MODES[4:8]
 # Kinds that the shim logs. Another one in a log is unknown, and fails.
 WRITES = frozenset({"write", "pwrite", "writev", "pwritev", "sendfile", "copy_file_range"})

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import power
-from tests.chaos.__main__ import WAYS, drawn, fault_of, faults, injections, table
-from tests.chaos.campaign import Result, Site
-from tests.chaos.crashes import KILLED
+from tests.chaos.__main__ import WAYS, drawn, fault_of, faults, injections, shorter, states, table
+from tests.chaos.campaign import AGAIN, KILLED, TEAR, Injection, Result, Site
 from tests.chaos.shim import ERRORS, Effect, places
 
 # Not here: diagnose, whose replays take half a minute; judge, which is most of release; approve, which makes judge first.
@@ -42,8 +41,36 @@ def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site
     assert not [result for result in results if result.wrong], told(results)
 
 
+@pytest.mark.slow("half a minute: a run that is held before each effect, and two runs for each of three faults")
+def test_a_fault_is_injected_where_least_is_left_to_do(tmp_path: Path) -> None:
+    """A kill of the recovery, a torn write and an error, in the recovery from the last crash states, and not in a run from the start."""
+    site = Site(tmp_path, crashes=True)
+    try:
+        straight = site.straight("checkout")
+        last = states(straight, None)[-12:]
+        seconds = {injection.number: site.inject("checkout", injection).seconds for injection in last}
+        shortest = site.shortest("checkout", seconds)
+        every = injections(straight.effects, straight.effects, ("tear", "pair", "error"), random.Random(1))
+        meant = {fault: shorter(fault, shortest) for fault in faults(every, straight.effects, site.site).values()}
+        for mode in (TEAR, AGAIN, "EIO"):
+            (_, place), injection = next((fault, found) for fault, found in meant.items() if found and fault[0] == mode)
+            result = site.inject("checkout", injection)
+            assert result.fired and (result.mode, result.effect) == (mode, place), told([result])
+            assert injection.state in seconds and not result.wrong, told([result])
+    finally:
+        site.close()
+
+
+def test_a_recovery_is_killed_again_and_not_a_run_from_the_start() -> None:
+    shortest = {"rename plant/a (trainer)": [(1, 7), (4, 3), (9, 2)]}
+    assert shorter((AGAIN, "rename plant/a (trainer)"), shortest) == Injection(AGAIN, 3, 4)
+    assert shorter(("EIO", "rename plant/a (trainer)"), shortest) == Injection("EIO", 7, 1)
+    assert shorter((TEAR, "write plant/a (trainer)"), shortest) is None
+    assert shorter((power.LOSSES[0], "rename plant/a (trainer)"), shortest) is None
+
+
 def told(results: list[Result]) -> str:
-    wrong = [f"{r.mode} {r.number} {r.again}, {r.effect}: {r.wrong} {r.said}" for r in results if r.wrong]
+    wrong = [f"{r.mode} {r.number} {r.state}, {r.effect}: {r.wrong} {r.said}" for r in results if r.wrong]
     return "\n".join([*wrong, table([vars(r) for r in results], {}, {}, {})])
 
 
@@ -57,17 +84,18 @@ def test_one_of_each_fault_comes_before_any_comes_twice(tmp_path: Path) -> None:
     chance = random.Random(1)
     every = injections(effects, effects, WAYS, chance)
     found = faults(every, effects, tmp_path)
-    of_a_write = {"kill before", "kill before, again", "tear", *ERRORS}
-    of_a_removal = (of_a_write | {"kill after", *power.LOSSES}) - {"tear", "ENOSPC"}
-    assert len(set(found.values())) == len(of_a_write) + len(of_a_removal) == 15
-    assert len(every) == 3 * len(of_a_write) + len(of_a_removal)
+    of_a_write = {KILLED, AGAIN, TEAR, *ERRORS}
+    of_a_removal = (of_a_write | set(power.LOSSES)) - {TEAR, "ENOSPC"}
+    at_the_end = 1
+    assert len(set(found.values())) == len(of_a_write) + len(of_a_removal) + at_the_end == 15
+    assert len(every) == 3 * len(of_a_write) + len(of_a_removal) + at_the_end
     first = drawn(every, effects, tmp_path, chance)[: len(set(found.values()))]
     assert {found[injection] for injection in first} == set(found.values())
     row = {
-        "scenario": "a", "number": 3, "again": 0, "effect": places(metrics, tmp_path)[3], "fired": True, "wrong": [], "passes": 1, "seconds": 1.0,
+        "scenario": "a", "number": 3, "effect": places(metrics, tmp_path)[3], "fired": True, "wrong": [], "passes": 1, "seconds": 1.0,
         "steps": 0, "alike": 1,
     }  # fmt: skip
     rows = [row | {"mode": mode} for mode in ("tear", "tear", "EIO", "of a place that is not there")]
     rows.append(row | {"mode": KILLED, "alike": 3})
     line = table(rows, {"a": set(found.values())}, {"a": 4}, {"a": {fault_of(row) for row in rows}}).splitlines()[1]
-    assert line.split()[:9] == ["a", "3", "of", "5", "2", "of", "15", "5", "5"]
+    assert line.split()[:9] == ["a", "3", "of", "5", "3", "of", "15", "5", "5"]
