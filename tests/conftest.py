@@ -53,10 +53,18 @@ def pytest_make_collect_report(
     return report
 
 
+# Files with a test of some minutes: one that is begun last leaves the other worker idle.
+LONGEST = (
+    "test_demo.py", "test_honest_patches.py", "test_engineering.py", "test_coverage.py", "test_releasing.py", "test_story.py",
+    "test_matrix_attacks.py", "test_rounding.py", "test_kill_and_resume.py",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, each whole: what is left at the end is short, and two workers can share it."""
+    """Files with slow tests first, the longest before the others, each whole: what is left at the end is short, and two workers can share it."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path not in slow, rank.get(item.path.name, len(LONGEST))))
 
 
 @pytest.fixture

@@ -25,15 +25,17 @@ from factory.cli.app import app
 from factory.code_loop.approvals import approve
 from factory.code_loop.revalidating import AUDIT
 from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.git import repository
+from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import screen, snapshot
 from factory.tracking.tracking import Tracking
-from tests.support.factory.code_loop import make_target
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
 from tests.support.paths import ROOT
-from tests.support.plants.trained_plant import commit_edit, make_plant
+from tests.support.plants.saved_plant import SavedPlant, saved_plant
+from tests.support.plants.trained_plant import commit_edit
 
 RUN = "trainer/run.py"
 STEP = "        self.optimizer.step(lr, divide_by, skip)\n"
@@ -69,9 +71,8 @@ auditing.audit(workspace, Ledger.open(workspace.ledger_url), int(sys.argv[2]), S
 class Site:
     """A plant with a trained trunk, whose later segments train with merged patches."""
 
-    def __init__(self, root: Path) -> None:
-        self.target = make_target(root / "target")
-        self.workspace, self.ledger = make_plant(root, self.target)
+    def __init__(self, target: Path, workspace: Workspace, ledger: Ledger) -> None:
+        self.target, self.workspace, self.ledger = target, workspace, ledger
 
     def merge(self, number: int, path: str, old: str, new: str, drift: float | None = 0.0) -> None:
         merge_patch(self.workspace, self.ledger, number, edited(self.target, path, old, new), drift)
@@ -100,12 +101,17 @@ class Site:
         (self.workspace.root / "policies" / "gates" / "audit.yaml").write_text(text)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedPlant:
+    return saved_plant(tmp_path_factory.mktemp("audited"))
+
+
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    yield made
-    left = [path.name for path in made.workspace.worktrees.iterdir() if not path.name.startswith("live-")]
-    assert left == []
+def site(saved: SavedPlant) -> Iterator[Site]:
+    with saved.restored() as (workspace, ledger):
+        yield Site(saved.folder / "target", workspace, ledger)
+        left = [path.name for path in workspace.worktrees.iterdir() if not path.name.startswith("live-")]
+        assert left == []
 
 
 def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: Site) -> None:
