@@ -3,7 +3,7 @@ document is among it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from factory.bundles.files import layout
@@ -48,7 +48,8 @@ def gather(workspace: Workspace, ledger: Ledger, release: ReleaseRow, licence: s
             if who == layout.CANDIDATE:
                 held = _held_out(workspace, ledger, found, summary, evidence.get("suite_sha256"))
     rules = DataPolicy.load(workspace.policy("data.yaml")).licences
-    return {
+    of_tasks = _task_items(ledger, evidence)
+    return ({layout.TASK_ITEMS: of_tasks} if of_tasks else {}) | {
         layout.POLICY: policy.model_dump_json(),
         layout.EVIDENCE: evidence,
         layout.VERDICT: _verdict(ledger, release, verdict),
@@ -59,6 +60,18 @@ def gather(workspace: Workspace, ledger: Ledger, release: ReleaseRow, licence: s
         layout.ANOMALIES: _anomalies(ledger, release.segment),
         layout.SHARDS: shard_rows(ledger, release.segment, rules, with_documents),
     }
+
+
+def _task_items(ledger: Ledger, evidence: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The items of the tasks that were judged; ``cost``: less of it is better."""
+    found = []
+    for task, sides in ((evidence.get("tasks") or {}).get("evaluations") or {}).items():
+        for who, number in zip((layout.CANDIDATE, layout.CHAMPION), sides, strict=True):
+            if number is not None:
+                costs = EvaluationRow.get(ledger, number).summary.get("costs", ())
+                about = {"of": who, "measured_in": task}
+                found += [about | {"cost": item.task in costs} | vars(item) for item in items_of(ledger, number)]
+    return found
 
 
 def _policy(workspace: Workspace, verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:

@@ -18,6 +18,7 @@ from factory.bundles.files.folder import BundleError, BundleFolder, difference, 
 from factory.bundles.two_verdicts import TwoVerdicts
 from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
+from factory.evals.statistics import Gain
 from factory.evals.suite import identity_sha256
 from factory.evals.tasks import EvalItem, ratio_bits
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
@@ -25,7 +26,7 @@ from factory.gates.release.gate import evidence_sha256, measured
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.with_tasks import with_tasks
-from factory.tasks.comparing import TaskEvidence
+from factory.tasks.comparing import TaskEvidence, gains, scores
 from kernels.contract.files import finite
 from trainer.contract.strict import parse
 
@@ -79,6 +80,8 @@ def evidence_problems(folder: BundleFolder) -> list[str]:
         del values[name], recorded[name]
     if words := difference(recorded, values, TOLERANCE):
         found.append(f"the evidence does not follow from the items and measurements: {words}")
+    if words := _task_problem(folder, _tasks(stored)):
+        found.append(f"the evidence of tasks does not follow from their items: {words}")
     return found
 
 
@@ -97,11 +100,7 @@ def two_verdicts(folder: BundleFolder) -> TwoVerdicts:
     stored = folder.object(layout.EVIDENCE)
     evidence = _evidence(stored)
     policy = _policy(folder)
-    try:
-        tasks = _TASKS.validate_json(json.dumps(stored.get("tasks") or {}), strict=True)
-    except ValidationError as error:
-        raise BundleError(f"{layout.EVIDENCE}: tasks: {_first(error)}") from None
-    verdict = with_tasks(policy, judge(policy, evidence), tasks)
+    verdict = with_tasks(policy, judge(policy, evidence), _tasks(stored))
     against = None if evidence.against == FIRST_RELEASE else evidence.against
     return TwoVerdicts(folder.object(layout.VERDICT), verdict, against)
 
@@ -151,20 +150,57 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
     return ""
 
 
+def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> str:
+    """Where the values and gains of tasks are not those of their items, in words."""
+    if not tasks.evaluations:
+        return ""
+    of_task: dict[str, dict[str, list[EvalItem]]] = {}
+    costs = set[str]()
+    for number, row in enumerate(folder.rows(layout.TASK_ITEMS), 1):
+        task, cost = row.pop("measured_in", None), row.pop("cost", None)
+        if task not in tasks.evaluations or not isinstance(cost, bool):
+            raise BundleError(
+                f"{layout.TASK_ITEMS}, line {number}: {shown(str(task))} is no task that was judged, or 'cost' is no truth value"
+            )
+        who, item = _item(layout.TASK_ITEMS, number, row)
+        costs |= {item.task} if cost else set()
+        of_task.setdefault(task, {}).setdefault(who, []).append(item)
+    values: dict[str, float | None] = {}
+    over: dict[str, Gain] = {}
+    for sides in of_task.values():
+        ours, theirs = (sides.get(who, []) for who in (layout.CANDIDATE, layout.CHAMPION))
+        values |= {metric: gain.gain for metric, gain in scores(ours).items()}
+        over |= (gains(ours, theirs, sorted(costs)) or {}) if theirs else {}
+    told = {"values": dict(tasks.values), "gains": {name: asdict(gain) for name, gain in tasks.gains.items()}}
+    again = {"values": values, "gains": {name: asdict(gain) for name, gain in over.items()}}
+    return difference(finite(told), finite(again), TOLERANCE)
+
+
 def _items(folder: BundleFolder) -> dict[str, list[EvalItem]]:
     found: dict[str, list[EvalItem]] = {}
     for number, row in enumerate(folder.rows(layout.ITEMS), 1):
-        who = row.pop("of", None)
-        try:
-            item = _ITEMS.validate_json(json.dumps(row), strict=True)
-        except ValidationError as error:
-            raise BundleError(f"{layout.ITEMS}, line {number}: {_first(error)}") from None
-        if who not in (layout.CANDIDATE, layout.CHAMPION) or set(row) != {field.name for field in fields(EvalItem)}:
-            raise BundleError(
-                f"{layout.ITEMS}, line {number}: an item of {shown(str(who))} with other keys than an item has"
-            )
+        who, item = _item(layout.ITEMS, number, row)
         found.setdefault(who, []).append(item)
     return found
+
+
+def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
+    """(whose, the item) of a line of a file. Raises: BundleError."""
+    who = row.pop("of", None)
+    try:
+        item = _ITEMS.validate_json(json.dumps(row), strict=True)
+    except ValidationError as error:
+        raise BundleError(f"{name}, line {number}: {_first(error)}") from None
+    if who not in (layout.CANDIDATE, layout.CHAMPION) or set(row) != {field.name for field in fields(EvalItem)}:
+        raise BundleError(f"{name}, line {number}: an item of {shown(str(who))} with other keys than an item has")
+    return who, item
+
+
+def _tasks(stored: dict[str, Any]) -> TaskEvidence:
+    try:
+        return _TASKS.validate_json(json.dumps(stored.get("tasks") or {}), strict=True)
+    except ValidationError as error:
+        raise BundleError(f"{layout.EVIDENCE}: tasks: {_first(error)}") from None
 
 
 def _evidence(stored: dict[str, Any]) -> ReleaseEvidence:

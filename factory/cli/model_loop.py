@@ -309,8 +309,11 @@ def release(
         typer.Option(help="Private key to sign with (PEM; default: the workspace's own, made at first use)."),
     ] = None,
     licence: Annotated[
-        str, typer.Option("--licence", "--license", help="Licence of the weights, as an SPDX expression.")
-    ] = "NOASSERTION",
+        str,
+        typer.Option(
+            "--licence", "--license", help="Licence of the weights, as an SPDX expression (default: NOASSERTION)."
+        ),
+    ] = "",
 ) -> None:
     """Release a candidate that the gate promoted (this is the approval, where the policy requires one), roll back, or bundle a release."""
     from factory.bundles.wish import Wish
@@ -320,10 +323,19 @@ def release(
     from factory.release.releases import release as release_verdict
     from factory.release.releases import rollback as roll_back
 
+    asked = [
+        name for name, value in (("CANDIDATE", candidate), ("--rollback", rollback), ("--bundle", bundle)) if value is not None
+    ]  # fmt: skip
+    if len(asked) > 1:
+        raise InputError(f"one at a time: {' and '.join(asked)} were given; nothing was released")
+    if bundle is None and (out or data or traces or key or licence):
+        raise InputError(
+            "--out, --data, --traces, --key and --licence are of a bundle: --bundle N says of which release; nothing was released"
+        )
     # Releases have a lock of their own: this works while the daemon runs.
     workspace, ledger, terminal = open_workspace(where)
     if bundle is not None:
-        write_bundle(workspace, ledger, terminal, bundle, Wish(out, data, traces, key, licence))
+        write_bundle(workspace, ledger, terminal, bundle, Wish(out, data, traces, key, licence or Wish.licence))
         return
     if rollback is not None:
         roll_back(workspace, ledger, rollback)

@@ -10,6 +10,7 @@ POLICY = "evidence/policy.json"
 EVIDENCE = "evidence/evidence.json"
 VERDICT = "evidence/verdict.json"
 ITEMS = "evidence/items.jsonl"
+TASK_ITEMS = "evidence/task_items.jsonl"  # where tasks were measured
 MEASUREMENTS = "evidence/measurements.json"
 HELD_OUT = "evidence/held_out.json"
 LICENCES = "evidence/licences.json"

@@ -109,7 +109,7 @@ def gather(
         on_fresh=ages[0] if ages else None,
         fresh_gap=ages[2] if ages else None,
         look=look_at(ledger, champion_id, candidate_id, suite.sha256),
-        lost=lost_since_best(ledger, evidence.guards),
+        lost=lost_since_best(ledger, champion_id, evidence.guards),
     )
 
 

@@ -167,6 +167,7 @@ def _comparison(
         missing.insert(0, f"The gain over {champion} could not be measured: {_why(target, policy.clusters_min)}.")
     elif upper < 0:
         against.insert(0, f"Worse than {champion}: {words}.")
+        facts.insert(0, _seen(policy, evidence))
     elif lower > 0:
         facts.insert(0, f"Better than {champion}: {words}.")
         facts.insert(1, _seen(policy, evidence))

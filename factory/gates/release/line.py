@@ -25,16 +25,22 @@ def look_at(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: s
     return looked.index(mine) + 1 if mine in looked else len(looked) + 1
 
 
-def lost_since_best(ledger: Ledger, guards: Iterable[str]) -> dict[str, float]:
-    """By guard: how much worse the champion is than the best release of its line, as the verdicts that released them measured it.
+def lost_since_best(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
+    """By guard: how much worse the champion's candidate is than the best release that it descends from, as their verdicts measured it.
 
-    Each release was compared with the one before on the same items; their gains add up. So small losses do not.
+    Each was compared with the champion of its day on the same items; their gains add up. So small losses do not. A release that was rolled back
+    is not among them, for nothing descends from it any more: of releases 1, 2 (which lost 0.018), a rollback to 1 and 3 (which gained 0.001
+    over 1), nothing is lost.
     """
-    levels = dict.fromkeys(guards, 0.0)
-    best = dict(levels)
-    for release in ReleaseRow.select(ledger, "ORDER BY number"):
-        measured = VerdictRow.get(ledger, release.verdict).evidence(ledger).get("guards") or {}
-        for name in levels:
-            levels[name] += (measured.get(name) or {}).get("gain") or 0.0
-            best[name] = max(best[name], levels[name])
-    return {name: best[name] - levels[name] for name in levels}
+    released = {row.candidate: row for row in ReleaseRow.select(ledger)}
+    above, lost = dict.fromkeys(guards, 0.0), dict.fromkeys(guards, 0.0)
+    row, seen = released.get(champion_id), set[int]()
+    while row is not None and row.number not in seen:
+        seen.add(row.number)
+        verdict = VerdictRow.get(ledger, row.verdict)
+        measured = verdict.evidence(ledger).get("guards") or {}
+        for name in above:  # how much better the release before was
+            above[name] -= (measured.get(name) or {}).get("gain") or 0.0
+            lost[name] = max(lost[name], above[name])
+        row = released.get(Subject.parse(verdict.against).number) if verdict.against else None
+    return lost

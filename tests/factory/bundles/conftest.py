@@ -20,7 +20,7 @@ from tests.support.plants.released_plant import released_plant
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield released_plant(tmp_path_factory.mktemp("released"))
+    yield released_plant(tmp_path_factory.mktemp("released"), tasks=True)
     torch.set_num_threads(threads)
 
 

@@ -65,12 +65,12 @@ def replaced(path: str, old: str, new: str) -> Change:
     return apply
 
 
-def first_item(change: Callable[[dict[str, Any]], object]) -> Change:
+def first_item(change: Callable[[dict[str, Any]], object], path: str = layout.ITEMS) -> Change:
     def apply(bundle: Path) -> None:
-        first, rest = (bundle / layout.ITEMS).read_text().split("\n", 1)
+        first, rest = (bundle / path).read_text().split("\n", 1)
         row = json.loads(first)
         change(row)
-        (bundle / layout.ITEMS).write_text(json.dumps(row) + "\n" + rest)
+        (bundle / path).write_text(json.dumps(row) + "\n" + rest)
 
     return apply
 
@@ -105,6 +105,10 @@ TAMPERED: dict[str, tuple[Change, str, set[str]]] = {
     "the card": (replaced(layout.CARD, "PSF-2.0", "MIT"), layout.CARD, {"card"}),
     "an item's result": (first_item(another("value", 1.0)), layout.ITEMS, {"evidence", "provenance", "spdx"}),
     "an item of another document": (first_item(another("item", "x")), layout.ITEMS, {"evidence", "held_out", "provenance", "spdx"}),
+    "an answer to a task": (first_item(lambda row: row.update(value=1.0 - row["value"]), layout.TASK_ITEMS), layout.TASK_ITEMS,
+        {"evidence", "spdx"}),
+    "a task's gain": (rehashed_evidence(lambda e: next(iter(e["tasks"]["gains"].values())).update(gain=0.9)), layout.EVIDENCE,
+        {"evidence", "verdict", "provenance", "spdx"}),
     "a gain": (rehashed_evidence(lambda e: e["target"].update(gain=0.9)), layout.EVIDENCE, {"evidence", "verdict", "provenance", "spdx"}),
     "how often it was tried": (rehashed_evidence(another("look", 9)), layout.EVIDENCE, {"verdict", "provenance", "spdx"}),
     "the evidence's own hash": (edited(layout.EVIDENCE, another("sha256", "0" * 64)), layout.EVIDENCE, {"evidence", "provenance", "spdx"}),

@@ -65,6 +65,23 @@ def read(workspace: Workspace, *words: str) -> Any:
     return json.loads(run(workspace, *words, "--json"))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data", "--traces"], "--out, --data, --traces, --key and --licence are of a bundle: --bundle N says of which release"),
+        (["--licence", "MIT"], "are of a bundle"),
+        (["2", "--rollback", "1"], "one at a time: CANDIDATE and --rollback were given; nothing was released"),
+        (["--rollback", "1", "--bundle", "1"], "one at a time: --rollback and --bundle were given"),
+    ],
+)  # fmt: skip
+def test_a_forgotten_bundle_releases_nothing(workspace: Workspace, scene: Ledger, words: list[str], said: str) -> None:
+    """Candidate 2 waits for a person's word, which ``factory release`` is."""
+    done = CliRunner().invoke(app, ["release", *words, "-w", str(workspace.root)])
+    assert isinstance(done.exception, InputError) and said in str(done.exception)
+    best = champion(scene)
+    assert best is not None and best.number == 1 and len(listed(scene)) == 3
+
+
 def test_list_has_releases_and_what_waits(workspace: Workspace, scene: Ledger) -> None:
     rows = listed(scene)
     assert [(row["release"], row["candidate"], row["state"], row["champion"]) for row in rows] == [

@@ -120,6 +120,7 @@ CASES = [
     ("promote", evidence(), "Better than candidate 1"),
     ("hold", evidence(target=0.005), "Not shown to be better"),
     ("reject", evidence(target=-0.05), "Worse than candidate 1"),
+    ("reject", evidence(target=-0.05), "in every domain would have been seen with 80 %"),
     ("hold", evidence(code=-0.015), "Guard not shown to hold: code"),
     ("promote", evidence(code=-0.005), "code: 1.920 → 1.840 bits per byte (+0.005"),
     ("reject", evidence(code=-0.05), "Guard violated: code"),

@@ -67,8 +67,23 @@ def test_small_losses_add_up_from_the_best_release(workspace: Workspace, ledger:
     for number, (candidate, gained) in enumerate(zip(line, gains), 1):
         against = line[number - 2] if number > 1 else None
         released(ledger, number, candidate, judged(ledger, candidate, "a", against, gained))
-    lost = lost_since_best(ledger, ["code", "docs", "new"])
+    lost = lost_since_best(ledger, line[-1], ["code", "docs", "new"])
     assert lost == pytest.approx({"code": 0.03, "docs": 0.0, "new": 0.0})
+    assert lost_since_best(ledger, line[2], ["docs"]) == pytest.approx({"docs": 0.02})  # made champion again
+
+
+def test_what_a_rolled_back_release_lost_or_gained_is_nothing_to_those_that_do_not_descend_from_it(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    first, second, third, fourth = (add_candidate(workspace, ledger) for _ in range(4))
+    released(ledger, 1, first, judged(ledger, first, "a", None))
+    released(ledger, 2, second, judged(ledger, second, "a", first, {"code": -0.018, "docs": 0.1}))
+    assert lost_since_best(ledger, second, ["code", "docs"]) == pytest.approx({"code": 0.018, "docs": 0.0})
+    assert lost_since_best(ledger, first, ["code", "docs"]) == {"code": 0.0, "docs": 0.0}  # a rollback to 1
+    released(ledger, 3, third, judged(ledger, third, "a", first, {"code": 0.001, "docs": -0.01}))
+    assert lost_since_best(ledger, third, ["code", "docs"]) == pytest.approx({"code": 0.0, "docs": 0.01})
+    released(ledger, 4, fourth, judged(ledger, fourth, "a", second, {"code": 0.02}))
+    assert lost_since_best(ledger, second, ["code"]) == pytest.approx({"code": 0.018})  # 4 regained it: a rollback to 2
 
 
 def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspace, ledger: Ledger) -> None:

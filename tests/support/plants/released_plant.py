@@ -17,27 +17,31 @@ from factory.evals.tasks import DEV, EvalItem, ratio_bits
 from factory.gates.release.gate import decide
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record, releases
 from tests.support.factory.exports import Plant, build_plant, save_export, tiny_model
+from tests.support.factory.task_files import choice_items, write_policy, write_task
 
 
-def released_plant(root: Path) -> Plant:
-    """Release 1 is a first release, release 2 was compared with it and is champion."""
+def released_plant(root: Path, tasks: bool = False) -> Plant:
+    """Release 1 is a first release, release 2 was compared with it and is champion; with ``tasks`` on a multiple choice too."""
     workspace = Workspace.create(root / "workspace")
+    if tasks:
+        write_task(workspace, "python", [item | {"source": f"s{n}"} for n, item in enumerate(choice_items(12))])
+        write_policy(workspace, tasks={"python": {"tier": "each", "margin": 1.0}})
     plant = build_plant(workspace, Ledger.create(workspace.ledger_url))
     for number, bits in ((1, 3.0), (2, 2.8)):
         export = save_export(tiny_model(number), workspace.exports / f"candidate-{number}", plant.tokenizer)
-        candidate = plant.add_candidate(export)
-        evaluated(plant, candidate, bits)
-        verdict = decide(workspace, plant.ledger, candidate, SILENT)
+        evaluated(plant, plant.add_candidate(export), bits)
+    for number in (1, 2):  # of the release and of its candidate
+        verdict = decide(workspace, plant.ledger, number, SILENT)
         with plant.ledger.begin() as tx:
             row = {
                 "number": number,
-                "candidate": candidate,
+                "candidate": number,
                 "verdict": verdict,
                 "state": "published",
                 "created_at": 1.7e9,
             }
             tx.execute(releases.insert().values(row))
-            record(tx, "promoted", f"release:{number}", {"candidate": candidate})
+            record(tx, "promoted", f"release:{number}", {"candidate": number})
     return plant
 
 
