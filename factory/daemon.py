@@ -235,7 +235,7 @@ def reconcile(
             return done
         if action.kind == "ingest":
             assert isinstance(action.subject, Path)
-            take(workspace, ledger, action.subject, progress)
+            with_mending(workspace, ledger, progress, partial(take, workspace, ledger, action.subject, progress))
             done += 1
             continue
         repeats = repeats + 1 if action == previous else 0
@@ -276,9 +276,18 @@ def _chores(
 
 
 def _back_up(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """A copy for which there is no room ends no pass: it is one action that failed, and what frees some room comes after it."""
     from factory.backups.backups import back_up_daily
+    from factory.retrying.faults import LOCKED, fault_of
 
-    if said := back_up_daily(workspace, ledger):
+    try:
+        said = back_up_daily(workspace, ledger)
+    except Exception as error:
+        fault = fault_of(error)
+        if fault is None or fault == LOCKED:
+            raise
+        raise FactoryError(f"no backup was made: {fault.says}: {fault.do}") from None
+    if said:
         progress.line(f"  {said}")
 
 
@@ -333,11 +342,11 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
         own = lambda: Ledger.open(workspace.ledger_url, workspace.root)  # a thread has connections of its own
         answers = answering.ApprovalAnswers(workspace, own(), progress)
         notifier = delivery.Notifier(workspace, own(), progress)
-        for name, every, act in (
+        for name, pause_seconds, act in (
             ("answering approvals", answering.EVERY_SECONDS, answers.look_and_ask),
             ("notifying", delivery.EVERY_SECONDS, notifier.look),
         ):
-            stack.enter_context(beside(workspace, progress, name, every, act))
+            stack.enter_context(beside(workspace, progress, name, pause_seconds, act))
         steady = Steady(workspace, ledger, progress)
         while True:
             if not steady.too_early():

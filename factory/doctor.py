@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
 
 KINDS = (
+    "tokenizer",
     "token shards",
     "raw shards",
     "checkpoints",

@@ -33,8 +33,9 @@ def file_lock(path: Path, patience: float = 0.0) -> Iterator[int]:
             if time.monotonic() >= deadline:
                 raise LockedError(os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown")
             time.sleep(POLL_SECONDS)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the kernel holds the lock, the number is for people
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -7,7 +7,6 @@ out is an event ``file_held`` of the ledger: it is tried again once the file, th
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import erased_shards
 from factory.ledger.writing import record_once
+from factory.retrying.faults import fault_of
 from factory.retrying.steady import keep_traceback
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ SETTLE_SECONDS = 2.0  # a file that changed more recently may be incomplete
 LONGEST_BYTES = 255  # of a file's name, on every file system of Linux
 PARTIAL = (".part", ".tmp", ".crdownload")
 # What is wrong with the machine and not with the file: the pass fails, and is tried again.
-MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def _is_about_the_file(error: Exception) -> bool:
 
     if isinstance(error, FactoryError):
         return isinstance(error, InputError | WorkerDied)
-    return not isinstance(error, sa.exc.DBAPIError) and getattr(error, "errno", None) not in MACHINE
+    return not isinstance(error, sa.exc.DBAPIError) and fault_of(error) is None
 
 
 def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:

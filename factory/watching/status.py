@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from factory.core.errors import WorkspaceError
+from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.workspace import Workspace
 from factory.core.yaml_file import load_yaml
 from factory.ledger import status as recorded
@@ -65,7 +65,12 @@ def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
     room = Room.of(workspace)
     policy = load_yaml(workspace.policy("retention.yaml"))
     keys = policy if isinstance(policy, dict) else {}
-    floor = max(int(keys.get("floor_bytes", FLOOR_BYTES)), int(keys.get("floor_share", 0.0) * room.total))
+    try:
+        floor = max(int(keys.get("floor_bytes", FLOOR_BYTES)), int(keys.get("floor_share", 0.0) * room.total))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{workspace.policy('retention.yaml')}: floor_bytes and floor_share: expected numbers"
+        ) from None
     left = hours_left(samples(workspace), room.free, floor, now)
     return {"free": room.free, "total": room.total, "floor": floor, "hours_left": left, "low": low_disk(db) is not None}
 

@@ -11,12 +11,14 @@ import pytest
 from factory.backups.backups import make_backup
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import arrived, take
+from factory.daemon import reconcile
+from factory.ingest.inbox import take
 from factory.ingest.tokenizer import FILES
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from factory.repairs.mending import repair_all, with_mending
 from factory.repairs.tokenizer_files import tokenizer_fault
+from factory.retrying.pausing import PausedError, pause
 from tests.support.file_hashes import file_hashes
 from tests.support.said import Said
 
@@ -53,12 +55,9 @@ def test_the_daemon_ingests_on_and_no_shard_is_held(copied: Copy, damage: str) -
     (workspace.inbox / "later.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     DAMAGE[damage](workspace)
     said = Said()
-
-    def ingest() -> None:
-        for path in list(arrived(workspace, ledger, 0)):
-            take(workspace, ledger, path, said)
-
-    with_mending(workspace, ledger, said, ingest)
+    pause(ledger, "training", "ada")
+    with pytest.raises(PausedError):
+        reconcile(workspace, ledger, said, settle=0.0)
     assert "tokenizer  is whole again" not in said.text and "tokenizer is whole again" in said.text
     assert not held(ledger) and not list(workspace.inbox.iterdir())
     assert ledger.read("SELECT state FROM shards WHERE name = 'later.jsonl'") == [{"state": "ingested"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import sqlite3
@@ -14,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import ConfigError
+from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import run
+from factory.ingest.inbox import arrived, take
+from factory.ledger.files import held
 from factory.ledger.ledger import Ledger, segments
 from factory.retrying import faults
 from factory.retrying.steady import Steady
@@ -72,6 +76,42 @@ def test_an_action_that_always_fails_stops_no_other(workspace: Workspace, ledger
         assert [kind for kind, _ in events(ledger, f"export {number}")] == ["action_failed", "works_again"]
     assert log.read_text().count("IndexError: list index out of range") > 2, "of each try"
     assert "last_checkpoint(ledger, segment)" in log.read_text() and not failing(ledger)
+
+
+def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(workspace.root / "backups" / "ledger.db"))
+
+    monkeypatch.setattr("factory.backups.backups.copy_database", full)
+    drop(workspace, "shard.txt")
+    listener = Listener()
+    listener.on["shard.txt: 1 documents"] = enough
+    run_until(workspace, ledger, listener)
+    assert listener.count("making the daily backup failed: no backup was made: the disk is full") == 1, listener.lines
+    assert not list((workspace.root / "backups").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError(errno.EACCES, "Permission denied", "shards/raw"), BlockingIOError(errno.EAGAIN, "fork"), MemoryError()],
+    ids=repr,
+)  # fmt: skip
+def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    drop(workspace, "shard.txt")
+    path = workspace.inbox / "shard.txt"
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr("factory.ingest.inbox.file_away", fails)
+        take(workspace, ledger, path, SILENT)
+    assert not held(ledger) and list(arrived(workspace, ledger, 0)) == [path]
+    take(workspace, ledger, path, SILENT)
+    assert not list(workspace.inbox.iterdir())
 
 
 def test_what_an_earlier_daemon_said_to_fail_is_known_to_work_again(workspace: Workspace, ledger: Ledger) -> None:
