@@ -31,6 +31,7 @@ from factory.ledger.version import GONE, refuse_other_version
 from kernels.contract.files import put_in_place, write_atomically
 
 KEPT = 7
+OTHERS_SECONDS = 60.0  # that another backup may take
 DAY_SECONDS = 86_400.0
 LEDGER, MLFLOW = "ledger.db", "mlflow.db"
 MLFLOW_TABLE = "alembic_version"
@@ -55,10 +56,16 @@ def make_backup(
 
     Killed at any moment, it is whole or absent, and so is the oldest, whose place it takes.
 
-    Raises: WorkspaceError when the ledger is damaged or in PostgreSQL; InputError.
+    Raises: WorkspaceError when the ledger is damaged or in PostgreSQL, or another backup is being made; InputError.
     """
     if ledger.file is None:
         raise WorkspaceError(PG_DUMP)
+    with workspace.lock("backup", OTHERS_SECONDS):
+        return _make_backup(workspace, ledger, folder, keys)
+
+
+def _make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None, keys: bool) -> tuple[Path, list[str]]:
+    assert ledger.file is not None
     own = folder is None
     target = (
         workspace.root / BACKUPS / journal.next_name(workspace.root, datetime.now(UTC))
