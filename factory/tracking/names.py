@@ -90,8 +90,8 @@ def own_names(host: str) -> list[str]:
     addresses = [entry.address for interface in interfaces for entry in interface if entry.family in families]
     machine = socket.gethostname().lower()
     named = [machine] if PLAIN.fullmatch(machine) else []
-    others = [name for name in (*named, *addresses) if not is_loopback(name) and "%" not in name]
-    return list(dict.fromkeys([*first, *others]))
+    found = [name for name in (*first, *named, *addresses) if not is_loopback(name) and "%" not in name]
+    return list(dict.fromkeys(found))
 
 
 def server_options(names: Sequence[Name], port: int) -> list[str]:
