@@ -75,12 +75,21 @@ def ui(
     host: Annotated[
         str, typer.Option(help="Address to listen on; any but this machine's own needs --user.")
     ] = "127.0.0.1",
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A host by which people reach it, as gpu-box, 10.0.0.5:8080 or https://mlflow.example.org (a proxy's); can be "
+            "repeated, and any other is refused. Without it: this machine's name and addresses, where --host lets others in.",
+        ),
+    ] = None,
     user: Annotated[str, typer.Option(help="Ask for a login: this name, and a password that is made once.")] = "",
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
     from factory.release.start_pages import start_pages
     from factory.tracking.login import is_loopback, login
+    from factory.tracking.names import in_brackets, reached_as
     from factory.tracking.tracking import ui_command
 
     workspace = Workspace.open(where)
@@ -88,17 +97,26 @@ def ui(
         raise InputError(
             f"--host {host}: whoever reaches MLflow can approve releases: give --user NAME, and people log in"
         )
+    names = reached_as(host, name or ())
+    if others := [each.host for each in names if not user and not is_loopback(each.host.strip("[]"))]:
+        raise InputError(
+            f"--name {others[0]}: whoever reaches MLflow can approve releases: give --user NAME, and people log in"
+        )
     secrets, password = login(workspace, user) if user else (None, None)
-    command, environment = ui_command(workspace, port, host, secrets)
+    command, environment = ui_command(workspace, port, host, secrets, name or ())
     if show:
         print(" ".join(command))
         return
     if password:
         print(f"user {user}, password in {password}; put TLS in front of it where the network is not yours", flush=True)
-    pages = start_pages(workspace, f"http://{host}:{port}")
-    print(f"MLflow UI on http://{host}:{port} (Ctrl-C ends it). Begin here:", flush=True)
-    for name, address in pages.items():
-        print(f"  {name:<11} {address}", flush=True)
+    server = names[0].address(port) if names else f"http://{in_brackets(host)}:{port}"
+    if names:
+        known = ", ".join(each.host for each in names)
+        print(f"reached as {known}; another name or address is refused until it is given with --name", flush=True)
+    pages = start_pages(workspace, server)
+    print(f"MLflow UI on {server} (Ctrl-C ends it). Begin here:", flush=True)
+    for page, address in pages.items():
+        print(f"  {page:<11} {address}", flush=True)
     os.execvpe(command[0], command, os.environ | environment)
 
 

@@ -48,14 +48,14 @@ def application(supervisor: Supervisor, key: str) -> Starlette:
 class _Router:
     def __init__(self, supervisor: Supervisor, key: str) -> None:
         self.supervisor, self.metrics = supervisor, supervisor.metrics
-        self._key = key.encode()
+        self._key = key.encode(errors="surrogateescape")  # of the command line or the environment: its bytes
 
     def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """``handle``, for who has the key; what it raises becomes an answer."""
 
         async def answer(request: Request) -> Response:
             try:
-                given = request.headers.get("authorization", "").encode()
+                given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
                 if self._key and not hmac.compare_digest(given, b"Bearer " + self._key):
                     raise ApiError(401, "this server wants its key: Authorization: Bearer KEY", code="invalid_api_key")
                 response = await handle(request)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from factory.core.workspace import Workspace
+from factory.tracking.names import reached_as, server_options
 from factory.tracking.outages import TrackingError as TrackingError
 from factory.tracking.outages import advice, note_answer, note_failure, refuse_resting
 
@@ -160,13 +161,21 @@ def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:
 
 
 def ui_command(
-    workspace: Workspace, port: int = 5000, host: str = "127.0.0.1", login: dict[str, str] | None = None
+    workspace: Workspace,
+    port: int = 5000,
+    host: str = "127.0.0.1",
+    login: dict[str, str] | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that opens the MLflow UI on this workspace, and the environment to add to one's own. ``login``: of ``factory.tracking.login``."""
+    """The command that opens the MLflow UI on this workspace, and the environment to add to one's own.
+
+    ``login``: of ``factory.tracking.login``. ``names``: by which people reach it, as ``factory.tracking.names`` reads them. Raises: InputError.
+    """
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", workspace.mlflow_uri]
     command += ["--default-artifact-root", workspace.mlflow_artifacts.as_uri()]
     command += ["--app-name", "basic-auth"] if login else []
+    command += server_options(reached_as(host, names), port)
     return command, ENVIRONMENT | (login or {})
 
 

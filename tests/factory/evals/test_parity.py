@@ -30,6 +30,8 @@ from factory.ingest.tokenizer import OLDER_TEMPLATES, TEMPLATE_WITHOUT_BOS
 from factory.ledger.ledger import Ledger, checkpoints, record, segments
 from factory.ledger.rows import CandidateRow
 from factory.serving.api.defaults import Sampling
+from factory.serving.fixture import ParityError
+from factory.serving.fixture import check as check_engine
 from factory.serving.native.server import NativeEngine, application
 from tests.support.factory.export_breaks import (
     BREAKS,
@@ -327,6 +329,40 @@ def test_each_slip_of_an_engine_is_named(plant: Plant, sound: CandidateRow, tmp_
     found = {check.name: check.detail for check in asyncio.run(asked()) if not check.ok}
     assert set(found) == SLIPS[slip], found
     assert all("do not serve with it" in detail for detail in found.values())
+
+
+@pytest.mark.parametrize(
+    ("lacking", "left_out", "logprobs"),
+    [("nothing", False, True), ("stops", True, True), ("sure stops", True, True), ("sure tokens", False, None)],
+)
+def test_a_question_that_could_not_be_asked_is_not_said_to_be_answered(
+    plant: Plant, sound: CandidateRow, lacking: str, left_out: bool, logprobs: bool | None
+) -> None:
+    """A text to stop at is left out, as a candidate would wait for it in vain; without a token that is sure the weights are not known."""
+    model = ReferenceModel.load(Path(sound.export_path))
+    fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=False)
+    assert fixture["stops"] and fixture["greedy"]
+    if lacking == "stops":
+        fixture["stops"] = []
+    if lacking == "sure stops":
+        fixture["stops"] = [row | {"margin": 0.0} for row in fixture["stops"]]
+    if lacking == "sure tokens":
+        fixture["greedy"] = [row | {"margins": [0.0] * len(row["margins"])} for row in fixture["greedy"]]
+
+    async def asked() -> list[Any]:
+        transport = httpx.ASGITransport(application(NativeEngine(Path(sound.export_path), torch.device("cpu"))))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None) as client:
+            if logprobs is None:
+                with pytest.raises(ParityError, match="engine_logprobs: no token of .* is the likeliest"):
+                    await check_engine(client, fixture, 1e-3)
+            else:
+                await check_engine(client, fixture, 1e-3)
+            return await Asking(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
+
+    found = {check.name: check for check in asyncio.run(asked())}
+    assert found["engine_stop"].ok is True and found["engine_stop"].detail.startswith("left out, ") == left_out
+    assert " 0 " not in f" {found['engine_stop'].detail} " and found["engine_logprobs"].ok is logprobs
+    assert all(check.ok for name, check in found.items() if name not in ("engine_stop", "engine_logprobs"))
 
 
 class Garbling(httpx.ASGITransport):

@@ -94,11 +94,18 @@ def test_what_cannot_work_is_refused_at_once(workspace: Workspace, ledger: Ledge
     assert unknown.returncode == 2 and "did you mean 'vllm'" in unknown.stderr
 
 
-def test_a_key_is_wanted_of_everybody(workspace: Workspace, ledger: Ledger) -> None:
+@pytest.mark.parametrize("key", ["sesame", "sésame€"])
+def test_a_key_is_wanted_of_everybody(workspace: Workspace, ledger: Ledger, key: str) -> None:
+    """Of one that is not ASCII, its UTF-8 bytes."""
+
     async def scene() -> None:
-        async with serving(workspace, ledger, key="sesame") as here:
+        async with serving(workspace, ledger, key=key) as here:
             body = {"prompt": PROMPT}
-            for headers in ({"Authorization": ""}, {"Authorization": "Bearer sesam"}, {"Authorization": "sesame"}):
+            others = ["", f"Bearer {key[:-1]}", key, f"Bearer {key}x"]
+            refusals = [{"Authorization": other.encode()} for other in others]
+            if not key.isascii():
+                refusals += [{"Authorization": f"Bearer {key}".encode(coding)} for coding in ("cp1252", "iso8859-15")]
+            for headers in refusals:
                 for path in ("/v1/completions", "/v1/models", "/metrics", "/elsewhere"):
                     method = "POST" if path == "/v1/completions" else "GET"
                     refused = await here.client.request(method, path, headers=headers, json=body)

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events
 from factory.serving import swap
+from factory.serving.champion import read_champion
 from factory.serving.engines import Engine, native
 from tests.support.serving.kills import OLD, kill_in_swap
 from tests.support.serving.load import AT_ONCE, Load
@@ -295,6 +296,47 @@ def test_what_was_not_judged_is_not_served(
             await served.until_said("it was moved or deleted; release 2 serves on")
             answer = await served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
             assert answer.headers["x-factory-release"] == "2"
+
+    run(scene)
+
+
+@pytest.mark.slow("two engines come up")
+def test_a_mend_that_is_slower_than_a_swap_puts_nothing_back(
+    workspace: Workspace, ledger: Ledger, exports: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_release(workspace, ledger, exports[0])
+    first = read_champion(workspace)
+    add_release(workspace, ledger, exports[1])
+    monkeypatch.setattr(swap, "POLL_SECONDS", 3600.0)  # no look, which would cancel the mend, comes between
+    flips: list[int] = []
+    swapped = asyncio.Event()
+
+    async def order(now: str, engine: Engine) -> None:
+        release = engine.champion.release
+        if (now, release) == ("warm", 1):
+            await swapped.wait()
+        if now == "flipped":
+            flips.append(release)
+            swapped.set()
+            while flips == [2] and any(e.champion.release == 1 for e in supervisor.engines):
+                await asyncio.sleep(0.05)
+
+    supervisor = swap.Supervisor(native(), lambda: read_champion(workspace), print, workspace.logs, on_stage=order)
+    supervisor.serving = first  # and its engine has ended
+
+    async def scene() -> None:
+        running = asyncio.ensure_future(supervisor.run())
+        try:
+            await swapped.wait()
+            while supervisor.current is None or len(supervisor.engines) != 1:
+                await asyncio.sleep(0.05)
+            assert flips == [2] and supervisor.serving == supervisor.current.champion != first
+            metrics = supervisor.metrics.text([])
+            assert "factory_serve_failures_total 0" in metrics, "to be late is no failure"
+            assert 'swaps_total{release="2"} 1' in metrics and 'swaps_total{release="1"}' not in metrics
+        finally:
+            running.cancel()
+            await supervisor.close()
 
     run(scene)
 

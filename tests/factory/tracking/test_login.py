@@ -40,8 +40,53 @@ def test_a_server_lets_in_who_has_the_password(workspace: Workspace) -> None:
     secrets, _ = login(workspace, "ada")
     command, environment = ui_command(workspace, port, "127.0.0.1", secrets)
     address = f"http://127.0.0.1:{port}"
+    assert not [word for word in command if "allowed" in word], "MLflow's own defaults, which are for loopback"
     with answering(command, environment, address, workspace.root):
         without = httpx.get(address + EXPERIMENTS, timeout=30)
         wrong = httpx.get(address + EXPERIMENTS, auth=("ada", "password1234"), timeout=30)
         right = httpx.get(address + EXPERIMENTS, auth=("ada", secrets["MLFLOW_AUTH_ADMIN_PASSWORD"]), timeout=30)
         assert (without.status_code, wrong.status_code, right.status_code) == (401, 401, 200)
+        ada = ("ada", secrets["MLFLOW_AUTH_ADMIN_PASSWORD"])
+        for host, status in ((f"localhost:{port}", 200), (f"gpu-box:{port}", 403), (f"evil.example:{port}", 403)):
+            assert approve(address, ada, host, f"http://{host}") == status, host
+
+
+@pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")
+def test_people_reach_it_by_its_names_and_by_no_other(workspace: Workspace) -> None:
+    with_store(workspace)
+    port = free_port()
+    secrets, _ = login(workspace, "ada")
+    ada = ("ada", secrets["MLFLOW_AUTH_ADMIN_PASSWORD"])
+    names = ["gpu-box", "192.168.1.5", "8.8.8.8", "fd00::5", "https://mlflow.example.org"]
+    command, environment = ui_command(workspace, port, "0.0.0.0", secrets, names)
+    address = f"http://127.0.0.1:{port}"
+    box = f"gpu-box:{port}"
+    cases = {
+        (box, f"http://{box}", ada): 200,
+        (box, "", ada): 200,
+        (f"192.168.1.5:{port}", f"http://192.168.1.5:{port}", ada): 200,
+        (f"8.8.8.8:{port}", f"http://8.8.8.8:{port}", ada): 200,
+        (f"[fd00::5]:{port}", f"http://[fd00::5]:{port}", ada): 200,
+        ("mlflow.example.org", "https://mlflow.example.org", ada): 200,
+        (f"127.0.0.1:{port}", "https://mlflow.example.org", ada): 200,  # a proxy that sets its own Host
+        (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}", ada): 200,
+        ("localhost:1234", "http://localhost:1234", ada): 200,  # a tunnel
+        ("[::1]:1234", "http://[::1]:1234", ada): 200,
+        (box, f"http://{box}", None): 401,
+        (box, "http://evil.example", ada): 403,
+        (box, "null", ada): 403,
+        (f"evil.example:{port}", "", ada): 403,
+        (f"10.0.0.5:{port}", f"http://10.0.0.5:{port}", ada): 403,
+        ("", "", ada): 403,
+    }
+    with answering(command, environment, address, workspace.root):
+        found = {case: approve(address, case[2], case[0], case[1]) for case in cases}
+    assert found == cases
+
+
+def approve(server: str, login: tuple[str, str] | None, host: str, origin: str) -> int:
+    """The status that a tag gets which a person's browser sends from there."""
+    headers = {"Host": host} | ({"Origin": origin} if origin else {})
+    body = {"experiment_id": "0", "key": "approval", "value": "approved"}
+    path = "/ajax-api/2.0/mlflow/experiments/set-experiment-tag"
+    return httpx.post(server + path, json=body, headers=headers, auth=login, timeout=60).status_code

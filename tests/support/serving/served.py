@@ -123,7 +123,7 @@ async def serving(
     server = uvicorn.Server(config)
     server.capture_signals = _no_signals  # type: ignore[method-assign]  # pytest's stay pytest's
     tasks = [asyncio.ensure_future(supervisor.run()), asyncio.ensure_future(server.serve([listening]))]
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
     address = f"http://127.0.0.1:{listening.getsockname()[1]}"
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     try:
