@@ -16,7 +16,8 @@ class EvalPolicy(StrictPolicy):
     dev_documents_per_domain: Count = 20
     """Held-out documents of the dev half that are scored beside them."""
     source_share: Share = 0.25
-    """Of a domain's documents that are scored, share from one source at most; fewer are scored where one source has most of them."""
+    """Of a domain's bytes that are scored, share from one source at most, but for its first document; fewer documents are scored where one source
+    has most of the bytes."""
     document_bytes: Count = 2048
     """Bytes scored of one document."""
     window_overlap: Share = 0.25

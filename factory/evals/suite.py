@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import sqlalchemy as sa
 
 from factory.core.policy_file import policy_sha256
 from factory.evals.policy import EvalPolicy
+from factory.evals.source_cap import within
 from factory.ingest.rules.split import cluster_of, is_sealed
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import FATE
@@ -42,6 +43,28 @@ class HeldOutDocument:
     def messages(self) -> list[dict[str, Any]] | None:
         return self.content.get("messages")
 
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of what is scored: of messages, the assistant's words."""
+        said = [str(one["content"]) for one in self.messages or () if one["role"] == "assistant"]
+        return len("".join(said if self.messages is not None else [self.content["text"]]).encode())
+
+
+@dataclass(frozen=True)
+class SourceCap:
+    """No source gives more than ``share`` of a domain's bytes, ``document_bytes`` of a document at most (``source_cap``)."""
+
+    share: float
+    document_bytes: int
+
+    def kept(self, ones: Sequence[HeldOutDocument]) -> set[str]:
+        """Keys of those of a domain that stay, of each source the first ones."""
+        of: dict[str, list[HeldOutDocument]] = defaultdict(list)
+        for one in ones:
+            of[one.cluster].append(one)
+        sizes = {cluster: [min(self.document_bytes, one.bytes) for one in mine] for cluster, mine in of.items()}
+        return {one.key for cluster, count in within(self.share, sizes).items() for one in of[cluster][:count]}
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -59,18 +82,19 @@ class Suite:
 
 def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Suite:
     """The suite of the ledger's held-out documents as they are now."""
-    sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True, share=policy.source_share)
-    dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, share=policy.source_share)
+    cap = SourceCap(policy.source_share, policy.document_bytes)
+    sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True, cap=cap)
+    dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, cap=cap)
     identity = {"tasks": TASK_VERSIONS, "policy": policy_sha256(policy), "tokenizer": tokenizer_sha256}
     items = {"items": list(map(item_identity, sealed)), "dev": list(map(item_identity, dev))}
     return Suite(identity_sha256(identity | items), sealed, dev)
 
 
 def held_out_documents(
-    ledger: Ledger, per_domain: int, sealed: bool, share: float = 1.0
+    ledger: Ledger, per_domain: int, sealed: bool, cap: SourceCap | None = None
 ) -> tuple[HeldOutDocument, ...]:
-    """At most so many documents of a domain and half, by content hash: one of each cluster first, then a second; of one cluster at most
-    ``share`` of them."""
+    """At most so many documents of a domain and half, by content hash: one of each cluster first, then a second; of one cluster no more than
+    ``cap`` allows."""
     h, d = held_out.c, documents.c
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     listed = sa.select(h.key, h.domain, h.source, d.content_sha256).join(documents, d.key == h.key)
@@ -79,33 +103,20 @@ def held_out_documents(
         if is_sealed(cluster) == sealed:
             drawn = order("suite", row["content_sha256"] or row["key"])
             by_domain[row["domain"]].append((drawn, cluster, row["key"]))
-    chosen: list[str] = []
-    for drawn_ones in by_domain.values():
+    chosen: dict[str, list[str]] = {}  # by domain, in the order of turns
+    for domain, drawn_ones in by_domain.items():
         seen: Counter[str] = Counter()
         turns = []
         for drawn, cluster, key in sorted(drawn_ones):
             turns.append((seen[cluster], drawn, key))
             seen[cluster] += 1
-        turns.sort()
-        most = largest_share(Counter(turn for turn, _, _ in turns[:per_domain]), share)
-        chosen += [key for turn, _, key in turns[:per_domain] if turn < most]
-    return documents_of(ledger, chosen)
-
-
-def largest_share(turns: Mapping[int, int], share: float) -> int:
-    """How many documents a source gives at most, so that none gives more than ``share`` of all; where so few sources cannot, no limit.
-
-    ``turns``: turn (0: a source's first document) → how many sources have so many.
-
-    >>> largest_share({0: 9, 1: 1, 2: 1, 3: 1, 4: 1}, 0.25), largest_share({0: 2, 1: 2, 2: 2}, 0.25)
-    (2, 3)
-    """
-    most = total = 0
-    for turn in sorted(turns):
-        total += turns[turn]
-        if turn + 1 <= share * total:
-            most = turn + 1
-    return most or len(turns)
+        chosen[domain] = [key for _, _, key in sorted(turns)[:per_domain]]
+    found = documents_of(ledger, [key for keys in chosen.values() for key in keys])
+    if cap is None:
+        return found
+    known = {document.key: document for document in found}
+    kept = {key for keys in chosen.values() for key in cap.kept([known[key] for key in keys])}
+    return tuple(document for document in found if document.key in kept)
 
 
 def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:

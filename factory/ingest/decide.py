@@ -6,8 +6,9 @@ remaining document. Nothing is written here.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,14 @@ class _Living:
     number: int
     chunk: int
     place: int
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """Of a domain, what earlier shards brought to train on: how many documents of each half (sealed or not), and which sources."""
+
+    documents: Mapping[bool, int]
+    sources: frozenset[str]
 
 
 def decide(analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path) -> Decided:
@@ -157,10 +166,11 @@ def _hold_out(
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
     before = index.held_out_documents()
+    trained = functools.cache(lambda domain: _trained(index, domain))
     refused: dict[int, str] = {}
     for _ in range(DRAWS):  # others take the place of those that share words with training data
         able = [one for one in living if one.number not in refused]
-        wanting = _wanting(able, policy, before)
+        wanting = _wanting(able, policy, before, trained)
         candidates, overlaps = _own_words(wanting, living, analysed, index, policy, spool)
         refused |= overlaps
         if not overlaps:
@@ -176,6 +186,16 @@ def _hold_out(
             chosen[one.row.key] = candidates[one.number]
             one.row.fate = "held_out"
     return chosen
+
+
+def _trained(index: Index, domain: str) -> _Trained:
+    halves: Counter[bool] = Counter()
+    sources: set[str] = set()
+    for key, source in index.trained_documents(domain):
+        halves[split.is_sealed(split.cluster_of(key, source))] += 1
+        if source:
+            sources.add(source)
+    return _Trained(halves, frozenset(sources))
 
 
 def _own_words(
@@ -212,7 +232,10 @@ def _own_words(
 
 
 def _wanting(
-    living: Sequence[_Living], policy: DataPolicy, before: Sequence[tuple[str, str, str | None]]
+    living: Sequence[_Living],
+    policy: DataPolicy,
+    before: Sequence[tuple[str, str, str | None]],
+    trained: Callable[[str], _Trained],
 ) -> list[_Living]:
     """Those of the share, and what a domain with fewer than ``least`` held-out sources or documents in a half needs."""
     if not policy.held_out.share:
@@ -237,7 +260,8 @@ def _wanting(
         for sealed in (True, False):
             there = [cluster for cluster in clusters if split.is_sealed(cluster) == sealed]
             half = [one for one in ones if split.is_sealed(_cluster(one)) == sealed]
-            wants |= _next_drawn(half, mine, policy.rules(domain), there, least)
+            earlier = functools.partial(trained, domain)
+            wants |= _next_drawn(half, mine, policy.rules(domain), there, least, earlier)
     kept |= {one.row.source for one in living if one.number in wants and one.row.domain in whole and one.row.source}
     return [one for one in living if one.number in wants or (one.row.domain in whole and one.row.source in kept)]
 
@@ -247,10 +271,16 @@ def _cluster(one: _Living) -> str:
 
 
 def _next_drawn(
-    ones: Sequence[_Living], taken: set[int], rules: DomainRules, there: Sequence[str], least: int
+    ones: Sequence[_Living],
+    taken: set[int],
+    rules: DomainRules,
+    there: Sequence[str],
+    least: int,
+    trained: Callable[[], _Trained],
 ) -> set[int]:
     """What a half of a domain needs beside those ``taken``, to have ``least`` sources and as many documents, where ``there`` are the sources
-    of its documents from before: those that would be drawn next, whole sources where sources are held out; at most half of all."""
+    of its documents from before: those that would be drawn next, whole sources where sources are held out; at most half of the shard's and of
+    what was trained on before without as many held out, as a domain may come one document a shard."""
     mine = taken & {one.number for one in ones}
     units: dict[int, list[_Living]] = {}
     for one in ones:
@@ -263,11 +293,26 @@ def _next_drawn(
         for _, unit in sorted(units.items()):
             numbers, cluster = {one.number for one in unit}, _cluster(unit[0])
             count = len(there) + len(mine) + len(found) if of_seen else len(seen)
-            fits = count < least and 2 * (len(mine) + len(found) + len(unit)) <= len(ones)
-            if fits and not numbers & found and (of_seen or cluster not in seen):
+            if count >= least or numbers & found or not (of_seen or cluster not in seen):
+                continue
+            over = 2 * (len(mine) + len(found) + len(unit)) - len(ones)
+            if over <= 0 or over <= _owed(unit, rules, there, least, trained):
                 found |= numbers
                 seen = seen | {cluster}
     return found
+
+
+def _owed(
+    unit: Sequence[_Living], rules: DomainRules, there: Sequence[str], least: int, trained: Callable[[], _Trained]
+) -> int:
+    """How many documents of a half were trained on before without as many held out. Where sources are held out, 0 of one that was trained on,
+    and of one that leaves no room for ``least`` of its size in each half: all that comes of it later is held out too."""
+    if 2 * least * len(unit) > rules.hold_out_at_most:
+        return 0
+    earlier, first = trained(), unit[0]
+    if rules.hold_out_by == "source" and first.row.source in earlier.sources:
+        return 0
+    return max(0, earlier.documents.get(split.is_sealed(_cluster(first)), 0) - len(there))
 
 
 def _places(ordered: Hashes, values: Hashes) -> np.ndarray:

@@ -10,12 +10,13 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from factory.core.errors import ConfigError
+from factory.ingest.document import SYNTHETIC
 from factory.ingest.rules import near_dup
 from factory.ingest.rules.claims import set_aside
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ingest.rules.words import Hashes
-from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams
+from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams, shards
 from factory.ledger.removals import FATE, refused, removals
 
 _AT_ONCE = 5000  # values in one IN (…)
@@ -23,6 +24,7 @@ BARRED = (
     "barred"  # in place of the fate of a row whose licence does not allow training: copies of its text are dropped too
 )
 PARAMETERS = "ingest_index"  # key in ``meta``
+TRAINED = ("train", "quarantined")
 
 
 class Index:
@@ -130,6 +132,15 @@ class Index:
             (row["domain"], row["key"], row["source"])
             for row in self._ledger.rows(listed.where(documents.c.fate != FATE))
         ]
+
+    def trained_documents(self, domain: str) -> Iterator[tuple[str, str | None]]:
+        """(key, source) of each document of a domain that is training data, quarantined since or not, and that no model wrote."""
+        c = documents.c
+        rows = self._ledger.rows(sa.select(shards.c.sha256, shards.c.domains))
+        there = sorted(row["sha256"] for row in rows if domain in (row["domains"] or {}))
+        own = sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC}%")))
+        found = self._select([c.key, c.source], c.shard, there, c.domain == domain, c.fate.in_(TRAINED), own)
+        yield from ((row[0], row[1]) for row in found)
 
     def _select(self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any) -> Iterator[tuple[Any, ...]]:
         statement = sa.select(*columns).where(by.in_(sa.bindparam("values", expanding=True)), *where)

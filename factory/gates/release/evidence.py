@@ -59,6 +59,7 @@ class ReleaseEvidence:
     releasable: float | None = None  # share of the tokens it was trained on whose licence allows to release a model
     not_releasable: Numbers = field(default_factory=dict)  # by other licence, its share: for words alone
     disputed: float | None = None  # of that share, what also came under a licence that allows it: for words alone
+    trained_on: Numbers = field(default_factory=dict)  # by domain, its share of the supervised tokens: for words alone
     anomalies: tuple[str, ...] | None = None  # of the training that it comes from: open ones, rewound segments
 
     def to_json(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.gates.release.domains import trained_on
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.judge import PROMOTE, dev_alone, judge
 from factory.gates.release.judged_by import judged_by
@@ -75,6 +76,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
         releasable=1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
         not_releasable=other,
         disputed=disputed_tokens(ledger, segment, licences) / sum(tokens.values()) if other else None,
+        trained_on=trained_on(ledger, segment),
     )
     tasks = measure_due(workspace, ledger, candidate_id, progress, would_promote=False)
     if with_tasks(policy, judge(policy, evidence), tasks).outcome == PROMOTE:

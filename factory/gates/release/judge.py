@@ -14,6 +14,7 @@ from factory.evals.statistics import CLOZE, Gain, holm, spent_at
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.wording import (
+    NAMED,
     another_order,
     noise_used,
     number,
@@ -21,12 +22,12 @@ from factory.gates.release.wording import (
     sentence,
     signed,
     spent,
+    unguarded,
     unless_held,
     unseen,
 )
 
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
-NAMED = 5  # licences in a reason
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def judge(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Verdict:
         _first_release(policy, evidence, against, missing, facts)
     else:
         _comparison(policy, evidence, against, missing, facts)
+    if words := unguarded(evidence):
+        facts.append(words)
     if against:
         return Verdict(REJECT, tuple(against + missing + facts))
     if missing:
@@ -88,7 +91,8 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
         if count is None or count < policy.documents_min:
             missing.append(
                 f"{domain}: {0 if count is None else count:.0f} held-out documents, at least {policy.documents_min} are needed: the next "
-                "shards with documents of it bring some (held_out.least in data.yaml)."
+                "shards with documents of it bring some (held_out.least in data.yaml). If none will come, take it out of the suite: 'factory data "
+                "remove --document ID' for each of them, or '--source NAME', which takes out all of a source and refuses it from then on."
             )
         if number(evidence.bits_per_byte.get(domain)) is None:
             missing.append(f"{domain}: bits per byte were not measured.")

@@ -19,7 +19,7 @@ def tokens_by_licence(ledger: Ledger, segment: int, policy: Licences | None = No
     Documents that were trained on and are quarantined or removed since count too. With a ``policy`` a text that came under several licences
     counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``); without one under the licence of the row that stayed.
     """
-    used = _used(ledger, segment)
+    used = token_shards_of(ledger, segment)
     sql = """SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
         WHERE fate IN ('train', 'quarantined', 'removed') AND token_shard IS NOT NULL GROUP BY token_shard, license"""
     found: Counter[str] = Counter()
@@ -41,7 +41,7 @@ def tokens_by_licence(ledger: Ledger, segment: int, policy: Licences | None = No
 def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
     """Of the supervised tokens that no release is allowed of, those of texts for which another shard names a licence that allows one: a person
     can settle which is right."""
-    used = _used(ledger, segment)
+    used = token_shards_of(ledger, segment)
     return sum(
         one.supervised_tokens
         for one in conflicts(ledger)
@@ -51,7 +51,7 @@ def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
     )
 
 
-def _used(ledger: Ledger, segment: int) -> set[str]:
+def token_shards_of(ledger: Ledger, segment: int) -> set[str]:
     """The token shards of a segment and of all before it."""
     used: set[str] = set()
     for row in SegmentRow.lineage(ledger, segment):

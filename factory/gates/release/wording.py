@@ -10,6 +10,7 @@ from factory.evals.statistics import CLOZE, Gain, of_recipe
 from factory.gates.release.evidence import Numbers, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
 
+NAMED = 5  # licences, or domains, in a reason
 SEEN = "would have been seen with"  # of a sentence that decides nothing
 
 
@@ -118,6 +119,27 @@ def noise_used(evidence: ReleaseEvidence) -> str:
     if not isinstance(evidence.replicas, int) or evidence.replicas < 2:
         return f"{words}: none, as no replicas were measured yet."
     return f"{words}, by {evidence.replicas} trainings: {_each(evidence.domains, evidence.replica_noise)}."
+
+
+def unguarded(evidence: ReleaseEvidence) -> str:
+    """The domains that it was trained on and the suite has no document of; '': none.
+
+    >>> print(unguarded(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
+    Not guarded: law (3.0% of the supervised tokens), notes (under 0.1%): trained on, and no sealed document is held out, so nobody sees what \
+becomes of it. The next shards with documents of it bring some (held_out.least in data.yaml); or take it out: 'factory data remove'.
+    """
+    shares = {name: number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains}
+    known = sorted((-share, name) for name, share in shares.items() if share > 0)
+    if not known:
+        return ""
+    shown = [f"{-share:.1%}" if share <= -0.001 else "under 0.1%" for share, _ in known[:NAMED]]
+    shown[0] += " of the supervised tokens"
+    named = ", ".join(f"{name} ({words})" for (_, name), words in zip(known, shown, strict=False))
+    more = f" and {len(known) - NAMED} more" if len(known) > NAMED else ""
+    return (
+        f"Not guarded: {named}{more}: trained on, and no sealed document is held out, so nobody sees what becomes of it. The next shards with "
+        "documents of it bring some (held_out.least in data.yaml); or take it out: 'factory data remove'."
+    )
 
 
 def _each(domains: Sequence[str], noise: Numbers) -> str:

@@ -66,8 +66,8 @@ class HeldOut(StrictPolicy):
     """Of sources or documents, as ``hold_out_by`` says."""
     least: NotNegative = 8
     """Sources, and documents, of each domain that are held out before the share counts, in the sealed half and in the dev half each, at most
-    half of what a shard has of it: of a domain with fewer nothing can be judged (``documents_min`` in gates/release.yaml). No more are held out than
-    ``hold_out_at_most``; with a share of 0, none."""
+    half of what came of it, in a shard or up to it: of a domain with fewer nothing can be judged (``documents_min`` in gates/release.yaml). No
+    more are held out than ``hold_out_at_most``; with a share of 0, none."""
 
 
 class Licence(StrictPolicy):

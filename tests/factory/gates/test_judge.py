@@ -94,6 +94,23 @@ CASES = [
     ("reject", changed(FIRST, "bits_per_byte", "code", 4.5), "above the ceiling"),
     ("hold", changed(FIRST, "trigram_bits_per_byte", "docs", None), "docs: the byte-trigram baseline was not measured"),
     ("hold", changed(FIRST, "documents", "docs", 3), "docs: 3 held-out documents, at least 8 are needed"),
+    (
+        "hold",
+        changed(FIRST, "documents", "docs", 3),
+        "If none will come, take it out of the suite: 'factory data remove --document ID' for each of them, or '--source NAME'",
+    ),
+    (
+        "promote",
+        replace(FIRST, trained_on={"code": 0.97, "law": 0.03}),
+        "Not guarded: law (3.0% of the supervised tokens): trained on, and no sealed document is held out",
+    ),
+    ("promote", replace(evidence(), trained_on={"law": 0.6, "code": 0.4}), "Not guarded: law (60.0% of the supervised"),
+    ("hold", replace(evidence(), trained_on={"law": 0.03}, anomalies=None), "Not guarded: law (3.0%"),
+    (
+        "promote",
+        replace(evidence(), trained_on={f"d{n}": 0.1 for n in range(8)}),
+        "d4 (10.0%) and 3 more: trained on, and no sealed document is held out",
+    ),
     ("reject", changed(FIRST, "checks", "stop", (False, "ran on")), "Check stop failed: ran on."),
     ("hold", changed(FIRST, "checks", "smoke", (None, "no end after 600 s")), "Check smoke could not be made: no end"),
     ("hold", ReleaseEvidence(), "does not say which champion"),
@@ -331,6 +348,12 @@ def at(tree: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
     for key in path[:-1]:
         tree = tree[key]
     return tree
+
+
+def test_only_domains_that_it_was_trained_on_are_named_as_not_guarded() -> None:
+    for trained_on in ({}, dict.fromkeys(DOMAINS, 1 / 3), {"law": 0.0}, {"law": None}, {"law": math.nan}):
+        verdict = judge(POLICY, replace(evidence(), trained_on=trained_on))
+        assert verdict == judge(POLICY, evidence()), "and older evidence is judged as it was"
 
 
 @given(some_policy, some_evidence, st.data())

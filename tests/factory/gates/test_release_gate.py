@@ -312,6 +312,37 @@ def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: Plant, wea
     assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
 
 
+def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: Plant, weak: int, better: int) -> None:
+    with_champion(plant, weak)
+    law = {
+        "key": "law",
+        "id": "law",
+        "shard": SHARD,
+        "row": 9001,
+        "domain": "law",
+        "fate": "train",
+        "supervised_tokens": 9,
+    }
+    with plant.ledger.begin() as tx:
+        tx.execute(documents.insert().values(law | {"token_shard": plant.shard.id}))
+        tx.execute(
+            documents.insert().values(law | {"key": "x", "domain": "elsewhere", "token_shard": "not in the plan"})
+        )
+    unguarded = lambda verdict: [one for one in verdict["reasons"] if one.startswith("Not guarded: ")]
+    verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    share = 9 / (9 + sum(not d.held for d in plant.documents))
+    assert verdict["evidence"]["trained_on"]["law"] == pytest.approx(share) and share > 0.001
+    assert sum(verdict["evidence"]["trained_on"].values()) == pytest.approx(1)
+    (said,) = unguarded(verdict)
+    assert said.startswith(f"Not guarded: law ({share:.1%} of the supervised tokens): trained on")
+    with plant.ledger.begin() as tx:
+        tx.execute(documents.update().where(documents.c.key == "law").values(fate="removed"))
+    after = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    assert unguarded(after) == [] and after["outcome"] == verdict["outcome"]
+    with plant.ledger.begin() as tx:
+        tx.execute(documents.delete().where(documents.c.key.in_(["law", "x"])))
+
+
 def test_server_disagreement_and_contamination_are_found(plant: Plant, better: int) -> None:
     folder = Path(shutil.copytree(plant.workspace.exports / "better", plant.workspace.exports / "disagrees"))
     generation = json.loads((folder / "generation_config.json").read_text())

@@ -133,6 +133,60 @@ def test_a_small_domain_is_held_out_until_it_can_be_judged(
     assert ingest(law(100, 40, str), "c.jsonl").counts["held_out"] == 0
 
 
+def test_a_domain_that_comes_one_document_a_shard_is_held_out_too(
+    workspace: Workspace, tmp_path: Path, ledger: Ledger, ingest: Ingest
+) -> None:
+    """In each half every second one, until it has ``least``; the same again for the same shards in the same order."""
+    policy = "held_out: {share: 1.0e-9, least: 2}\ntokenizer: {vocab_size: 400}\n"
+    use_policy(workspace, policy)
+    rows = [row | {"domain": "law"} for row in texts(0, 14)]
+    for number, row in enumerate(rows):
+        fates = [ingest([row], f"{number}.jsonl").counts for _ in range(2)]
+        assert fates[0] == fates[1], "a shard that was ingested is not ingested again"
+    kept = ledger.rows(sa.select(documents.c.id, documents.c.fate, documents.c.source, documents.c.key))
+    fate = {row["id"]: row["fate"] for row in kept}
+    for sealed in (True, False):
+        half = [row["id"] for row in rows if split.is_sealed(row["source"]) == sealed]
+        assert len(half) >= 5
+        assert [fate[name] for name in half] == ["train", "held_out"] * 2 + ["train"] * (len(half) - 4)
+    other = Workspace.create(tmp_path / "other")
+    use_policy(other, policy)
+    other_ledger = Ledger.create(other.ledger_url)
+    for number, row in enumerate(rows):
+        path = other.inbox / f"{number}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        ingest_shard(other, other_ledger, path, SILENT, workers=0)
+    again = other_ledger.rows(sa.select(documents.c.id, documents.c.fate))
+    assert {row["id"]: row["fate"] for row in again} == fate
+
+
+def test_what_was_trained_on_before_holds_out_no_source_that_it_is_of(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    """Nor one that leaves no room for others: all that comes of a held-out source later is held out too."""
+    use_policy(
+        workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {hold_out_by: source, hold_out_at_most: 32}}\n"
+    )
+    sealed = [f"s{n}" for n in range(40) if split.is_sealed(f"s{n}")]
+    counts = lambda first, count, source, name: ingest(
+        [row | {"source": source} for row in texts(first, count)], f"{name}.jsonl"
+    ).counts["held_out"]
+    assert counts(0, 8, sealed[0], "a") == 0
+    assert counts(20, 1, sealed[0], "b") == 0, "it was trained on"
+    assert counts(40, 3, sealed[1], "c") == 0, "eight such sources in each half are more than 32 documents"
+    assert counts(60, 2, sealed[2], "d") == 2
+    assert counts(80, 2, sealed[3], "e") == 2
+
+
+def test_what_a_model_wrote_does_not_count_as_what_came_before(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    use_policy(workspace, "held_out: {share: 1.0e-9}\n")
+    sealed = next(n for n in range(40) if split.is_sealed(f"s{n}"))
+    ingest([row | {"synthetic_by": "a judge"} for row in texts(100, 20)], "made.jsonl")
+    assert ingest(texts(sealed, 1), "own.jsonl").counts["held_out"] == 0
+
+
 def test_a_source_that_was_held_out_for_want_of_others_stays_so(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
