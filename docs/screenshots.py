@@ -151,7 +151,13 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
     mine, theirs = place(Subject("candidate", release.candidate)), place(Subject.parse(verdict.against))
     version, at = f"{server}/#/models/{MODEL}/versions/{release.mlflow_version}?{MODE}", f"{server}/"
     waiting = [
-        Shot("waiting", f"{server}/#/models/{MODEL}/versions/{found.version}?{MODE}", "what decides", 860, prepare=TO_TAGS)
+        Shot(
+            "waiting",
+            f"{server}/#/models/{MODEL}/versions/{found.version}?{MODE}",
+            "what decides",
+            860,
+            prepare=TO_TAGS,
+        )
         for one in undecided(ledger)
         if (found := find_version(tracking.client, one.number, one.subject_sha256))
     ][-1:]
