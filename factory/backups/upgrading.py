@@ -64,7 +64,9 @@ def backup_folder(workspace: Workspace) -> Path:
 
 def _backup(workspace: Workspace, version: str) -> Path:
     """A copy of the SQLite ledger, whole or absent, also while others write to it."""
-    for left in backup_folder(workspace).glob(".ledger-*.part"):  # by an upgrade that was killed
+    for left in backup_folder(workspace).glob(
+        ".ledger-*.part*"
+    ):  # by an upgrade that was killed, SQLite's logs of it too
         left.unlink()
     path = backup_folder(workspace) / f"ledger-{version}-{stamp()}.db"
     aside = path.with_name(f".{path.name}.part")

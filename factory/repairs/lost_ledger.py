@@ -316,7 +316,8 @@ def _take_up(workspace: Workspace, ledger: Ledger) -> list[str]:
     numbers = {f"segment-{row.id:05d}" for row in SegmentRow.select(ledger)}
     token_shards = {row["id"] for row in ledger.read("SELECT id FROM token_shards")}
     orphans = [path for path in workspace.exports.glob("segment-*") if path.name not in numbers]
-    orphans += [path for path in workspace.shards.glob("*/manifest.json") if path.parent.name not in token_shards]
+    whole = (path for path in workspace.shards.glob("*/manifest.json") if not path.parent.name.startswith("."))
+    orphans += [path for path in whole if path.parent.name not in token_shards]
     for path in orphans:
         path = path.parent if path.name == "manifest.json" else path
         said.append(f"  {path} is set aside, in {set_aside(workspace.root, path)}: nothing in the ledger names it")
