@@ -109,6 +109,18 @@ def rollback(workspace: Workspace, ledger: Ledger, number: int, progress: Progre
     progress.line(f"release {number} is champion again")
 
 
+def release_before(ledger: Ledger) -> int:
+    """Number of the release that the champion replaced. Raises: InputError when there is none."""
+    now = champion(ledger)
+    against = now and VerdictRow.get(ledger, now.verdict).against
+    found = against and ReleaseRow.first(
+        ledger, "WHERE candidate = :candidate", candidate=Subject.parse(against).number
+    )
+    if not found:
+        raise InputError(f"release {now.number} replaced none: name one" if now else "nothing was released yet")
+    return found.number
+
+
 class _Saga:
     """The steps of a release, on one open MLflow; the caller holds the release lock."""
 

@@ -194,15 +194,18 @@ def reject_candidate(
 
 @commands.command("rollback")
 def roll_back(
-    number: Annotated[int, typer.Argument(min=1, help="The release's number.")],
+    number: Annotated[
+        int | None, typer.Argument(min=1, help="The release's number (default: the one that the champion replaced).")
+    ] = None,
     where: Where = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
     """Make an older release champion again: what is served follows at once."""
     from factory.core.progress import SILENT
-    from factory.release.releases import rollback
+    from factory.release.releases import release_before, rollback
 
     workspace, ledger, terminal = open_workspace(where)
+    number = number or release_before(ledger)
     rollback(workspace, ledger, number, SILENT if as_json else terminal)
     if as_json:
         print_json({"champion": number})
