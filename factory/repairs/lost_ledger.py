@@ -58,7 +58,7 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
     """Make the ledger of the workspace ``root`` again, from the backup ``name``, by default the newest good one; returns what was done.
 
     Without any backup it is made from the workspace's folders alone. What was there is moved to ``backups/``. Killed at any moment, the
-    ledger is as before or restored.
+    ledger is as before, restored, or not there: then a restore makes it.
 
     Raises: InputError for an unknown backup; WorkspaceError for a ledger in PostgreSQL, or a workspace that is in use.
     """
@@ -353,18 +353,21 @@ def _plan_again(ledger: Ledger, folder: Path) -> str:
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
-    """Put the new ledger in its place; the old one's files are kept."""
+    """Put the new ledger in its place; the old one's files are kept.
+
+    The old file goes before its logs: without its log it would be a ledger that lacks the last commits and looks whole. The new one comes
+    last: SQLite would read the old logs into it.
+    """
     new = file.with_name(f".{file.name}.restored")
     shutil.copyfile(made, new)
-    endings = [file.with_name(file.name + ending) for ending in ("-wal", "-shm", "-journal", "")]
-    if any(path.exists() for path in endings):
+    there = [
+        path for ending in ("", "-wal", "-shm", "-journal") if (path := file.with_name(file.name + ending)).exists()
+    ]
+    if there:
         kept = _replaced(root)
-        for path in endings:
-            if path.exists():
-                shutil.copyfile(path, kept / path.name)
+        for path in there:
+            put_in_place(path, kept / path.name)
         said.append(f"the ledger as it was is kept: {kept}")
-    for path in endings[:-1]:  # they belong to the old one, and SQLite would read them into the new
-        path.unlink(missing_ok=True)
     put_in_place(new, file)
 
 

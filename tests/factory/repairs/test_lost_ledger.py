@@ -23,6 +23,7 @@ from factory.ledger.journal import ABOUT, BACKUPS, LONG, NAME, about, backups_of
 from factory.ledger.ledger import Ledger, metadata, record
 from factory.ledger.rows import SegmentRow
 from factory.repairs.lost_ledger import restore
+from kernels.contract.files import put_in_place
 from tests.support.factory.command import factory
 from tests.support.failing.nights import small_disk
 from tests.support.plants.trained_plant import train_trunk
@@ -93,6 +94,45 @@ def test_a_lost_ledger_is_the_same_again(copied: Copy, lost: str) -> None:
         assert after[table] == before[table], table
     kept = list((workspace.root / "backups").glob("replaced-*/ledger.db"))
     assert [path.read_bytes() for path in kept] == ([content] if content is not None else [])
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_restore_that_is_killed_loses_no_commit(
+    copied: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The last commits of a daemon that was killed are in SQLite's log alone."""
+    workspace, ledger = copied()
+    make_backup(workspace, ledger)
+    for number in range(3):
+        with ledger.begin() as tx:
+            record(tx, "important", f"x:{number}")
+    root = tmp_path / "killed"
+    shutil.copytree(workspace.root, root, symlinks=True)  # the log as it is while the daemon lives
+    assert (root / "ledger.db-wal").stat().st_size > 0
+    left = step
+
+    class Killed(BaseException):
+        pass
+
+    def dies(made: Path, place: Path) -> None:
+        nonlocal left
+        if not left:
+            raise Killed
+        left -= 1
+        put_in_place(made, place)
+
+    monkeypatch.setattr("factory.repairs.lost_ledger.put_in_place", dies)
+    with pytest.raises(Killed):
+        restore(root, "", SILENT)
+    monkeypatch.undo()
+    url, asked = f"sqlite:///{root / 'ledger.db'}", "SELECT COUNT(*) AS n FROM events WHERE kind = 'important'"
+    if (root / "ledger.db").exists():
+        assert step == 0 and Ledger.open(url, root).read(asked) == [{"n": 3}]
+    else:
+        with pytest.raises(WorkspaceError, match="'factory restore'"):
+            Ledger.open(url, root)
+    restore(root, "", SILENT)
+    assert Ledger.open(url, root).read(asked) == [{"n": 3}]
 
 
 def test_without_any_backup_the_folders_tell(copied: Copy) -> None:
