@@ -67,11 +67,12 @@ def injections(
     return found
 
 
-def states(straight: Straight, kind: str | None) -> list[Injection]:
-    """From every crash state of a run, or from those that effects of a kind find."""
+def states(straight: Straight, kind: str | None, among: set[int] | None = None) -> list[Injection]:
+    """From every crash state of a run, or from those that effects of a kind find, or those with these numbers."""
     assert straight.crashes
     found = {e.number for e in straight.effects if kind in (None, e.kind)}
     found |= {len(straight.effects) + 1} if kind is None else set()
+    found &= found if among is None else among
     return [Injection(KILLED, one.number) for one in straight.crashes.states.values() if found & set(one.effects)]
 
 
@@ -79,6 +80,11 @@ def faults(every: list[Injection], effects: list[Effect], root: Path) -> dict[In
     """What each injection is one of."""
     known = places(effects, root)
     return {i: (i.mode, known.get(i.number + max(0, i.state - 1), END)) for i in every}
+
+
+def last_of_places(effects: list[Effect], root: Path) -> set[int]:
+    """The last effect of each place, and the end: the recoveries from before these meet every place, with the least left to do."""
+    return {*{place: number for number, place in places(effects, root).items()}.values(), len(effects) + 1}
 
 
 def fault_of(row: dict[str, Any]) -> Fault:
@@ -173,6 +179,9 @@ def main() -> int:
         default=1,
         help="at most K injections of each fault but kills, drawn with --seed (default 1; 0: all)",
     )
+    parser.add_argument(
+        "--last", action="store_true", help="kill before the last effect of each place only: what the other ways need"
+    )
     parser.add_argument("--across", action="store_true", help="those that were injected in another scenario count, too")
     parser.add_argument(
         "--count", action="store_true", help="only say how many effects, injections and faults there are"
@@ -206,7 +215,8 @@ def main() -> int:
                 targets = [e for e in effects if given.kind in (None, e.kind)]
                 every = injections(effects, targets, [way for way in ways if way != "kill"], chance)
                 if "kill" in ways:
-                    every = states(straight, given.kind) + every
+                    among = last_of_places(effects, site.site) if given.last else None
+                    every = states(straight, given.kind, among) + every
                 kinds = faults(every, effects, site.site)
                 known[name] = set(kinds.values())
                 chosen = sorted(drawn(every, effects, site.site, chance), key=lambda i: i.mode != KILLED)
