@@ -278,7 +278,7 @@ def _chores(
 def _back_up(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
     """A copy for which there is no room ends no pass: it is one action that failed, and what frees some room comes after it."""
     from factory.backups.backups import back_up_daily
-    from factory.retrying.faults import LOCKED, fault_of
+    from factory.core.faults import LOCKED, fault_of
 
     try:
         said = back_up_daily(workspace, ledger)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError
+from factory.core.faults import fault_of
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace, code_root
 
@@ -66,8 +67,13 @@ def examine(workspace: Workspace | None, deep: bool = False, progress: Progress 
     for name, check in checks:
         try:
             ok, detail = check()
-        except (FactoryError, OSError, ValueError, ImportError, RuntimeError) as error:
-            ok, detail = False, str(error)
+        except Exception as error:
+            fault = None if isinstance(error, FactoryError) else fault_of(error)
+            if fault is None and not isinstance(
+                error, FactoryError | OSError | ValueError | ImportError | RuntimeError
+            ):
+                raise
+            ok, detail = False, f"{fault.says}: {fault.do}" if fault else str(error)
         rows.append({"check": name, "ok": ok, "detail": detail})
     return rows
 
@@ -259,7 +265,7 @@ def _key(workspace: Workspace) -> tuple[bool | None, str]:
 
 
 def _backups(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.backups.backups import DAY_SECONDS, LEDGER, PG_DUMP, about, fault_of
+    from factory.backups.backups import DAY_SECONDS, LEDGER, PG_DUMP, about, database_damage
     from factory.ledger.engine import sqlite_file
     from factory.ledger.journal import NAME, backups_of, damage_of, folders_of
 
@@ -269,7 +275,7 @@ def _backups(workspace: Workspace) -> tuple[bool | None, str]:
     unread = [path for path in folders_of(workspace.root) if path not in backups]
     faults = [f"{path} is no backup any more: its backup.json cannot be read" for path in unread]
     if backups:
-        fault = fault_of(backups[-1] / LEDGER)
+        fault = database_damage(backups[-1] / LEDGER)
         faults += [f"{backups[-1] / LEDGER} is damaged: {fault}"] if fault else []
         faults += [damage for damage in (damage_of(backups[-1] / NAME),) if damage]
     if faults:

@@ -21,6 +21,7 @@ from typing import Any
 
 from factory.backups.keys import KEYS, copy_keys, note_copy
 from factory.core.errors import FactoryError, InputError, WorkspaceError
+from factory.core.faults import BROKEN, fault_of
 from factory.core.removal import remove
 from factory.core.workspace import Workspace, work_in
 from factory.ledger import journal
@@ -158,12 +159,15 @@ def copy_database(source: Path, target: Path, table: str = "meta") -> None:
         raise FactoryError(f"{source} could not be copied to {target.parent}: {error}") from error
     except sqlite3.DatabaseError as error:
         raise NotWhole(f"{source} is damaged: {error}") from error
-    if fault := fault_of(target, table):
+    if fault := database_damage(target, table):
         raise NotWhole(f"{source} is damaged: {fault}")
 
 
-def fault_of(database: Path, table: str = "meta") -> str:
-    """What SQLite finds wrong with the file of a database that must have a table; empty: nothing."""
+def database_damage(database: Path, table: str = "meta") -> str:
+    """What SQLite finds wrong with the file of a database that must have a table; empty: nothing.
+
+    Raises: sqlite3.OperationalError when nothing can be known of it now: it is locked, may not be opened, no handle is left.
+    """
     if not database.is_file():
         return f"there is no {database}"
     try:
@@ -171,7 +175,9 @@ def fault_of(database: Path, table: str = "meta") -> str:
             found = [row[0] for row in opened.execute("PRAGMA quick_check(1)")]
             has = opened.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone()
     except sqlite3.OperationalError as error:
-        return "" if "locked" in str(error) else str(error)
+        if fault_of(error) not in (None, BROKEN):
+            raise
+        return str(error)
     except sqlite3.DatabaseError as error:
         return str(error)
     if found != ["ok"]:

@@ -11,7 +11,7 @@ import typer
 from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
-from factory.retrying.faults import fault_of
+from factory.core.faults import fault_of
 
 __all__ = ["DEFAULT", "AsJson", "Where", "app", "main", "open_workspace", "person", "print_json"]
 

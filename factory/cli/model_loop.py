@@ -131,17 +131,25 @@ def run(
     once: Annotated[bool, typer.Option("--once", help="Stop when there is nothing left to do.")] = False,
 ) -> None:
     """The daemon: ingest what lands in the inbox, train, evaluate, gate, release; again and again. Stop it with Ctrl-C, kill it at will."""
+    from factory.core.console import Terminal
     from factory.daemon import run as run_daemon
+    from factory.retrying.starting import patiently
     from factory.watching.log import LoggedProgress
     from factory.watching.metrics import serving
 
-    workspace, ledger, terminal = open_workspace(where)
-    terminal.keeps_on = not once
-    with serving(workspace) as port:
-        progress = LoggedProgress(workspace, terminal)
-        if port:
-            progress.line(f"  numbers for Prometheus: http://127.0.0.1:{port}/metrics")
-        run_daemon(workspace, ledger, progress, once=once)
+    def start() -> None:
+        workspace, ledger, terminal = open_workspace(where)
+        terminal.keeps_on = not once
+        with serving(workspace) as port:
+            progress = LoggedProgress(workspace, terminal)
+            if port:
+                progress.line(f"  numbers for Prometheus: http://127.0.0.1:{port}/metrics")
+            run_daemon(workspace, ledger, progress, once=once)
+
+    if once:
+        start()
+    else:
+        patiently(start, Terminal().line)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
+from factory.core.faults import fault_of
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
@@ -25,7 +26,6 @@ from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import erased_shards
 from factory.ledger.writing import record_once
-from factory.retrying.faults import fault_of
 from factory.retrying.steady import keep_traceback
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
+from factory.core.faults import fault_of
 from factory.ledger.engine import SERIAL, PlainText, engine, refuse_missing, sqlite_file
 from factory.ledger.journal import carry, watch
 from factory.ledger.places import inside
@@ -341,7 +342,8 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, root: Path | None = None) -> Ledger:
-        """Raises: WorkspaceError when there is no ledger at the address, a damaged one, or one of another version."""
+        """Raises: WorkspaceError when there is no ledger at the address, a damaged one, or one of another version; SQLAlchemy's DBAPIError
+        when it cannot be opened now (``factory.core.faults``)."""
         ledger = cls(url, root)
         if ledger.file and ledger.root:
             refuse_missing(ledger.file, ledger.root)
@@ -358,10 +360,12 @@ class Ledger:
         return inside(self.root, place)
 
     def version(self) -> str | None:
-        """Of its tables. Raises: WorkspaceError when there is no ledger at the address."""
+        """Of its tables. Raises: WorkspaceError when there is no ledger at the address; a fault of the machine, as it is."""
         try:
             found = self.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
         except sa.exc.DBAPIError as error:
+            if self.file and fault_of(error):
+                raise
             how = f"cannot be read: {error.orig}; {GONE if self.file else NO_TABLES}"
             raise WorkspaceError(f"the ledger at {self.engine.url!r} {how}") from error
         return found["value"] if found else None

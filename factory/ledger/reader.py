@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import WorkspaceError
+from factory.core.faults import fault_of
 from factory.core.workspace import Workspace
 from factory.ledger.places import located
 from factory.ledger.rows import decoded
@@ -20,7 +21,7 @@ VERSION = "SELECT value FROM meta WHERE key = 'schema'"
 
 class Reader:
     def __init__(self, workspace: Workspace) -> None:
-        """Raises: WorkspaceError when there is no ledger, it cannot be read, or it is of another version."""
+        """Raises: WorkspaceError when there is no ledger, it is damaged, or it is of another version; as ``read``."""
         self._where = f"the ledger of {workspace.root}"
         self._url, self._root = workspace.ledger_url, workspace.root
         self._ledger: Any = None  # opened at the first read, where it is no SQLite file
@@ -29,7 +30,8 @@ class Reader:
             refuse_other_version(found[0]["value"] if found else None, self._where)
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """All rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded. Raises: WorkspaceError."""
+        """All rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded. Raises: WorkspaceError; sqlite3.Error when it cannot
+        be opened now (``factory.core.faults``)."""
         if not self._url.startswith("sqlite:///"):
             from factory.ledger.ledger import Ledger, sa
 
@@ -49,6 +51,6 @@ class Reader:
             finally:
                 connection.close()
         except sqlite3.Error as error:
-            waits = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-            advice = "another process is writing to it: try again" if waits else GONE
-            raise WorkspaceError(f"{self._where} cannot be read: {error}; {advice}") from error
+            if fault_of(error):
+                raise
+            raise WorkspaceError(f"{self._where} cannot be read: {error}; {GONE}") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from factory.backups.backups import MLFLOW_TABLE, fault_of
+from factory.backups.backups import MLFLOW_TABLE, database_damage
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.engine import sqlite_file
@@ -70,7 +70,7 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
         ),
     ):
         file = sqlite_file(url)
-        if file and (file.exists() or kind == "ledger") and (fault := fault_of(file, table)):
+        if file and (file.exists() or kind == "ledger") and (fault := database_damage(file, table)):
             yield Damage(kind, "", f"{file} is damaged: {fault}" if file.exists() else fault, REPAIR + remedy, True)
 
 

@@ -24,7 +24,7 @@ from factory.backups.backups import (
     MLFLOW_TABLE,
     PG_DUMP,
     about,
-    fault_of,
+    database_damage,
     find_backup,
     make_backup,
     stamp,
@@ -76,12 +76,12 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
         base = find_backup(workspace, name) if name else _newest_good(root, said)
         if base is None and not work_in(root):
             raise WorkspaceError(f"{root} holds nothing to make a ledger of: run 'factory init'")
-        if base is None and not fault_of(file):
+        if base is None and not database_damage(file):
             raise InputError(
                 f"{file} is whole, and there is no backup: nothing is restored ('factory backup' makes one). To have the ledger made again from "
                 f"the workspace's folders, which know less, move {file.name} away first"
             )
-        if file.exists() and not fault_of(file) and backups_of(root):
+        if file.exists() and not database_damage(file) and backups_of(root):
             with suppress(OSError, ValueError, sqlite3.Error), journal.journal_lock(root):
                 journal.append(file, backups_of(root)[-1])
         aside = root / BACKUPS / ".restoring"
@@ -128,7 +128,7 @@ def _restore_config(root: Path, name: str) -> list[str]:
 
 def _newest_good(root: Path, said: list[str]) -> Path | None:
     for path in reversed(backups_of(root)):
-        fault = fault_of(path / LEDGER)
+        fault = database_damage(path / LEDGER)
         if not fault and about(path)["schema"] == SCHEMA:
             return path
         said.append(f"backup {path.name} is passed over: {fault or 'it is of another schema'}")
@@ -389,7 +389,7 @@ def restore_mlflow(workspace: Workspace) -> str:
         if path.exists():
             put_in_place(path, kept / path.name)
     for backup in reversed(backups_of(workspace.root)):
-        if (backup / MLFLOW).is_file() and not fault_of(backup / MLFLOW, MLFLOW_TABLE):
+        if (backup / MLFLOW).is_file() and not database_damage(backup / MLFLOW, MLFLOW_TABLE):
             new = file.with_name(f".{file.name}.restored")
             shutil.copyfile(backup / MLFLOW, new)
             put_in_place(new, file)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from factory.core.errors import FactoryError
+from factory.core.faults import fault_of
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.retrying.faults import fault_of
 from factory.retrying.steady import keep_traceback
 
 END_SECONDS = 1.0  # that its last turn may take; then it ends with the process

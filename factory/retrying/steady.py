@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from factory.core.errors import FactoryError, WaitingError
+from factory.core.faults import LOCKED, Fault, fault_of
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
 from factory.retrying.backoff import Backoff, Resting, in_words
-from factory.retrying.faults import LOCKED, Fault, fault_of
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import ASKED, TrainerDiedError
 from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
@@ -131,7 +131,7 @@ class Steady:
     def pass_failed(self, error: Exception) -> None:
         """A pass ended early: a fault of the machine, or of ours."""
         fault = fault_of(error)
-        words = self._fault_words(fault) if fault else self._words(error, PASS)
+        words = words_of(fault) if fault else self._words(error, PASS)
         longest = min(FAULT_SECONDS, self.backoff.longest)
         rest, news = self.backoff.failed(PASS, words, about=fault.do if fault else "", longest=longest)
         if news:
@@ -142,9 +142,6 @@ class Steady:
         """A line, unless nobody can be told now: a full disk takes no log, a terminal may be gone."""
         with contextlib.suppress(OSError, ValueError):
             self.progress.line(f"  {words}")
-
-    def _fault_words(self, fault: Fault) -> str:
-        return f"{fault.says}: {fault.do}. The factory waits, looks again at least every {FAULT_SECONDS:.0f} s and goes on by itself"
 
     def _words(self, error: Exception, key: str) -> str:
         if isinstance(error, FactoryError):
@@ -190,6 +187,11 @@ class Steady:
             if newest is not None and self._asked is not None:
                 self.backoff.try_all()
             self._asked = newest or self._asked or 0
+
+
+def words_of(fault: Fault) -> str:
+    """For a person, while it is waited for."""
+    return f"{fault.says}: {fault.do}. The factory waits, looks again at least every {FAULT_SECONDS:.0f} s and goes on by itself"
 
 
 def keep_traceback(log: Path, what: str, error: BaseException) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from factory.computing.computing import write_kernels
 from factory.core.errors import SegmentError, WaitingError
+from factory.core.faults import fault_of
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
 from factory.core.left_files import parse_json, read_tail
 from factory.core.progress import Progress
@@ -21,7 +22,6 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.retrying.endings import FAILED, HUNG, Ending, oom_kills
-from factory.retrying.faults import fault_of
 from factory.retrying.pausing import refuse_paused
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import Watchdog, record_begun, usual_of

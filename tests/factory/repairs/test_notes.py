@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from factory.cli.app import exit_code
+from factory.core.faults import fault_of
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.repairs.token_shards import HashedShards
-from factory.retrying.faults import fault_of
 from factory.retrying.pausing import PausedError
 from tests.support.factory.command import command_here
 

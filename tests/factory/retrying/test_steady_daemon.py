@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from factory.core import faults
 from factory.core.errors import ConfigError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
@@ -21,7 +22,6 @@ from factory.daemon import run
 from factory.ingest.inbox import arrived, take
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger, segments
-from factory.retrying import faults
 from factory.retrying.steady import Steady
 from factory.retrying.tries import retry
 from factory.retrying.waiting import failing, lines_of, what_waits

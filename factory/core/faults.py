@@ -31,7 +31,7 @@ BROKEN = Fault("the disk reports an error", "free some space, look at the machin
 MISPLACED = Fault("a folder is where a file belongs, or a file where a folder does", "move it away", 74)
 AWAY = Fault("the file system does not answer", "look at its server", 74)
 LOCKED = Fault("the ledger is locked by another process", "end that process", 75)
-UNOPENED = Fault("the ledger cannot be opened", "look at its folder", 74)
+UNOPENED = Fault("the ledger cannot be opened", "look at its folder's permissions, its disk and 'ulimit -n'", 74)
 UNREACHED = Fault("the ledger's server does not answer", "look at the server", 75)
 
 BY_NUMBER = {

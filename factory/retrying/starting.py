@@ -1,0 +1,30 @@
+"""A daemon that cannot begin because of a fault of the machine waits, as it does later: a machine that was just started may lack a disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from factory.core.faults import fault_of
+from factory.retrying.backoff import Backoff
+from factory.retrying.steady import FAULT_SECONDS, words_of
+
+T = TypeVar("T")
+FIRST_SECONDS = 1.0
+
+
+def patiently(act: Callable[[], T], say: Callable[[str], object], sleep: Callable[[float], object] = time.sleep) -> T:
+    """``act()``, again and again while a fault of the machine makes it fail. Each fault is said once. Raises: whatever else ``act`` does."""
+    waits = Backoff(FIRST_SECONDS, FAULT_SECONDS)
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            fault = fault_of(error)
+            if fault is None:
+                raise
+            rest, news = waits.failed("start", fault.says)
+            if news:
+                say(f"  {words_of(fault)}")
+        sleep(rest.seconds)

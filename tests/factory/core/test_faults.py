@@ -1,0 +1,215 @@
+"""Real faults of the machine, made here, get their names; nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from factory.backups.backups import database_damage
+from factory.core import faults
+from factory.core.errors import DiskFullError, WorkspaceError
+from factory.core.faults import Fault, fault_of
+from factory.core.workspace import Workspace
+from factory.doctor import examine
+from factory.ledger.ledger import Ledger, record
+from factory.ledger.reader import Reader
+from tests.support.factory.command import factory
+from tests.support.failing.nights import impatient
+from tests.support.patience import PATIENCE_S
+from tests.support.stopping import wait_for
+
+
+def test_a_full_disk() -> None:
+    with pytest.raises(OSError) as raised, open("/dev/full", "w") as file:
+        file.write("x" * 100_000)
+    assert fault_of(raised.value) == faults.FULL
+    assert fault_of(DiskFullError("segment 3: the disk is full")) == faults.FULL
+
+
+def test_too_few_file_handles(tmp_path: Path) -> None:
+    with few_handles(tmp_path), pytest.raises(OSError) as raised, open(tmp_path / "file"):
+        pass
+    found = fault_of(raised.value)
+    assert found and found.says == f"too few file handles are left ({tmp_path / 'file'})"
+
+
+def test_a_locked_and_a_read_only_ledger(workspace: Workspace, ledger: Ledger) -> None:
+    other = sqlite3.connect(workspace.root / "ledger.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(sa.exc.OperationalError) as raised, impatient(Ledger(workspace.ledger_url)).begin() as tx:
+        record(tx, "never", "daemon")
+    assert fault_of(raised.value) == faults.LOCKED
+    other.close()
+    path = workspace.root / "ledger.db"
+    with pytest.raises(sqlite3.OperationalError) as refused:
+        sqlite3.connect(f"file:{path}?mode=ro", uri=True).execute("INSERT INTO meta VALUES ('a', 'b')")
+    assert fault_of(refused.value) == faults.READ_ONLY
+
+
+def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Workspace, ledger: Ledger) -> None:
+    """No file handle is left. Each way to open it, and ``doctor``, tells of the machine, and nobody is told to restore."""
+    file = workspace.root / "ledger.db"
+    opened = [
+        lambda: Ledger.open(workspace.ledger_url, workspace.root),
+        lambda: Reader(workspace),
+        lambda: database_damage(file),
+    ]
+    for one in opened:
+        with pytest.raises((sqlite3.OperationalError, sa.exc.OperationalError)) as raised, few_handles(workspace.root):
+            one()
+        assert fault_of(raised.value) == faults.UNOPENED
+    importlib.import_module("factory.repairs.examining")  # which needs a handle, too
+    with few_handles(workspace.root):
+        rows = {row["check"]: row for row in examine(workspace)}
+    assert rows["ledger"] == {"check": "ledger", "ok": False, "detail": f"{faults.UNOPENED.says}: {faults.UNOPENED.do}"}
+    assert not [row for row in rows.values() if "restore" in row["detail"] or "damaged" in row["detail"]]
+    assert not database_damage(file)
+
+
+def test_a_ledger_that_is_damaged_is_called_so(workspace: Workspace, ledger: Ledger) -> None:
+    ledger.engine.dispose()
+    file = workspace.root / "ledger.db"
+    for ending in ("-wal", "-shm"):
+        file.with_name(file.name + ending).unlink(missing_ok=True)
+    file.write_bytes(b"no database" * 1000)
+    assert database_damage(file)
+    for one in (lambda: Ledger.open(workspace.ledger_url, workspace.root), lambda: Reader(workspace)):
+        with pytest.raises(WorkspaceError, match="'factory restore'"):
+            one()
+
+
+@contextmanager
+def few_handles(folder: Path) -> Iterator[None]:
+    """All are taken."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(open(folder / "file", "w"))  # noqa: SIM115 - they are to stay open
+        yield
+    finally:
+        for file in files:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def through(how: str) -> BaseException:
+    try:
+        try:
+            raise OSError(errno.EROFS, "Read-only file system", "/data/x")
+        except OSError as error:
+            if how == "cause":
+                raise WorkspaceError("cannot write") from error
+            if how == "cut off":
+                raise WorkspaceError("cannot write") from None
+            raise WorkspaceError("cannot write")  # noqa: B904 - that is the point
+    except WorkspaceError as error:
+        return error
+
+
+@pytest.mark.parametrize(("how", "known"), [("cause", True), ("context", True), ("cut off", False)])
+def test_what_an_error_came_from_counts(how: str, known: bool) -> None:
+    found = fault_of(through(how))
+    assert (found and found.says) == ("there is no permission to write (/data/x)" if known else None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), WorkspaceError("no workspace"), FileNotFoundError(errno.ENOENT, "no such file"), RuntimeError("x")],
+)
+def test_what_is_no_fault_of_the_machine(error: Exception) -> None:
+    assert fault_of(error) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "known"), [(MemoryError(), faults.MEMORY), (RuntimeError("can't start new thread"), faults.MEMORY)]
+)
+def test_memory(error: Exception, known: Fault) -> None:
+    assert fault_of(error) == known
+
+
+LIMITED = """
+import resource, sys
+from factory import __main__
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+sys.argv[1:] = ["ingest", sys.argv[1], "--workspace", sys.argv[2]]
+__main__.main()
+"""
+
+
+def test_a_command_that_meets_one_says_what_to_do(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    """Files may not grow beyond 20 kB: as on a full disk."""
+    shard = tmp_path / "shard.txt"
+    shard.write_text("words " * 50_000)
+    words = [sys.executable, "-c", LIMITED, str(shard), str(workspace.root)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 74 and "Traceback" not in done.stderr, done.stderr
+    assert "nothing recorded was lost: free some space" in done.stderr and "run the same command again" in done.stderr
+    assert factory("status", "--workspace", str(workspace.root)).returncode == 0
+
+
+LOCKED = """
+import sqlite3, sys
+import sqlalchemy as sa
+from factory.ledger import engine
+made = engine.engine
+def impatient(url):
+    found = made(url)
+    sa.event.listen(found, "connect", lambda connection, _: connection.execute("PRAGMA busy_timeout=100"))
+    return found
+from factory.ledger import ledger
+ledger.engine = impatient
+connect = sqlite3.connect
+sqlite3.connect = sqlite3.dbapi2.connect = lambda *words, **given: connect(*words, **{**given, "timeout": 0.1})
+from factory import __main__
+__main__.main()
+"""
+
+
+@contextmanager
+def locked(workspace: Workspace, how: str) -> Iterator[None]:
+    """By another process's transaction, or, with ``how`` "exclusive", so that it cannot be read either."""
+    with contextlib.closing(sqlite3.connect(workspace.root / "ledger.db", isolation_level=None)) as other:
+        other.execute(f"PRAGMA locking_mode={how}")
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+@pytest.mark.parametrize(("how", "command"), [("normal", "pause"), ("exclusive", "pause"), ("exclusive", "status")])
+def test_a_command_whose_ledger_is_locked(workspace: Workspace, ledger: Ledger, how: str, command: str) -> None:
+    ledger.engine.dispose()
+    with locked(workspace, how):
+        words = [sys.executable, "-c", LOCKED, command, "--workspace", str(workspace.root)]
+        done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        75,
+        "factory: the ledger is locked by another process; nothing recorded was lost: end that process and run the same command again\n",
+    )
+
+
+def test_a_daemon_whose_ledger_is_locked_when_it_starts_waits(workspace: Workspace, ledger: Ledger) -> None:
+    ledger.engine.dispose()
+    words = [sys.executable, "-u", "-c", LOCKED, "run", "--workspace", str(workspace.root)]
+    with locked(workspace, "exclusive"):
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout
+        assert "locked by another process: end that process. The factory waits" in process.stdout.readline()
+        assert process.poll() is None and not (workspace.root / "model-loop.lock").exists()
+    wait_for(workspace.root / "model-loop.lock", PATIENCE_S)
+    process.send_signal(signal.SIGTERM)
+    said, errors = process.communicate(timeout=PATIENCE_S)
+    assert "The factory waits" not in said and "Traceback" not in errors and process.returncode == 128 + signal.SIGTERM
