@@ -353,7 +353,9 @@ def test_killed_while_the_oldest_backup_is_removed_no_half_one_bears_the_name_of
         during.setattr(backups, "remove", half)
         make_backup(workspace, ledger)
     assert len(folders_of(workspace.root)) == KEPT
-    assert not [path for path in folders_of(workspace.root) if backups.fault_of(path / "ledger.db") or not about(path)]
+    assert not [
+        path for path in folders_of(workspace.root) if backups.database_damage(path / "ledger.db") or not about(path)
+    ]
     make_backup(workspace, ledger)
     assert len([path for path in (workspace.root / BACKUPS).iterdir() if path.is_dir()]) == KEPT
 
