@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -330,6 +330,7 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
     """
     from factory.notifying import delivery
     from factory.release import answering
+    from factory.retention.watching import filled, make_room
 
     with workspace.lock(LOCK), ExitStack() as stack:
         if once:
@@ -355,4 +356,7 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
                     steady.passed()
                 except Exception as error:
                     steady.pass_failed(error)
+                    if filled(workspace, error):
+                        with suppress(Exception):  # what it meets, the next pass does
+                            make_room(workspace, ledger, progress)
             time.sleep(every)

@@ -69,6 +69,12 @@ def fault_of(error: BaseException) -> Fault | None:
     return None
 
 
+def is_full(error: BaseException) -> bool:
+    """Does it tell of a full disk?"""
+    fault = fault_of(error)
+    return fault is not None and fault.says.startswith(FULL.says)
+
+
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error

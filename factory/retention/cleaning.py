@@ -1,4 +1,5 @@
-"""Removes what the policy no longer keeps. The ledger first, the folder after: killed between, the next call removes the folder.
+"""Removes what the policy no longer keeps. The ledger first, the folder after: killed between, the next call removes the folder. Where the
+disk is too full for the ledger, the folders go first and make room for their record.
 
 A folder is renamed before it is emptied, so that nobody finds half a checkpoint.
 """
@@ -11,8 +12,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.faults import is_full
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
@@ -71,25 +76,40 @@ def clean(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> Cleane
             for one in examine(workspace, ledger, hard=hard)
         ]
         going = [choice for choice in choices if choice.goes]
-        freed = sum(_remove(workspace, ledger, choice) for choice in going if choice.what.kind != "run")
+        freed = _remove_folders(workspace, ledger, [choice for choice in going if choice.what.kind != "run"])
         freed += _remove_runs(workspace, ledger, [choice for choice in going if choice.what.kind == "run"])
     return Cleaned(choices, freed)
 
 
-def _remove(workspace: Workspace, ledger: Ledger, choice: Choice) -> int:
-    what, size = choice.what, choice.what.bytes()
-    name = what.path.relative_to(workspace.root).as_posix()
-    with ledger.begin() as tx:
-        detail = {"path": name, "kind": what.kind, "bytes": size, "why": choice.why}
-        record(tx, RETIRED, f"{what.kind}:{name}", detail)
-    if what.kind == "worktree":
-        remove_worktree(workspace.repository, what.path)
-        return size
-    aside = what.path.with_name(f"{REMOVED}{what.path.name}")
-    remove(aside)
-    os.rename(what.path, aside)
-    remove(aside)
+def _remove_folders(workspace: Workspace, ledger: Ledger, choices: list[Choice]) -> int:
+    """Returns the bytes of what went."""
+    size, untold = 0, dict[Path, dict[str, Any]]()
+    for choice in choices:
+        detail = {"kind": choice.what.kind, "bytes": choice.what.bytes(), "why": choice.why}
+        size += choice.what.bytes()
+        try:
+            _tell(workspace, ledger, {choice.what.path: detail})
+        except sa.exc.DBAPIError as error:
+            if not is_full(error):
+                raise
+            untold[choice.what.path] = detail
+        if choice.what.kind == "worktree":
+            remove_worktree(workspace.repository, choice.what.path)
+            continue
+        aside = choice.what.path.with_name(f"{REMOVED}{choice.what.path.name}")
+        remove(aside)
+        os.rename(choice.what.path, aside)
+        remove(aside)
+    if untold:
+        _tell(workspace, ledger, untold)
     return size
+
+
+def _tell(workspace: Workspace, ledger: Ledger, gone: dict[Path, dict[str, Any]]) -> None:
+    with ledger.begin() as tx:
+        for path, detail in gone.items():
+            name = path.relative_to(workspace.root).as_posix()
+            record(tx, RETIRED, f"{detail['kind']}:{name}", {"path": name} | detail)
 
 
 def _remove_runs(workspace: Workspace, ledger: Ledger, choices: list[Choice]) -> int:

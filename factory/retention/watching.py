@@ -1,9 +1,11 @@
-"""The watch on the disk: below the floor retention removes all that nothing needs, and where that is not enough, training waits."""
+"""The watch on the disk: below the floor, and where something did not fit, retention removes all that nothing needs; where that is not
+enough, training waits."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
+from factory.core.faults import is_full
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.files import DISK_LOW, DISK_WELL, low_disk
@@ -11,6 +13,19 @@ from factory.ledger.ledger import Ledger, record
 from factory.retention.cleaning import clean, describe
 from factory.retention.disk import Room, note
 from factory.retention.policy import RetentionPolicy
+
+
+def filled(workspace: Workspace, error: BaseException) -> bool:
+    """Does an error tell that the workspace's disk is full? It is another disk where half of this one is free."""
+    room = Room.of(workspace)
+    return is_full(error) and room.free < room.total / 2
+
+
+def make_room(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """Remove all that nothing needs; a line when something went."""
+    cleaned = clean(workspace, ledger, hard=True)
+    if cleaned.gone():
+        progress.line(f"  the disk is almost full: {describe(cleaned)}")
 
 
 def training_waits(workspace: Workspace, ledger: Ledger, progress: Progress) -> bool:
@@ -22,9 +37,7 @@ def training_waits(workspace: Workspace, ledger: Ledger, progress: Progress) -> 
     floor = policy.floor(room.total)
     was_low = low_disk(ledger) is not None
     if room.free < floor:
-        cleaned = clean(workspace, ledger, hard=True)
-        if cleaned.gone():
-            progress.line(f"  the disk is almost full: {describe(cleaned)}")
+        make_room(workspace, ledger, progress)
         room = Room.of(workspace)
     is_low = room.free < floor
     if is_low != was_low:

@@ -11,11 +11,13 @@ import random
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 import yaml
 
 from factory.audit.keeping import kept
 from factory.audit.policy import AuditPolicy
 from factory.audit.waiting import waiting
+from factory.core.faults import is_full
 from factory.core.workspace import Config, Workspace
 from factory.diagnosis.ladder import ladder_of
 from factory.gates.release.anomaly_policy import AnomalyPolicy
@@ -35,6 +37,7 @@ from factory.retention.cleaning import REMOVED, clean, examine
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import spec_of
 from tests.support.factory.command import factory
+from tests.support.failing.nights import fill, small_disk
 from tests.support.git import git
 from tests.support.plants.history import History, step_name
 
@@ -242,6 +245,21 @@ def test_killed_between_ledger_and_folder_the_next_call_finishes(
     assert first.relative_to(workspace.root).as_posix() in retired(ledger), "the ledger comes first"
     clean(workspace, ledger)
     assert not first.exists() and not list(workspace.root.rglob(f"{REMOVED}*"))
+
+
+def test_a_disk_that_is_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code: Path) -> None:
+    """Not a byte is free. What goes makes room for its own record."""
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        workspace, ledger = make(disk / "w", code, 5)
+        going = [one.what.path for one in examine(workspace, ledger, hard=True) if one.goes and one.what.kind != "run"]
+        (next(path for path in going if path.is_dir()) / "padding").write_bytes(b"x" * 1_000_000)
+        fill(disk)
+        with pytest.raises(sa.exc.DBAPIError) as raised, ledger.begin() as tx:
+            tx.execute(events.insert(), [{"at": 0.0, "kind": "x" * 10000, "subject": "x"}] * 100)
+        assert is_full(raised.value)
+        clean(workspace, ledger, hard=True)
+        assert not [path for path in going if os.path.lexists(path)]
+        assert {path.relative_to(workspace.root).as_posix() for path in going} <= retired(ledger)
 
 
 def test_a_dry_run_changes_nothing_and_says_why(tmp_path: Path, code: Path) -> None:

@@ -1,8 +1,9 @@
-"""A disk that fills up while a trainer works: the daemon says so, waits, and the segment goes on where it was."""
+"""A disk that fills up while a trainer works: the daemon says so, makes room or waits, and the segment goes on where it was."""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from factory.actions import train
+from factory.backups.backups import back_up_daily
+from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import plan_trunk
+from factory.retention.disk import Room
+from factory.training.planning import last_checkpoint, plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.failing.deaths import make_mortal, strike
 from tests.support.failing.nights import Listener, enough, fill, run_until, small_disk
@@ -58,3 +63,28 @@ def test_a_segment_goes_on_when_there_is_room_again(plant: tuple[Path, Workspace
     assert listener.count("the disk is full") == 1, listener.lines
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(20, 40))
+
+
+@pytest.mark.slow("three segments, the third of which does not fit at first")
+def test_what_nothing_needs_makes_room_for_a_checkpoint(tmp_path: Path, code_repository: Path) -> None:
+    """More is free than the floor, and less than a checkpoint has."""
+    with small_disk(tmp_path / "disk", "256m") as disk:
+        workspace, ledger = make_plant(disk, code_repository)
+        policy, most = workspace.root / "policies" / "retention.yaml", "trunk_segments: 100\nladders: 100\n"
+        policy.write_text(f"floor_bytes: 1000\n{most}")
+        train(workspace, ledger, plan_trunk(workspace, ledger, 10), SILENT)
+        old = Path(last_checkpoint(ledger, 1)["path"])
+        size = sum(path.stat().st_size for path in old.rglob("*"))
+        (old / "padding").write_bytes(b"x" * (8 << 20))  # checkpoints of a plant are small beside what else grows
+        back_up_daily(workspace, ledger)
+        number = plan_trunk(workspace, ledger, 10)
+        with open(disk / "ballast", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, Room.of(workspace).free - size // 2)
+        listener = Listener()
+        listener.on[f"segment {number} (trunk): steps"] = enough
+        run_until(workspace, ledger, listener)
+        assert Room.of(workspace).free > 1000 and not old.exists()
+        assert listener.count("the disk is full") == 1 and listener.count("the disk is almost full: ") == 1, (
+            listener.lines
+        )
+        assert (SegmentRow.get(ledger, number).state, SegmentRow.get(ledger, number).attempts) == ("done", 0)
