@@ -6,13 +6,14 @@ onset that is not much further away than it is itself. Copied as the audit's win
 
 from __future__ import annotations
 
-import shutil
+import os
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from factory.audit.keeping import POLL_SECONDS, copy_checkpoint
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.rows import SegmentRow
 from trainer.contract.checkpoint.format import name_of, steps_in
@@ -69,6 +70,8 @@ class LadderKeeper(threading.Thread):
         self.over, self.source, self.target, self.every = threading.Event(), source, target, every
 
     def run(self) -> None:
+        for left in self.target.glob(".*"):  # of one that was killed
+            remove(left)
         while not self.over.wait(POLL_SECONDS):
             self.look()
         self.look()
@@ -84,4 +87,7 @@ class LadderKeeper(threading.Thread):
                 except (OSError, ValueError):
                     continue  # removed again, not whole, or the disk is full: a ladder with a rung less
         for step in held - set(wanted):
-            shutil.rmtree(self.target / name_of(step), ignore_errors=True)
+            with suppress(OSError):
+                aside = self.target / f".{name_of(step)}"  # half a rung bears no name of one
+                os.rename(self.target / name_of(step), aside)
+                remove(aside)

@@ -46,6 +46,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish
 from factory.ledger.ledger import Ledger, record, shards
+from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
 _CHUNK_BYTES = 1 << 19
@@ -295,7 +296,7 @@ def _copy_to_quarantine(workspace: Workspace, path: Path, sha256: str) -> None:
     workspace.quarantine.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.writing")
     shutil.copy2(path, aside)
-    os.replace(aside, target)
+    put_in_place(aside, target)  # half a copy would be another shard
 
 
 def _store(

@@ -85,7 +85,8 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
             with suppress(OSError, ValueError, sqlite3.Error), journal.journal_lock(root):
                 journal.append(file, backups_of(root)[-1])
         aside = root / BACKUPS / ".restoring"
-        remove(aside)
+        for left in (aside, *workspace.shards.glob(".*")):  # of an ingest or a restore that was killed
+            remove(left)
         aside.mkdir(parents=True)
         try:
             again = _again(workspace, base, aside / LEDGER, progress, said)
