@@ -36,7 +36,7 @@ from typing import Any
 from tests.chaos import power
 from tests.chaos.campaign import AGAIN, END, IN_A_RUN, KILLED, TEAR, Injection, Site, Straight
 from tests.chaos.scenarios import SCENARIOS
-from tests.chaos.shim import ERRORS, FREE, NAMES, SYNCS, WRITES, Effect, places
+from tests.chaos.shim import ERRORS, FREE, NAMES, SEGMENT, SYNCS, WRITES, Effect, places
 
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 WAYS = ("kill", "tear", "pair", "error", "power")
@@ -89,7 +89,7 @@ def last_of_places(effects: list[Effect], root: Path) -> set[int]:
 
 def fault_of(row: dict[str, Any]) -> Fault:
     """What was injected, where it happened."""
-    return row["mode"], row["effect"]
+    return row["mode"], SEGMENT.sub("*", row["effect"])
 
 
 def shorter(fault: Fault, shortest: dict[str, list[tuple[int, int]]]) -> Injection | None:
@@ -158,6 +158,24 @@ def memory() -> Path | None:
     return None if status.f_flag & os.ST_NOEXEC or status.f_bavail * status.f_frsize < ROOM_BYTES else MEMORY
 
 
+class Counted:
+    """How often each fault fired, by a file of results that other campaigns may append to at the same time."""
+
+    def __init__(self, results: Path) -> None:
+        self.results, self.offset, self.faults = results, 0, Counter[Fault]()
+
+    def look(self) -> Counter[Fault]:
+        """With what was appended since."""
+        if self.results.exists():
+            with open(self.results, "rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self.offset += len(whole)
+            self.faults.update(fault_of(row) for row in map(json.loads, whole.splitlines()) if row["fired"])
+        return self.faults
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -182,7 +200,11 @@ def main() -> int:
     parser.add_argument(
         "--last", action="store_true", help="kill before the last effect of each place only: what the other ways need"
     )
-    parser.add_argument("--across", action="store_true", help="those that were injected in another scenario count, too")
+    parser.add_argument(
+        "--across",
+        action="store_true",
+        help="those that were injected in another scenario count, too, also by a campaign at the same time with the same --results",
+    )
     parser.add_argument(
         "--count", action="store_true", help="only say how many effects, injections and faults there are"
     )
@@ -198,7 +220,7 @@ def main() -> int:
     ways = given.way or WAYS
     known: dict[str, set[Fault]] = {}
     made, kept, counts = dict[str, int](), list[dict[str, Any]](), dict[str, Counter[Fault]]()
-    anywhere = Counter(fault_of(row) for row in rows if row["fired"])
+    anywhere = Counted(given.results)
     with tempfile.TemporaryDirectory(prefix="factory-chaos-", dir=memory()) as folder:
         site = Site((given.work or Path(folder)).resolve(), crashes="kill" in ways)
         try:
@@ -224,10 +246,13 @@ def main() -> int:
                     f"{name}: {len(effects)} effects, {len(every)} injections of {len(set(kinds.values()))} faults",
                     flush=True,
                 )
-                met = counts[name] = anywhere if given.across else Counter(fault_of(r) for r in mine if r["fired"])
+                met = anywhere.look() if given.across else Counter(fault_of(r) for r in mine if r["fired"])
+                counts[name] = met
                 shortest: dict[str, list[tuple[int, int]]] | None = None
                 for count, injection in enumerate([] if given.count else chosen, 1):
                     fault = kinds[injection]
+                    if given.across:
+                        anywhere.look()
                     if given.each and injection.mode != KILLED and met[fault] >= given.each:
                         continue
                     if given.each and injection.mode in IN_A_RUN:
@@ -244,7 +269,7 @@ def main() -> int:
                     with open(given.results, "a") as file:
                         file.write(result.to_json() + "\n")
                     mine.append(json.loads(result.to_json()))
-                    if result.fired:
+                    if result.fired and not given.across:
                         met[fault_of(mine[-1])] += 1
                     state = "✗" if result.wrong else "✓" if result.fired else "–"
                     print(

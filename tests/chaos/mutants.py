@@ -141,7 +141,6 @@ MUTANTS = (
     Mutant(FILES, "sync_folder(place.parent)", PLACED),
     Mutant(FILES, "sync_tree(made)", PLACED),
     Mutant("factory/ledger/journal.py", "os.fsync(out.fileno())", DAILY),
-    Mutant("factory/ingest/chain.py", "os.replace(aside, target)", INGEST),
     Mutant(  # the scenario would ingest the file for ever
         "factory/ingest/filing.py",
         "shutil.move(path, place)",
@@ -171,8 +170,13 @@ MUTANTS = (
     ),
     Mutant(
         "factory/retention/cleaning.py",
-        "os.rename(what.path, aside)",
+        "os.rename(choice.what.path, aside)",
         "tests/factory/retention/test_cleaning.py::test_the_policy_keeps_what_it_says",
+    ),
+    Mutant(
+        "factory/diagnosis/ladder.py",
+        "os.rename(self.target / name_of(step), aside)",
+        "tests/factory/diagnosis/test_ladder.py::test_a_rung_that_is_removed_is_whole_or_gone",
     ),
     Mutant(
         "factory/backups/backups.py",

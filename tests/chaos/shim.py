@@ -23,6 +23,7 @@ SYNCS = frozenset({"fsync", "fdatasync"})
 SPAWN = "spawn"  # a program is started; its error is EAGAIN
 FREE = frozenset({"unlink", "rmdir", "rename", SPAWN})  # take no space: a full disk does not stop them
 KINDS = WRITES | NAMES | SYNCS | {"truncate", SPAWN}
+SEGMENT = re.compile(r"(?<=/segments/#-)\w+")  # the same code writes each kind of segment
 DATABASE = re.compile(r"\.db(-wal|-journal)?$")
 
 
@@ -51,7 +52,7 @@ def places(effects: Iterable[Effect], root: Path) -> dict[int, str]:
     """Number → what, where and by whom. All transactions are written to the same files: there it is also told what its program did before."""
     found, before = {}, dict[str, str]()
     for effect in effects:
-        told = f"{effect.kind} {effect.place(root)}"
+        told = f"{effect.kind} {SEGMENT.sub('*', effect.place(root))}"
         found[effect.number] = f"{told} ({effect.program})"
         if DATABASE.search(effect.path):
             found[effect.number] += f", after {before.get(effect.program, 'its start')}"

@@ -16,7 +16,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from factory.backups.backups import fault_of
 from factory.core.exports import folder_sha256
 from factory.git.durable import MARK
 from factory.ledger.journal import NAME, about, damage_of, folders_of
@@ -158,7 +157,7 @@ def broken(site: Path) -> list[str]:
             twice = "SELECT value FROM tags WHERE key = 'factory.subject' GROUP BY value HAVING COUNT(*) > 1"
             wrong += [f"MLflow has two runs of {row[0]}" for row in db.execute(twice)]
     for backup in folders_of(plant):
-        if fault := fault_of(backup / "ledger.db"):
+        if fault := database_damage(backup / "ledger.db"):
             wrong.append(f"backup {backup.name}: {fault}")
         if not about(backup):
             wrong.append(f"backup {backup.name} does not say what it is")
@@ -173,7 +172,7 @@ def lost(site: Path, scenario: str) -> list[str]:
     While a patch is reverted, the checkout is on the way to another state than the ledger's: that one is looked at when it is there.
     """
     plant = site / "plant"
-    if scenario == "restore" and fault_of(plant / "ledger.db"):
+    if scenario == "restore" and database_damage(plant / "ledger.db"):
         return []  # it is what is to be restored
     if not (plant / "ledger.db").exists():
         return ["the ledger is gone"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.backups.backups import fault_of
+from factory.backups.backups import database_damage
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
@@ -131,7 +131,7 @@ def test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut(tmp_path: Pa
     for loss in power.LOSSES:
         power.cut(start, folder.root, folder.effects, folder.store, loss)
         (backup,) = backups_of(workspace.root)
-        assert backup.name == made[0] and not fault_of(backup / "ledger.db"), loss
+        assert backup.name == made[0] and not database_damage(backup / "ledger.db"), loss
         kinds = [row[1]["kind"] for batch in replayed(backup / NAME) for row in batch["rows"] if row[0] == "events"]
         assert kinds == ["after the backup"], loss
 
