@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from factory.backups.backups import database_damage
 from factory.core.exports import folder_sha256
 from factory.git.durable import MARK
 from factory.ledger.journal import NAME, about, damage_of, folders_of
