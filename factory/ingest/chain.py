@@ -46,6 +46,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish
 from factory.ledger.ledger import Ledger, record, shards
+from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
@@ -88,7 +89,7 @@ def ingest_shard(
     ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard.
 
     Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad policy;
-    WorkerDied; FactoryError when the disk is full. What is wrong *inside* the file ends in a report: rows are dropped, each
+    WorkerDiedError; FactoryError when the disk is full. What is wrong *inside* the file ends in a report: rows are dropped, each
     by a rule, and a file that is unusable as a whole is quarantined.
     """
     policy = DataPolicy.load(workspace.policy("data.yaml"))
@@ -109,7 +110,7 @@ def ingest_shard(
         spool.mkdir(parents=True)
         if before.st_size < _WORTH_WORKERS and workers is None:
             workers = 0
-        with Pool(workers) as pool:
+        with Pool(workers, spool, RetryPolicy.load(workspace.policy("retries.yaml"))) as pool:
             found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, progress)
         _refuse_changed(path, before)
         if isinstance(found, ShardProblem):

@@ -26,7 +26,9 @@ from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import file_sha256
 
 LONGEST_NAME = 50  # characters, of four bytes at most
-WATCHED_SECONDS = 86_400.0  # for so long after it was filed a shard's file is looked at in each pass
+WATCHED = (
+    4096  # of the files that were filed last: each pass looks at them. By number, which no jump of the clock changes
+)
 RAW, QUARANTINE = "shards/raw", "quarantine"
 PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # of a filed file's name: of the SHA-256
 
@@ -57,7 +59,7 @@ def file_away(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, sta
 
 def return_changed(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
     """Files of ``shards/raw/`` whose content is no longer what was ingested go to the inbox again; what was ingested stays, where it can be told."""
-    for (folder, name), known in filed(ledger, time.time() - WATCHED_SECONDS).items():
+    for (folder, name), known in filed(ledger, WATCHED).items():
         path = workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
             continue

@@ -26,7 +26,10 @@ from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import erased_shards
 from factory.ledger.writing import record_once
+from factory.retrying.backoff import in_words
+from factory.retrying.policy import RetryPolicy
 from factory.retrying.steady import keep_traceback
+from factory.retrying.tries import newest_asked
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 2.0  # a file that changed more recently may be incomplete
 LONGEST_BYTES = 255  # of a file's name, on every file system of Linux
 PARTIAL = (".part", ".tmp", ".crdownload")
-# What is wrong with the machine and not with the file: the pass fails, and is tried again.
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,31 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
 
     Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for what is wrong with the machine, the policy or the ledger.
     """
+    from factory.ingest.pool import WorkerDiedError
+
     stamp: Stamp = ()
     try:
         stamp = stamp_of(path)
         path = _readable(path, progress)
         stamp = stamp_of(path)
-        ingest_arrived(workspace, ledger, path, progress)
+        ingest_arrived(
+            workspace, ledger, path, progress, workers=1 if _deaths(workspace, ledger, path, stamp) else None
+        )
     except FileNotFoundError:
         if path.exists():
             raise
         progress.line(f"  {shown_name(path)} was taken away again; nothing of it was stored")
+    except WorkerDiedError as died:
+        deaths = _deaths(workspace, ledger, path, stamp) + 1
+        policy = RetryPolicy.load(workspace.policy("retries.yaml"))
+        if deaths < policy.tries:
+            again = f"it is tried again in {in_words(_wait(policy, deaths))}, with one worker (try {deaths + 1} of {policy.tries})"
+        else:
+            again = (
+                f"that was try {deaths}: free some memory and run 'factory retry', or split the file into smaller ones"
+            )
+        _hold(workspace, ledger, InboxFile(path, stamp, f"{died}; {again}"), refused=True, deaths=deaths)
+        progress.line(f"  {shown_name(path)} stays in the inbox: {died}; {again}")
     except Exception as error:
         if not _is_about_the_file(error):
             raise
@@ -97,14 +114,14 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
 
 
 def _is_about_the_file(error: Exception) -> bool:
-    from factory.ingest.pool import WorkerDied
-
     if isinstance(error, FactoryError):
-        return isinstance(error, InputError | WorkerDied)
+        return isinstance(error, InputError)
     return not isinstance(error, sa.exc.DBAPIError) and fault_of(error) is None
 
 
-def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
+def ingest_arrived(
+    workspace: Workspace, ledger: Ledger, path: Path, progress: Progress, workers: int | None = None
+) -> None:
     """Ingest a file of the inbox, then move it to ``shards/raw/`` or ``quarantine/``.
 
     After a kill between the two the next call recognises the content and only moves the file.
@@ -112,7 +129,7 @@ def ingest_arrived(workspace: Workspace, ledger: Ledger, path: Path, progress: P
     say = lambda report: progress.line(
         describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     )
-    ingest_path(workspace, ledger, path, progress, ingested=say)
+    ingest_path(workspace, ledger, path, progress, ingested=say, workers=workers)
 
 
 def ingest_path(
@@ -122,6 +139,7 @@ def ingest_path(
     progress: Progress,
     *,
     again: bool = False,
+    workers: int | None = None,
     ingested: Callable[[ShardReport], object] = lambda report: None,
 ) -> ShardReport:
     """Ingest a file, wherever it lies. One of the inbox or of ``quarantine/`` is filed then, once ``ingested`` was called; any other stays.
@@ -131,10 +149,16 @@ def ingest_path(
     from factory.ingest.chain import ingest_shard
 
     folder = path.resolve().parent
+    if folder == workspace.inbox.resolve():
+        path = _readable(path, progress)
+    elif (shown := _shown(path.resolve())) != str(path.resolve()):
+        raise InputError(
+            f"{shown}: a name that is not UTF-8 cannot be stored: rename it, or put the file into the inbox, which does"
+        )
     if folder == workspace.quarantine.resolve():
         path = return_file(workspace, path)
         folder = workspace.inbox.resolve()
-    report = ingest_shard(workspace, ledger, path, progress, again=again)
+    report = ingest_shard(workspace, ledger, path, progress, again=again, workers=workers)
     ingested(report)
     if folder == workspace.inbox.resolve() and report.sha256 in erased_shards(ledger):
         path.unlink()  # its text would be back
@@ -146,7 +170,11 @@ def ingest_path(
 
 def shown_name(path: Path) -> str:
     r"""A file's name as text that can be printed and stored: bytes that are not UTF-8 as ``\xe9``."""
-    return os.fsencode(path.name).decode("utf-8", "backslashreplace")
+    return _shown(path.name)
+
+
+def _shown(name: str | Path) -> str:
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _readable(path: Path, progress: Progress) -> Path:
@@ -168,12 +196,13 @@ def _look(workspace: Workspace, ledger: Ledger, settle: float) -> Iterator[Inbox
     names = [n for n in sorted(os.listdir(workspace.inbox)) if not n.startswith(".") and not n.endswith(PARTIAL)]
     refused = {name: one for name, one in held(ledger).items() if one["refused"]} if names else {}
     key = _key(workspace) if refused else ""
+    asked = newest_asked(ledger) if refused else 0
     for name in names:
         path = workspace.inbox / name
         try:
             stamp = stamp_of(path)
             known = refused.get(shown_name(path))
-            if known and (tuple(known["stamp"]), known["read_by"]) == (stamp, key):
+            if known and (tuple(known["stamp"]), known["read_by"]) == (stamp, key) and _rests(workspace, known, asked):
                 yield InboxFile(path, stamp, known["why"])
             elif len(stamp) == 1:
                 yield InboxFile(path, stamp, _no_file(path))
@@ -181,6 +210,30 @@ def _look(workspace: Workspace, ledger: Ledger, settle: float) -> Iterator[Inbox
                 yield InboxFile(path, stamp, _incomplete(path, stamp))
         except FileNotFoundError:
             continue
+
+
+def _deaths(workspace: Workspace, ledger: Ledger, path: Path, stamp: Stamp) -> int:
+    """How often workers died that read this file as it is."""
+    known = held(ledger).get(shown_name(path), {})
+    if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (stamp, _key(workspace)):
+        return 0
+    return int(known["deaths"])
+
+
+def _rests(workspace: Workspace, known: dict[str, Any], asked: int) -> bool:
+    """Is it too early to try a refused file again? What is wrong with the file itself stays wrong; what workers died of may be over."""
+    deaths = known.get("deaths", 0)
+    if not deaths:
+        return True
+    if asked > known["event"]:
+        return False
+    policy = RetryPolicy.load(workspace.policy("retries.yaml"))
+    return deaths >= policy.tries or 0 <= time.time() - known["at"] < _wait(policy, deaths)
+
+
+def _wait(policy: RetryPolicy, deaths: int) -> float:
+    """Seconds."""
+    return min(policy.first_wait_seconds * 2.0 ** min(deaths - 1, 40), policy.longest_wait_seconds)
 
 
 def _no_file(path: Path) -> str:
@@ -202,12 +255,18 @@ def _incomplete(path: Path, stamp: Stamp) -> str:
     )
 
 
-def _hold(workspace: Workspace, ledger: Ledger, file: InboxFile, refused: bool = False) -> bool:
+def _hold(workspace: Workspace, ledger: Ledger, file: InboxFile, refused: bool = False, deaths: int = 0) -> bool:
     """Record why a file waits; returns whether that is news."""
     known = held(ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
-    detail: dict[str, Any] = {"name": file.name, "stamp": list(file.stamp), "why": file.why, "refused": refused}
+    detail: dict[str, Any] = {
+        "name": file.name,
+        "stamp": list(file.stamp),
+        "why": file.why,
+        "refused": refused,
+        "deaths": deaths,
+    }
     detail["read_by"] = _key(workspace) if refused else ""
     return record_once(ledger, HELD, f"inbox:{file.name}", detail)
 

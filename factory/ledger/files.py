@@ -9,23 +9,23 @@ from typing import Any
 
 from factory.ledger.rows import Reads
 
-HELD = "file_held"  # {name, stamp, why, refused, read_by}: a file that stays in the inbox
+HELD = "file_held"  # {name, stamp, why, refused, read_by, deaths (of workers that read it)}: a file that stays in the inbox
 FILED = "shard_filed"  # {folder, name, bytes, mtime_ns, sha256, read_by}: where a shard's file lies since
 RETIRED = "retired"  # {path (relative to the workspace), kind, bytes, why}
 DISK_LOW, DISK_WELL = "disk_low", "disk_well"  # {free, floor}, in bytes
 
 
 def held(db: Reads) -> dict[str, dict[str, Any]]:
-    """By file name, why it was last kept in the inbox."""
-    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=HELD)
-    return {row["detail"]["name"]: row["detail"] for row in rows}
+    """By file name, why it was last kept in the inbox, with ``at``, seconds since 1970, and ``event``, its number."""
+    rows = db.read("SELECT id, at, detail FROM events WHERE kind = :kind ORDER BY id", kind=HELD)
+    return {row["detail"]["name"]: row["detail"] | {"at": row["at"], "event": row["id"]} for row in rows}
 
 
-def filed(db: Reads, since: float = 0.0) -> dict[tuple[str, str], dict[str, Any]]:
-    """By folder and name, the newest record of each filed file. ``since``: seconds since 1970 before which none is read."""
-    sql = "SELECT detail FROM events WHERE kind = :kind AND at >= :since ORDER BY id"
-    found = (row["detail"] for row in db.read(sql, kind=FILED, since=since))
-    return {(one["folder"], one["name"]): one for one in found}
+def filed(db: Reads, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
+    """By folder and name, the newest record of each filed file. ``most``: so many of the newest records; -1: all."""
+    sql = "SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC"
+    rows = db.read(f"{sql} LIMIT :most", kind=FILED, most=most) if most >= 0 else db.read(sql, kind=FILED)
+    return {(one["folder"], one["name"]): one for one in (row["detail"] for row in reversed(rows))}
 
 
 def retired(db: Reads) -> set[str]:

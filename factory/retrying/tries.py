@@ -105,6 +105,11 @@ def refuse_parked(db: Reads) -> None:
         raise InputError(describe_parked(db, row))
 
 
+def newest_asked(db: Reads) -> int:
+    """The number of the newest event that asks for another try; 0: none does."""
+    return int(db.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=ASKED)[0]["id"] or 0)
+
+
 def retry(ledger: Ledger, segment: int | None, by: str) -> str:
     """Have the daemon try all at once that waits after a failure, and a parked segment again; returns a line for a person.
 

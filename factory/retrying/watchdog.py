@@ -1,4 +1,5 @@
-"""Notices a trainer that makes no more steps: it waits for a rank that is gone, a driver, a lock, for ever.
+"""Notices a trainer that makes no more steps (it waits for a rank that is gone, a driver, a lock, for ever), and workers of ingest that
+make no more chunks.
 
 How long a step takes is measured: by this process's own clock, from the steps themselves, and before the first from this machine's
 earlier segments. Time in which the trainer wanted to run and got no core does not count, so that a busy machine is not taken for
@@ -62,7 +63,7 @@ def _machine(row: SegmentRow) -> str:
 
 
 class Watchdog:
-    """Of one trainer that was just started. ``look`` is called every second or so."""
+    """Of one trainer, or a pool of workers, that was just started. ``look`` is called every second or so."""
 
     def __init__(
         self,
@@ -72,12 +73,14 @@ class Watchdog:
         folder: Path,
         *,
         starts_often: bool = False,
+        first_counts: bool = False,
+        unit: str = "step",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """process: whose tree it is. folder: what grows while it writes a checkpoint. starts_often: any step may compile, not only
-        the first."""
+        the first. first_counts: the first step takes what others take. unit: what a step is called."""
         self.policy, self.usual, self.process, self.folder = policy, usual, process, folder
-        self.starts_often, self.clock = starts_often, clock
+        self.starts_often, self.first_counts, self.unit, self.clock = starts_often, first_counts, unit, clock
         self.steps: int | None = None  # made since the start, as told; None: none yet
         self.quiet = 0.0  # seconds without a step in which it could have run
         self.started = self._looked = self._moved = clock()
@@ -100,14 +103,18 @@ class Watchdog:
         """The usual time of a step, in seconds."""
         return statistics.median(self._took) if self._took else self.usual.step
 
+    def begin(self) -> None:
+        """Nothing was to be done since the last look: that time does not count."""
+        self._looked = self._moved = self.clock()
+
     def look(self, steps: int) -> str:
         """steps: how many are done since the start. Returns '' or, of one that hung, what it did, for a person."""
         now = self.clock()
         passed, self._looked = now - self._looked, now
         if steps > (self.steps or 0):
-            if self.steps is not None:
+            if self.steps is not None or self.first_counts:
                 took = now - self._moved
-                made = steps - self.steps
+                made = steps - (self.steps or 0)
                 self._took.extend([took / made] * min(made, REMEMBERED))
                 self._longest = max(self._longest, took)
             self.steps, self.quiet, self._moved, self._wrote = steps, 0.0, now, None
@@ -124,7 +131,7 @@ class Watchdog:
 
     def _hung(self) -> str:
         usual = f"{self.step:.3g} s is usual" if self.step else "none was timed yet"
-        what = "no first step" if self.steps is None else "no step"
+        what = f"no first {self.unit}" if self.steps is None else f"no {self.unit}"
         return f"{what} for {in_words(self.quiet)} ({usual}, the limit is {in_words(self.limit)})"
 
     def _waited_for_a_core(self) -> float:

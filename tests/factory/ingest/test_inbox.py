@@ -17,12 +17,13 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.workspace import Workspace, code_root
-from factory.ingest import chain
+from factory.ingest import chain, filing
 from factory.ingest.filing import filed_name
 from factory.ingest.inbox import arrived, take, tend
 from factory.ledger.ledger import Ledger, documents, events, shards
 from tests.support.factory.command import factory
 from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
+from tests.support.paths import ROOT
 from tests.support.said import Said
 from trainer.contract.data.token_shard import file_sha256
 
@@ -240,6 +241,45 @@ def test_what_replaced_a_filed_shard_is_ingested_too(workspace: Workspace, ledge
     assert one_pass(workspace, ledger).about("and what was ingested of it is in its token shard alone")
     one_pass(workspace, ledger, settle=0)
     assert trained_on(ledger) == exactly(30) and not filed.exists()
+
+
+@pytest.mark.parametrize("years", [-10, 10])
+def test_a_filed_shard_is_watched_whatever_the_clock_does(workspace: Workspace, ledger: Ledger, years: int) -> None:
+    put(workspace, rows(0, 20))
+    one_pass(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(events.update().values(at=events.c.at + years * 365 * 86400.0))
+    (filed,) = (workspace.shards / "raw").iterdir()
+    filed.write_bytes(rows(0, 25))
+    assert one_pass(workspace, ledger).about("changed after it was ingested; it is in the inbox again")
+
+
+def test_only_so_many_filed_shards_are_watched(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filing, "WATCHED", 1)
+    for name in ("a.jsonl", "b.jsonl"):
+        put(workspace, rows(ord(name[0]), 20), name)
+        one_pass(workspace, ledger)
+    older, newer = (path for end in ("a", "b") for path in (workspace.shards / "raw").glob(f"*-{end}.jsonl"))
+    for path in (older, newer):
+        path.write_bytes(path.read_bytes() + rows(500, 5))
+    said = one_pass(workspace, ledger)
+    assert said.about(f"{newer.name} changed after it was ingested") and not said.about(older.name)
+
+
+def test_a_command_names_a_file_whose_name_is_not_utf8(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    odd = os.path.join(os.fsencode(tmp_path), b"\xff.jsonl")
+    with open(odd, "wb") as file:
+        file.write(rows(0, 20))
+    words = [sys.executable, "-m", "factory", "ingest", odd, "--workspace", str(workspace.root)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "\\xff.jsonl: a name that is not UTF-8 cannot be stored: rename it" in done.stderr
+    inside = os.path.join(os.fsencode(workspace.inbox), b"\xff.jsonl")
+    os.rename(odd, inside)
+    done = subprocess.run([*words[:4], inside, "--json", *words[5:]], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and json.loads(done.stdout)[0]["name"] == "\\xff.jsonl", done.stderr
 
 
 def test_a_filed_shard_that_was_only_touched_stays(workspace: Workspace, ledger: Ledger) -> None:

@@ -1,0 +1,126 @@
+"""Worker processes of ingest that are killed, as by an OOM killer, or hang: real ones. Nothing of a file is stored or lost then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.ingest import chain
+from factory.ingest.inbox import arrived, take
+from factory.ingest.pool import Pool, WorkerDiedError
+from factory.ledger.files import held
+from factory.ledger.ledger import Ledger
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.tries import retry
+from factory.watching.waiting import waiting
+from tests.factory.ingest.test_inbox import exactly, put, rows, small_vocabulary, trained_on  # noqa: F401
+from tests.support.said import Said
+
+
+def workers() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+@contextmanager
+def killer() -> Iterator[None]:
+    """Kills each worker that appears."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.01):
+            for worker in workers():
+                with contextlib.suppress(psutil.Error):
+                    worker.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def slowly(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def test_workers_that_hang_are_killed(tmp_path: Path) -> None:
+    policy = RetryPolicy(hung_times=2, hung_seconds=1.0, start_seconds=600.0)
+    with Pool(2, tmp_path, policy) as pool:
+        results = pool.map(slowly, [(0.01,)] * 100)
+        assert next(results) == 0.01
+        stopped = workers()
+        for worker in stopped:
+            os.kill(worker.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerDiedError, match="hung: no chunk for .* was timed|hung: no chunk for .* is usual"):
+            list(results)
+    assert stopped and not [worker for worker in stopped if worker.is_running()]
+
+
+def test_what_takes_long_beside_the_work_is_no_hang(tmp_path: Path) -> None:
+    """The time in which nobody waits for a chunk does not count."""
+    with Pool(1, tmp_path, RetryPolicy(hung_times=2, hung_seconds=0.5, start_seconds=600.0)) as pool:
+        for count, _ in enumerate(pool.map(slowly, [(0.01,)] * 6)):
+            time.sleep(1.0 if count == 1 else 0.0)
+
+
+def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "_WORTH_WORKERS", 0)
+    policy = workspace.root / "policies" / "retries.yaml"
+    policy.parent.mkdir(exist_ok=True)
+    policy.write_text("first_wait_seconds: 1000\n")
+    path, said = put(workspace, rows(0, 20)), Said()
+    with killer():
+        take(workspace, ledger, path, said)
+        assert said.about(
+            "was killed, most likely because memory ran out; nothing was stored; it is tried again in 10 min, with one worker (try 2 of 3)"
+        )
+        assert held(ledger)["a.jsonl"]["deaths"] == 1 and not list(arrived(workspace, ledger)), "it rests"
+        policy.write_text("first_wait_seconds: 0.001\n")
+        for _ in range(2):
+            time.sleep(0.01)
+            assert list(arrived(workspace, ledger)) == [path]
+            take(workspace, ledger, path, said)
+    time.sleep(0.01)
+    assert said.about("that was try 3: free some memory and run 'factory retry'") and not list(
+        arrived(workspace, ledger)
+    )
+    (told,) = [one for one in waiting(workspace, ledger) if "a.jsonl" in str(one)]
+    assert "factory retry" in str(told)
+    assert path.exists() and not trained_on(ledger)
+    retry(ledger, None, "me")
+    assert list(arrived(workspace, ledger)) == [path]
+    take(workspace, ledger, path, said)
+    assert trained_on(ledger) == exactly(20) and not path.exists()
+
+
+def test_the_others_do_not_wait_for_it(workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "_WORTH_WORKERS", 0)
+    path, said = put(workspace, rows(0, 20)), Said()
+    with killer():
+        take(workspace, ledger, path, said)
+    put(workspace, rows(20, 20), "b.jsonl")
+    (other,) = arrived(workspace, ledger)
+    take(workspace, ledger, other, said)
+    assert other.name == "b.jsonl" and path.exists()
+    put(workspace, rows(0, 20))  # changed: it is another file
+    assert list(arrived(workspace, ledger)) == [path]
