@@ -29,7 +29,7 @@ from trainer.contract.data.token_shard import file_sha256
 
 DRAWN = 3  # of each kind, besides the newest
 Row = TypeVar("Row")
-REPAIR = "'factory doctor --repair' "
+REPAIR = "'factory doctor --repair' (stop 'factory run' first) "
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,16 @@ def checkpoint_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress
     def look(row: dict[str, Any], hashed: bool) -> Damage | None:
         fault = checkpoint_fault(row, hashed)
         if row["kind"] == "average":
-            return Damage("checkpoints", str(row["segment"]), fault, "run 'factory average' again") if fault else None
+            return (
+                Damage(
+                    "checkpoints",
+                    str(row["segment"]),
+                    fault,
+                    "stop 'factory run', then 'factory average' makes it again",
+                )
+                if fault
+                else None
+            )
         remedy = REPAIR + "replays its segment, and so does the next pass that needs it"
         return Damage("checkpoints", str(row["segment"]), fault, remedy, True) if fault else None
 

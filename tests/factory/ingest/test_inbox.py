@@ -261,7 +261,7 @@ def test_folders_and_links_are_named_once(workspace: Workspace, ledger: Ledger, 
     assert [line.split(":")[0] for line in said.lines] == [
         f"  {name} waits in the inbox" for name in ("folder", "link.jsonl", "pipe.jsonl")
     ]
-    assert "move its files into the inbox itself, or run 'factory ingest' with its path" in said.lines[0]
+    assert "it is a folder: move its files into the inbox itself" in said.lines[0]
     assert one_pass(workspace, ledger).lines == [] and not trained_on(ledger)
 
 
