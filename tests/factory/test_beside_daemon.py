@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,17 +26,9 @@ from factory.retrying.tries import record_death
 from factory.training import planning
 from factory.training.planning import plan_trunk
 from factory.training.segment_folder import record_done
-from tests.factory.ingest.test_inbox import one_pass, put, quarantined, tries
-from tests.factory.retrying.test_pausing import wait_until
 from tests.support.factory.at_work import at_work
-from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import command_here, factory
-from tests.support.factory.made_up_text import use_small_vocabulary
-from tests.support.failing.deaths import make_mortal, strike
-from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE_S
 from tests.support.plants.saved_plant import KINDS, SavedPlant, diagnosed, note, saved_plant
-from tests.support.plants.trained_plant import make_plant
 from tests.support.said import Said
 
 HOW = "If it is 'factory run', stop it (Ctrl-C, or 'systemctl stop factory'), run this command, then start it again"
@@ -192,29 +181,6 @@ def test_what_cannot_be_done_any_more_is_said_once(
     assert not asked(ledger)
 
 
-def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:
-    use_small_vocabulary(workspace)
-    put(workspace, b"nothing\n" * 30)
-    one_pass(workspace, ledger)
-    (file,) = workspace.quarantine.iterdir()
-    home = ("--workspace", str(workspace.root))
-    for words in (["--again"], ["--again", file.name]):
-        count = tries(ledger)
-        with at_work(workspace):
-            said = factory("ingest", *words, *home)
-        assert (said.returncode, said.stdout) == (
-            0,
-            "  the daemon, which runs, tries 1 quarantined files again in its next pass\n",
-        )
-        assert tries(ledger) == count and list(workspace.quarantine.iterdir()) == [file]
-        lines = one_pass(workspace, ledger).lines
-        assert (
-            lines[0] == "  a.jsonl was quarantined, and a person asked: it is tried again" and "QUARANTINED" in lines[1]
-        )
-        assert tries(ledger) == count + 1 and quarantined(ledger) == ["a.jsonl"]
-        assert not one_pass(workspace, ledger).lines, "once"
-
-
 # -- what is refused says what to do ------------------------------------------------------------------------------------------
 def test_a_file_is_put_into_the_inbox_in_place_of_ingest(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
@@ -234,31 +200,3 @@ def test_a_command_that_is_refused_says_how_to_run_it(workspace: Workspace, ledg
     with at_work(workspace) as process:
         said = command_here(*words, home=workspace)
     assert f"process {process} holds model-loop.lock" in str(said.exception) and HOW in str(said.exception), said.output
-
-
-@pytest.mark.slow("a daemon whose segment is rewound in the midst of it")
-def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its_place(tmp_path: Path) -> None:
-    code = make_target(tmp_path / "code")
-    make_mortal(code)
-    workspace, ledger = make_plant(tmp_path, code)
-    number = plan_trunk(workspace, ledger, 12)
-    folder = Path(SegmentRow.get(ledger, number).folder)
-    strike(ledger, number, "always-linger-25")
-    log = tmp_path / "said"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "factory", "run", "--workspace", str(workspace.root)]
-    with open(log, "w") as out:
-        running = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
-    try:
-        wait_until(lambda: (folder / "lingers").exists())
-        rewind_here(workspace, number)
-        wait_until(lambda: f"segment {number} was rewound meanwhile: nothing goes on from it" in log.read_text())
-        wait_until(lambda: SegmentRow.first(ledger, "WHERE id > :id", id=number) is not None)
-    finally:
-        running.terminate()
-        running.wait(timeout=PATIENCE_S)
-    ended = SegmentRow.get(ledger, number)
-    assert (ended.state, ended.attempts) == ("rewound", 0) and not (folder / "result.json").exists()
-    follower = SegmentRow.first(ledger, "WHERE id > :id ORDER BY id", id=number)
-    assert follower and follower.parent == ended.parent, "it goes on from before the one that was rewound"
-    assert "Traceback" not in log.read_text()
