@@ -205,7 +205,7 @@ def _orphans(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progres
     shards = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
     found = [path for path in workspace.segments.iterdir() if path.is_dir() and path.name not in segments]
     found += [path.parent for path in workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
-    remedy = "'factory restore' takes up what proves what it is, and sets the rest aside"
+    remedy = "'factory restore' (stop 'factory run' first) takes up what proves what it is, and sets the rest aside"
     faults = [Damage("orphans", path.name, f"{path}: nothing in the ledger names it", remedy) for path in sorted(found)]
     return Examined("orphans", len(found), 0, faults)
 
