@@ -340,10 +340,12 @@ def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> No
 
 
 def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:
+    home = ("--workspace", str(workspace.root))
+    with at_work(workspace):
+        assert factory("ingest", "--again", *home).stdout == "  nothing is quarantined\n"
     put(workspace, b"nothing\n" * 30)
     one_pass(workspace, ledger)
     (file,) = workspace.quarantine.iterdir()
-    home = ("--workspace", str(workspace.root))
     for words in (["--again"], ["--again", file.name]):
         count = tries(ledger)
         with at_work(workspace):
