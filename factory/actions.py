@@ -21,8 +21,13 @@ class Action:
         return " ".join(filter(None, (self.kind, str(self.subject or ""))))
 
 
-def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Progress) -> None:
-    """Do one action other than ingest. Safe to repeat. Raises: FactoryError, and whatever the machine makes of it."""
+def perform(
+    workspace: Workspace, ledger: Ledger, action: Action, progress: Progress, *, replayed_steps: int | None = None
+) -> None:
+    """Do one action other than ingest. Safe to repeat. ``replayed_steps``: a diagnosis's budget, in place of the policy's.
+
+    Raises: FactoryError, and whatever the machine makes of it.
+    """
     subject = action.subject
     if action.kind == "plan_trunk":
         from factory.training.planning import plan_trunk
@@ -48,7 +53,7 @@ def perform(workspace: Workspace, ledger: Ledger, action: Action, progress: Prog
     elif action.kind == "diagnose":
         from factory.diagnosis.diagnosing import diagnose_and_act
 
-        diagnose_and_act(workspace, ledger, subject, progress)
+        diagnose_and_act(workspace, ledger, subject, progress, replayed_steps)
     elif action.kind == "replicate":
         from factory.replicas.replicating import replicate
 

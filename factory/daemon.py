@@ -16,9 +16,10 @@ from itertools import islice
 from pathlib import Path
 
 from factory.actions import Action, perform
-from factory.core.errors import FactoryError, SegmentError
+from factory.asking import answer, asked
+from factory.core.errors import FactoryError, InputError, SegmentError
 from factory.core.progress import Progress
-from factory.core.workspace import Workspace
+from factory.core.workspace import MODEL_LOOP, Workspace
 from factory.ingest.inbox import SETTLE_SECONDS, arrived, take, tend
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow
@@ -27,7 +28,7 @@ from factory.retrying.pausing import EVERYTHING, Pause, PausedError, pause_of
 from factory.retrying.steady import Attempts, Once, Steady
 from factory.retrying.tries import describe_parked
 
-LOCK = "model-loop"
+LOCK = MODEL_LOOP
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class World:
     paused: str = ""  # what a person paused: 'training', 'everything'
     low_on_disk: bool = False  # what fills the disk waits
     segment_rests: bool = False  # the open segment's trainer died, and it is too early for the next try
+    asked: Action | None = None  # a person asks for it: judge | diagnose | audit
 
 
 def next_action(world: World) -> Action | None:
@@ -82,6 +84,8 @@ def next_action(world: World) -> Action | None:
         return Action("release", world.unreleased_promotion)
     if world.unjudged_candidate is not None:
         return Action("judge", world.unjudged_candidate)
+    if world.asked is not None and (trains or world.asked.kind == "judge"):
+        return world.asked
     if world.unworded_diagnosis is not None:  # after what follows from the diagnosis, and before what lasts
         return Action("word", world.unworded_diagnosis)
     if world.overdue_audit is not None and trains:
@@ -171,6 +175,7 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
         replicas = replicas_wait(workspace, db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
         words_wait = unworded(db, _numbers("word", resting))
         pause = pause_of(db)
+        wanted = asked(db)
     audit = first("audit", audits)
     return World(
         unfinished_release=first("finish_release", (row.number for row in unfinished)),
@@ -180,6 +185,9 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
         undiagnosed_anomaly=anomaly,
         unworded_diagnosis=words_wait,
         unjudged_candidate=first("judge", (row.id for row in unjudged)),
+        asked=next(
+            (one for one in sorted(wanted, key=lambda one: one.kind != "judge") if str(one) not in resting), None
+        ),
         unexported_anneal=first("export", (row.id for row in unexported)),
         unannealed_trunk=first("plan_anneal", [trunk.id] if trunk and not annealed else []),
         unmeasured_replicas=first("replicate", [replicas] if replicas is not None else []),
@@ -300,7 +308,18 @@ def _action(
     def act() -> None:
         if repeats >= 3:
             raise FactoryError(f"no progress on {action}: run 'factory doctor'")
-        with_mending(workspace, ledger, progress, lambda: perform(workspace, ledger, action, progress))
+        wanted = asked(ledger).get(action, {})
+        steps = wanted.get("replayed_steps")
+        try:
+            with_mending(
+                workspace, ledger, progress, lambda: perform(workspace, ledger, action, progress, replayed_steps=steps)
+            )
+        except InputError as error:  # of an anomaly that was closed meanwhile, say
+            if not wanted:
+                raise
+            progress.line(f"  {action} is not done: {error}")
+        if wanted:
+            answer(ledger, action, wanted["event"])
 
     return act
 

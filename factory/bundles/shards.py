@@ -90,7 +90,9 @@ def releasable_documents(
     moved = counted(ledger, licences)
     for place in planned_shards(ledger, segment).values():
         if fault := token_shard_fault(root / place["path"], deep=True):
-            raise InputError(f"{fault}: its documents cannot be handed on; 'factory doctor --repair' makes it again")
+            raise InputError(
+                f"{fault}: its documents cannot be handed on; 'factory doctor --repair' (stop 'factory run' first) makes it again"
+            )
         shard = TokenShard(root / place["path"])
         sql = "SELECT key, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"
         kept = {row["key"]: row for row in ledger.read(sql, shard=shard.id)}

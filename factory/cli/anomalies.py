@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import typer
@@ -24,14 +25,15 @@ def diagnose(
 ) -> None:
     """Replay the window of an anomaly under arms, one thing changed in each, until its cause is known; then do what the policy says.
 
-    The daemon does this by itself after a segment that had one.
+    The daemon does this by itself after a segment that had one; while it runs, it does this in its next pass.
     """
+    from factory.actions import Action
+    from factory.cli.core.beside_daemon import hold_or_ask
     from factory.core.progress import SILENT
-    from factory.daemon import LOCK
     from factory.diagnosis.diagnosing import diagnose_and_act
     from factory.diagnosis.wording import word_waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
-    from factory.ledger.anomalies import undiagnosed
+    from factory.ledger.anomalies import AnomalyRow, undiagnosed
 
     workspace, ledger, terminal = open_workspace(where)
     kinds = AnomalyPolicy.load(workspace.policy("anomalies.yaml")).kinds
@@ -39,7 +41,11 @@ def diagnose(
     if number is None:
         print_json({}) if as_json else terminal.line("  no anomaly waits for a diagnosis")
         return
-    with workspace.lock(LOCK):
+    with ExitStack() as held:
+        wanted = [Action("diagnose", AnomalyRow.get(ledger, number).id)]
+        if said := hold_or_ask(held, workspace, ledger, wanted, replayed_steps=steps):
+            print_json({"anomaly": number, "says": said}) if as_json else terminal.line(f"  {said}")
+            return
         progress = SILENT if as_json else terminal
         found = diagnose_and_act(workspace, ledger, number, progress, steps)
         word_waiting(workspace, ledger, progress)
@@ -137,8 +143,5 @@ def reject_diagnosis(number: Number, where: Where = DEFAULT) -> None:
 
 
 def _decide(decision: Any, number: int, where: Any) -> None:
-    from factory.daemon import LOCK
-
-    workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(LOCK):
-        terminal.line(f"  anomaly {number}: {decision(ledger, number, person())}")
+    _, ledger, terminal = open_workspace(where)
+    terminal.line(f"  anomaly {number}: {decision(ledger, number, person())}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -19,20 +20,27 @@ def audit(
 ) -> None:
     """Replay the windows of finished segments that wait for it, without the patches that agents wrote; list all that was found.
 
-    The daemon does this by itself when there is nothing else to do. A difference opens a proposal that undoes the patch.
+    The daemon does this by itself when there is nothing else to do; while it runs, it does what is asked for here in its next pass. A difference
+    opens a proposal that undoes the patch.
     """
+    from factory.actions import Action
     from factory.audit.auditing import audit_and_show
     from factory.audit.policy import AuditPolicy
     from factory.audit.reverts import open_reverts
     from factory.audit.waiting import every_audit, waiting
+    from factory.cli.core.beside_daemon import hold_or_ask
     from factory.core.progress import SILENT
-    from factory.daemon import LOCK
+    from factory.ledger.rows import SegmentRow
 
     workspace, ledger, terminal = open_workspace(where)
     progress = SILENT if as_json else terminal
     numbers = waiting(ledger, AuditPolicy.load(workspace.policy("gates/audit.yaml"))) if segment is None else [segment]
     if numbers:
-        with workspace.lock(LOCK):
+        with ExitStack() as held:
+            wanted = [Action("audit", SegmentRow.get(ledger, number).id) for number in numbers]
+            if said := hold_or_ask(held, workspace, ledger, wanted):
+                print_json({"segments": numbers, "says": said}) if as_json else terminal.line(f"  {said}")
+                return
             for number in numbers:
                 audit_and_show(workspace, ledger, number, progress)
             open_reverts(workspace, ledger, progress)

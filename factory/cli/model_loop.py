@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
-from factory.core.errors import InputError, nearest
+from factory.core.errors import InputError, WorkspaceError, nearest
 from factory.core.workspace import Config, Workspace, code_root
 
 if TYPE_CHECKING:
@@ -91,20 +92,34 @@ def ingest(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record."""
+    """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. While the daemon runs, put them into the inbox
+    in place of this; '--again' has it try what is in quarantine/ in its next pass."""
     from factory.core.progress import SILENT
     from factory.daemon import LOCK
-    from factory.ingest.filing import quarantined_files
+    from factory.ingest.filing import ask_again
     from factory.ingest.inbox import describe_shard, ingest_path
 
     workspace, ledger, terminal = open_workspace(where)
     if not paths and not again:
         raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
     reports = []
-    with workspace.lock(LOCK):
-        files = (
-            [file for path in paths for file in _files_of(workspace, path)] if paths else quarantined_files(workspace)
-        )
+    with ExitStack() as held:
+        try:
+            held.enter_context(workspace.lock(LOCK))
+        except WorkspaceError as busy:
+            files = _files(workspace, paths)
+            if not again or any(path.resolve().parent != workspace.quarantine.resolve() for path in files):
+                raise WorkspaceError(
+                    f"{busy}; a running 'factory run' ingests what is put into {workspace.inbox}: put it there"
+                ) from None
+            ask_again(ledger, files)
+            said = f"the daemon, which runs, tries {len(files)} quarantined files again in its next pass"
+            said = said if files else "nothing is quarantined"
+            print_json({"files": [path.name for path in files], "says": said}) if as_json else terminal.line(
+                f"  {said}"
+            )
+            return
+        files = _files(workspace, paths)
         for path in files:
             report = ingest_path(workspace, ledger, path, SILENT if as_json else terminal, again=again)
             reports.append(vars(report))
@@ -114,6 +129,13 @@ def ingest(
         print_json(reports)
     elif not files:
         terminal.line("  nothing is quarantined")
+
+
+def _files(workspace: Workspace, paths: list[Path] | None) -> list[Path]:
+    """Those of ``paths``, or without any all that are quarantined. Raises: InputError."""
+    from factory.ingest.filing import quarantined_files
+
+    return [file for path in paths for file in _files_of(workspace, path)] if paths else quarantined_files(workspace)
 
 
 def _files_of(workspace: Workspace, path: Path) -> list[Path]:
@@ -285,15 +307,18 @@ def evaluate(
     where: Where = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a candidate on held-out documents and judge it against the champion."""
-    from factory.actions import judge
+    """Measure a candidate on held-out documents and judge it against the champion. While the daemon runs, it does so in its next pass."""
+    from factory.actions import Action, judge
+    from factory.cli.core.beside_daemon import hold_or_ask
     from factory.core.progress import SILENT
-    from factory.daemon import LOCK
     from factory.ledger.rows import EvaluationRow, VerdictRow
 
     workspace, ledger, terminal = open_workspace(where)
     number = _candidate(ledger, candidate)
-    with workspace.lock(LOCK):
+    with ExitStack() as held:
+        if said := hold_or_ask(held, workspace, ledger, [Action("judge", number)]):
+            print_json({"candidate": number, "says": said}) if as_json else terminal.line(f"  {said}")
+            return
         verdict = judge(workspace, ledger, number, SILENT if as_json else terminal)
     if as_json:
         evaluation, row = EvaluationRow.newest(ledger, number), VerdictRow.get(ledger, verdict)
@@ -362,5 +387,5 @@ def _candidate(ledger: Ledger, number: int | None) -> int:
 
     newest = CandidateRow.first(ledger, "ORDER BY id DESC")
     if newest is None:
-        raise InputError("there is no candidate yet: run 'factory train' and 'factory anneal', or 'factory run --once'")
+        raise InputError("there is no candidate yet: 'factory run' makes one once there are shards to train on")
     return (newest if number is None else CandidateRow.get(ledger, number)).id

@@ -81,13 +81,12 @@ def rewind(
     why: Why = "",
     as_json: AsJson = False,
 ) -> None:
-    """Go on from before a segment: its checkpoints are not gone on from, and what was not released of it never is."""
-    from factory.daemon import LOCK
+    """Go on from before a segment: its checkpoints are not gone on from, and what was not released of it never is. Works while the daemon
+    runs, which ends a trainer of what is rewound."""
     from factory.diagnosis import by_hand
 
-    workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(LOCK):
-        said = by_hand.rewind(ledger, segment, person(), why)
+    _, ledger, terminal = open_workspace(where)
+    said = by_hand.rewind(ledger, segment, person(), why)
     print_json({"segment": segment, "says": said}) if as_json else terminal.line(f"  {said}")
 
 

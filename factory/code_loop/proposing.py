@@ -56,7 +56,7 @@ def propose(
     clear_stale(workspace, ledger, progress)
     start = find_start(ledger)
     if start is None:
-        progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; run 'factory train' first")
+        progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; 'factory run' makes one")
         return []
     refuse_without_isolation(workspace)
     revalidate(workspace, ledger, progress, base)

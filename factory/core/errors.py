@@ -52,7 +52,7 @@ class DamagedExportError(FactoryError):
     def __init__(self, candidate: int, why: str) -> None:
         super().__init__(
             f"the export of candidate {candidate} cannot be measured: {why}. The daemon makes it again from its checkpoint; "
-            "'factory doctor --repair' does so now"
+            "'factory doctor --repair' does so where none runs"
         )
         self.candidate, self.why = candidate, why
 
@@ -63,6 +63,8 @@ class DamagedTokenizerError(FactoryError):
 
 class NoMemoryError(FactoryError, MemoryError):
     """Something needs more memory than is free now: a fault of the machine, which passes."""
+
+    exit_code = 71
 
 
 class WaitingError(FactoryError):

@@ -16,6 +16,7 @@ from factory.core.file_lock import LockedError, file_lock
 from factory.core.yaml_file import load_yaml
 
 VERSION = 1
+MODEL_LOOP = "model-loop"  # the lock that 'factory run' holds as long as it runs
 TRAINING_SANDBOX = ("auto", "required", "off")
 GIVEN = ("inbox", "policies", "logs")  # a person may put something there before there is a factory
 FOLDERS = (
@@ -188,15 +189,18 @@ class Workspace:
     def lock(self, name: str, patience: float = 0.0) -> Iterator[None]:
         """Hold ``<name>.lock`` for this process (``file_lock``).
 
-        Raises: WorkspaceError that names the other process when one holds it for longer than ``patience`` seconds.
+        Raises: WorkspaceError that names the other process and says what to do when one holds it for longer than ``patience`` seconds.
         """
         with ExitStack() as held:
             try:
                 held.enter_context(file_lock(self.root / f"{name}.lock", patience))
             except LockedError as holder:
-                raise WorkspaceError(
-                    f"{self.root} is in use: process {holder} holds {name}.lock; wait for it, or stop it first"
-                ) from None
+                does = (
+                    "wait for it. If it is 'factory run', stop it (Ctrl-C, or 'systemctl stop factory'), run this command, then start it again"
+                    if name == MODEL_LOOP
+                    else "wait for it, or stop it first"
+                )
+                raise WorkspaceError(f"{self.root} is in use: process {holder} holds {name}.lock; {does}") from None
             yield
 
 

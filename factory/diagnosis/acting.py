@@ -4,6 +4,9 @@ rewound; or a person is asked.
 A quarantined document stays in its token shard and keeps its place in the data order, but carries no loss in any segment that is planned
 later (``DataPlan.masked``), so that checkpoints and sampler states from before it stay valid. A rewound segment is not gone on from:
 the trunk goes on from the one before it, over the same shards.
+
+Each decision reads and writes in one transaction, so that a person decides while the daemon runs: what it does at that moment with what is
+rewound is given up (``factory.retrying.rewound``).
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from factory.ledger.anomalies import (
     newest_about,
 )
 from factory.ledger.ledger import Ledger, documents, record, segments
-from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
+from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject
+from factory.ledger.snapshot import Snapshot
 from factory.training.overrides import RecipeOverride, record_override, was_overridden
 from factory.training.planning import plan_of
 
@@ -46,7 +50,7 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
     """Do what the policy says about the diagnosis of an anomaly; returns a line for a person."""
     found = _diagnosis(ledger, lead)
     if tuple(found["causes"]) in HEALTHY and _at_once(found):
-        _close(ledger, lead, found, "healthy", "policy")
+        _close(ledger, lead, "healthy", "policy")
         return "nothing is wrong; it is closed"
     if found["guilty"] and policy.quarantine == "automatic" and not _defended(ledger) & set(found["guilty"]):
         return quarantine_and_rewind(ledger, lead, "policy")
@@ -95,7 +99,7 @@ def accept(ledger: Ledger, number: int, by: str) -> str:
         return quarantine_and_rewind(ledger, number, by)
     if _override(found) and not _replaced(ledger, found["segment"]):
         return override_and_rewind(ledger, number, by)
-    _close(ledger, number, found, "accepted", by)
+    _close(ledger, number, "accepted", by)
     return "closed; candidates that were held are judged again by 'factory evaluate N'"
 
 
@@ -103,14 +107,15 @@ def reject(ledger: Ledger, number: int, by: str) -> str:
     """The diagnosis is wrong: nothing is done, or what was done to documents is undone, and the anomaly is closed. Raises: InputError."""
     if AnomalyRow.get(ledger, number).kind == DEV_ALONE:
         return _noted(ledger, number, REJECTED, by)
-    found = _diagnosis(ledger, number, also_closed=True)
-    reason, detail = f"anomaly {found['lead']}: ", documents.c.detail
-    written = sa.and_(detail.startswith(SYNTHETIC), detail.contains(f"; {reason}", autoescape=True))
-    its_own = sa.or_(detail.startswith(reason, autoescape=True), written)  # another's stay as they are
-    which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined", its_own)
     with ledger.begin() as tx:
+        db = Snapshot(tx, ledger.root)
+        found = _diagnosis(db, number, also_closed=True)
+        reason, detail = f"anomaly {found['lead']}: ", documents.c.detail
+        written = sa.and_(detail.startswith(SYNTHETIC), detail.contains(f"; {reason}", autoescape=True))
+        its_own = sa.or_(detail.startswith(reason, autoescape=True), written)  # another's stay as they are
+        which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined", its_own)
         if _override(found):
-            record_override(tx, SegmentRow.get(ledger, found["segment"]), RecipeOverride({}, 0, "rejected"))
+            record_override(tx, SegmentRow.get(db, found["segment"]), RecipeOverride({}, 0, "rejected"))
         freed = list(tx.execute(sa.select(documents.c.key).where(*which)).scalars())
         change_documents(tx, freed, "train", None, None)
         record(
@@ -135,17 +140,17 @@ def change_documents(tx: sa.Connection, keys: Sequence[str], fate: str, rule: st
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     """All in one transaction: documents, releases that saw them, segments that go on from what they spoiled, the anomaly."""
-    found = _diagnosis(ledger, number)
-    guilty, lead = found["guilty"], Subject("anomaly", found["lead"])
-    reason = _reason(found)
-    spoiled = spoiled_by(ledger, found["segment"])
-    releases = [r for r in ReleaseRow.select(ledger) if saw(ledger, r.segment, guilty)]
     with ledger.begin() as tx:
+        db = Snapshot(tx, ledger.root)
+        found = _diagnosis(db, number)
+        guilty, lead = found["guilty"], Subject("anomaly", found["lead"])
+        reason = _reason(found)
+        releases = [r for r in ReleaseRow.select(db) if saw(db, r.segment, guilty)]
         change_documents(tx, guilty, "quarantined", RULE, reason)
         record(tx, QUARANTINED, lead, {"documents": guilty, "reason": reason, "by": by})
         for release in releases:
             record(tx, MARKED, Subject("release", release.number), {"anomaly": found["lead"], "documents": guilty})
-        mark_rewound(tx, spoiled, {"anomaly": found["lead"]})
+        mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
         record(tx, CLOSED, lead, {"anomalies": found["anomalies"], "how": "quarantined", "by": by})
     marked = f"; release {', '.join(str(r.number) for r in releases)} saw them" if releases else ""
     return f"{len(guilty)} documents quarantined, segment {found['segment']} rewound{marked}"
@@ -153,13 +158,13 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
 
 def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     """All in one transaction: what the recipe says otherwise for a while, segments that go on from what was spoiled, the anomaly."""
-    found = _diagnosis(ledger, number)
-    override = _override(found)
-    assert override is not None
-    spoiled = spoiled_by(ledger, found["segment"])
     with ledger.begin() as tx:
-        record_override(tx, SegmentRow.get(ledger, found["segment"]), override)
-        mark_rewound(tx, spoiled, {"anomaly": found["lead"]})
+        db = Snapshot(tx, ledger.root)
+        found = _diagnosis(db, number)
+        override = _override(found)
+        assert override is not None
+        record_override(tx, SegmentRow.get(db, found["segment"]), override)
+        mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
         ended = {"anomalies": found["anomalies"], "how": "trained again", "by": by}
         record(tx, CLOSED, Subject("anomaly", found["lead"]), ended)
     return f"segment {found['segment']} rewound{_said(found)}"
@@ -197,11 +202,9 @@ def _reason(found: Mapping[str, Any]) -> str:
     return f"anomaly {found['lead']}: {' or '.join(found['causes'])}"
 
 
-def spoiled_by(ledger: Ledger, segment: int) -> list[SegmentRow]:
+def spoiled_by(db: Reads, segment: int) -> list[SegmentRow]:
     """A segment and all that go on from it."""
-    return [
-        row for row in SegmentRow.select(ledger) if any(p.id == segment for p in SegmentRow.lineage(ledger, row.id))
-    ]
+    return [row for row in SegmentRow.select(db) if any(p.id == segment for p in SegmentRow.lineage(db, row.id))]
 
 
 def _replaced(ledger: Ledger, segment: int) -> bool:
@@ -223,35 +226,36 @@ def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mappi
 
 def _noted(ledger: Ledger, number: int, how: str, by: str) -> str:
     """Close an anomaly of the judge's, which nothing is to be done about: what it says of a candidate stands in that one's verdict."""
-    _refuse_closed(ledger, number)
     with ledger.begin() as tx:
+        _refuse_closed(Snapshot(tx, ledger.root), number)
         record(tx, CLOSED, Subject("anomaly", number), {"anomalies": [number], "how": how, "by": by})
     return "closed; the candidate stays held, as its verdict says"
 
 
-def _refuse_closed(ledger: Ledger, number: int) -> None:
-    if end := newest_about(ledger, CLOSED).get(number):
+def _refuse_closed(db: Reads, number: int) -> None:
+    if end := newest_about(db, CLOSED).get(number):
         raise InputError(f"anomaly {number} is closed: {end['how']} by {end['by']}")
 
 
-def _close(ledger: Ledger, number: int, found: Mapping[str, Any], how: str, by: str) -> None:
+def _close(ledger: Ledger, number: int, how: str, by: str) -> None:
     with ledger.begin() as tx:
+        found = _diagnosis(Snapshot(tx, ledger.root), number)
         record(tx, CLOSED, Subject("anomaly", found["lead"]), {"anomalies": found["anomalies"], "how": how, "by": by})
 
 
-def _diagnosis(ledger: Ledger, number: int, also_closed: bool = False) -> dict[str, Any]:
+def _diagnosis(db: Reads, number: int, also_closed: bool = False) -> dict[str, Any]:
     """Raises: InputError."""
-    found = newest_about(ledger, DIAGNOSED).get(number)
+    found = newest_about(db, DIAGNOSED).get(number)
     if found is None:
         raise InputError(f"anomaly {number} was not diagnosed: run 'factory diagnose {number}'")
     if not also_closed:
-        _refuse_closed(ledger, number)
+        _refuse_closed(db, number)
     return found
 
 
-def saw(ledger: Ledger, segment: int, keys: list[str]) -> bool:
+def saw(db: Ledger | Snapshot, segment: int, keys: list[str]) -> bool:
     """Could a segment, or one that it goes on from, train on one of these documents?"""
-    holding = ledger.rows(sa.select(documents.c.token_shard).where(documents.c.key.in_(keys)).distinct())
+    holding = db.rows(sa.select(documents.c.token_shard).where(documents.c.key.in_(keys)).distinct(), {})
     wanted = {row["token_shard"] for row in holding}
-    plans = (plan_of(ledger, row) for row in SegmentRow.lineage(ledger, segment))
+    plans = (plan_of(db, row) for row in SegmentRow.lineage(db, segment))
     return any(wanted & {shard["id"] for shard in plan["token_shards"]} for plan in plans)

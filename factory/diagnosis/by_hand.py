@@ -1,4 +1,5 @@
-"""What a person does without a diagnosis: rewind a segment, quarantine documents. As ``acting`` does it, all in one transaction."""
+"""What a person does without a diagnosis: rewind a segment, quarantine documents. As ``acting`` does it, all in one transaction: also while
+the daemon runs."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from factory.diagnosis.acting import change_documents, mark_rewound, saw, spoile
 from factory.ledger.anomalies import FREED, MARKED, QUARANTINED
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
+from factory.ledger.snapshot import Snapshot
 from factory.training.planning import last_checkpoint
 
 RULE = "person"  # as ``documents.rule`` names it
@@ -20,18 +22,19 @@ def rewind(ledger: Ledger, number: int, by: str, why: str = "") -> str:
 
     Raises: InputError for a segment that is rewound already, or whose predecessor's checkpoint is gone.
     """
-    row = SegmentRow.get(ledger, number)
-    if row.state in ("rewound", "abandoned"):
-        raise InputError(f"segment {number} is {row.state} already: nothing goes on from it")
-    if row.parent is not None:
-        before = Path(last_checkpoint(ledger, row.parent)["path"])
-        if not (before / "manifest.json").is_file():
-            raise InputError(
-                f"segment {number} is not rewound: {before}, which training would go on from, is gone; "
-                f"keep more with trunk_segments in policies/retention.yaml"
-            )
-    spoiled = [one for one in spoiled_by(ledger, number) if one.state != "rewound"]
     with ledger.begin() as tx:
+        db = Snapshot(tx, ledger.root)
+        row = SegmentRow.get(db, number)
+        if row.state in ("rewound", "abandoned"):
+            raise InputError(f"segment {number} is {row.state} already: nothing goes on from it")
+        if row.parent is not None:
+            before = Path(last_checkpoint(db, row.parent)["path"])
+            if not (before / "manifest.json").is_file():
+                raise InputError(
+                    f"segment {number} is not rewound: {before}, which training would go on from, is gone; "
+                    f"keep more with trunk_segments in policies/retention.yaml"
+                )
+        spoiled = [one for one in spoiled_by(db, number) if one.state != "rewound"]
         mark_rewound(tx, spoiled, {"by": by, "why": why})
     listed = ", ".join(str(one.id) for one in spoiled)
     goes_on = f"from the end of segment {row.parent}" if row.parent is not None else "anew, at step 0"

@@ -95,5 +95,5 @@ def not_needed(reason: str) -> StageEvidence:
     return {"state": "not needed", "reasons": [reason]}
 
 
-NO_START = missing("the trunk has no checkpoint to train from yet: run 'factory train' first")
+NO_START = missing("the trunk has no checkpoint to train from yet: 'factory run' makes one")
 NOTHING_HELD_OUT = missing("there is no held-out document to score weights on: ingest more documents")

@@ -34,7 +34,7 @@ from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.decide import Decided, decide
 from factory.ingest.document import Row
-from factory.ingest.filing import filed_name
+from factory.ingest.filing import ASKED, filed_name
 from factory.ingest.index import Index
 from factory.ingest.pool import Pool
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
@@ -45,6 +45,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish
+from factory.ledger.files import FILED
 from factory.ledger.ledger import Ledger, record, shards
 from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import put_in_place
@@ -279,10 +280,13 @@ def _refuse_changed(path: Path, before: os.stat_result) -> None:
 
 
 def _may_be_readable(workspace: Workspace, ledger: Ledger, path: Path, sha256: str) -> bool:
-    """Was a quarantined file read under another name, by another policy or by other code?"""
-    sql = "SELECT detail FROM events WHERE kind = 'quarantined' AND subject = :subject ORDER BY id DESC LIMIT 1"
-    last = ledger.read(sql, subject=f"shard:{sha256[:16]}")
-    tried = (last[0]["detail"]["name"], last[0]["detail"].get("read_by")) if last else None
+    """Was a quarantined file read under another name, by another policy or by other code, or did a person ask for another try since?"""
+    sql = f"SELECT kind, detail FROM events WHERE kind IN ('quarantined', '{FILED}') AND subject = :subject ORDER BY id DESC"
+    events = ledger.read(sql, subject=f"shard:{sha256[:16]}")
+    if events and events[0]["detail"].get("read_by") == ASKED:
+        return True
+    last = next((event["detail"] for event in events if event["kind"] == "quarantined"), None)
+    tried = (last["name"], last.get("read_by")) if last else None
     return tried != (path.name, reading_key(workspace))
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ WATCHED = (
     4096  # of the files that were filed last: each pass looks at them. By number, which no jump of the clock changes
 )
 RAW, QUARANTINE = "shards/raw", "quarantine"
+ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants to be tried again
 PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # of a filed file's name: of the SHA-256
 
 
@@ -114,7 +115,17 @@ def return_quarantined(workspace: Workspace, ledger: Ledger, progress: Progress)
             continue
         if last is None or last["read_by"] != key or _changed(path, last):
             back = return_file(workspace, path)
-            progress.line(f"  {back.name} was quarantined, and it or what reads it changed since: it is tried again")
+            why = "a person asked" if last and last["read_by"] == ASKED else "it or what reads it changed since"
+            progress.line(f"  {back.name} was quarantined, and {why}: it is tried again")
+
+
+def ask_again(ledger: Ledger, paths: Sequence[Path]) -> None:
+    """Have the daemon try quarantined files again in its next pass: as if what reads shards were another since they were filed."""
+    known = filed(ledger)
+    with ledger.begin() as tx:
+        for path in paths:
+            if last := known.get((QUARANTINE, path.name)):  # one that was never filed is tried anyway
+                record(tx, FILED, f"shard:{last['sha256'][:16]}", last | {"read_by": ASKED})
 
 
 def _waits_to_be_filed(workspace: Workspace, ledger: Ledger, copy: Path) -> bool:

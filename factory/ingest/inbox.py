@@ -238,9 +238,9 @@ def _wait(policy: RetryPolicy, deaths: int) -> float:
 
 def _no_file(path: Path) -> str:
     if path.is_symlink():
-        return "it is a link, and a link is not followed: copy the file here, or run 'factory ingest' with its path"
+        return "it is a link, and a link is not followed: copy the file here"
     if path.is_dir():
-        return "it is a folder: move its files into the inbox itself, or run 'factory ingest' with its path"
+        return "it is a folder: move its files into the inbox itself"
     return "it is no regular file: remove it"
 
 
@@ -249,10 +249,7 @@ def _incomplete(path: Path, stamp: Stamp) -> str:
         return f"{writer} has it open for writing; it is taken once it is closed"
     if abs(time.time() - stamp[1] / 1e9) >= STILL_SECONDS or not (end := cut_off(path)):
         return ""
-    return (
-        f"{end}; it is taken once it is whole, or unchanged for {STILL_SECONDS / 60:.0f} minutes "
-        f"('factory ingest' with its path takes it as it is)"
-    )
+    return f"{end}; it is taken once it is whole, or unchanged for {STILL_SECONDS / 60:.0f} minutes"
 
 
 def _hold(workspace: Workspace, ledger: Ledger, file: InboxFile, refused: bool = False, deaths: int = 0) -> bool:

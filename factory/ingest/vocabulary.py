@@ -40,7 +40,7 @@ def frozen_tokenizer(
     """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded."""
     recorded = ledger.one(sa.select(tokenizers))
     if recorded:
-        advice = "the daemon puts it back from a backup or an export; 'factory doctor --repair' does so now"
+        advice = "the daemon puts it back from a backup or an export; 'factory doctor --repair' does so where none runs"
         try:
             tokenizer = Tokenizer.load(workspace.tokenizer)
         except InputError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from factory.core.errors import InputError
 from factory.ledger.anomalies import rewound_in
 from factory.ledger.ledger import Ledger
-from factory.ledger.rows import CandidateRow, Subject, VerdictRow, champion
+from factory.ledger.rows import CandidateRow, Reads, Subject, VerdictRow, champion
 from factory.release.registry import check_export, newest_verdict
 
 
@@ -36,11 +36,16 @@ def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:
 def check_current(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: InputError when the candidate was judged again since, its training was rewound, or the champion is another one than then."""
     check_newest(ledger, verdict)
-    if spoiled := rewound_in(ledger, CandidateRow.get(ledger, verdict.number).segment):
+    check_not_rewound(ledger, verdict)
+    check_champion(ledger, verdict)
+
+
+def check_not_rewound(db: Reads, verdict: VerdictRow) -> None:
+    """Raises: InputError."""
+    if spoiled := rewound_in(db, CandidateRow.get(db, verdict.number).segment):
         raise InputError(
             f"{verdict.subject} is not released: its training went wrong, segment {spoiled[0]} was rewound"
         )
-    check_champion(ledger, verdict)
 
 
 def check_champion(ledger: Ledger, verdict: VerdictRow) -> None:

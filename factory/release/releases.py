@@ -21,10 +21,18 @@ from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
+from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
 from factory.release import serving
 from factory.release.approvals import approve, approver, register_candidate
-from factory.release.checks import OutOfDate, check_champion, check_current, check_judged, promotion
+from factory.release.checks import (
+    OutOfDate,
+    check_champion,
+    check_current,
+    check_judged,
+    check_not_rewound,
+    promotion,
+)
 from factory.release.registry import (
     CHAMPION,
     MODEL,
@@ -260,6 +268,7 @@ def _decide(ledger: Ledger, verdict: VerdictRow, by: str) -> int:
     candidate = verdict.number
     values = {"candidate": candidate, "verdict": verdict.id, "state": "decided", "approved_by": by}
     with ledger.begin() as tx:
+        check_not_rewound(Snapshot(tx, ledger.root), verdict)  # a person may rewind at any moment
         number = insert(tx, releases, number=next_key(tx, releases), created_at=time.time(), **values)
         record(tx, "release_decided", Subject("release", number), {"candidate": candidate, "verdict": verdict.id})
     return number

@@ -61,7 +61,7 @@ def replay_checkpoint(workspace: Workspace, ledger: Ledger, number: int, progres
     """
     row, recorded = SegmentRow.get(ledger, number), last_checkpoint(ledger, number)
     if row.kind == "average":
-        return "it is an average, of which no training is replayed: run 'factory average' again"
+        return "it is an average, of which no training is replayed: 'factory average' makes it again (stop 'factory run' first)"
     if row.parent and (fault := checkpoint_fault(last_checkpoint(ledger, row.parent), deep=True)):
         progress.line(f"  segment {number} goes on from segment {row.parent}, whose checkpoint is damaged too: {fault}")
         if why := replay_checkpoint(workspace, ledger, row.parent, progress):

@@ -29,7 +29,7 @@ from trainer.contract.data.token_shard import file_sha256
 
 DRAWN = 3  # of each kind, besides the newest
 Row = TypeVar("Row")
-REPAIR = "'factory doctor --repair' "
+REPAIR = "'factory doctor --repair' (stop 'factory run' first) "
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,16 @@ def checkpoint_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress
     def look(row: dict[str, Any], hashed: bool) -> Damage | None:
         fault = checkpoint_fault(row, hashed)
         if row["kind"] == "average":
-            return Damage("checkpoints", str(row["segment"]), fault, "run 'factory average' again") if fault else None
+            return (
+                Damage(
+                    "checkpoints",
+                    str(row["segment"]),
+                    fault,
+                    "stop 'factory run', then 'factory average' makes it again",
+                )
+                if fault
+                else None
+            )
         remedy = REPAIR + "replays its segment, and so does the next pass that needs it"
         return Damage("checkpoints", str(row["segment"]), fault, remedy, True) if fault else None
 
@@ -196,7 +205,7 @@ def _orphans(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progres
     shards = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
     found = [path for path in workspace.segments.iterdir() if path.is_dir() and path.name not in segments]
     found += [path.parent for path in workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
-    remedy = "'factory restore' takes up what proves what it is, and sets the rest aside"
+    remedy = "'factory restore' (stop 'factory run' first) takes up what proves what it is, and sets the rest aside"
     faults = [Damage("orphans", path.name, f"{path}: nothing in the ledger names it", remedy) for path in sorted(found)]
     return Examined("orphans", len(found), 0, faults)
 

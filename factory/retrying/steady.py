@@ -21,6 +21,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
 from factory.retrying.backoff import Backoff, Resting, in_words
 from factory.retrying.policy import RetryPolicy
+from factory.retrying.rewound import RewoundError
 from factory.retrying.tries import ASKED, TrainerDiedError
 from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
 
@@ -50,7 +51,10 @@ class Once:
         return frozenset()
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
-        act()
+        try:
+            act()
+        except RewoundError:
+            return False  # the next look at the world sees what was decided
         return True
 
     def waits(self, why: FactoryError | None) -> None:
@@ -86,6 +90,9 @@ class Steady:
             return False
         try:
             act()
+        except RewoundError as told:
+            self.say(str(told))
+            return False
         except WaitingError:
             return False  # the next look at the world says so
         except TrainerDiedError as died:  # which is in the ledger already, and counted there

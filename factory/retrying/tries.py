@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from factory.core.errors import InputError, SegmentError
 from factory.ledger.rows import Reads, SegmentRow, Subject
+from factory.retrying.rewound import refuse_rewound
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -42,6 +43,7 @@ def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tri
     """Write down how a trainer of a segment ended, and park the segment after ``tries`` without progress, or at once if ``final``;
     returns the row as it is now."""
     from factory.ledger.ledger import record, segments
+    from factory.ledger.snapshot import Snapshot
 
     step = newest_step(Path(row.folder))
     before = _steps_at_deaths(ledger, row.id)
@@ -49,6 +51,7 @@ def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tri
     attempts = 1 if progress else row.attempts + 1
     parked = final or attempts >= tries
     with ledger.begin() as tx:
+        refuse_rewound(Snapshot(tx, ledger.root), row.id)
         outcome = {"state": "failed", "finished_at": time.time()} if parked else {}
         tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=attempts, **outcome))
         detail = {"exit": code, "how": ending.kind, "said": ending.says, "step": step, "tries": attempts}

@@ -24,7 +24,9 @@ from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
+from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import record_verdict
+from factory.retrying.rewound import refuse_rewound
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,
@@ -76,8 +78,8 @@ def _newest(ledger: Ledger, gate: str, segment: int) -> VerdictRow | None:
 def next_steps(segment: int) -> str:
     """What a person can do about an uncertified segment."""
     return (
-        "Commit corrected or reverted code and run 'factory run' again ('factory train' or 'factory anneal' measures again what "
-        f"could not be measured), or take this code as it is: 'factory certify --accept {segment}'"
+        "Commit corrected or reverted code, with which the daemon plans it again; where something could not be measured, stop 'factory run' and "
+        f"let 'factory train' or 'factory anneal' measure it again; or take this code as it is: 'factory certify --accept {segment}'"
     )
 
 
@@ -170,6 +172,7 @@ def _record(
     words = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[outcome]
     subject = Subject("segment", row.id)
     with ledger.begin() as tx:
+        refuse_rewound(Snapshot(tx, ledger.root), row.id)
         number = record_verdict(
             tx,
             gate,

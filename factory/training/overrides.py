@@ -13,8 +13,7 @@ import sqlalchemy as sa
 
 from factory.ledger.ledger import record
 from factory.ledger.rows import Reads, SegmentRow, Subject
-
-OVERRIDDEN = "recipe_overridden"
+from factory.retrying.rewound import OVERRIDDEN
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ledger.ledger import Ledger, data_plans, record, segments
 from factory.ledger.places import inside, portable
 from factory.ledger.removals import FATE, REMOVED, removals, with_contents
-from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.rows import Reads, SegmentRow, Subject
+from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
+from factory.retrying.rewound import newest_decision, refuse_decided, refuse_rewound
 from factory.retrying.tries import refuse_parked
 from factory.training.overrides import override_of
 from trainer.contract.errors import TrainerError
@@ -83,12 +85,10 @@ def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None, p
     last = trunk_parent(ledger, recipe)
     if not trunk.steps:
         if not trunk.new_shards and not last:
-            raise InputError(
-                "nothing to train on: no shard has been ingested; drop one into the inbox or run 'factory ingest PATH'"
-            )
+            raise InputError("nothing to train on: no shard has been ingested; drop one into the inbox")
         raise InputError(
             f"too little to train on: recipe {recipe.name} (max_epochs {recipe.mixture.max_epochs}) needs at least "
-            f"{trunk.missing_tokens:,} tokens more; drop shards into the inbox or run 'factory ingest PATH'"
+            f"{trunk.missing_tokens:,} tokens more; drop shards into the inbox"
         )
     return _plan(workspace, ledger, "trunk", last, trunk.steps, _every_shard(ledger, last), progress)
 
@@ -122,16 +122,14 @@ def trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
     return anneal if anneal is not None and anneal.parent == trunk.id else trunk
 
 
-def last_checkpoint(ledger: Ledger, segment: int) -> dict[str, Any]:
+def last_checkpoint(db: Reads, segment: int) -> dict[str, Any]:
     """The checkpoint that a finished segment ended with."""
-    return ledger.read(
-        "SELECT * FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment
-    )[0]
+    return db.read("SELECT * FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment)[0]
 
 
-def plan_of(ledger: Ledger, segment: SegmentRow) -> dict[str, Any]:
+def plan_of(db: Reads, segment: SegmentRow) -> dict[str, Any]:
     """The data plan of a segment, as JSON values."""
-    return dict(ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]["plan"])
+    return dict(db.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]["plan"])
 
 
 def load_recipe(workspace: Workspace) -> Recipe:
@@ -273,6 +271,9 @@ def _plan(
 ) -> int:
     from factory.git.repository import file_text, live_commit
 
+    decided = newest_decision(ledger)
+    if parent is not None:
+        refuse_rewound(ledger, parent.id)
     recipe = load_recipe(workspace)
     first = parent.last_step if parent else 0
     overridden = override_of(ledger, kind, parent.id if parent else None)
@@ -294,6 +295,7 @@ def _plan(
         portable(workspace.root, json.loads(plan.to_json()))
     )  # its id is the same in any folder
     with ledger.begin() as tx:
+        refuse_decided(Snapshot(tx, ledger.root), decided)
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
         return plan_segment(

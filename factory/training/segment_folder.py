@@ -27,8 +27,10 @@ from factory.ledger.anomalies import REPLICAS_APART
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.ledger.places import portable
 from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.snapshot import Snapshot
 from factory.retrying.endings import Ending, ending_of
 from factory.retrying.policy import RetryPolicy
+from factory.retrying.rewound import refuse_rewound
 from factory.retrying.tries import TrainerDiedError, newest_step, record_death
 from factory.training.live_code import LiveCode
 from factory.training.planning import last_checkpoint, plan_of
@@ -135,6 +137,7 @@ def failed(
         raise DiskFullError(
             f"segment {row.id}: the disk is full{cause}. Free some space and run the same command again: its last checkpoint is whole"
         )
+    refuse_rewound(ledger, row.id)
     ending = why or ending_of(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
     policy = RetryPolicy.load(workspace.policy("retries.yaml"))
     row = record_death(ledger, row, ending, code, policy.tries, final=code == 2)
@@ -150,6 +153,7 @@ def failed(
 def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
     """Mark a segment as failed for good: trying again would not help."""
     with ledger.begin() as tx:
+        refuse_rewound(Snapshot(tx, ledger.root), row.id)
         tx.execute(segments.update().where(segments.c.id == row.id).values(state="failed", finished_at=time.time()))
         record(tx, "segment_failed", Subject("segment", row.id), {"said": why})
 
@@ -181,7 +185,8 @@ def result_of(folder: Path, last_step: int) -> dict[str, Any]:
 
 
 def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
-    """Write down a segment's end, its checkpoint and its anomalies, all at once. Raises: SegmentError for files that say otherwise."""
+    """Write down a segment's end, its checkpoint and its anomalies, all at once. Raises: SegmentError for files that say otherwise;
+    RewoundError."""
     from trainer.contract.checkpoint.format import read_manifest
     from trainer.contract.errors import CheckpointError
 
@@ -198,6 +203,7 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         weights = [str(name)[:200] for name in names][:20] if isinstance(names, list) else []
         found.append({"step": row.last_step - 1, "kind": REPLICAS_APART, "weights": weights})
     with ledger.begin() as tx:
+        refuse_rewound(Snapshot(tx, ledger.root), row.id)
         tx.execute(
             checkpoints.insert().values(
                 id=manifest, segment=row.id, step=result["last_step"], path=ledger.inside(path), created_at=time.time()

@@ -24,6 +24,7 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying.endings import FAILED, HUNG, Ending, oom_kills
 from factory.retrying.pausing import refuse_paused
 from factory.retrying.policy import RetryPolicy
+from factory.retrying.rewound import refuse_rewound
 from factory.retrying.watchdog import Watchdog, record_begun, usual_of
 from factory.sandbox.live import Running
 from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
@@ -64,7 +65,8 @@ def run_segment(
     (False); when the trainer failed, all (True). Then it runs again.
     An average (``factory.training.averaging``) is made, not trained.
 
-    Raises: NotCertified when the code changed and may not go on (nothing was started); PausedError while training is paused;
+    Raises: NotCertified when the code changed and may not go on (nothing was started); PausedError while training is paused; RewoundError
+    when it was rewound meanwhile;
     SegmentError when the trainer fails (its log is named). A segment whose trainer dies again and again without a new checkpoint is
     parked: marked 'failed'.
     """
@@ -72,6 +74,7 @@ def run_segment(
     if row.state == "done":
         return dict(row.result or {})
     refuse_paused(ledger)
+    refuse_rewound(ledger, number)
     if row.kind == "average":
         from factory.training.averaging import run_average
 
@@ -105,7 +108,7 @@ def run_trainer(
 
     Returns (its exit code, what it did when it hung and was killed).
 
-    Raises: PausedError once a pause has stopped it.
+    Raises: PausedError once a pause has stopped it; RewoundError once it was rewound.
     """
     code = LiveCode.of(workspace, ledger, row.code_commit, progress)
     log = workspace.logs / f"segment-{row.id:05d}.log"
@@ -136,6 +139,8 @@ def run_trainer(
                     if begins and dog.steps is not None:
                         record_begun(ledger, row, number, dog.clock() - dog.started)
                     refuse_paused(ledger)
+                    if row.state == "planned":  # else what is done is replayed
+                        refuse_rewound(ledger, row.id)
                     if follower:
                         follower.poll()
             watch.report(task)

@@ -83,6 +83,10 @@ SHARD = Path("inbox/a.jsonl")
             None,
         ),
         (World(paused="training", unjudged_candidate=1, undiagnosed_anomaly=4), Action("judge", 1)),
+        (World(asked=Action("audit", 5), unjudged_candidate=1), Action("judge", 1)),
+        (World(asked=Action("audit", 5), overdue_audit=3, trunk_steps=2), Action("audit", 5)),
+        (World(asked=Action("diagnose", 5), paused="training"), None),
+        (World(asked=Action("judge", 5), paused="training"), Action("judge", 5)),
         (World(open_segment=3, segment_rests=True, unjudged_candidate=1), Action("judge", 1)),
         (World(open_segment=3, segment_rests=True, unannealed_trunk=1, trunk_steps=2, waiting_audit=3), None),
     ],
@@ -98,6 +102,7 @@ def test_next_action(world: World, action: Action | None) -> None:
         st.just(()),
         *[st.none() | st.integers(1, 9)] * 6,
         st.integers(0, 3),
+        asked=st.none() | st.just(Action("diagnose", 1)),
     )
 )
 def test_work_is_never_left_while_nothing_failed(world: World) -> None:

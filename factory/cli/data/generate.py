@@ -81,7 +81,10 @@ def generate(
     terminal.line(f"  {made.documents:,} documents by {made.written_by} in {made.path}{f' ({ends})' if ends else ''}")
     if not made.ends:
         terminal.line("  it was there already: nothing was written again")
-    terminal.line(f"  {'inbox: ' + made.inbox if inbox else f'factory ingest {made.path} makes training data of it'}")
+    further = (
+        f"inbox: {made.inbox}" if inbox else "put it into the inbox ('--inbox' does so) to have training data of it"
+    )
+    terminal.line(f"  {further}")
 
 
 ENDS = {

@@ -140,5 +140,3 @@ def test_the_commands(past: Ledger, workspace: Workspace) -> None:
     assert factory("quarantine", "d1", "--why", "private", *home).stdout.startswith("  1 documents quarantined")
     assert factory("quarantine", "d1", "--undo", *home).stdout.startswith("  1 documents are trained on again")
     assert '"says": "rewound: segment 4;' in factory("rewind", "4", "--json", *home).stdout
-    with workspace.lock("model-loop"):
-        assert "is in use: process" in factory("rewind", "2", *home).stderr

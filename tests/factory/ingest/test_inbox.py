@@ -21,6 +21,7 @@ from factory.ingest import chain, filing
 from factory.ingest.filing import filed_name
 from factory.ingest.inbox import arrived, take, tend
 from factory.ledger.ledger import Ledger, documents, events, shards
+from tests.support.factory.at_work import at_work
 from tests.support.factory.command import factory
 from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
 from tests.support.paths import ROOT
@@ -301,7 +302,7 @@ def test_folders_and_links_are_named_once(workspace: Workspace, ledger: Ledger, 
     assert [line.split(":")[0] for line in said.lines] == [
         f"  {name} waits in the inbox" for name in ("folder", "link.jsonl", "pipe.jsonl")
     ]
-    assert "move its files into the inbox itself, or run 'factory ingest' with its path" in said.lines[0]
+    assert "it is a folder: move its files into the inbox itself" in said.lines[0]
     assert one_pass(workspace, ledger).lines == [] and not trained_on(ledger)
 
 
@@ -376,6 +377,30 @@ def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> No
     assert tries(ledger) == 2 and list(workspace.quarantine.iterdir()) == [file] and not list(workspace.inbox.iterdir())
     assert "QUARANTINED" in factory("ingest", "--again", file.name, *home).stdout and tries(ledger) == 3
     assert "no such file" in factory("ingest", "--again", "other.jsonl", *home).stderr
+
+
+def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:
+    home = ("--workspace", str(workspace.root))
+    with at_work(workspace):
+        assert factory("ingest", "--again", *home).stdout == "  nothing is quarantined\n"
+    put(workspace, b"nothing\n" * 30)
+    one_pass(workspace, ledger)
+    (file,) = workspace.quarantine.iterdir()
+    for words in (["--again"], ["--again", file.name]):
+        count = tries(ledger)
+        with at_work(workspace):
+            said = factory("ingest", *words, *home)
+        assert (said.returncode, said.stdout) == (
+            0,
+            "  the daemon, which runs, tries 1 quarantined files again in its next pass\n",
+        )
+        assert tries(ledger) == count and list(workspace.quarantine.iterdir()) == [file]
+        lines = one_pass(workspace, ledger).lines
+        assert (
+            lines[0] == "  a.jsonl was quarantined, and a person asked: it is tried again" and "QUARANTINED" in lines[1]
+        )
+        assert tries(ledger) == count + 1 and quarantined(ledger) == ["a.jsonl"]
+        assert not one_pass(workspace, ledger).lines, "once"
 
 
 # -- while it is read --------------------------------------------------------------------------------------------------

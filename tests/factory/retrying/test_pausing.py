@@ -101,3 +101,31 @@ def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) ->
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(20, 32)), "nothing was trained twice"
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow("a daemon whose segment is rewound in the midst of it")
+def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its_place(tmp_path: Path) -> None:
+    code = make_target(tmp_path / "code")
+    make_mortal(code)
+    workspace, ledger = make_plant(tmp_path, code)
+    number = plan_trunk(workspace, ledger, 12)
+    folder = Path(SegmentRow.get(ledger, number).folder)
+    strike(ledger, number, "always-linger-25")
+    log = tmp_path / "said"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "factory", "run", "--workspace", str(workspace.root)]
+    with open(log, "w") as out:
+        running = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        wait_until(lambda: (folder / "lingers").exists())
+        factory("rewind", str(number), "--workspace", str(workspace.root))
+        wait_until(lambda: f"segment {number} was rewound meanwhile: nothing goes on from it" in log.read_text())
+        wait_until(lambda: SegmentRow.first(ledger, "WHERE id > :id", id=number) is not None)
+    finally:
+        running.terminate()
+        running.wait(timeout=PATIENCE_S)
+    ended = SegmentRow.get(ledger, number)
+    assert (ended.state, ended.attempts) == ("rewound", 0) and not (folder / "result.json").exists()
+    follower = SegmentRow.first(ledger, "WHERE id > :id ORDER BY id", id=number)
+    assert follower and follower.parent == ended.parent, "it goes on from before the one that was rewound"
+    assert "Traceback" not in log.read_text()

@@ -101,7 +101,11 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     best = champion(ledger)
     assert best and best.number == number and (served(workspace) or {})["release"] == number
     outage = [line for line in said.lines if "Training and releases go on" in line]
-    assert len(outage) == 1 and "its database is damaged: 'factory doctor --repair' puts its backup back" in outage[0]
+    assert (
+        len(outage) == 1
+        and "its database is damaged: 'factory doctor --repair' (stop 'factory run' first) puts its backup back"
+        in outage[0]
+    )
     assert reconcile(workspace, ledger, said) == []
     assert len([line for line in said.lines if "Training and releases go on" in line]) == 1
     done = repair_all(workspace, False, said)

@@ -1,0 +1,31 @@
+"""What a command does where a daemon holds the workspace: it asks that one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from factory.cli.core.options import person
+from factory.core.errors import WorkspaceError
+from factory.core.workspace import Workspace
+
+if TYPE_CHECKING:
+    from factory.actions import Action
+    from factory.ledger.ledger import Ledger
+
+
+def hold_or_ask(held: ExitStack, workspace: Workspace, ledger: Ledger, actions: Sequence[Action], **how: Any) -> str:
+    """Hold the daemon's lock in ``held``; where a process has it, ask for the actions. Returns what a person is told then; '': it is held.
+
+    ``how``: what the actions are done with, as ``factory.asking.asked`` gives it.
+    """
+    from factory.asking import ask
+    from factory.daemon import LOCK
+
+    try:
+        held.enter_context(workspace.lock(LOCK))
+    except WorkspaceError as busy:
+        ask(ledger, actions, person(), **how)
+        return f"{', '.join(map(str, actions))}: 'factory run' does it in its next pass ({str(busy).partition(';')[0]})"
+    return ""

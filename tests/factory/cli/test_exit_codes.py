@@ -1,0 +1,173 @@
+"""Exit codes have one meaning each, and the documentation has them all; so has it why ``factory run`` cannot begin."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import re
+import signal
+import socket
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from factory.cli.app import exit_code
+from factory.core import file_lock
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
+from factory.retrying import faults
+from factory.retrying.faults import Fault
+from tests.support.factory.at_work import at_work
+from tests.support.factory.command import command_here, factory
+from tests.support.paths import ROOT
+
+# Errors that share a number because they share its meaning: what a person gave is wrong; a fault of the machine (``faults``).
+SHARED = [{"ConfigError", "InputError", "RepositoryError", "TaskError"}]
+FAULTS = {one.exit_code for one in vars(faults).values() if isinstance(one, Fault)}
+OF_FAULTS = {"DiskFullError", "NoMemoryError"}
+OTHERS = {0, 141, *(128 + int(one) for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))}
+
+
+def numbered() -> dict[int, set[str]]:
+    """By exit code, the subclasses of FactoryError, and itself, that set it. Read from the source: to import all takes long."""
+    parents: dict[str, set[str]] = {}
+    found: dict[int, set[str]] = defaultdict(set)
+    for path in (ROOT / "factory").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                parents[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                for line in node.body:
+                    if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "exit_code":
+                        found[ast.literal_eval(line.value)].add(node.name)
+
+    def is_ours(name: str) -> bool:
+        return name == "FactoryError" or any(map(is_ours, parents.get(name, ())))
+
+    assert all(is_ours(name) for names in found.values() for name in names), found
+    return found
+
+
+def section(title: str) -> str:
+    text = (ROOT / "docs" / "OPERATING.md").read_text()
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_no_two_meanings_share_a_number() -> None:
+    for number, names in numbered().items():
+        assert len(names) == 1 or names in SHARED or (number in FAULTS and names <= OF_FAULTS), (number, names)
+        assert number not in FAULTS or names <= OF_FAULTS, f"{number} is that of a fault of the machine"
+        assert number not in OTHERS
+
+
+def test_the_table_has_each_number_and_no_other() -> None:
+    rows = re.findall(r"^\| ([\d, ]+) \|", section("Exit codes"), re.MULTILINE)
+    listed = [int(number) for row in rows for number in row.split(",")]
+    assert sorted(listed) == sorted({*numbered(), *FAULTS, *OTHERS})
+
+
+# -- why the daemon cannot begin ---------------------------------------------------------------------------------------
+def _write(name: str, text: str) -> Callable[[Workspace], None]:
+    return lambda workspace: void((workspace.root / name).write_text(text))
+
+
+def void(_: object) -> None:
+    pass
+
+
+def _other_version(number: int) -> Callable[[Workspace], None]:
+    def change(workspace: Workspace) -> None:
+        with closing(sqlite3.connect(workspace.root / "ledger.db")) as ledger:
+            ledger.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (str(number),))
+            ledger.commit()
+
+    return change
+
+
+def _damage(workspace: Workspace) -> None:
+    for path in workspace.root.glob("ledger.db-*"):
+        path.unlink()
+    (workspace.root / "ledger.db").write_bytes(b"nothing of SQLite's" * 500)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lambda workspace: workspace.root.rename(workspace.root.with_name("away")), "no workspace at …"),
+        (lambda workspace: (workspace.root / "factory.yaml").unlink(), "factory.yaml is gone"),
+        (_write("factory.yaml", "version: 9\n"), "… is a workspace of version …"),
+        (lambda workspace: (workspace.root / "ledger.db").unlink(), "there is no ledger at …"),
+        (_damage, "the ledger is damaged"),
+        (_other_version(1), "the ledger at … is of version …"),
+        (_other_version(99), "the ledger at … is of version …"),
+        (_write("factory.yaml", "recpie: demo\n"), "factory.yaml: unknown key …"),
+        (_write("factory.yaml", "ranks: many\n"), "factory.yaml: KEY: expected …"),
+    ],
+)
+def test_the_daemon_does_not_begin(
+    workspace: Workspace, ledger: Ledger, fault: Callable[[Workspace], None], says: str
+) -> None:
+    (workspace.shards / "one").touch()  # a factory's work, so that what is gone is missed
+    ledger.engine.dispose()
+    fault(workspace)
+    said = factory("run", "--workspace", str(workspace.root))
+    refused(says, said.returncode, said.stderr)
+
+
+def refused(says: str, code: int | None, message: str) -> None:
+    """As the table has it."""
+    (row,) = (line for line in section("Why `factory run` cannot begin").splitlines() if f"`{says}`" in line)
+    assert code == int(row.split("|")[2]), message
+    words = re.escape(says).replace("…", ".*").replace("KEY", "[a-z_]+")
+    assert re.search(words, message) and "Traceback" not in message, message
+
+
+def test_nor_does_it_beside_another(workspace: Workspace, ledger: Ledger) -> None:
+    with at_work(workspace) as process:
+        error = command_here("run", home=workspace).exception
+    assert error is not None and f"process {process} holds" in str(error)
+    refused(
+        "… is in use: process N holds model-loop.lock",
+        exit_code(error),
+        str(error).replace(str(process), "N"),
+    )
+
+
+def test_nor_where_its_port_is_taken(workspace: Workspace, ledger: Ledger) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        (workspace.root / "factory.yaml").write_text(f"metrics_port: {taken.getsockname()[1]}\n")
+        error = command_here("run", home=workspace).exception
+    assert error is not None
+    refused("metrics_port: … cannot be listened on", exit_code(error), str(error))
+
+
+@pytest.mark.parametrize("number", ["ENOSPC", "EROFS"])
+def test_nor_without_room_for_its_lock(
+    workspace: Workspace,
+    ledger: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: str,
+) -> None:
+    opened = os.open
+
+    def refuses(path: object, *words: object) -> int:
+        if Path(str(path)).name == "model-loop.lock":
+            raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)), str(path))
+        return opened(path, *words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(file_lock.os, "open", refuses)
+    error = command_here("run", home=workspace).exception
+    monkeypatch.undo()
+    assert error is not None
+    says = (
+        "the disk is full (…/model-loop.lock)"
+        if number == "ENOSPC"
+        else "there is no permission to write (…/model-loop.lock)"
+    )
+    code = exit_code(error)
+    refused(says, code, capsys.readouterr().err)

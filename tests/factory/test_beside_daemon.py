@@ -1,0 +1,202 @@
+"""What a person decides while another process holds the workspace, and what the daemon does about it in its next pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from factory import daemon
+from factory.actions import Action
+from factory.asking import answer, ask, asked
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.daemon import next_action, observe, reconcile
+from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
+from factory.ledger.ledger import Ledger, candidates, verdicts
+from factory.ledger.rows import SegmentRow
+from factory.release import releases
+from factory.release.releases import release
+from factory.retrying.endings import FAILED, Ending
+from factory.retrying.rewound import RewoundError
+from factory.retrying.tries import record_death
+from factory.training import planning
+from factory.training.planning import plan_trunk
+from factory.training.segment_folder import record_done
+from tests.support.factory.at_work import at_work
+from tests.support.factory.command import command_here, factory
+from tests.support.plants.saved_plant import KINDS, SavedPlant, diagnosed, note, saved_plant
+from tests.support.said import Said
+
+HOW = "If it is 'factory run', stop it (Ctrl-C, or 'systemctl stop factory'), run this command, then start it again"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedPlant:
+    return saved_plant(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def plant(saved: SavedPlant) -> Iterator[tuple[Workspace, Ledger]]:
+    with saved.restored() as plant:
+        yield plant
+
+
+def candidate_of(ledger: Ledger, segment: int) -> int:
+    """A candidate that was judged and held."""
+    with ledger.begin() as tx:
+        tx.execute(
+            candidates.insert().values(
+                id=1, segment=segment, checkpoint="c", export_path="e", export_sha256="e", created_at=0.0
+            )
+        )
+        tx.execute(
+            verdicts.insert().values(
+                gate="release", subject="candidate:1", policy_sha256="p", subject_sha256="e", outcome="hold", reasons=[], evidence={},
+                created_at=0.0,
+            )
+        )  # fmt: skip
+    return 1
+
+
+# -- one transaction: it needs no lock ---------------------------------------------------------------------------------
+def test_an_anomaly_is_accepted_another_rejected_and_a_segment_rewound(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    first, second = note(ledger, 1, 12), note(ledger, 1, 14)
+    diagnosed(ledger, first, 1, ["true plateau"], [])
+    diagnosed(ledger, second, 1, ["unknown"], [])
+    with at_work(workspace):
+        assert command_here("anomalies", "accept", str(first), home=workspace).stdout.startswith(
+            f"  anomaly {first}: closed"
+        )
+        done = factory("anomalies", "reject", str(second), "-w", str(workspace.root))
+        assert (done.returncode, done.stdout) == (0, f"  anomaly {second}: closed\n")
+        assert "rewound: segment 1" in factory("rewind", "1", "-w", str(workspace.root)).stdout
+    assert not open_anomalies(ledger, KINDS) and SegmentRow.get(ledger, 1).state == "rewound"
+    with pytest.raises(InputError, match="is closed: accepted by"):
+        raise command_here("anomalies", "accept", str(first), home=workspace).exception or AssertionError
+    assert newest_about(ledger, CLOSED)[first]["how"] == "accepted"
+
+
+# -- what the daemon was doing at that moment is given up -----------------------------------------------------------------
+def rewind_here(workspace: Workspace, segment: int) -> None:
+    done = command_here("rewind", str(segment), home=workspace)
+    assert done.exit_code == 0, done.exception
+
+
+def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
+    plant: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = plant
+    row = SegmentRow.get(ledger, 1)
+    number = plan_trunk(workspace, ledger)
+    planned = SegmentRow.get(ledger, number)
+    rewind_here(workspace, number)
+    with pytest.raises(RewoundError, match=f"segment {number} was rewound meanwhile"):
+        record_done(ledger, planned, Path(row.folder), dict(row.result or {}))
+    with pytest.raises(RewoundError):
+        record_death(ledger, planned, Ending(FAILED, "ended"), 1, 1, final=True)
+    assert SegmentRow.get(ledger, number).state == "rewound"
+
+
+def test_what_is_planned_while_a_person_decides_is_planned_again(
+    plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = plant
+    monkeypatch.setattr(planning, "_refuse_padding", lambda *_: rewind_here(workspace, 1))  # in the midst of the plan
+    with pytest.raises(RewoundError, match="it is to be planned again"):
+        plan_trunk(workspace, ledger)
+    assert [row.state for row in SegmentRow.select(ledger)] == ["rewound"], "none was planned after it"
+    monkeypatch.undo()
+    assert SegmentRow.get(ledger, plan_trunk(workspace, ledger)).parent is None
+
+
+def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
+    plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = plant
+    candidate_of(ledger, 1)
+    with ledger.begin() as tx:
+        tx.execute(verdicts.update().values(outcome="promote"))
+    monkeypatch.setattr(releases, "check_judged", lambda *_: rewind_here(workspace, 1))  # the last before it is decided
+    with pytest.raises(InputError, match="segment 1 was rewound"):
+        release(workspace, ledger, 1, approved_by="ann")
+    assert ledger.read("SELECT * FROM releases") == []
+
+
+# -- what needs the daemon's hand: it is asked ------------------------------------------------------------------------------
+def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
+    plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = plant
+    candidate, anomaly = candidate_of(ledger, 1), note(ledger, 1, 12)
+    before = next_action(observe(workspace, ledger))
+    home = ("-w", str(workspace.root))
+    with at_work(workspace) as process:
+        said = factory("evaluate", "1", *home)
+        told = f"judge 1: 'factory run' does it in its next pass ({workspace.root} is in use: process {process} holds model-loop.lock)"
+        assert (said.returncode, said.stdout) == (0, f"  {told}\n")
+        assert json.loads(command_here("evaluate", "--json", home=workspace).stdout) == {"candidate": 1, "says": told}
+        assert "diagnose 1: 'factory run' does it" in factory("diagnose", "1", "--steps", "7", *home).stdout
+        assert "audit 1: 'factory run' does it" in command_here("audit", "--segment", "1", home=workspace).stdout
+        assert factory("diagnose", "9", *home).returncode == 2
+    wanted = asked(ledger)
+    assert list(wanted) == [Action("judge", candidate), Action("diagnose", anomaly), Action("audit", 1)]
+    assert wanted[Action("diagnose", anomaly)]["replayed_steps"] == 7
+
+    done: list[tuple[Action, object]] = []
+    monkeypatch.setattr(daemon, "perform", lambda w, le, action, p, **how: done.append((action, how["replayed_steps"])))
+    monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)  # what else there is to do is not of interest
+    reconcile(workspace, ledger, SILENT)
+    assert done == [(Action("judge", 1), None), (Action("diagnose", anomaly), 7), (Action("audit", 1), None)]
+    monkeypatch.undo()
+    assert not asked(ledger) and next_action(observe(workspace, ledger)) == before
+
+
+def test_what_was_asked_for_again_while_it_was_done_is_done_again(ledger: Ledger) -> None:
+    judge = Action("judge", 3)
+    ask(ledger, [judge], "ann")
+    begun = asked(ledger)[judge]["event"]
+    ask(ledger, [judge], "bo")
+    answer(ledger, judge, begun)
+    assert asked(ledger)[judge]["by"] == "bo"
+    answer(ledger, judge, asked(ledger)[judge]["event"])
+    assert not asked(ledger)
+
+
+def test_what_cannot_be_done_any_more_is_said_once(
+    plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = plant
+    ask(ledger, [Action("audit", 1)], "ann")
+    monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)
+    said = Said()
+    reconcile(workspace, ledger, said)
+    assert [line for line in said.lines if "audit" in line] == [
+        "  audit 1 is not done: segment 1 is not audited: no window of it was drawn while it trained"
+    ]
+    assert not asked(ledger)
+
+
+# -- what is refused says what to do ------------------------------------------------------------------------------------------
+def test_a_file_is_put_into_the_inbox_in_place_of_ingest(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    for words in ([], ["--again"]):
+        with at_work(workspace) as process:
+            said = factory("ingest", str(tmp_path / "a.jsonl"), *words, "-w", str(workspace.root))
+        assert said.returncode == 3 and f"process {process} holds model-loop.lock" in said.stderr
+        assert said.stderr.endswith(
+            f"; a running 'factory run' ingests what is put into {workspace.inbox}: put it there\n"
+        )
+
+
+@pytest.mark.parametrize(
+    "words", [["train"], ["anneal"], ["average"], ["clean"], ["doctor", "--repair"], ["restore"], ["upgrade"]]
+)
+def test_a_command_that_is_refused_says_how_to_run_it(workspace: Workspace, ledger: Ledger, words: list[str]) -> None:
+    with at_work(workspace) as process:
+        said = command_here(*words, home=workspace)
+    assert f"process {process} holds model-loop.lock" in str(said.exception) and HOW in str(said.exception), said.output

@@ -1,0 +1,36 @@
+"""Another process that holds a workspace as the daemon does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from factory.core.workspace import Workspace
+from tests.support.paths import ROOT
+
+HOLDER = """
+import sys
+from pathlib import Path
+from factory.core.workspace import MODEL_LOOP, Workspace
+with Workspace.open(Path(sys.argv[1])).lock(MODEL_LOOP):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def at_work(workspace: Workspace) -> Iterator[int]:
+    """Yields its number; it ends with the block."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(workspace.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.communicate()
