@@ -146,7 +146,8 @@ class Site:
                 shutil.rmtree(self.site, ignore_errors=True)
                 self.site.mkdir()
             self._must(self.run(f"prepare {scenario}"))
-            settle(self.site)
+            if not SCENARIOS[scenario].live_log:
+                settle(self.site)
         else:
             self.start(scenario)
             self._must(self.run(scenario))

@@ -37,6 +37,7 @@ class Scenario:
     commands: Commands = (RUN,)
     prepare: Callable[[Path], None] = field(default=lambda site: None)  # done once, before anything counts
     alike: bool = False  # it ends as the one before did
+    live_log: bool = False  # SQLite's logs stay as ``prepare`` left them
 
 
 def drive(name: str, site: Path) -> None:
@@ -142,6 +143,7 @@ SCENARIOS = {
     "erase": Scenario("segment", commands=(("erase",), RUN), prepare=starts.with_erased),
     "backup": Scenario("segment", commands=(("backup",),), prepare=starts.with_all_backups, alike=True),
     "restore": Scenario("release", commands=(("restore",), RUN), prepare=starts.with_damaged_ledger, alike=True),
+    "replace": Scenario("release", commands=(("restore",), RUN), prepare=starts.with_live_log, live_log=True),
     "upgrade": Scenario("segment", commands=(("upgrade",), RUN), prepare=starts.with_older_ledger, alike=True),
     "merge": Scenario("release", commands=(("proposals", "approve", "1"), RUN), prepare=starts.with_proposal),
     "revert": Scenario("merge", commands=(("proposals", "revert", "1"), RUN)),

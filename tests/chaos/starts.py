@@ -13,6 +13,7 @@ import yaml
 from tests.support.git import git
 from tests.support.paths import ROOT
 
+NOTED = "noted"  # an event
 FIRST, SECOND = (
     ("code/0-5", "chat/0-7"),
     ("code/0-8", "docs/0-9", "docs/1-4"),
@@ -189,6 +190,19 @@ def with_damaged_ledger(site: Path) -> None:
         (site / "plant" / f"ledger.db{ending}").unlink(missing_ok=True)
     with open(site / "plant" / "ledger.db", "r+b") as file:
         file.write(bytes(8192))
+
+
+def with_live_log(site: Path) -> None:
+    """A daemon was killed behind a commit: it is in SQLite's log alone, neither in the ledger's file nor in the backup's journal."""
+    import os
+
+    from factory.ledger.ledger import record
+
+    if (child := os.fork()) == 0:
+        with opened(site)[1].engine.begin() as tx:
+            record(tx, NOTED, "daemon")
+        os._exit(0)  # closed, the log would be written into the file
+    assert os.waitpid(child, 0)[1] == 0 and (site / "plant" / "ledger.db-wal").stat().st_size > 0
 
 
 def with_older_ledger(site: Path) -> None:

@@ -27,7 +27,7 @@ State = dict[str, Any]
 EVENTS = (
     "ingested", "segment_done", "segment_failed", "candidate", "release_decided", "promoted", "withdrawn", "proposal_approved", "proposal_reverted",
     "anomaly_closed", "anomaly_asked", "anomaly_diagnosed", "segment_rewound", "quarantined", "rejected",
-    "data_removed", "data_erased",
+    "data_removed", "data_erased", "noted",
 )  # fmt: skip
 DIAGNOSIS = ("causes", "guilty", "triggers", "suspects", "arms", "steps", "remedy", "why", "onset", "last")
 TABLES = {
@@ -173,7 +173,7 @@ def lost(site: Path, scenario: str) -> list[str]:
     While a patch is reverted, the checkout is on the way to another state than the ledger's: that one is looked at when it is there.
     """
     plant = site / "plant"
-    if scenario == "restore" and database_damage(plant / "ledger.db"):
+    if scenario in ("restore", "replace") and database_damage(plant / "ledger.db"):
         return []  # it is what is to be restored
     if not (plant / "ledger.db").exists():
         return ["the ledger is gone"]

@@ -17,7 +17,7 @@ from tests.chaos.shim import ERRORS, Effect, places
 # Not here: diagnose, whose replays take half a minute; judge, which is most of release; approve, which makes judge first.
 EACH = {
     "ingest": 4, "checkout": 3, "store": 1, "segment": 1, "release": 1, "merge": 5, "revert": 4, "rewind": 1,
-    "reject": 1, "erase": 4, "backup": 3, "restore": 2, "upgrade": 2,
+    "reject": 1, "erase": 4, "backup": 3, "restore": 2, "replace": 1, "upgrade": 2,
 }  # fmt: skip
 
 
@@ -62,6 +62,21 @@ def test_a_fault_is_injected_where_least_is_left_to_do(tmp_path: Path) -> None:
             assert injection.state in seconds and not result.wrong, told([result])
     finally:
         site.close()
+
+
+@pytest.mark.slow("a release, a restore of its ledger, and one that is killed: half a minute")
+def test_a_commit_that_is_in_the_log_alone_is_restored(site: Site) -> None:
+    """Also by a restore that was killed between the renames of the old ledger and the new one."""
+    straight = site.straight("replace")
+    assert straight.state["ledger"]["events"]["noted"] == 1
+    renamed = [
+        e.number
+        for e in straight.effects
+        if e.kind == "rename" and e.path.endswith(("ledger.db", "ledger.db-wal", ".restored"))
+    ]
+    assert len(renamed) >= 3
+    results = [site.inject("replace", Injection(KILLED, number)) for number in renamed]
+    assert not [result for result in results if result.wrong], told(results)
 
 
 def test_a_recovery_is_killed_again_and_not_a_run_from_the_start() -> None:

@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from factory.cli.app import exit_code
-from factory.core import file_lock
+from factory.core import faults, file_lock
+from factory.core.faults import Fault
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
-from factory.retrying import faults
-from factory.retrying.faults import Fault
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
 from tests.support.paths import ROOT
