@@ -21,7 +21,7 @@ from typing import Any
 
 from factory.backups.keys import KEYS, copy_keys, note_copy
 from factory.core.errors import FactoryError, InputError, WorkspaceError
-from factory.core.faults import BROKEN, fault_of
+from factory.core.faults import BROKEN, READ_ONLY, fault_of
 from factory.core.removal import remove
 from factory.core.workspace import Workspace, work_in
 from factory.ledger import journal
@@ -171,18 +171,28 @@ def database_damage(database: Path, table: str = "meta") -> str:
     if not database.is_file():
         return f"there is no {database}"
     try:
-        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=60)) as opened:
-            found = [row[0] for row in opened.execute("PRAGMA quick_check(1)")]
-            has = opened.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone()
+        try:
+            found, has = _checked(database, table, "ro")
+        except sqlite3.OperationalError as error:
+            if fault_of(error) != READ_ONLY:
+                raise
+            found, has = _checked(database, table, "rw")  # a transaction that was cut off is rolled back first
     except sqlite3.OperationalError as error:
         if fault_of(error) not in (None, BROKEN):
             raise
         return str(error)
     except sqlite3.DatabaseError as error:
         return str(error)
-    if found != ["ok"]:
-        return " ".join(found)[:300]
+    if found != "ok":
+        return found[:300]
     return "" if has else f"it has no table {table}"
+
+
+def _checked(database: Path, table: str, mode: str) -> tuple[str, bool]:
+    """(what ``quick_check`` says, is the table there)."""
+    with closing(sqlite3.connect(f"{database.as_uri()}?mode={mode}", uri=True, timeout=60)) as opened:
+        found = " ".join(row[0] for row in opened.execute("PRAGMA quick_check(1)"))
+        return found, bool(opened.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone())
 
 
 def about(backup: Path) -> dict[str, Any]:

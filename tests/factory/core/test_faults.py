@@ -90,6 +90,26 @@ def test_a_ledger_that_is_damaged_is_called_so(workspace: Workspace, ledger: Led
             one()
 
 
+def test_a_transaction_that_was_cut_off_is_no_damage(workspace: Workspace, ledger: Ledger) -> None:
+    """As a power cut leaves a database with a rollback journal."""
+    ledger.engine.dispose()
+    file, journal = workspace.root / "ledger.db", workspace.root / "ledger.db-journal"
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode=DELETE")
+        other.execute("PRAGMA cache_size=1")
+        other.execute("BEGIN IMMEDIATE")
+        other.execute(
+            "CREATE TABLE half AS SELECT hex(randomblob(5000)) AS made FROM meta, meta AS again, meta AS more"
+        )
+        kept = {path: path.read_bytes() for path in (file, journal)}
+        other.execute("ROLLBACK")
+    for path, content in kept.items():
+        path.write_bytes(content)
+    assert journal.stat().st_size > 0 and not database_damage(file)
+    with contextlib.closing(sqlite3.connect(file)) as other:
+        assert not other.execute("SELECT 1 FROM sqlite_master WHERE name = 'half'").fetchall()
+
+
 @contextmanager
 def few_handles(folder: Path) -> Iterator[None]:
     """All are taken."""
