@@ -14,7 +14,7 @@ T = TypeVar("T")
 FIRST_SECONDS = 1.0
 
 
-def patiently(act: Callable[[], T], say: Callable[[str], object], sleep: Callable[[float], object] = time.sleep) -> T:
+def patiently(act: Callable[[], T], say: Callable[[str], object]) -> T:
     """``act()``, again and again while a fault of the machine makes it fail. Each fault is said once. Raises: whatever else ``act`` does."""
     waits = Backoff(FIRST_SECONDS, FAULT_SECONDS)
     while True:
@@ -27,4 +27,4 @@ def patiently(act: Callable[[], T], say: Callable[[str], object], sleep: Callabl
             rest, news = waits.failed("start", fault.says)
             if news:
                 say(f"  {words_of(fault)}")
-        sleep(rest.seconds)
+        time.sleep(rest.seconds)

@@ -21,6 +21,7 @@ from factory.core import faults, file_lock
 from factory.core.faults import Fault
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.retrying import starting
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
 from tests.support.paths import ROOT
@@ -144,29 +145,29 @@ def test_nor_where_its_port_is_taken(workspace: Workspace, ledger: Ledger) -> No
     refused("metrics_port: … cannot be listened on", exit_code(error), str(error))
 
 
-@pytest.mark.parametrize("number", ["ENOSPC", "EROFS"])
-def test_nor_without_room_for_its_lock(
-    workspace: Workspace,
-    ledger: Ledger,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: str,
+@pytest.mark.parametrize(
+    ("number", "says"), [("ENOSPC", "the disk is full"), ("EROFS", "there is no permission to write")]
+)
+def test_for_its_lock_it_waits(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, number: str, says: str
 ) -> None:
-    opened = os.open
+    opened, waits = os.open, list[float]()
 
     def refuses(path: object, *words: object) -> int:
         if Path(str(path)).name == "model-loop.lock":
             raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)), str(path))
         return opened(path, *words)  # type: ignore[arg-type]
 
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise SystemExit
+
     monkeypatch.setattr(file_lock.os, "open", refuses)
-    error = command_here("run", home=workspace).exception
+    monkeypatch.setattr(starting.time, "sleep", sleep)
+    said = command_here("run", home=workspace).output
     monkeypatch.undo()
-    assert error is not None
-    says = (
-        "the disk is full (…/model-loop.lock)"
-        if number == "ENOSPC"
-        else "there is no permission to write (…/model-loop.lock)"
-    )
-    code = exit_code(error)
-    refused(says, code, capsys.readouterr().err)
+    assert waits == [1.0, 2.0, 4.0]
+    assert (
+        said.count(f"{says} ({workspace.root / 'model-loop.lock'}): ") == 1 and said.count("The factory waits") == 1
+    ), said
