@@ -10,8 +10,7 @@ from typing import Any
 from factory.backups.backups import back_up_daily, stamp
 from factory.backups.upgrading import backup_folder, upgrade_ledger
 from factory.core.errors import ConfigError
-from factory.core.workspace import Workspace, code_root
-from factory.core.yaml_file import load_yaml
+from factory.core.workspace import Workspace, code_root, load_yaml
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow

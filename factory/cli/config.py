@@ -12,8 +12,7 @@ import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
 from factory.core.errors import ConfigError, InputError, nearest
-from factory.core.workspace import Config, Workspace, code_root
-from factory.core.yaml_file import load_yaml
+from factory.core.workspace import Config, Workspace, code_root, load_yaml
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import trainer.contract.strict
 from factory.core.errors import ConfigError
-from factory.core.yaml_file import load_yaml
+from factory.core.workspace import load_yaml
 from trainer.contract.strict import parse
 
 Count = Annotated[int, Field(gt=0)]

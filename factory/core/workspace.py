@@ -13,7 +13,7 @@ from pathlib import Path
 
 from factory.core.errors import ConfigError, WorkspaceError, nearest
 from factory.core.file_lock import LockedError, file_lock
-from factory.core.yaml_file import load_yaml
+from kernels.contract.strict_yaml import read_yaml
 
 VERSION = 1
 MODEL_LOOP = "model-loop"  # the lock that 'factory run' holds as long as it runs
@@ -224,6 +224,15 @@ def _write_config(path: Path, config: Config) -> None:
     lines = ["# This factory's configuration. Every key is optional; an unknown key is an error.\n"]
     lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value not in ("", 0)]
     path.write_text("".join(lines))
+
+
+def load_yaml(path: Path) -> object:
+    """A YAML file that a person writes, parsed. Raises: ConfigError when it cannot be read, or has a key twice."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return read_yaml(text, str(path), ConfigError)
 
 
 def _read_config(path: Path) -> Config:

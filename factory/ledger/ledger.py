@@ -1,10 +1,9 @@
 """The ledger: the only source of truth, as append-mostly SQL tables (DESIGN §5).
 
 ``Ledger.open`` gives ``begin()`` (one write transaction, all or nothing) and ``read()``. Places are stored relative to the workspace
-(``factory.ledger.places``) and read as whole paths. Tables are plain SQLAlchemy Core objects of this module; the module that owns a
-noun (``ingest``, ``training``, ``releases`` …) owns the statements on its table. SQLite is the embedded default (WAL, full sync,
-foreign keys on); a PostgreSQL URL (``postgresql://user:password@host/database``) works the same. On either, writers are serial: a
-transaction that writes waits for the one before.
+(``factory.ledger.places``) and read as whole paths. Tables are plain SQLAlchemy Core objects; the module that owns a noun (``ingest``,
+``training`` …) owns the statements on its table. SQLite is the embedded default (WAL, full sync, foreign keys on), a PostgreSQL URL
+(``postgresql://user:password@host/database``) works the same; on either, a transaction that writes waits for the one before.
 """
 
 from __future__ import annotations
@@ -162,11 +161,11 @@ segments = sa.Table(
     # 'planned' | 'done' | 'failed' (parked: a person retries or abandons it) | 'abandoned' (not gone on from) |
     # 'uncertified' (not started: its code has no certificate) | 'rewound' (not gone on from)
     C("state", T, nullable=False),
-    # deaths of its trainer since its newest checkpoint; stopped with its factory is none
-    C("attempts", N, nullable=False, default=0),
+    C("attempts", N, nullable=False, default=0),  # deaths of its trainer since its newest checkpoint; a stop is none
     C("folder", T, nullable=False),
-    # precision, kernels and machine (factory.computing.computing); null: an older factory's
-    C("computing", J(none_as_null=True)),
+    C(
+        "computing", J(none_as_null=True)
+    ),  # precision, kernels and machine (factory.computing); null: an older factory's
     C("result", J),  # the content of result.json, once done
     C("created_at", F, nullable=False),
     C("finished_at", F),
@@ -199,8 +198,9 @@ evaluations = sa.Table(
     C("id", SERIAL, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
     C("suite_sha256", T, nullable=False),  # of held-out items and task versions; 'task:<sha256>': of one task
-    # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
-    C("summary", J, nullable=False),
+    C(
+        "summary", J, nullable=False
+    ),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
     C("created_at", F, nullable=False),
     sa.UniqueConstraint("candidate", "suite_sha256"),
 )
@@ -314,7 +314,6 @@ exchanges = sa.Table(  # every request to a language model, from before it was s
     C("trace", T),  # MLflow's, once MLflow has it
 )
 
-# MLflow's
 tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=True), C("run_id", T, nullable=False))
 
 
@@ -342,8 +341,7 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, root: Path | None = None) -> Ledger:
-        """Raises: WorkspaceError when there is no ledger at the address, a damaged one, or one of another version; SQLAlchemy's DBAPIError
-        when it cannot be opened now (``factory.core.faults``)."""
+        """Raises: WorkspaceError for no ledger, a damaged one, or one of another version; DBAPIError for a fault of the machine."""
         ledger = cls(url, root)
         if ledger.file and ledger.root:
             refuse_missing(ledger.file, ledger.root)
@@ -360,14 +358,14 @@ class Ledger:
         return inside(self.root, place)
 
     def version(self) -> str | None:
-        """Of its tables. Raises: WorkspaceError when there is no ledger at the address; a fault of the machine, as it is."""
+        """Of its tables. Raises: as ``open``."""
         try:
             found = self.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
         except sa.exc.DBAPIError as error:
             if self.file and fault_of(error):
                 raise
-            how = f"cannot be read: {error.orig}; {GONE if self.file else NO_TABLES}"
-            raise WorkspaceError(f"the ledger at {self.engine.url!r} {how}") from error
+            advice = GONE if self.file else NO_TABLES
+            raise WorkspaceError(f"the ledger at {self.engine.url!r} cannot be read: {error.orig}; {advice}") from error
         return found["value"] if found else None
 
     @contextmanager

@@ -21,8 +21,7 @@ from pydantic import Field, model_validator
 
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.policy_file import Count, StrictPolicy, policy_sha256
-from factory.core.workspace import Workspace
-from factory.core.yaml_file import load_yaml
+from factory.core.workspace import Workspace, load_yaml
 from factory.ingest.rules.task_items import item_files, read_items
 from factory.tasks.items import TaskError, TaskItem, read_records
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file

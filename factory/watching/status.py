@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from factory.core.errors import ConfigError, WorkspaceError
-from factory.core.workspace import Workspace
-from factory.core.yaml_file import load_yaml
+from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
 from factory.ledger.anomalies import every_anomaly
 from factory.ledger.files import low_disk

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from factory.core.workspace import Workspace, code_root
 from factory.ingest import chain, filing
 from factory.ingest.filing import filed_name
 from factory.ingest.inbox import arrived, take, tend
-from factory.ledger.ledger import Ledger, documents, events, shards
+from factory.ledger.ledger import Ledger, events, shards
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import factory
-from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
+from tests.support.factory.inbox import exactly, put, rows, trained_on
+from tests.support.factory.made_up_text import use_policy, use_small_vocabulary
 from tests.support.paths import ROOT
 from tests.support.said import Said
 from trainer.contract.data.token_shard import file_sha256
@@ -36,18 +36,6 @@ def small_vocabulary(workspace: Workspace) -> None:
     use_small_vocabulary(workspace)
 
 
-def rows(first: int, count: int) -> bytes:
-    made = ({"id": f"d{i}", "text": prose(i), "source": f"s{i}", "license": "MIT"} for i in range(first, first + count))
-    return b"".join(json.dumps(row).encode() + b"\n" for row in made)
-
-
-def put(workspace: Workspace, data: bytes, name: str = "a.jsonl", age: float = 10.0) -> Path:
-    path = workspace.inbox / name
-    path.write_bytes(data)
-    os.utime(path, (time.time() - age,) * 2)
-    return path
-
-
 def one_pass(workspace: Workspace, ledger: Ledger, said: Said | None = None, settle: float = 2.0) -> Said:
     """As the daemon makes one, of the inbox alone."""
     said = said or Said()
@@ -55,16 +43,6 @@ def one_pass(workspace: Workspace, ledger: Ledger, said: Said | None = None, set
     while path := next(arrived(workspace, ledger, settle), None):
         take(workspace, ledger, path, said)
     return said
-
-
-def trained_on(ledger: Ledger) -> Counter[str]:
-    """How often each document counts: trained on or held out."""
-    found = ledger.rows(sa.select(documents.c.id).where(documents.c.fate.in_(["train", "held_out"])))
-    return Counter(row["id"] for row in found)
-
-
-def exactly(count: int) -> Counter[str]:
-    return Counter(f"d{i}" for i in range(count))
 
 
 def test_a_name_that_is_not_utf8_is_ingested_under_one_that_is(workspace: Workspace, ledger: Ledger) -> None:

@@ -23,8 +23,14 @@ from factory.ledger.ledger import Ledger
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import retry
 from factory.watching.waiting import waiting
-from tests.factory.ingest.test_inbox import exactly, put, rows, small_vocabulary, trained_on  # noqa: F401
+from tests.support.factory.inbox import exactly, put, rows, trained_on
+from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.said import Said
+
+
+@pytest.fixture(autouse=True)
+def small_vocabulary(workspace: Workspace) -> None:
+    use_small_vocabulary(workspace)
 
 
 def workers() -> list[psutil.Process]:
