@@ -163,9 +163,7 @@ segments = sa.Table(
     C("state", T, nullable=False),
     C("attempts", N, nullable=False, default=0),  # deaths of its trainer since its newest checkpoint; a stop is none
     C("folder", T, nullable=False),
-    C(
-        "computing", J(none_as_null=True)
-    ),  # precision, kernels and machine (factory.computing); null: an older factory's
+    C("computing", J(none_as_null=True)),  # precision, kernels, machine; null: an older factory's
     C("result", J),  # the content of result.json, once done
     C("created_at", F, nullable=False),
     C("finished_at", F),
@@ -198,9 +196,7 @@ evaluations = sa.Table(
     C("id", SERIAL, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
     C("suite_sha256", T, nullable=False),  # of held-out items and task versions; 'task:<sha256>': of one task
-    C(
-        "summary", J, nullable=False
-    ),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "samples": […], "parity": {…}}
+    C("summary", J, nullable=False),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "parity": {…} …}
     C("created_at", F, nullable=False),
     sa.UniqueConstraint("candidate", "suite_sha256"),
 )
@@ -262,7 +258,7 @@ profiles = sa.Table(
     C("id", SERIAL, primary_key=True),
     C("code_commit", T, nullable=False),
     C("path", T, nullable=False),  # profile.json
-    C("summary", J, nullable=False),
+    C("summary", J, nullable=False),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "parity": {…} …}
     C("created_at", F, nullable=False),
 )
 
