@@ -212,7 +212,9 @@ def _fill(workspace: Workspace, ledger: Ledger, aside: Path) -> list[str]:
             copy_database(mlflow, aside / MLFLOW, MLFLOW_TABLE)
         except NotWhole as error:
             (aside / MLFLOW).unlink(missing_ok=True)
-            said.append(f"MLflow's database is not in it: {error}; 'factory doctor --repair' makes it again")
+            said.append(
+                f"MLflow's database is not in it: {error}; 'factory doctor --repair' (stop 'factory run' first) makes it again"
+            )
     shutil.copyfile(workspace.root / "factory.yaml", aside / "factory.yaml")
     if (policies := workspace.root / "policies").is_dir():
         shutil.copytree(policies, aside / "policies")

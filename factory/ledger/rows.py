@@ -125,7 +125,7 @@ class SegmentRow(LedgerRow):
 @dataclass(frozen=True)
 class CandidateRow(LedgerRow):
     noun, source = "candidate", "candidates"
-    how = ": run 'factory train' and 'factory anneal', or 'factory run --once'"
+    how = ": 'factory run' makes one once there are shards to train on"
 
     id: int
     segment: int

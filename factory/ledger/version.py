@@ -7,7 +7,7 @@ from factory.core.errors import WorkspaceError
 SCHEMA = "3"  # the newest revision of factory/backups/migrations
 
 
-GONE = "'factory restore' makes it again from its backups, or from the workspace's folders"  # of a ledger that is lost or damaged
+GONE = "stop 'factory run', then 'factory restore' makes it again from its backups, or from the workspace's folders"  # of a lost ledger
 NO_TABLES = "is its server up? A backup that pg_dump made brings a lost one back; in an empty workspace 'factory init' makes one"
 
 
@@ -16,7 +16,7 @@ def refuse_other_version(found: str | None, where: str) -> None:
     if found == SCHEMA:
         return
     if found and found.isdigit() and int(found) < int(SCHEMA):
-        what = "run 'factory upgrade', which makes a backup first"
+        what = "stop 'factory run' and run 'factory upgrade', which makes a backup first"
     elif found and found.isdigit():
         what = "use the newer factory that wrote it"
     else:
