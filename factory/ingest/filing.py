@@ -26,9 +26,8 @@ from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import file_sha256
 
 LONGEST_NAME = 50  # characters, of four bytes at most
-WATCHED = (
-    4096  # of the files that were filed last: each pass looks at them. By number, which no jump of the clock changes
-)
+# Of the files that were filed last: each pass looks at them. By number, which no jump of the clock changes.
+WATCHED = 4096
 RAW, QUARANTINE = "shards/raw", "quarantine"
 ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants to be tried again
 PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # of a filed file's name: of the SHA-256

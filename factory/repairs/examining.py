@@ -7,6 +7,7 @@ or with ``deep`` for all.
 from __future__ import annotations
 
 import random
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,10 @@ def examine_work(workspace: Workspace, ledger: Ledger, deep: bool, progress: Pro
 
 
 def database_faults(workspace: Workspace) -> Iterator[Damage]:
-    """The ledger and MLflow's database, where they are SQLite files. MLflow's may be absent: it is made when it is needed."""
+    """The ledger and MLflow's database, where they are SQLite files. MLflow's may be absent: it is made when it is needed.
+
+    Raises: sqlite3.OperationalError when nothing can be known of the ledger now.
+    """
     for kind, url, table, remedy in (
         ("ledger", workspace.ledger_url, "meta", "makes it again ('factory restore' does the same)"),
         (
@@ -70,7 +74,15 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
         ),
     ):
         file = sqlite_file(url)
-        if file and (file.exists() or kind == "ledger") and (fault := database_damage(file, table)):
+        if not file or not (file.exists() or kind == "ledger"):
+            continue
+        try:
+            fault = database_damage(file, table)
+        except sqlite3.OperationalError:
+            if kind == "ledger":
+                raise
+            continue  # MLflow only shows: nothing can be known of it now
+        if fault:
             yield Damage(kind, "", f"{file} is damaged: {fault}" if file.exists() else fault, REPAIR + remedy, True)
 
 
