@@ -83,10 +83,11 @@ def clean(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> Cleane
 
 def _remove_folders(workspace: Workspace, ledger: Ledger, choices: list[Choice]) -> int:
     """Returns the bytes of what went."""
-    size, untold = 0, dict[Path, dict[str, Any]]()
+    freed, untold = 0, dict[Path, dict[str, Any]]()
     for choice in choices:
-        detail = {"kind": choice.what.kind, "bytes": choice.what.bytes(), "why": choice.why}
-        size += choice.what.bytes()
+        size = choice.what.bytes()
+        detail = {"kind": choice.what.kind, "bytes": size, "why": choice.why}
+        freed += size
         try:
             _tell(workspace, ledger, {choice.what.path: detail})
         except sa.exc.DBAPIError as error:
@@ -102,7 +103,7 @@ def _remove_folders(workspace: Workspace, ledger: Ledger, choices: list[Choice])
         remove(aside)
     if untold:
         _tell(workspace, ledger, untold)
-    return size
+    return freed
 
 
 def _tell(workspace: Workspace, ledger: Ledger, gone: dict[Path, dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.faults import fault_of
 from factory.retrying.backoff import Backoff
 from factory.retrying.steady import FAULT_SECONDS, words_of
@@ -15,16 +16,23 @@ FIRST_SECONDS = 1.0
 
 
 def patiently(act: Callable[[], T], say: Callable[[str], object]) -> T:
-    """``act()``, again and again while a fault of the machine makes it fail. Each fault is said once. Raises: whatever else ``act`` does."""
+    """``act()``, again and again while a fault of the machine makes it fail. Each fault is said once.
+
+    Raises: whatever else ``act`` does; ConfigError and InputError, too, where a fault caused them: a port that only root may listen on.
+    """
     waits = Backoff(FIRST_SECONDS, FAULT_SECONDS)
     while True:
         try:
             return act()
+        except (ConfigError, InputError):
+            raise
         except Exception as error:
             fault = fault_of(error)
             if fault is None:
                 raise
             rest, news = waits.failed("start", fault.says)
             if news:
+                if isinstance(error, FactoryError):  # it knows more: which server, say
+                    say(f"  {error}")
                 say(f"  {words_of(fault)}")
         time.sleep(rest.seconds)

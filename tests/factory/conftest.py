@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import functools
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger
 from factory.sandbox.sandbox import MECHANISMS
+from tests.support.plants.saved_plant import SavedPlant, saved_plant
 
 
 @functools.cache
@@ -24,3 +28,16 @@ def each_sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         pytest.skip(why)
     monkeypatch.setenv("FACTORY_SANDBOX", request.param)
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> SavedPlant:
+    """A trained plant, made once for a module's tests."""
+    return saved_plant(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def restored(saved_once: SavedPlant) -> Iterator[tuple[Workspace, Ledger]]:
+    """That plant as it was made, for each test."""
+    with saved_once.restored() as plant:
+        yield plant

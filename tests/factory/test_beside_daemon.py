@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,21 +27,10 @@ from factory.training.planning import plan_trunk
 from factory.training.segment_folder import record_done
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
-from tests.support.plants.saved_plant import KINDS, SavedPlant, diagnosed, note, saved_plant
+from tests.support.plants.saved_plant import KINDS, diagnosed, note
 from tests.support.said import Said
 
 HOW = "If it is 'factory run', stop it (Ctrl-C, or 'systemctl stop factory'), run this command, then start it again"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedPlant:
-    return saved_plant(tmp_path_factory.mktemp("saved"))
-
-
-@pytest.fixture
-def plant(saved: SavedPlant) -> Iterator[tuple[Workspace, Ledger]]:
-    with saved.restored() as plant:
-        yield plant
 
 
 def candidate_of(ledger: Ledger, segment: int) -> int:
@@ -63,8 +51,8 @@ def candidate_of(ledger: Ledger, segment: int) -> int:
 
 
 # -- one transaction: it needs no lock ---------------------------------------------------------------------------------
-def test_an_anomaly_is_accepted_another_rejected_and_a_segment_rewound(plant: tuple[Workspace, Ledger]) -> None:
-    workspace, ledger = plant
+def test_an_anomaly_is_accepted_another_rejected_and_a_segment_rewound(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
     first, second = note(ledger, 1, 12), note(ledger, 1, 14)
     diagnosed(ledger, first, 1, ["true plateau"], [])
     diagnosed(ledger, second, 1, ["unknown"], [])
@@ -88,9 +76,9 @@ def rewind_here(workspace: Workspace, segment: int) -> None:
 
 
 def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
-    plant: tuple[Workspace, Ledger],
+    restored: tuple[Workspace, Ledger],
 ) -> None:
-    workspace, ledger = plant
+    workspace, ledger = restored
     row = SegmentRow.get(ledger, 1)
     number = plan_trunk(workspace, ledger)
     planned = SegmentRow.get(ledger, number)
@@ -103,9 +91,9 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
 
 
 def test_what_is_planned_while_a_person_decides_is_planned_again(
-    plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace, ledger = plant
+    workspace, ledger = restored
     monkeypatch.setattr(planning, "_refuse_padding", lambda *_: rewind_here(workspace, 1))  # in the midst of the plan
     with pytest.raises(RewoundError, match="it is to be planned again"):
         plan_trunk(workspace, ledger)
@@ -115,9 +103,9 @@ def test_what_is_planned_while_a_person_decides_is_planned_again(
 
 
 def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
-    plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace, ledger = plant
+    workspace, ledger = restored
     candidate_of(ledger, 1)
     with ledger.begin() as tx:
         tx.execute(verdicts.update().values(outcome="promote"))
@@ -129,9 +117,9 @@ def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
 
 # -- what needs the daemon's hand: it is asked ------------------------------------------------------------------------------
 def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
-    plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace, ledger = plant
+    workspace, ledger = restored
     candidate, anomaly = candidate_of(ledger, 1), note(ledger, 1, 12)
     before = next_action(observe(workspace, ledger))
     home = ("-w", str(workspace.root))
@@ -168,9 +156,9 @@ def test_what_was_asked_for_again_while_it_was_done_is_done_again(ledger: Ledger
 
 
 def test_what_cannot_be_done_any_more_is_said_once(
-    plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace, ledger = plant
+    workspace, ledger = restored
     ask(ledger, [Action("audit", 1)], "ann")
     monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)
     said = Said()

@@ -19,12 +19,14 @@ import sqlalchemy as sa
 
 from factory.backups.backups import database_damage
 from factory.core import faults
-from factory.core.errors import DiskFullError, WorkspaceError
+from factory.core.errors import ConfigError, DiskFullError, WorkspaceError
 from factory.core.faults import Fault, fault_of
 from factory.core.workspace import Workspace
 from factory.doctor import examine
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.reader import Reader
+from factory.retrying import starting
+from factory.retrying.steady import words_of
 from tests.support.factory.command import factory
 from tests.support.failing.nights import impatient
 from tests.support.patience import PATIENCE_S
@@ -233,3 +235,29 @@ def test_a_daemon_whose_ledger_is_locked_when_it_starts_waits(workspace: Workspa
     process.send_signal(signal.SIGTERM)
     said, errors = process.communicate(timeout=PATIENCE_S)
     assert "The factory waits" not in said and "Traceback" not in errors and process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer is named; a port that only root may have is a mistake in factory.yaml, whatever the system called it."""
+    monkeypatch.setattr(starting, "FIRST_SECONDS", 0.0)
+    said: list[str] = []
+    left = [
+        WorkspaceError("the ledger at host a cannot be read"),
+        WorkspaceError("the ledger at host a cannot be read"),
+    ]
+
+    def start() -> str:
+        if left:
+            raise left.pop() from OSError(errno.EIO, "Input/output error")
+        return "began"
+
+    assert starting.patiently(start, said.append) == "began"
+    assert said == ["  the ledger at host a cannot be read", f"  {words_of(faults.BROKEN)}"]
+
+    def mistaken() -> None:
+        raise ConfigError("metrics_port: 80 cannot be listened on") from PermissionError(
+            errno.EACCES, "Permission denied"
+        )
+
+    with pytest.raises(ConfigError):
+        starting.patiently(mistaken, said.append)

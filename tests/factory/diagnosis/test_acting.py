@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from factory.actions import Action
@@ -30,24 +28,13 @@ from factory.training.overrides import RecipeOverride, override_of
 from factory.training.planning import load_recipe, next_trunk, plan_anneal, plan_of, plan_trunk
 from tests.support.factory.merged_patch import merge_patch
 from tests.support.git import git
-from tests.support.plants.saved_plant import KINDS, SavedPlant, diagnosed, note, saved_plant
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedPlant:
-    return saved_plant(tmp_path_factory.mktemp("saved"))
-
-
-@pytest.fixture
-def made(saved: SavedPlant) -> Iterator[tuple[Workspace, Ledger]]:
-    with saved.restored() as plant:
-        yield plant
+from tests.support.plants.saved_plant import KINDS, diagnosed, note
 
 
 def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_from(
-    made: tuple[Workspace, Ledger],
+    restored: tuple[Workspace, Ledger],
 ) -> None:
-    workspace, ledger = made
+    workspace, ledger = restored
     key, shard = (
         ledger.read("SELECT key, token_shard FROM documents WHERE fate = 'train' ORDER BY key")[0][k]
         for k in ("key", "token_shard")
@@ -71,9 +58,9 @@ def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_f
 
 
 def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as_it_is(
-    made: tuple[Workspace, Ledger],
+    restored: tuple[Workspace, Ledger],
 ) -> None:
-    workspace, ledger = made
+    workspace, ledger = restored
     usual = SegmentRow.get(ledger, 1).recipe_json["optimizer"]["lr"]
     override = {"keys": {"optimizer.lr": usual / 10}, "until": 17}
     number = note(ledger, 1, 12)
@@ -102,9 +89,9 @@ def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as
 
 
 def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_not_blame_them_again(
-    made: tuple[Workspace, Ledger],
+    restored: tuple[Workspace, Ledger],
 ) -> None:
-    workspace, ledger = made
+    workspace, ledger = restored
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     fate = lambda: ledger.read("SELECT fate FROM documents WHERE key = :key", key=key)[0]["fate"]
     asked, done = note(ledger, 1, 2), note(ledger, 1, 12)
@@ -123,8 +110,8 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
     assert fate() == "quarantined"
 
 
-def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(made: tuple[Workspace, Ledger]) -> None:
-    workspace, ledger = made
+def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
     override = {"keys": {"optimizer.lr": 1e-4}, "until": 17}
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate"], [], override=override)
@@ -140,9 +127,9 @@ def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(made: 
 
 
 def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_nothing(
-    made: tuple[Workspace, Ledger],
+    restored: tuple[Workspace, Ledger],
 ) -> None:
-    workspace, ledger = made
+    workspace, ledger = restored
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     spoiled, late = note(ledger, 1, 2), note(ledger, 1, 12)
     diagnosed(ledger, spoiled, 1, ["bad data"], [key])
@@ -153,8 +140,10 @@ def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_no
     assert accept(ledger, late, "ada").startswith("closed") and override_of(ledger, "trunk", None) is None
 
 
-def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(made: tuple[Workspace, Ledger]) -> None:
-    workspace, ledger = made
+def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(
+    restored: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = restored
     anneal = plan_anneal(workspace, ledger)
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == anneal).values(state="done"))
@@ -174,8 +163,8 @@ def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(mad
         release(workspace, ledger, verdict, approved_by="ada")
 
 
-def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(made: tuple[Workspace, Ledger]) -> None:
-    workspace, ledger = made
+def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     failed = plan_anneal(workspace, ledger)
     with ledger.begin() as tx:
@@ -188,16 +177,16 @@ def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(made: tuple[
     assert next_action(observe(workspace, ledger)) == Action("plan_trunk")
 
 
-def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(made: tuple[Workspace, Ledger]) -> None:
-    _, ledger = made
+def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:
+    _, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
     assert "trained again" not in act(ledger, AnomalyPolicy(rate="automatic"), number)
     assert "closed" in accept(ledger, number, "ada") and override_of(ledger, "trunk", None) is None
 
 
-def test_what_was_not_replayed_is_not_closed_as_healthy(made: tuple[Workspace, Ledger]) -> None:
-    _, ledger = made
+def test_what_was_not_replayed_is_not_closed_as_healthy(restored: tuple[Workspace, Ledger]) -> None:
+    _, ledger = restored
     near, far = note(ledger, 1, 12), note(ledger, 1, 13)
     diagnosed(ledger, near, 1, ["new generation"], [], noted=(12, 14))
     diagnosed(ledger, far, 1, ["new generation"], [], noted=(12, 40))
@@ -208,9 +197,9 @@ def test_what_was_not_replayed_is_not_closed_as_healthy(made: tuple[Workspace, L
 
 @pytest.mark.parametrize("rejected", [False, True])
 def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_it(
-    made: tuple[Workspace, Ledger], rejected: bool
+    restored: tuple[Workspace, Ledger], rejected: bool
 ) -> None:
-    workspace, ledger = made
+    workspace, ledger = restored
     before = live_commit(workspace.repository)
     text = (workspace.repository / "trainer/run.py").read_text()
     after = merge_patch(workspace, ledger, 1, {"trainer/run.py": text + "\n# a remark\n"})

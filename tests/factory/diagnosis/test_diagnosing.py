@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from factory.ledger.status import screen, snapshot
 from factory.training.planning import plan_of, plan_trunk
 from factory.training.segment_folder import record_done
 from tests.support.paths import ROOT
-from tests.support.plants.saved_plant import KINDS, SavedPlant, diagnosed, note, saved_plant
+from tests.support.plants.saved_plant import KINDS, diagnosed, note
 from tests.support.plants.trained_plant import train_anneal
 
 HOSTILE = {
@@ -46,19 +45,8 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedPlant:
-    return saved_plant(tmp_path_factory.mktemp("saved"))
-
-
-@pytest.fixture
-def made(saved: SavedPlant) -> Iterator[tuple[Workspace, Ledger]]:
-    with saved.restored() as plant:
-        yield plant
-
-
-def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(made: tuple[Workspace, Ledger]) -> None:
-    workspace, ledger = made
+def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
     early, slow = note(ledger, 1, 3), note(ledger, 1, 15, "throughput_drop")
     assert undiagnosed(ledger, KINDS) == early and next_action(observe(workspace, ledger)).kind == "diagnose"  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="a budget of 0 replayed steps"):
@@ -87,8 +75,8 @@ def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(made: tuple
         accept(ledger, early, "bob")
 
 
-def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(made: tuple[Workspace, Ledger]) -> None:
-    workspace, ledger = made
+def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
     row = SegmentRow.get(ledger, 1)
     with ledger.begin() as tx:
         tx.execute(checkpoints.delete())
@@ -104,9 +92,9 @@ def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(made: tupl
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_metrics_end_in_a_diagnosis_and_do_not_stop_the_daemon(
-    made: tuple[Workspace, Ledger], line: str
+    restored: tuple[Workspace, Ledger], line: str
 ) -> None:
-    workspace, ledger = made
+    workspace, ledger = restored
     with (Path(SegmentRow.get(ledger, 1).folder) / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
     number = note(ledger, 1, 4)
@@ -115,8 +103,8 @@ def test_hostile_metrics_end_in_a_diagnosis_and_do_not_stop_the_daemon(
     assert ("without a step" in found["why"]) == (line == HOSTILE["no step"]), found["why"]
 
 
-def test_an_anomaly_that_no_trainer_notes_is_refused(made: tuple[Workspace, Ledger]) -> None:
-    _, ledger = made
+def test_an_anomaly_that_no_trainer_notes_is_refused(restored: tuple[Workspace, Ledger]) -> None:
+    _, ledger = restored
     row = SegmentRow.get(ledger, 1)
     path = Path(row.folder) / "anomalies.jsonl"
     with ledger.begin() as tx:
@@ -136,8 +124,8 @@ def test_an_anomaly_that_no_trainer_notes_is_refused(made: tuple[Workspace, Ledg
     assert [(a["step"], a["kind"]) for a in every_anomaly(ledger)] == [(19, "loss_spike")]
 
 
-def test_what_is_closed_is_not_diagnosed_again(made: tuple[Workspace, Ledger]) -> None:
-    workspace, ledger = made
+def test_what_is_closed_is_not_diagnosed_again(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["unknown"], [])
     accept(ledger, number, "ada")
@@ -155,10 +143,10 @@ def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
 @pytest.mark.slow("a second environment, and replays in the sandbox, two of them in it")
 @pytest.mark.parametrize("broken", [True, False])
 def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
-    made: tuple[Workspace, Ledger], tmp_path: Path, broken: bool
+    restored: tuple[Workspace, Ledger], tmp_path: Path, broken: bool
 ) -> None:
     """The other environment has the packages of this one; a broken one shows that it is what ran."""
-    workspace, ledger = made
+    workspace, ledger = restored
     venv.create(tmp_path / "before", symlinks=True, with_pip=False)
     (packages,) = (tmp_path / "before").glob("lib/python*/site-packages")
     (packages / "packages.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
@@ -181,9 +169,9 @@ def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
 
 
 def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_follows(
-    made: tuple[Workspace, Ledger],
+    restored: tuple[Workspace, Ledger],
 ) -> None:
-    workspace, ledger = made
+    workspace, ledger = restored
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
@@ -202,8 +190,8 @@ def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:
     return ledger.read("SELECT id FROM events WHERE kind = :kind", kind=kind)
 
 
-def test_the_commands_tell_what_there_is(made: tuple[Workspace, Ledger]) -> None:
-    workspace, ledger = made
+def test_the_commands_tell_what_there_is(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
     run = lambda *words: CliRunner().invoke(app, [*words, "--workspace", str(workspace.root)])
     assert "no anomaly was reported yet" in run("anomalies", "list").output
     assert "no anomaly waits" in run("diagnose").output

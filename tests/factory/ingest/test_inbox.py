@@ -13,20 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 
-from factory.core.workspace import Workspace, code_root
-from factory.ingest import chain, filing
-from factory.ingest.filing import filed_name
-from factory.ingest.inbox import arrived, take, tend
-from factory.ledger.ledger import Ledger, events, shards
-from tests.support.factory.at_work import at_work
-from tests.support.factory.command import factory
-from tests.support.factory.inbox import exactly, put, rows, trained_on
-from tests.support.factory.made_up_text import use_policy, use_small_vocabulary
+from factory.core.workspace import Workspace
+from factory.ingest import chain
+from factory.ingest.inbox import take
+from factory.ledger.ledger import Ledger
+from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
+from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.paths import ROOT
 from tests.support.said import Said
-from trainer.contract.data.token_shard import file_sha256
 
 LONG_AGO = 3600.0
 
@@ -34,15 +29,6 @@ LONG_AGO = 3600.0
 @pytest.fixture(autouse=True)
 def small_vocabulary(workspace: Workspace) -> None:
     use_small_vocabulary(workspace)
-
-
-def one_pass(workspace: Workspace, ledger: Ledger, said: Said | None = None, settle: float = 2.0) -> Said:
-    """As the daemon makes one, of the inbox alone."""
-    said = said or Said()
-    tend(workspace, ledger, said, settle)
-    while path := next(arrived(workspace, ledger, settle), None):
-        take(workspace, ledger, path, said)
-    return said
 
 
 def test_a_name_that_is_not_utf8_is_ingested_under_one_that_is(workspace: Workspace, ledger: Ledger) -> None:
@@ -183,70 +169,6 @@ def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
     assert one_pass(workspace, ledger).about(f"again-{name}: ") and not list(workspace.inbox.iterdir())
 
 
-def test_what_is_appended_after_filing_is_ingested_as_another_shard(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, rows(0, 20))
-    one_pass(workspace, ledger)
-    (filed,) = (workspace.shards / "raw").iterdir()
-    before = filed.read_bytes()
-    with open(filed, "ab") as late:  # it was open on another machine
-        late.write(rows(20, 7))
-        late.flush()
-        assert one_pass(workspace, ledger).about(
-            "changed after it was ingested; it is in the inbox again, and what was"
-        )
-        late.write(rows(27, 3))  # goes where the file went
-    assert filed.read_bytes() == before
-    one_pass(workspace, ledger, settle=0)
-    assert trained_on(ledger) == exactly(30)
-    assert one_pass(workspace, ledger, settle=0).lines == []
-
-
-def test_a_filed_shard_whose_first_rows_changed_goes_back_whole(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, rows(0, 20))
-    one_pass(workspace, ledger)
-    (filed,) = (workspace.shards / "raw").iterdir()
-    filed.write_bytes(rows(5, 25))  # what was ingested cannot be told from it any more
-    assert one_pass(workspace, ledger).about("what was ingested of it is in its token shard alone")
-    assert not filed.exists() and len(list(workspace.inbox.iterdir())) == 1
-    one_pass(workspace, ledger, settle=0)
-    assert trained_on(ledger) == exactly(30)
-
-
-def test_what_replaced_a_filed_shard_is_ingested_too(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, rows(0, 20))
-    one_pass(workspace, ledger)
-    (filed,) = (workspace.shards / "raw").iterdir()
-    filed.write_bytes(rows(10, 20))
-    assert one_pass(workspace, ledger).about("and what was ingested of it is in its token shard alone")
-    one_pass(workspace, ledger, settle=0)
-    assert trained_on(ledger) == exactly(30) and not filed.exists()
-
-
-@pytest.mark.parametrize("years", [-10, 10])
-def test_a_filed_shard_is_watched_whatever_the_clock_does(workspace: Workspace, ledger: Ledger, years: int) -> None:
-    put(workspace, rows(0, 20))
-    one_pass(workspace, ledger)
-    with ledger.begin() as tx:
-        tx.execute(events.update().values(at=events.c.at + years * 365 * 86400.0))
-    (filed,) = (workspace.shards / "raw").iterdir()
-    filed.write_bytes(rows(0, 25))
-    assert one_pass(workspace, ledger).about("changed after it was ingested; it is in the inbox again")
-
-
-def test_only_so_many_filed_shards_are_watched(
-    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(filing, "WATCHED", 1)
-    for name in ("a.jsonl", "b.jsonl"):
-        put(workspace, rows(ord(name[0]), 20), name)
-        one_pass(workspace, ledger)
-    older, newer = (path for end in ("a", "b") for path in (workspace.shards / "raw").glob(f"*-{end}.jsonl"))
-    for path in (older, newer):
-        path.write_bytes(path.read_bytes() + rows(500, 5))
-    said = one_pass(workspace, ledger)
-    assert said.about(f"{newer.name} changed after it was ingested") and not said.about(older.name)
-
-
 def test_a_command_names_a_file_whose_name_is_not_utf8(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     odd = os.path.join(os.fsencode(tmp_path), b"\xff.jsonl")
     with open(odd, "wb") as file:
@@ -259,16 +181,6 @@ def test_a_command_names_a_file_whose_name_is_not_utf8(workspace: Workspace, led
     os.rename(odd, inside)
     done = subprocess.run([*words[:4], inside, "--json", *words[5:]], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and json.loads(done.stdout)[0]["name"] == "\\xff.jsonl", done.stderr
-
-
-def test_a_filed_shard_that_was_only_touched_stays(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, rows(0, 20))
-    one_pass(workspace, ledger)
-    (filed,) = (workspace.shards / "raw").iterdir()
-    os.utime(filed)
-    assert one_pass(workspace, ledger).lines == [] and filed.exists()
-    count = len(ledger.rows(sa.select(events.c.id)))
-    assert one_pass(workspace, ledger).lines == [] and len(ledger.rows(sa.select(events.c.id))) == count
 
 
 def test_folders_and_links_are_named_once(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
@@ -284,104 +196,9 @@ def test_folders_and_links_are_named_once(workspace: Workspace, ledger: Ledger, 
     assert one_pass(workspace, ledger).lines == [] and not trained_on(ledger)
 
 
-# -- quarantine --------------------------------------------------------------------------------------------------------
-def quarantined(ledger: Ledger) -> list[str]:
-    return [row["name"] for row in ledger.rows(sa.select(shards.c.name).where(shards.c.state == "quarantined"))]
-
-
-def tries(ledger: Ledger) -> int:
-    return len(ledger.rows(sa.select(events.c.id).where(events.c.kind == "quarantined")))
-
-
-def test_a_quarantined_file_is_tried_again_under_another_name(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, rows(0, 20), "a.jason")
-    one_pass(workspace, ledger)
-    assert quarantined(ledger) == ["a.jason"]
-    assert one_pass(workspace, ledger).lines == [] and tries(ledger) == 1
-    (file,) = workspace.quarantine.iterdir()
-    file.rename(workspace.quarantine / "a.jsonl")
-    assert one_pass(workspace, ledger).about("a.jsonl was quarantined, and it or what reads it changed since")
-    assert quarantined(ledger) == [] and trained_on(ledger) == exactly(20) and not list(workspace.quarantine.iterdir())
-
-
-def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, rows(0, 20), "a.jason")
-    one_pass(workspace, ledger)
-    put(workspace, rows(0, 20), "a.jsonl")
-    one_pass(workspace, ledger)
-    assert trained_on(ledger) == exactly(20) and quarantined(ledger) == []
-
-
-def test_a_copy_in_quarantine_of_which_the_ledger_does_not_know_yet_is_not_tried_beside_its_file(
-    workspace: Workspace, ledger: Ledger
-) -> None:
-    path = put(workspace, b"nothing\n" * 30)  # killed between the copy and the transaction that names it
-    copy = workspace.quarantine / filed_name(file_sha256(path), path)
-    copy.write_bytes(path.read_bytes())
-    one_pass(workspace, ledger)
-    assert tries(ledger) == 1 and list(workspace.quarantine.iterdir()) == [copy] and not list(workspace.inbox.iterdir())
-
-
-def test_a_quarantined_file_that_was_mended_is_tried_again(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, b"nothing\n" * 30 + rows(0, 9))
-    one_pass(workspace, ledger)
-    (file,) = workspace.quarantine.iterdir()
-    file.write_bytes(rows(0, 9))
-    one_pass(workspace, ledger, settle=0)
-    assert trained_on(ledger) == exactly(9)
-
-
-def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, b"nothing\n" * 30 + rows(0, 17))
-    one_pass(workspace, ledger)
-    assert tries(ledger) == 1
-    shipped = (code_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", "vocab_size: 400")
-    use_policy(workspace, shipped + "\nlimits:\n  max_bad_rows: 0.9\n")
-    one_pass(workspace, ledger)
-    assert trained_on(ledger) == exactly(17) and quarantined(ledger) == []
-
-
-def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> None:
-    home = ["--workspace", str(workspace.root)]
-    assert (
-        factory("ingest", *home).stderr
-        == "factory: name the shards to ingest, or '--again' for all that are in quarantine/\n"
-    )
-    assert "nothing is quarantined" in factory("ingest", "--again", *home).stdout
-    put(workspace, b"nothing\n" * 30 + rows(0, 9))
-    one_pass(workspace, ledger)
-    (file,) = workspace.quarantine.iterdir()
-    assert "QUARANTINED" in factory("ingest", "--again", *home).stdout
-    assert tries(ledger) == 2 and list(workspace.quarantine.iterdir()) == [file] and not list(workspace.inbox.iterdir())
-    assert "QUARANTINED" in factory("ingest", "--again", file.name, *home).stdout and tries(ledger) == 3
-    assert "no such file" in factory("ingest", "--again", "other.jsonl", *home).stderr
-
-
-def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:
-    home = ("--workspace", str(workspace.root))
-    with at_work(workspace):
-        assert factory("ingest", "--again", *home).stdout == "  nothing is quarantined\n"
-    put(workspace, b"nothing\n" * 30)
-    one_pass(workspace, ledger)
-    (file,) = workspace.quarantine.iterdir()
-    for words in (["--again"], ["--again", file.name]):
-        count = tries(ledger)
-        with at_work(workspace):
-            said = factory("ingest", *words, *home)
-        assert (said.returncode, said.stdout) == (
-            0,
-            "  the daemon, which runs, tries 1 quarantined files again in its next pass\n",
-        )
-        assert tries(ledger) == count and list(workspace.quarantine.iterdir()) == [file]
-        lines = one_pass(workspace, ledger).lines
-        assert (
-            lines[0] == "  a.jsonl was quarantined, and a person asked: it is tried again" and "QUARANTINED" in lines[1]
-        )
-        assert tries(ledger) == count + 1 and quarantined(ledger) == ["a.jsonl"]
-        assert not one_pass(workspace, ledger).lines, "once"
-
-
 # -- while it is read --------------------------------------------------------------------------------------------------
+
+
 def _rename(path: Path) -> None:
     path.rename(path.with_name("z.jsonl"))
 
@@ -434,10 +251,3 @@ def test_a_shard_that_is_taken_away_is_an_error_a_person_can_read(workspace: Wor
     path = put(workspace, rows(0, 20))
     with pytest.raises(chain.InputError, match=r"a\.jsonl was moved or removed while it was read; nothing of it was"):
         chain.ingest_shard(workspace, ledger, path, Said(lambda title: path.unlink(missing_ok=True)))
-
-
-def test_a_killed_return_leaves_two_names_and_nothing_is_doubled(workspace: Workspace, ledger: Ledger) -> None:
-    path = put(workspace, rows(0, 20))
-    os.link(path, workspace.inbox / "b.jsonl")
-    one_pass(workspace, ledger)
-    assert trained_on(ledger) == exactly(20) and not list(workspace.inbox.iterdir())

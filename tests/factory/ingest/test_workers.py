@@ -82,9 +82,9 @@ def test_workers_that_hang_are_killed(tmp_path: Path) -> None:
 
 def test_what_takes_long_beside_the_work_is_no_hang(tmp_path: Path) -> None:
     """The time in which nobody waits for a chunk does not count."""
-    with Pool(1, tmp_path, RetryPolicy(hung_times=2, hung_seconds=0.5, start_seconds=600.0)) as pool:
+    with Pool(1, tmp_path, RetryPolicy(hung_times=2, hung_seconds=2.0, start_seconds=600.0)) as pool:
         for count, _ in enumerate(pool.map(slowly, [(0.01,)] * 6)):
-            time.sleep(1.0 if count == 1 else 0.0)
+            time.sleep(3.0 if count == 1 else 0.0)
 
 
 def test_a_file_whose_workers_die_is_tried_again_and_then_waits(

@@ -63,6 +63,14 @@ def test_the_commands(workspace: Workspace, ledger: Ledger) -> None:
     assert "paused" not in factory("status", *where).stdout
 
 
+def running(workspace: Workspace, log: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """A daemon, and what it says."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "factory", "run", "--workspace", str(workspace.root)]
+    with open(log, "w") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment), log
+
+
 def wait_until(true: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not true():
@@ -79,12 +87,7 @@ def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) ->
     folder = Path(SegmentRow.get(ledger, number).folder)
     strike(ledger, number, "always-linger-25")
     where = ("--workspace", str(workspace.root))
-    log = tmp_path / "said"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with open(log, "w") as out:
-        daemon = subprocess.Popen(
-            [sys.executable, "-m", "factory", "run", *where], stdout=out, stderr=out, env=environment
-        )
+    daemon, log = running(workspace, tmp_path / "said")
     try:
         wait_until(lambda: (folder / "lingers").exists())
         factory("pause", *where)
@@ -111,19 +114,15 @@ def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its
     number = plan_trunk(workspace, ledger, 12)
     folder = Path(SegmentRow.get(ledger, number).folder)
     strike(ledger, number, "always-linger-25")
-    log = tmp_path / "said"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "factory", "run", "--workspace", str(workspace.root)]
-    with open(log, "w") as out:
-        running = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    daemon, log = running(workspace, tmp_path / "said")
     try:
         wait_until(lambda: (folder / "lingers").exists())
         factory("rewind", str(number), "--workspace", str(workspace.root))
         wait_until(lambda: f"segment {number} was rewound meanwhile: nothing goes on from it" in log.read_text())
         wait_until(lambda: SegmentRow.first(ledger, "WHERE id > :id", id=number) is not None)
     finally:
-        running.terminate()
-        running.wait(timeout=PATIENCE_S)
+        daemon.terminate()
+        daemon.wait(timeout=PATIENCE_S)
     ended = SegmentRow.get(ledger, number)
     assert (ended.state, ended.attempts) == ("rewound", 0) and not (folder / "result.json").exists()
     follower = SegmentRow.first(ledger, "WHERE id > :id ORDER BY id", id=number)

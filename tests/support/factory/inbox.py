@@ -11,8 +11,10 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.core.workspace import Workspace
+from factory.ingest.inbox import arrived, take, tend
 from factory.ledger.ledger import Ledger, documents
 from tests.support.factory.made_up_text import prose
+from tests.support.said import Said
 
 
 def rows(first: int, count: int) -> bytes:
@@ -35,3 +37,12 @@ def trained_on(ledger: Ledger) -> Counter[str]:
 
 def exactly(count: int) -> Counter[str]:
     return Counter(f"d{i}" for i in range(count))
+
+
+def one_pass(workspace: Workspace, ledger: Ledger, said: Said | None = None, settle: float = 2.0) -> Said:
+    """As the daemon makes one, of the inbox alone."""
+    said = said or Said()
+    tend(workspace, ledger, said, settle)
+    while path := next(arrived(workspace, ledger, settle), None):
+        take(workspace, ledger, path, said)
+    return said
