@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
@@ -19,6 +20,16 @@ class Action:
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.kind, str(self.subject or ""))))
+
+    @classmethod
+    def parse(cls, words: str) -> Self:
+        """An action on a number, as it prints itself.
+
+        >>> Action.parse("judge 3")
+        Action(kind='judge', subject=3)
+        """
+        kind, _, number = words.partition(" ")
+        return cls(kind, int(number))
 
 
 def perform(

@@ -16,13 +16,13 @@ from itertools import islice
 from pathlib import Path
 
 from factory.actions import Action, perform
-from factory.asking import answer, asked
 from factory.core.errors import FactoryError, InputError, SegmentError
 from factory.core.progress import Progress
 from factory.core.workspace import MODEL_LOOP, Workspace
 from factory.ingest.inbox import SETTLE_SECONDS, arrived, take, tend
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow
+from factory.retrying.asking import answer, asked
 from factory.retrying.beside import beside
 from factory.retrying.pausing import EVERYTHING, Pause, PausedError, pause_of
 from factory.retrying.steady import Attempts, Once, Steady
@@ -186,7 +186,12 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
         unworded_diagnosis=words_wait,
         unjudged_candidate=first("judge", (row.id for row in unjudged)),
         asked=next(
-            (one for one in sorted(wanted, key=lambda one: one.kind != "judge") if str(one) not in resting), None
+            (
+                Action.parse(one)
+                for one in sorted(wanted, key=lambda one: not one.startswith("judge "))
+                if one not in resting
+            ),
+            None,
         ),
         unexported_anneal=first("export", (row.id for row in unexported)),
         unannealed_trunk=first("plan_anneal", [trunk.id] if trunk and not annealed else []),
@@ -308,7 +313,7 @@ def _action(
     def act() -> None:
         if repeats >= 3:
             raise FactoryError(f"no progress on {action}: run 'factory doctor'")
-        wanted = asked(ledger).get(action, {})
+        wanted = asked(ledger).get(str(action), {})
         steps = wanted.get("replayed_steps")
         try:
             with_mending(
@@ -319,7 +324,7 @@ def _action(
                 raise
             progress.line(f"  {action} is not done: {error}")
         if wanted:
-            answer(ledger, action, wanted["event"])
+            answer(ledger, str(action), wanted["event"])
 
     return act
 

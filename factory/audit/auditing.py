@@ -27,6 +27,7 @@ from factory.audit.waiting import tries
 from factory.code_loop.revalidating import AUDIT
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError
+from factory.core.faults import is_of_no_file
 from factory.core.launching import ranks
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
@@ -189,7 +190,9 @@ def gather(
         FactoryError,
         TrainerError,
         OSError,
-    ) as error:  # no sandbox, a full disk, files that people changed since
+    ) as error:  # no sandbox, files that people changed since
+        if isinstance(error, repository.CheckoutError) or is_of_no_file(error):
+            raise  # of a full disk, say: it is measured once that is over
         return evidence | {"missing": str(error)}
     finally:
         repository.remove_worktree(workspace.repository, workspace.worktrees / f"audit-{row.id}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_json
 from factory.gates.patch.session import Rest, Weights
 from factory.gates.untrusted_files import UntrustedFileError, read_bytes
@@ -51,7 +52,9 @@ def read_trace(checkpoint: Path, segment: Path, first: int, last: int) -> Window
         recipe = loaded.state["recipe"] | LAYOUT
         state = loaded.state | {"recipe": recipe, "skipped": []}  # a bad checkpoint of a stopped run is no difference
     except (TrainerError, OSError, TypeError, ValueError, KeyError, RecursionError, MemoryError) as error:
-        raise UntrustedFileError(f"the checkpoint {checkpoint.name} cannot be read: {str(error)[:300]}") from error
+        if isinstance(error, OSError) and is_of_no_file(error):
+            raise
+        raise UntrustedFileError(f"the checkpoint {checkpoint.name} cannot be read: {str(error)[:300]}") from None
     if not all(bool(tensor.isfinite().all()) for tensor in loaded.model.values() if tensor.is_floating_point()):
         raise UntrustedFileError(f"the weights of {checkpoint.name} are not finite")
     lines = {}

@@ -9,18 +9,25 @@ import errno
 import os
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from factory.core.errors import DiskFullError
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``says`` what is wrong; ``do`` is what helps; ``exit_code`` is that of a command which ends because of it (as in sysexits.h)."""
+    """``what`` is wrong; ``do`` is what helps; ``exit_code`` is that of a command which ends because of it (as in sysexits.h); ``where`` is the
+    path that it was met at. Two are equal when the same is wrong, wherever.
+    """
 
-    says: str
-    do: str
-    exit_code: int
+    what: str
+    do: str = field(compare=False)
+    exit_code: int = field(compare=False)
+    where: str = field(default="", compare=False)
+
+    @property
+    def says(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
 
 
 FULL = Fault("the disk is full", "free some space", 74)
@@ -39,6 +46,7 @@ BY_NUMBER = {
     errno.EMFILE: HANDLES, errno.ENFILE: HANDLES, errno.ENOMEM: MEMORY, errno.EAGAIN: MEMORY, errno.EIO: BROKEN, errno.ESTALE: AWAY,
     errno.ENOTCONN: AWAY, errno.EISDIR: MISPLACED, errno.ENOTDIR: MISPLACED,
 }  # fmt: skip
+OF_A_FILE = (READ_ONLY, MISPLACED)
 BY_WORDS = {
     "database or disk is full": FULL, "database is locked": LOCKED, "database table is locked": LOCKED,
     "attempt to write a readonly database": READ_ONLY, "disk I/O error": BROKEN, "unable to open database file": UNOPENED,
@@ -54,12 +62,7 @@ def fault_of(error: BaseException) -> Fault | None:
         if isinstance(one, MemoryError):
             return MEMORY
         if isinstance(one, OSError) and one.errno in BY_NUMBER:
-            found = BY_NUMBER[one.errno]
-            return (
-                Fault(f"{found.says} ({os.fsdecode(one.filename)})", found.do, found.exit_code)
-                if one.filename
-                else found
-            )
+            return replace(BY_NUMBER[one.errno], where=os.fsdecode(one.filename) if one.filename else "")
         if type(one).__module__.startswith("psycopg") and type(one).__name__ == "OperationalError":
             return UNREACHED
         if isinstance(one, sqlite3.Error | RuntimeError) or "(sqlite3." in str(one):
@@ -69,10 +72,35 @@ def fault_of(error: BaseException) -> Fault | None:
     return None
 
 
+def is_of_the_machine(error: BaseException) -> bool:
+    """Is the machine to blame, so that the same is tried again?"""
+    return fault_of(error) is not None
+
+
+def is_of_no_file(error: BaseException) -> bool:
+    """As ``is_of_the_machine``, and nothing that a folder's owner put there can be the cause: a disk, memory, handles, a lock, a server. What
+    untrusted code leaves behind, a folder for a file or one that may not be read, is an answer about that code."""
+    return fault_of(error) not in (None, *OF_A_FILE)
+
+
 def is_full(error: BaseException) -> bool:
     """Does it tell of a full disk?"""
-    fault = fault_of(error)
-    return fault is not None and fault.says.startswith(FULL.says)
+    return fault_of(error) == FULL
+
+
+def printed(words: str) -> OSError | None:
+    """The fault of the machine, of no file, that a program such as git named at the end of a line, as the system words it; None: it named none.
+
+    >>> printed("error: unable to create temporary file: No space left on device\nfatal: failed to write object")
+    OSError(28, 'No space left on device')
+    >>> printed("fatal: not a git repository") is None
+    True
+    """
+    for line in words.splitlines():
+        for number, fault in BY_NUMBER.items():
+            if fault not in OF_A_FILE and line.rstrip(".").endswith(f": {os.strerror(number)}"):
+                return OSError(number, os.strerror(number))
+    return None
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from factory.core.errors import SegmentError
+from factory.core.faults import is_of_no_file
 
 DEPTH = 8  # of folders in folders; checkpoints lie two deep, those of a certificate's runs five
 JSON_BYTES = 64 << 20  # most of one JSON file
@@ -52,7 +53,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Raises: SegmentError for what is no file of at most ``JSON_BYTES`` of UTF-8."""
+    """Raises: SegmentError for what is no file of at most ``JSON_BYTES`` of UTF-8; OSError for a fault that no file can cause."""
     try:
         with open_file(path) as file:
             found = file.read(JSON_BYTES + 1)
@@ -60,6 +61,8 @@ def read_text(path: Path) -> str:
             return found.decode()
         why = f"it has more than {JSON_BYTES} bytes"
     except (OSError, UnicodeDecodeError) as error:
+        if is_of_no_file(error):
+            raise
         why = str(error)
     raise SegmentError(f"{path} cannot be read: {why}")
 

@@ -20,6 +20,7 @@ from factory.audit.replaying import WindowReplay, replay_segment
 from factory.code_loop.agent_runs import has_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
+from factory.core.faults import is_of_no_file
 from factory.core.launching import ranks
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
@@ -54,7 +55,8 @@ def diagnose_and_act(
     """Diagnose the episode of an anomaly, record it, write its report, and do what the policy says; returns what was recorded.
 
     What cannot be replayed is recorded as ``unknown`` with the reason, so that a person is asked and the daemon does not begin again.
-    ``steps``: another budget than the policy's. Raises: InputError for an anomaly that there is not, or is not of the loss; ConfigError.
+    ``steps``: another budget than the policy's. Raises: InputError for an anomaly that there is not, or is not of the loss; ConfigError;
+    CheckoutError, and what a fault of the machine makes of it: nothing is recorded then, and the same call goes on.
     """
     policy = AnomalyPolicy.load(workspace.policy("anomalies.yaml"))
     budget = policy.steps if steps is None else steps
@@ -99,6 +101,8 @@ def diagnose_and_act(
             keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
             why = "; ".join([found.why, *notes])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
+            if isinstance(error, repository.CheckoutError) or is_of_no_file(error):
+                raise  # the machine's fault says nothing about the anomaly: another try may tell
             why = str(error)
         finally:
             repository.remove_worktree(workspace.repository, _worktree(workspace, segment, ""))
@@ -157,6 +161,8 @@ def _blamed(
             workspace, ledger, causes, segment.code_commit, previous_commit(ledger, segment, 0)
         )
     except FactoryError as error:
+        if is_of_no_file(error):
+            raise
         progress.line(f"  which patch is to blame cannot be told: {error}")
         return []
 
@@ -187,6 +193,8 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
                     line for line in step_lines(Path(row.folder), "metrics.jsonl") if line["step"] < row.last_step
                 ]
             except (UntrustedFileError, OSError) as error:
+                if is_of_no_file(error):
+                    raise
                 raise InputError(f"segment {row.id}: {error}") from error
     return points(lines)
 

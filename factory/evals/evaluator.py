@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import DamagedExportError, InputError
 from factory.core.exports import folder_sha256
+from factory.core.faults import is_of_no_file
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.evals.baselines import baselines, baselines_key, open_shards
@@ -107,6 +108,8 @@ def refuse_damaged(candidate: CandidateRow) -> None:
                 candidate.id, f"{candidate.export_path} has changed since: its hash is not the recorded one"
             )
     except (InputError, OSError) as error:
+        if is_of_no_file(error):
+            raise
         raise DamagedExportError(candidate.id, str(error)) from error
 
 

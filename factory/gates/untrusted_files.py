@@ -15,11 +15,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_json_object
 
 
 class UntrustedFileError(Exception):
-    """Says what is wrong with the file, for a report."""
+    """Says what is wrong with the file, for a report. It names no cause: what untrusted code left is never taken for a fault of the machine."""
 
 
 def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, torch.Tensor]:
@@ -32,7 +33,7 @@ def tensors_of(stored: bytes, name: str) -> dict[str, torch.Tensor]:
     try:
         return load(stored)
     except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
-        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
+        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from None
 
 
 def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]:
@@ -45,11 +46,11 @@ def object_of(stored: bytes, name: str) -> dict[str, Any]:
     try:
         return parse_json_object(stored)
     except ValueError as error:
-        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from error
+        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from None
 
 
 def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
-    """The file ``parts[0]/…/parts[-1]`` below the descriptor's folder. Raises: UntrustedFileError."""
+    """The file ``parts[0]/…/parts[-1]`` below the descriptor's folder. Raises: UntrustedFileError; OSError for a fault that no file can cause."""
     opened: list[int] = []
     try:
         inner = folder
@@ -66,9 +67,11 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
         with os.fdopen(os.dup(handle), "rb") as file:
             return file.read(limit + 1)[:limit]
     except OSError as error:
-        raise UntrustedFileError(f"{parts[-1]} is not there: {error.strerror}") from error
+        if is_of_no_file(error):
+            raise
+        raise UntrustedFileError(f"{parts[-1]} is not there: {error.strerror}") from None
     except MemoryError as error:
-        raise UntrustedFileError(f"{parts[-1]} cannot be read: {str(error)[:300]}") from error
+        raise UntrustedFileError(f"{parts[-1]} cannot be read: {str(error)[:300]}") from None
     finally:
         for descriptor in opened:
             os.close(descriptor)

@@ -4,7 +4,8 @@ git marks what it changes with a lock file (``index.lock``, ``HEAD.lock``, ``ref
 later command is refused then. A lock file does not say whose it is. So the factory's commands take turns under a lock that the kernel
 holds, which git inherits and so holds when only its factory was killed. Each leaves a mark while it works: the names of the lock files
 that were there before it. A mark that another command finds was left by one that was killed, and the lock files that it does not name are
-that one's. Those of a person's own git stay: they were there before, or that git is still at work.
+that one's. Those of a person's own git stay: they were there before, or that git is still at work. A worktree whose registration it cut off
+is forgotten, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from factory.core.file_lock import file_lock
+from factory.core.removal import remove
 
 TURN, MARK = "factory-turn", "factory-at-work"
 CHANGING = frozenset(
@@ -86,7 +88,17 @@ def _others_files(common: Path, mark: Path) -> set[str]:
         return lock_files(common) & named  # the next command tries again
     for name in lock_files(common) - named:
         (common / name).unlink(missing_ok=True)
+    _forget_cut_off(common)
     return lock_files(common)
+
+
+def _forget_cut_off(common: Path) -> None:
+    """Remove the registration of a worktree whose path was cut off while git wrote it: a part of a path may name a folder that is there, and
+    then 'git worktree prune' keeps it for ever. Whole, it ends in ``/.git`` and a line end."""
+    for path in common.glob("worktrees/*/gitdir"):
+        with contextlib.suppress(OSError):
+            if not path.read_bytes().endswith(b"/.git\n"):
+                remove(path.parent)
 
 
 def _another_at_work(checkout: Path) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import FactoryError
+from factory.core.faults import printed
 from factory.git.durable import CHANGING, OWN, alone
 from factory.git.scope import Change
 
@@ -62,7 +63,8 @@ class RepositoryError(FactoryError):
 def git(
     folder: Path, *arguments: str, data: bytes = b"", environment: Mapping[str, str] | None = None, check: bool = True
 ) -> bytes:
-    """The output of one git command with ``data`` as standard input. Raises: RepositoryError; without ``check``, a failure is ''.
+    """The output of one git command with ``data`` as standard input. Raises: RepositoryError; without ``check``, a failure is '', unless it is
+    the machine's.
 
     GitPython passes the factory's environment on, so ``env -i`` comes before git. GitPython's ``Repo`` is not used: it reads the
     repository's configuration, and what that includes, past the pinned one.
@@ -79,8 +81,10 @@ def git(
         words = ["/usr/bin/env", "-i", *clean, "git", "-C", str(folder), *pinned, *arguments]
         inherited = [] if turn is None else [turn]
         status, output, error = Git().execute(words, istream=given, pass_fds=inherited, **AS_BYTES)
-    if status and check:
-        raise RepositoryError(f"git {arguments[0]} in {folder}: {error.strip()[-500:]}")
+    fault = printed(error) if status else None
+    if status and (check or fault):
+        why = error.strip()[-500:] or f"it ended with {status}"
+        raise RepositoryError(f"git {arguments[0]} in {folder}: {why}") from fault
     return b"" if status else output
 
 
@@ -134,13 +138,19 @@ def hashes(repository: Path, files: Sequence[Path]) -> list[str]:
 
 
 def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:
-    """Write a tree's regular files as stored; ``flushed``: they are on the disk then, but not their names. Links and submodules are left out."""
+    """Write a tree's regular files as stored; ``flushed``: they are on the disk then, but not their names. Links and submodules are left out.
+
+    Raises: RepositoryError for a file that the repository has lost; OSError.
+    """
     regular = [(path, mode, blob) for path, (mode, blob) in entries.items() if mode in REGULAR]
     stored = git(repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode())
     at = 0
     for path, mode, _ in regular:
         end = stored.index(b"\n", at)
-        size = int(stored[at:end].split(b" ")[2])
+        said = stored[at:end].split(b" ")
+        if len(said) != 3:
+            raise RepositoryError(f"{repository} has lost {path}: {os.fsdecode(stored[at:end])}; 'git fsck' there names all that is lost")
+        size = int(said[2])
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "wb") as out:

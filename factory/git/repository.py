@@ -45,6 +45,10 @@ class ScopeError(InputError):
         self.problems = found
 
 
+class CheckoutError(RepositoryError):
+    """A commit that is there could not be checked out now."""
+
+
 @dataclass(frozen=True)
 class Applied:
     """A patch as a commit on its own branch, checked out in its own folder."""
@@ -112,15 +116,21 @@ def checkout_folder(worktrees: Path, commit: str) -> Path:
 
 
 def checkout(repository: Path, commit: str, folder: Path) -> Path:
-    """A detached worktree of ``commit`` at ``folder``. A folder that holds exactly that is left as it is."""
+    """A detached worktree of ``commit`` at ``folder``. A folder that holds exactly that is left as it is.
+
+    Raises: RepositoryError where there is no such commit; CheckoutError where there is.
+    """
     entries = entries_of(repository, commit)
     if not _holds(repository, folder, commit, entries):
         remove_worktree(repository, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         add = ("worktree", "add", "--quiet", "--force", "--force", "--no-checkout", "--detach")
-        git(repository, *add, str(folder), commit)
-        write_files(repository, entries, folder)
-        git(folder, "read-tree", commit)
+        try:
+            git(repository, *add, str(folder), commit)
+            write_files(repository, entries, folder)
+            git(folder, "read-tree", commit)
+        except RepositoryError as error:
+            raise CheckoutError(str(error)) from error
     return folder
 
 

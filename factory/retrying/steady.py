@@ -143,7 +143,7 @@ class Steady:
         rest, news = self.backoff.failed(PASS, words, about=fault.do if fault else "", longest=longest)
         if news:
             # A locked ledger would be waited for, for a minute: that is recorded once it can be.
-            self._tell(PASS_FAILED, PASS, words, rest, record_now=fault is None or fault.says != LOCKED.says)
+            self._tell(PASS_FAILED, PASS, words, rest, record_now=fault != LOCKED)
 
     def say(self, words: str) -> None:
         """A line, unless nobody can be told now: a full disk takes no log, a terminal may be gone."""

@@ -1,10 +1,11 @@
-"""What waits, and for what: a person's pause, a parked segment, what failed and is tried again. Read from the ledger, for ``factory status``."""
+"""What waits, and for what: a person's pause, a parked segment, what failed and is tried again, what was asked of the daemon. Read from the ledger, for ``factory status``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from factory.ledger.rows import Reads
+from factory.retrying.asking import asked
 from factory.retrying.pausing import Pause, local, pause_of
 from factory.retrying.tries import describe_parked, parked
 
@@ -18,6 +19,7 @@ def what_waits(db: Reads) -> dict[str, Any]:
         "paused": vars(pause) if pause else None,
         "parked": {"segment": row.id, "says": describe_parked(db, row)} if row else None,
         "failing": failing(db),
+        "asked": [{key: one[key] for key in ("action", "by", "at")} for one in asked(db).values()],
     }
 
 
@@ -27,6 +29,8 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     lines += [f"parked    {facts['parked']['says']}"] if facts["parked"] else []
     for one in facts["failing"]:
         lines.append(f"failing   {one['what']} since {local(one['since'])}: {one['error']}")
+    for one in facts["asked"]:
+        lines.append(f"asked     {one['action']}, by {one['by']} {local(one['at'])}: 'factory run' does it in its next pass")
     return lines
 
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from factory.computing import computing
 from factory.core.errors import DiskFullError, SegmentError
+from factory.core.faults import is_of_no_file
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, failure_line, forget_exit
 from factory.core.left_files import count_lines, parse_object, read_text
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.git.repository import RepositoryError, changes
+from factory.git.repository import CheckoutError, RepositoryError, changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import with_contents
 from factory.ledger.rows import SegmentRow
@@ -55,7 +56,8 @@ def gather(
     policy: CertificatePolicy,
     progress: Progress,
 ) -> CertificateEvidence:
-    """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full: begin again then."""
+    """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full, CheckoutError, and what a fault of the
+    machine makes of it: begin again then."""
     evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
     try:
         files = changed_files(workspace.repository, parent.code_commit, row.code_commit)
@@ -67,6 +69,8 @@ def gather(
             for name, side in (("old", parent), ("new", row))
         }
     except RepositoryError as error:
+        if isinstance(error, CheckoutError) or is_of_no_file(error):
+            raise
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
     what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
     what = "; ".join(filter(None, (what, *changed[len(files) :])))
@@ -238,7 +242,10 @@ def _prepare(folder: Path, spec: Spec, start: Path | None = None) -> None:
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare(evidence: CertificateEvidence, start: Path, runs: Runs) -> CertificateEvidence:
-    """Fill in the traces and the distances between weights. Holds the weights of three runs at a time."""
+    """Fill in the traces and the distances between weights. Holds the weights of three runs at a time.
+
+    Raises: what a fault of the machine makes of it, which says nothing about the runs.
+    """
     from trainer.contract.checkpoint.format import load
     from trainer.contract.errors import TrainerError
 
@@ -251,6 +258,8 @@ def compare(evidence: CertificateEvidence, start: Path, runs: Runs) -> Certifica
         apart_again = _distance(old_weights, weights)
         others, apart_seeds = _read_seeds(evidence, origin, runs)
     except (SegmentError, TrainerError, OSError, ValueError, KeyError) as error:
+        if is_of_no_file(error):
+            raise
         return replace(evidence, old_failed=f"what it left cannot be read: {error}")
     evidence = replace(evidence, old=old, again=again, others=others, apart_again=apart_again, apart_seeds=apart_seeds)
     if evidence.new_failed:
@@ -258,6 +267,8 @@ def compare(evidence: CertificateEvidence, start: Path, runs: Runs) -> Certifica
     try:
         new, weights = _read(runs.folder("new", "pair"), origin, evidence)
     except (SegmentError, TrainerError, OSError, ValueError, KeyError) as error:
+        if is_of_no_file(error):
+            raise
         return replace(evidence, new_failed=f"what it left cannot be read: {error}")
     return replace(evidence, new=new, apart=_distance(old_weights, weights))
 

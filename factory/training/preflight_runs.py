@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from factory.computing import computing
 from factory.core.errors import SegmentError
+from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_object, read_object, read_text
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
@@ -194,7 +195,10 @@ def nudge(checkpoint: Path, target: Path, share: float, seed: int) -> Path:
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare(found: PreflightEvidence, flight: Flight) -> PreflightEvidence:
-    """Fill in how far each run is from the straight one. Holds four checkpoints at a time."""
+    """Fill in how far each run is from the straight one. Holds four checkpoints at a time.
+
+    Raises: what a fault of the machine makes of it, which says nothing about the runs.
+    """
     from trainer.contract.checkpoint.format import load, name_of
     from trainer.contract.errors import TrainerError
 
@@ -221,6 +225,8 @@ def compare(found: PreflightEvidence, flight: Flight) -> PreflightEvidence:
                 born[run.removeprefix(BORN)] = sorted(differ)
         copies = {run: _copies(flight.folder(run)) for run in ranks}
     except (SegmentError, TrainerError, OSError, ValueError, KeyError) as error:
+        if is_of_no_file(error):
+            raise
         return replace(found, failed={run: f"what it left cannot be read: {error}"})
     return replace(
         found,

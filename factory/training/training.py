@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from factory.computing.computing import write_kernels
 from factory.core.errors import SegmentError, WaitingError
-from factory.core.faults import fault_of
+from factory.core.faults import is_of_the_machine
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
 from factory.core.left_files import parse_json, read_tail
 from factory.core.progress import Progress
@@ -175,7 +175,7 @@ def _not_for_the_machine() -> Iterator[None]:
     except WaitingError:
         raise
     except Exception as error:
-        if fault_of(error) is None:
+        if not is_of_the_machine(error):
             raise
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from factory import daemon
 from factory.actions import Action
-from factory.asking import answer, ask, asked
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
@@ -19,6 +19,7 @@ from factory.ledger.ledger import Ledger, candidates, verdicts
 from factory.ledger.rows import SegmentRow
 from factory.release import releases
 from factory.release.releases import release
+from factory.retrying.asking import answer, ask, asked
 from factory.retrying.endings import FAILED, Ending
 from factory.retrying.rewound import RewoundError
 from factory.retrying.tries import record_death
@@ -132,8 +133,12 @@ def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
         assert "audit 1: 'factory run' does it" in command_here("audit", "--segment", "1", home=workspace).stdout
         assert factory("diagnose", "9", *home).returncode == 2
     wanted = asked(ledger)
-    assert list(wanted) == [Action("judge", candidate), Action("diagnose", anomaly), Action("audit", 1)]
-    assert wanted[Action("diagnose", anomaly)]["replayed_steps"] == 7
+    assert list(wanted) == [f"judge {candidate}", f"diagnose {anomaly}", "audit 1"]
+    assert wanted[f"diagnose {anomaly}"]["replayed_steps"] == 7
+    shown = [line for line in command_here("status", home=workspace).stdout.splitlines() if line.startswith("asked")]
+    assert len(shown) == 3 and re.fullmatch(r"asked +judge 1, by .+: 'factory run' does it in its next pass", shown[0])
+    facts = json.loads(command_here("status", "--json", home=workspace).stdout)["asked"]
+    assert [one["action"] for one in facts] == list(wanted)
 
     done: list[tuple[Action, object]] = []
     monkeypatch.setattr(daemon, "perform", lambda w, le, action, p, **how: done.append((action, how["replayed_steps"])))
@@ -142,10 +147,11 @@ def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
     assert done == [(Action("judge", 1), None), (Action("diagnose", anomaly), 7), (Action("audit", 1), None)]
     monkeypatch.undo()
     assert not asked(ledger) and next_action(observe(workspace, ledger)) == before
+    assert "asked" not in command_here("status", home=workspace).stdout
 
 
 def test_what_was_asked_for_again_while_it_was_done_is_done_again(ledger: Ledger) -> None:
-    judge = Action("judge", 3)
+    judge = "judge 3"
     ask(ledger, [judge], "ann")
     begun = asked(ledger)[judge]["event"]
     ask(ledger, [judge], "bo")
@@ -159,7 +165,7 @@ def test_what_cannot_be_done_any_more_is_said_once(
     restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = restored
-    ask(ledger, [Action("audit", 1)], "ann")
+    ask(ledger, ["audit 1"], "ann")
     monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)
     said = Said()
     reconcile(workspace, ledger, said)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def hold_or_ask(held: ExitStack, workspace: Workspace, ledger: Ledger, actions: Sequence[Action], **how: Any) -> str:
     """Hold the daemon's lock in ``held``; where a process has it, ask for the actions. Returns what a person is told then; '': it is held.
 
-    ``how``: what the actions are done with, as ``factory.asking.asked`` gives it.
+    ``how``: what the actions are done with, as ``factory.retrying.asking.asked`` gives it.
     """
-    from factory.asking import ask
     from factory.daemon import LOCK
+    from factory.retrying.asking import ask
 
     try:
         held.enter_context(workspace.lock(LOCK))
     except WorkspaceError as busy:
-        ask(ledger, actions, person(), **how)
+        ask(ledger, map(str, actions), person(), **how)
         return f"{', '.join(map(str, actions))}: 'factory run' does it in its next pass ({str(busy).partition(';')[0]})"
     return ""

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from factory.core.faults import is_of_no_file
 from factory.core.removal import remove
 from factory.gates.untrusted_files import (
     UntrustedFileError,
@@ -83,7 +84,8 @@ def timed_session(
     whole: Collection[int],
     early: Mapping[int, int],
 ) -> PatchSession:
-    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Raises: IsolationError.
+    """Run ``specs`` one after the other in one sandboxed trainer; the first is the warm-up. Raises: IsolationError; OSError for a fault of
+    the machine.
 
     Every run must leave a checkpoint that training can continue from. ``whole``: the numbers of the runs whose checkpoint is returned
     besides the weights; ``early``: number → an earlier step whose weights are returned too.
@@ -112,6 +114,8 @@ def timed_session(
         revealer.join()
         for descriptor in descriptors:
             os.close(descriptor)
+    if revealer.fault:
+        raise revealer.fault
     session.seconds = result.seconds
     if not session.failed and len(session.runs) < len(specs) - 1:
         session.failed = result.why() if not result.ok else "the trainer ended before its runs were done"
@@ -136,8 +140,17 @@ class _Revealer(threading.Thread):
         self.folders, self.specs, self.origin, self.session = folders, specs, origin, session
         self.over, self.enough = threading.Event(), threading.Event()
         self.inits: list[int] = []  # of the sandbox, once it runs
+        self.fault: OSError | None = None
 
     def run(self) -> None:
+        try:
+            self._reveal_all()
+        except OSError as error:
+            self.fault = error
+            self.enough.set()
+
+    def _reveal_all(self) -> None:
+        """Raises: OSError for a fault of the machine, which says nothing about the code."""
         for number, (folder, spec) in enumerate(zip(self.folders, self.specs, strict=True)):
             if not self._wait_for(folder, "ready"):
                 return
@@ -145,6 +158,8 @@ class _Revealer(threading.Thread):
             try:
                 reveal(folder, spec)
             except OSError as error:  # the code in the sandbox took the name
+                if is_of_no_file(error):
+                    raise
                 self._fail(f"run {number} could not be revealed: {error.strerror}")
                 return
             if not self._wait_for(folder, "result.json"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import resource
+import os
 import signal
 import sqlite3
 import subprocess
@@ -20,15 +20,19 @@ import sqlalchemy as sa
 from factory.backups.backups import database_damage
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError, WorkspaceError
-from factory.core.faults import Fault, fault_of
+from factory.core.faults import Fault, fault_of, is_of_no_file, is_of_the_machine
 from factory.core.workspace import Workspace
 from factory.doctor import examine
+from factory.git.git_store import RepositoryError
+from factory.git.git_store import git as factory_git
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.reader import Reader
 from factory.retrying import starting
 from factory.retrying.steady import words_of
 from tests.support.factory.command import factory
+from tests.support.failing.limits import few_handles
 from tests.support.failing.nights import impatient
+from tests.support.git import git
 from tests.support.patience import PATIENCE_S
 from tests.support.stopping import wait_for
 
@@ -36,15 +40,14 @@ from tests.support.stopping import wait_for
 def test_a_full_disk() -> None:
     with pytest.raises(OSError) as raised, open("/dev/full", "w") as file:
         file.write("x" * 100_000)
-    assert fault_of(raised.value) == faults.FULL
-    assert fault_of(DiskFullError("segment 3: the disk is full")) == faults.FULL
+    assert fault_of(raised.value) == fault_of(DiskFullError("segment 3: the disk is full")) == faults.FULL
 
 
 def test_too_few_file_handles(tmp_path: Path) -> None:
-    with few_handles(tmp_path), pytest.raises(OSError) as raised, open(tmp_path / "file"):
+    with few_handles(), pytest.raises(OSError) as raised, open(tmp_path / "file"):
         pass
     found = fault_of(raised.value)
-    assert found and found.says == f"too few file handles are left ({tmp_path / 'file'})"
+    assert found == faults.HANDLES and found.says == f"too few file handles are left ({tmp_path / 'file'})"
 
 
 def test_a_locked_and_a_read_only_ledger(workspace: Workspace, ledger: Ledger) -> None:
@@ -69,11 +72,11 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
         lambda: database_damage(file),
     ]
     for one in opened:
-        with pytest.raises((sqlite3.OperationalError, sa.exc.OperationalError)) as raised, few_handles(workspace.root):
+        with pytest.raises((sqlite3.OperationalError, sa.exc.OperationalError)) as raised, few_handles():
             one()
         assert fault_of(raised.value) == faults.UNOPENED
     importlib.import_module("factory.repairs.examining")  # which needs a handle, too
-    with few_handles(workspace.root):
+    with few_handles():
         rows = {row["check"]: row for row in examine(workspace)}
     assert rows["ledger"] == {"check": "ledger", "ok": False, "detail": f"{faults.UNOPENED.says}: {faults.UNOPENED.do}"}
     assert not [row for row in rows.values() if "restore" in row["detail"] or "damaged" in row["detail"]]
@@ -112,23 +115,6 @@ def test_a_transaction_that_was_cut_off_is_no_damage(workspace: Workspace, ledge
         assert not other.execute("SELECT 1 FROM sqlite_master WHERE name = 'half'").fetchall()
 
 
-@contextmanager
-def few_handles(folder: Path) -> Iterator[None]:
-    """All are taken."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = []
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-        with contextlib.suppress(OSError):
-            while True:
-                files.append(open(folder / "file", "w"))  # noqa: SIM115 - they are to stay open
-        yield
-    finally:
-        for file in files:
-            file.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def through(how: str) -> BaseException:
     try:
         try:
@@ -155,6 +141,27 @@ def test_what_an_error_came_from_counts(how: str, known: bool) -> None:
 )
 def test_what_is_no_fault_of_the_machine(error: Exception) -> None:
     assert fault_of(error) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "of_no_file"),
+    [(errno.EMFILE, True), (errno.EIO, True), (errno.ENOSPC, True), (errno.EACCES, False), (errno.ENOTDIR, False)],
+)
+def test_what_a_folder_left_behind_can_cause_is_told_from_the_machine(number: int, of_no_file: bool) -> None:
+    error = OSError(number, os.strerror(number), "checkpoints")
+    assert is_of_the_machine(error) and is_of_no_file(error) == of_no_file
+    assert not is_of_no_file(FileNotFoundError(errno.ENOENT, "no such file"))
+
+
+def test_what_git_prints_of_a_full_disk_is_a_fault(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q", str(tmp_path))
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "base")
+    with pytest.raises(RepositoryError) as raised:
+        factory_git(tmp_path, "archive", "--output=/dev/full", "HEAD", check=False)
+    assert fault_of(raised.value) == faults.FULL, raised.value
+    with pytest.raises(RepositoryError) as other:
+        factory_git(tmp_path, "cat-file", "blob", "none")
+    assert fault_of(other.value) is None
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,17 @@
-"""JSON that live code wrote: what is read can be stored, compared and printed."""
+"""Files that live code wrote: what is read can be stored, compared and printed, and says nothing about the machine."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from factory.core.left_files import parse_json, parse_json_object
+from factory.core.errors import SegmentError
+from factory.core.faults import fault_of, is_of_no_file
+from factory.core.left_files import parse_json, parse_json_object, read_text
+from tests.support.failing.limits import few_handles
 
 
 @pytest.mark.parametrize(
@@ -28,3 +35,18 @@ def test_whole_pairs_and_long_integers_are_read() -> None:
 def test_only_objects_are_objects(text: str) -> None:
     with pytest.raises(ValueError, match="no JSON object"):
         parse_json_object(text)
+
+
+@pytest.mark.parametrize("left", [Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"\xff"), lambda path: None])
+def test_what_a_trainer_left_is_never_a_fault_of_the_machine(tmp_path: Path, left: Callable[[Path], object]) -> None:
+    left(tmp_path / "metrics.jsonl")
+    with pytest.raises(SegmentError, match="cannot be read") as raised:
+        read_text(tmp_path / "metrics.jsonl")
+    assert not is_of_no_file(raised.value)
+
+
+def test_too_few_file_handles_say_nothing_about_a_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with few_handles(), pytest.raises(OSError) as raised:
+        read_text(tmp_path / "metrics.jsonl")
+    assert fault_of(raised.value) and read_text(tmp_path / "metrics.jsonl") == "{}"

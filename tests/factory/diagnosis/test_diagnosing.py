@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import venv
@@ -19,8 +20,10 @@ from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
+from factory.diagnosis import diagnosing
 from factory.diagnosis.acting import accept
 from factory.diagnosis.diagnosing import diagnose_and_act
+from factory.git.repository import CheckoutError
 from factory.ledger.anomalies import (
     ASKED,
     DIAGNOSED,
@@ -35,6 +38,8 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
 from factory.training.planning import plan_of, plan_trunk
 from factory.training.segment_folder import record_done
+from tests.support.failing.limits import few_handles
+from tests.support.git import git
 from tests.support.paths import ROOT
 from tests.support.plants.saved_plant import KINDS, diagnosed, note
 from tests.support.plants.trained_plant import train_anneal
@@ -73,6 +78,38 @@ def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: t
     ]
     with pytest.raises(InputError, match="is closed: accepted by ada"):
         accept(ledger, early, "bob")
+
+
+def test_a_fault_of_the_machine_is_no_diagnosis(
+    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is recorded, so that the next pass tries again; what a replay left behind is no such fault."""
+    workspace, ledger = restored
+    number = note(ledger, 1, 18)
+
+    def with_no_handle(*_: object) -> None:
+        with few_handles():
+            open(workspace.root / "factory.yaml")  # noqa: SIM115 - it is not opened
+
+    monkeypatch.setattr(diagnosing, "_episode", with_no_handle)
+    with pytest.raises(OSError, match="Too many open files"):
+        diagnose_and_act(workspace, ledger, number, SILENT)
+    monkeypatch.setattr(diagnosing, "_episode", lambda *_: os.listdir(workspace.root / "factory.yaml"))
+    assert undiagnosed(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
+    assert "Not a directory" in diagnose_and_act(workspace, ledger, number, SILENT)["why"]
+    assert undiagnosed(ledger, KINDS) is None
+
+
+def test_code_that_cannot_be_checked_out_now_is_no_diagnosis(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
+    number, commit = note(ledger, 1, 18), SegmentRow.get(ledger, 1).code_commit
+    blob = git(workspace.repository, "rev-parse", f"{commit}:trainer/__init__.py")
+    lost = workspace.repository / ".git" / "objects" / blob[:2] / blob[2:]
+    lost.rename(workspace.root / "lost")
+    with pytest.raises(CheckoutError, match=r"has lost trainer/__init__\.py"):
+        diagnose_and_act(workspace, ledger, number, SILENT)
+    (workspace.root / "lost").rename(lost)
+    assert undiagnosed(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
 
 
 def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(restored: tuple[Workspace, Ledger]) -> None:

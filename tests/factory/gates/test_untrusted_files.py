@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from factory.core.faults import HANDLES, fault_of, is_of_the_machine
 from factory.gates.untrusted_files import UntrustedFileError, read_tensors
+from tests.support.failing.limits import few_handles
 
 LIMIT = 4096
 NAME = "answer.safetensors"
@@ -59,11 +61,22 @@ def test_what_is_no_file_of_tensors_is_refused(name: str, tmp_path: Path, monkey
     make(folder / NAME)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with pytest.raises(UntrustedFileError, match=words):
+        with pytest.raises(UntrustedFileError, match=words) as raised:
             read_tensors(handle, (NAME,), LIMIT)
     finally:
         os.close(handle)
-    assert not mark.exists()
+    assert not mark.exists() and not is_of_the_machine(raised.value), "a candidate cannot make the factory wait"
+
+
+def test_too_few_file_handles_say_nothing_about_a_candidate(tmp_path: Path) -> None:
+    save_file({"x": torch.arange(3)}, tmp_path / NAME)
+    handle = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with few_handles(), pytest.raises(OSError) as raised:
+            read_tensors(handle, (NAME,), LIMIT)
+        assert fault_of(raised.value) == HANDLES and read_tensors(handle, (NAME,), LIMIT)["x"].tolist() == [0, 1, 2]
+    finally:
+        os.close(handle)
 
 
 def test_a_folder_that_became_a_link_is_not_followed_and_the_true_one_is_read(tmp_path: Path) -> None:
@@ -78,5 +91,8 @@ def test_a_folder_that_became_a_link_is_not_followed_and_the_true_one_is_read(tm
         assert read_tensors(handle, ("inner", NAME), LIMIT)["x"].tolist() == [0, 1, 2]
         with pytest.raises(UntrustedFileError, match="is not there"):
             read_tensors(handle, ("link", NAME), LIMIT)
+        with pytest.raises(UntrustedFileError, match="is not there") as raised:
+            read_tensors(handle, ("inner", NAME, NAME), LIMIT)  # a file where a folder belongs
+        assert not is_of_the_machine(raised.value)
     finally:
         os.close(handle)

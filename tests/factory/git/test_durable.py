@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from factory.core.removal import remove
 from factory.git.durable import MARK, alone, lock_files
 from factory.git.git_store import RepositoryError
 from factory.git.git_store import git as factory_git
@@ -93,3 +94,20 @@ def test_commands_of_several_threads_take_turns(target: Path) -> None:
         thread.join()
     assert not failed
     assert len(git(target, "for-each-ref", "refs/heads/made/").splitlines()) == 20
+
+
+def test_a_worktree_whose_registration_was_cut_off_is_forgotten_and_a_whole_one_is_not(
+    target: Path, tmp_path: Path
+) -> None:
+    """A part of its path names a folder that is there, so that git itself would keep it for ever."""
+    for name in ("whole", "torn"):
+        git(target, "worktree", "add", "-q", "--detach", str(tmp_path / "trees" / name))
+    registered = target / ".git" / "worktrees" / "torn" / "gitdir"
+    path = registered.read_text()
+    remove(tmp_path / "trees" / "torn")
+    registered.write_text(path[: path.index("/torn")])
+    factory_git(target, "worktree", "prune", "--expire", "now")
+    assert registered.exists(), "no command of the factory was killed: it may be anybody's"
+    killed(target)
+    move(target)
+    assert not registered.exists() and (target / ".git" / "worktrees" / "whole" / "gitdir").exists()

@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from factory.core.faults import HANDLES, fault_of
 from factory.core.workspace import Workspace
 from factory.ingest import chain
 from factory.ingest.inbox import take
+from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
+from tests.support.failing.limits import few_handles
 from tests.support.paths import ROOT
 from tests.support.said import Said
 
@@ -82,6 +85,25 @@ def test_an_unexpected_error_refuses_one_file_once(
     put(workspace, rows(0, 11), "bad.jsonl")  # its user changed it
     one_pass(workspace, ledger)
     assert tried == ["bad.jsonl", "good.jsonl", "bad.jsonl"]
+
+
+def test_too_few_file_handles_are_not_the_files_fault(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put(workspace, rows(0, 10), "good.jsonl")
+    hashed = chain.file_sha256
+
+    def with_none_left(path: Path) -> str:
+        with few_handles():
+            return hashed(path)
+
+    monkeypatch.setattr(chain, "file_sha256", with_none_left)
+    with pytest.raises(chain.InputError, match="Too many open files") as raised:
+        one_pass(workspace, ledger)
+    assert fault_of(raised.value) == HANDLES and path.exists() and not held(ledger)
+    monkeypatch.undo()
+    one_pass(workspace, ledger)
+    assert len(trained_on(ledger)) == 10
 
 
 WRITER = """

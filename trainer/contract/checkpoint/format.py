@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kernels.contract.files import sync_folder
 from trainer.contract.checkpoint.region import Region
-from trainer.contract.errors import CheckpointError
+from trainer.contract.errors import NOT_OF_A_FILE, CheckpointError
 
 FORMAT = 2
 KINDS = ("model", "optimizer")
@@ -134,14 +134,17 @@ def clear_unfinished(parent: Path) -> None:
 
 
 def load(path: Path) -> Checkpoint:
-    """All of a checkpoint, verified. Raises: CheckpointError naming the file and the fault."""
+    """All of a checkpoint, verified. Raises: CheckpointError naming the file and the fault; OSError as ``find_fault``."""
     if fault := find_fault(path):
         raise CheckpointError(fault)
     return Checkpoint(read_tensors(path, "model"), read_tensors(path, "optimizer"), read_state(path))
 
 
 def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
-    """What is wrong with a checkpoint, or nothing: every ``of``-th of its files is hashed, from ``share`` on."""
+    """What is wrong with a checkpoint, or nothing: every ``of``-th of its files is hashed, from ``share`` on.
+
+    Raises: OSError where that says nothing about the checkpoint, as when no file handle is left.
+    """
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -160,15 +163,19 @@ def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
                     return f"{file}: its SHA-256 is not the one in the manifest"
         except OSError as error:
+            if error.errno in NOT_OF_A_FILE:
+                raise
             return f"{file}: {error.strerror}"
     return ""
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Raises: CheckpointError."""
+    """Raises: CheckpointError; OSError as ``find_fault``."""
     try:
         return dict(json.loads((path / "state.json").read_bytes()))
     except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno in NOT_OF_A_FILE:
+            raise
         raise CheckpointError(f"{path / 'state.json'}: {error}") from None
 
 
@@ -225,11 +232,13 @@ def _copy_overlap(found: Tensors, missing: dict[str, int], key: str, wanted: Reg
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises: CheckpointError."""
+    """Raises: CheckpointError; OSError as ``find_fault``."""
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
         found = manifest["format"], {n: (f["sha256"], f["bytes"]) for n, f in manifest["files"].items()}
     except OSError as error:
+        if error.errno in NOT_OF_A_FILE:
+            raise
         raise CheckpointError(f"{path} is not a checkpoint: manifest.json: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: manifest.json is damaged: {error}") from None

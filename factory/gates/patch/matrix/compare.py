@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from factory.core.faults import is_of_no_file
 from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
 from factory.gates.untrusted_files import UntrustedFileError, object_of, read_bytes, read_object, tensors_of
@@ -295,7 +296,9 @@ def _checkpoints(folder: int) -> list[str]:
     try:
         handle = os.open("checkpoints", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
-        raise UntrustedFileError(f"checkpoints is not there: {error.strerror}") from error
+        if is_of_no_file(error):
+            raise
+        raise UntrustedFileError(f"checkpoints is not there: {error.strerror}") from None
     try:
         return sorted(name for name in os.listdir(handle)[:100] if name.startswith(("step-", "bad-")))
     finally:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.support.failing.limits import few_handles
 from tests.support.paths import ROOT
 from tests.support.trainer.segments import MakeShard, plan_of, write_spec
 from trainer.checkpoint_writer import Writer
@@ -44,6 +45,15 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
     for name in ("a", "b.c"):  # the real library reads what our writer wrote
         assert torch.equal(load_file(path / "model.safetensors")[name], made.model[name])
+
+
+def test_too_few_file_handles_damage_no_checkpoint(tmp_path: Path) -> None:
+    path = checkpoints.save(tmp_path, make(12))
+    for read in (checkpoints.load, checkpoints.find_fault, checkpoints.read_manifest, checkpoints.read_state):
+        with few_handles(), pytest.raises(OSError) as raised:
+            read(path)
+        assert raised.value.errno == errno.EMFILE
+    assert not checkpoints.find_fault(path)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
