@@ -91,7 +91,7 @@ def is_full(error: BaseException) -> bool:
 def printed(words: str) -> OSError | None:
     """The fault of the machine, of no file, that a program such as git named at the end of a line, as the system words it; None: it named none.
 
-    >>> printed("error: unable to create temporary file: No space left on device\nfatal: failed to write object")
+    >>> printed("fatal: unable to create temporary file: No space left on device")
     OSError(28, 'No space left on device')
     >>> printed("fatal: not a git repository") is None
     True

@@ -149,7 +149,9 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
         end = stored.index(b"\n", at)
         said = stored[at:end].split(b" ")
         if len(said) != 3:
-            raise RepositoryError(f"{repository} has lost {path}: {os.fsdecode(stored[at:end])}; 'git fsck' there names all that is lost")
+            raise RepositoryError(
+                f"{repository} has lost {path}: {os.fsdecode(stored[at:end])}; 'git fsck' there names all that is lost"
+            )
         size = int(said[2])
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)

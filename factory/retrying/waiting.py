@@ -1,4 +1,6 @@
-"""What waits, and for what: a person's pause, a parked segment, what failed and is tried again, what was asked of the daemon. Read from the ledger, for ``factory status``."""
+"""What waits, and for what: a person's pause, a parked segment, what failed and is tried again, what was asked of the daemon. Read from the
+ledger, for ``factory status``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     for one in facts["failing"]:
         lines.append(f"failing   {one['what']} since {local(one['since'])}: {one['error']}")
     for one in facts["asked"]:
-        lines.append(f"asked     {one['action']}, by {one['by']} {local(one['at'])}: 'factory run' does it in its next pass")
+        lines.append(
+            f"asked     {one['action']}, by {one['by']} {local(one['at'])}: 'factory run' does it in its next pass"
+        )
     return lines
 
 

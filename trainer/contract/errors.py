@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of an OSError: the disk is full
-NOT_OF_A_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ENOTCONN}  # it says nothing about the file that it was met at
+NOT_OF_A_FILE = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ENOTCONN,
+}  # it says nothing about the file that it was met at
 EXIT_WRONG, EXIT_FULL, EXIT_STOPPED = 2, 74, 75
 
 

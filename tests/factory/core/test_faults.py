@@ -21,7 +21,7 @@ from factory.backups.backups import database_damage
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError, WorkspaceError
 from factory.core.faults import Fault, fault_of, is_of_no_file, is_of_the_machine
-from factory.core.workspace import Workspace
+from factory.core.workspace import Workspace, load_yaml
 from factory.doctor import examine
 from factory.git.git_store import RepositoryError
 from factory.git.git_store import git as factory_git
@@ -244,7 +244,7 @@ def test_a_daemon_whose_ledger_is_locked_when_it_starts_waits(workspace: Workspa
     assert "The factory waits" not in said and "Traceback" not in errors and process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A server that does not answer is named; a port that only root may have is a mistake in factory.yaml, whatever the system called it."""
     monkeypatch.setattr(starting, "FIRST_SECONDS", 0.0)
     said: list[str] = []
@@ -260,6 +260,14 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
 
     assert starting.patiently(start, said.append) == "began"
     assert said == ["  the ledger at host a cannot be read", f"  {words_of(faults.BROKEN)}"]
+
+    def unread() -> object:
+        with few_handles() if not said[2:] else contextlib.nullcontext():
+            return load_yaml(tmp_path / "factory.yaml")
+
+    (tmp_path / "factory.yaml").write_text("recipe: tiny\n")
+    assert starting.patiently(unread, said.append) == {"recipe": "tiny"}
+    assert said[2].endswith(f"{tmp_path / 'factory.yaml'}'") and "The factory waits" in said[3] and not said[4:]
 
     def mistaken() -> None:
         raise ConfigError("metrics_port: 80 cannot be listened on") from PermissionError(

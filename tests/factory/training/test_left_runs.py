@@ -13,6 +13,9 @@ from factory.training import certificate_runs, preflight_runs
 from factory.training.certificate import CertificateEvidence
 from factory.training.preflight import PreflightEvidence
 from tests.support.failing.limits import few_handles
+from trainer.contract.checkpoint import format as checkpoints
+
+assert checkpoints.load, "what is imported only when it is needed needs a handle, too"
 
 
 class Left:

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+
 @contextmanager
 def few_handles() -> Iterator[None]:
     """All file handles are taken."""

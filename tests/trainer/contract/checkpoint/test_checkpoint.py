@@ -47,12 +47,16 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         assert torch.equal(load_file(path / "model.safetensors")[name], made.model[name])
 
 
-def test_too_few_file_handles_damage_no_checkpoint(tmp_path: Path) -> None:
+def test_too_few_file_handles_damage_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoints.save(tmp_path, make(12))
     for read in (checkpoints.load, checkpoints.find_fault, checkpoints.read_manifest, checkpoints.read_state):
         with few_handles(), pytest.raises(OSError) as raised:
             read(path)
         assert raised.value.errno == errno.EMFILE
+    manifest = checkpoints.read_manifest(path)
+    monkeypatch.setattr(checkpoints, "read_manifest", lambda path: manifest)
+    with few_handles(), pytest.raises(OSError):
+        checkpoints.find_fault(path)
     assert not checkpoints.find_fault(path)
 
 
