@@ -189,6 +189,8 @@ def _measure(
                     )
                 )
         except (TokenShardError, OSError) as error:
+            if is_of_no_file(error):
+                raise
             checks.append(Check("trainer_tokens", False, f"a token shard cannot be read: {error}"))
         task.advance(len(checks), "parity")
         clock.lap("parity")
@@ -264,7 +266,9 @@ def _baselines(
             "baselines_key": key,
             "baselines": baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task),
         }
-    except (TokenShardError, OSError):
+    except (TokenShardError, OSError) as error:
+        if is_of_no_file(error):
+            raise
         return {}  # the gate holds without baselines; parity's check names the shard
 
 

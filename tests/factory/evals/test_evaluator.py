@@ -1,0 +1,46 @@
+"""What a fault of the machine makes of an evaluation: it is made again, and nothing is said about the candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import sqlalchemy as sa
+import torch
+
+from factory.core.faults import HANDLES, fault_of
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.evals import evaluator
+from factory.evals.evaluator import evaluate
+from factory.ledger.ledger import Ledger, evaluations
+from tests.support.factory.exports import Plant, build_plant, save_export, tiny_model
+from tests.support.failing.limits import few_handles
+from trainer.contract.data.token_shard import TokenShard, TokenShardError
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices
+    workspace = Workspace.create(tmp_path_factory.mktemp("plant") / "workspace")
+    yield build_plant(workspace, Ledger.create(workspace.ledger_url))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("part", ["baselines", "parity"])
+def test_a_token_shard_that_cannot_be_opened_now_holds_no_release(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    export = save_export(tiny_model(), plant.workspace.exports / part, plant.tokenizer)
+    candidate = plant.add_candidate(export)
+
+    def with_no_handle(*_: object) -> object:
+        with few_handles():
+            return TokenShard(plant.shard.path).manifest
+
+    monkeypatch.setattr(evaluator, part, with_no_handle)
+    with pytest.raises(TokenShardError, match="Too many open files") as raised:
+        evaluate(plant.workspace, plant.ledger, candidate, SILENT)
+    assert fault_of(raised.value) == HANDLES
+    assert not plant.ledger.rows(sa.select(evaluations).where(evaluations.c.candidate == candidate))
