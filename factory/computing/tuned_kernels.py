@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import ConfigError, InputError, nearest
+from factory.core.faults import is_of_no_file
 from factory.core.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def live_kernels(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     path = workspace.repository / KERNELS
     try:
         text = file_text(workspace.repository, live_commit(workspace.repository), KERNELS)
-    except RepositoryError:
+    except RepositoryError as error:
+        if is_of_no_file(error):
+            raise
         yield path, path.read_text("utf-8")
         return
     with TemporaryDirectory() as folder:

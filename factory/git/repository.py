@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import InputError
+from factory.core.faults import is_of_no_file
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.git_store import (
@@ -215,8 +216,10 @@ def apply_proposal(
         checkout(repository, commit, worktree)
         return Applied(branch, commit, base, patch_sha256(repository, base, commit), worktree)
     except BaseException:
-        remove_worktree(repository, worktree)
-        remove_branch(repository, branch)
+        try:
+            remove_worktree(repository, worktree)
+        finally:
+            remove_branch(repository, branch)
         raise
 
 
@@ -234,10 +237,12 @@ def branch_commit(repository: Path, branch: str) -> str | None:
 
 
 def contains(repository: Path, commit: str, older: str) -> bool:
-    """Is ``older`` an ancestor of ``commit``, or that commit itself?"""
+    """Is ``older`` an ancestor of ``commit``, or that commit itself? Raises: RepositoryError for a fault of the machine."""
     try:
         git(repository, "merge-base", "--is-ancestor", older, commit)
-    except RepositoryError:
+    except RepositoryError as error:
+        if is_of_no_file(error):
+            raise
         return False
     return True
 

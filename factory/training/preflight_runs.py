@@ -19,7 +19,7 @@ from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_object, read_object, read_text
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.git.repository import RepositoryError
+from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.certificate import PreflightPolicy
@@ -53,7 +53,8 @@ STILL = {"optimizer.lr": 1e-30, "checkpoint_every": 1}
 def fly(
     workspace: Workspace, ledger: Ledger, row: SegmentRow, policy: PreflightPolicy, progress: Progress
 ) -> PreflightEvidence:
-    """Run all that the policy asks for under a segment's code. Raises: SegmentError when a trainer was stopped or the disk is full."""
+    """Run all that the policy asks for under a segment's code. Raises: SegmentError when a trainer was stopped or the disk is full, CheckoutError,
+    and what a fault of the machine makes of it: begin again then."""
     began = time.monotonic()
     flight = Flight(workspace, ledger, row, policy, progress)
     found = PreflightEvidence(row.code_commit, LEAD, policy.steps, flight.device == "cpu", left_out=flight.left_out)
@@ -64,6 +65,8 @@ def fly(
     try:
         flight.code = LiveCode.of(workspace, ledger, row.code_commit, progress)
     except RepositoryError as error:
+        if isinstance(error, CheckoutError) or is_of_no_file(error):
+            raise
         return replace(found, failed={"straight": str(error)})
     for name, runs, count in flight.trainers():
         if line := flight.train(runs, f"preflight, {name}", count):

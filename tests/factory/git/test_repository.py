@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from factory.computing.tuned_kernels import live_kernels
+from factory.core.faults import BROKEN, fault_of
 from factory.core.workspace import Config, Workspace, code_root
 from factory.git import repository
+from factory.git.git_store import ENVIRONMENT
 from factory.git.repository import Applied, RepositoryError, ScopeError
 from factory.git.scope import AgentsPolicy, Change, problems
 from tests.support.git import git
@@ -221,3 +224,23 @@ def test_scope_error_lists_every_reason(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ScopeError) as error:
         apply(target, [("factory/judge.py", "THRESHOLD = 0\n"), ("kernels/a.py", "\x1b[2K")], tmp_path / "try")
     assert len(error.value.problems) == 2 and left_behind(target) == ("", 1)
+
+
+def test_a_fault_of_the_machine_that_git_meets_is_no_answer(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails does not say that there is no such branch, that it was not merged, or which kernels are live."""
+    fails = tmp_path / "git"
+    fails.write_text("#!/bin/sh\necho 'fatal: unable to read tree: Input/output error' >&2\nexit 128\n")
+    fails.chmod(0o755)
+    monkeypatch.setitem(ENVIRONMENT, "PATH", f"{tmp_path}:{ENVIRONMENT['PATH']}")
+    asked = (
+        lambda: repository.branch_commit(tmp_path, "factory/search/1-x"),
+        lambda: repository.contains(tmp_path, "a", "b"),
+        lambda: repository.live_commit(tmp_path),
+        lambda: live_kernels(workspace).__enter__(),
+    )
+    for ask in asked:
+        with pytest.raises(RepositoryError, match="Input/output error") as raised:
+            ask()
+        assert fault_of(raised.value) == BROKEN
