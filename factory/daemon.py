@@ -17,6 +17,7 @@ from pathlib import Path
 
 from factory.actions import Action, perform
 from factory.core.errors import FactoryError, InputError, SegmentError
+from factory.core.faults import is_of_no_file
 from factory.core.progress import Progress
 from factory.core.workspace import MODEL_LOOP, Workspace
 from factory.ingest.inbox import SETTLE_SECONDS, arrived, take, tend
@@ -320,7 +321,7 @@ def _action(
                 workspace, ledger, progress, lambda: perform(workspace, ledger, action, progress, replayed_steps=steps)
             )
         except InputError as error:  # of an anomaly that was closed meanwhile, say
-            if not wanted:
+            if not wanted or is_of_no_file(error):
                 raise
             progress.line(f"  {action} is not done: {error}")
         if wanted:

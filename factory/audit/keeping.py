@@ -19,6 +19,7 @@ from typing import IO
 
 from factory.audit.drawing import AuditWindow, draw, note, windows_of
 from factory.core.errors import FactoryError
+from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_json
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
@@ -72,6 +73,8 @@ def keep(workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWin
 
     So a trainer gains nothing by writing no checkpoints, or broken ones, where it does not want to be looked at. A window without steps, and a
     line for a person, where there is none.
+
+    Raises: what a fault of the machine made of it: the window is not given up for that.
     """
     problem = ""
     whole = [(row.first_step, row.last_step)] if row.parent else windows_of(row)[-1:]
@@ -79,6 +82,8 @@ def keep(workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWin
         keeper = _Keeper(workspace, ledger, row, replace(window, first=first, last=last))
         if keeper.look():
             return window if keeper.window == window else note(ledger, row.id, keeper.window)
+        if keeper.fault:
+            raise keeper.fault
         problem = problem or keeper.problem
     progress.line(f"  no window of segment {row.id} could be kept for its audit{problem and f': {problem}'}")
     return note(ledger, row.id, replace(window, first=0, last=0))
@@ -90,6 +95,7 @@ class _Keeper(threading.Thread):
     def __init__(self, workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWindow) -> None:
         super().__init__(daemon=True)
         self.over, self.window, self.problem = threading.Event(), window, ""
+        self.fault: Exception | None = None  # of the machine, when it last looked
         self.source = Path(row.folder) / "checkpoints"
         self.targets = [kept(workspace, ledger, row, step) for step in (window.first, window.last)]
 
@@ -99,6 +105,7 @@ class _Keeper(threading.Thread):
 
     def look(self) -> bool:
         """Keep what is there; returns whether the window is whole."""
+        self.fault = None
         for target in self.targets:
             if not target.exists():
                 try:
@@ -106,7 +113,7 @@ class _Keeper(threading.Thread):
                 except FileNotFoundError:
                     pass  # not written yet, or removed again
                 except (OSError, ValueError) as error:  # a full disk, or a checkpoint that is none
-                    self.problem = str(error)
+                    self.problem, self.fault = str(error), error if is_of_no_file(error) else None
         return all(target.exists() for target in self.targets)
 
 

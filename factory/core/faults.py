@@ -50,8 +50,9 @@ OF_A_FILE = (READ_ONLY, MISPLACED)
 BY_WORDS = {
     "database or disk is full": FULL, "database is locked": LOCKED, "database table is locked": LOCKED,
     "attempt to write a readonly database": READ_ONLY, "disk I/O error": BROKEN, "unable to open database file": UNOPENED,
-    "Too many open files": HANDLES, "No space left on device": FULL, "Read-only file system": READ_ONLY, "can't start new thread": MEMORY,
-}  # fmt: skip
+    "Too many open files": HANDLES, "No space left on device": FULL, "Read-only file system": READ_ONLY,
+}  # fmt: skip  # of SQLite
+QUOTE_SQLITE = ("sqlalchemy", "mlflow")  # packages whose exceptions do; any other may quote what untrusted code left
 
 
 def fault_of(error: BaseException) -> Fault | None:
@@ -61,14 +62,16 @@ def fault_of(error: BaseException) -> Fault | None:
             return FULL
         if isinstance(one, MemoryError):
             return MEMORY
-        if isinstance(one, OSError) and one.errno in BY_NUMBER:
+        if isinstance(one, OSError) and one.errno in BY_NUMBER and not _is_a_lease(one):
             return replace(BY_NUMBER[one.errno], where=os.fsdecode(one.filename) if one.filename else "")
         if type(one).__module__.startswith("psycopg") and type(one).__name__ == "OperationalError":
             return UNREACHED
-        if isinstance(one, sqlite3.Error | RuntimeError) or "(sqlite3." in str(one):
+        if isinstance(one, sqlite3.Error) or _quotes_sqlite(one):
             for words, found in BY_WORDS.items():
                 if words in str(one):
                     return found
+        if isinstance(one, RuntimeError) and "can't start new thread" in str(one):
+            return MEMORY
     return None
 
 
@@ -101,6 +104,21 @@ def printed(words: str) -> OSError | None:
             if fault not in OF_A_FILE and line.rstrip(".").endswith(f": {os.strerror(number)}"):
                 return OSError(number, os.strerror(number))
     return None
+
+
+def cannot_be_read_now(error: BaseException) -> bool:
+    """Does a failed read say nothing about the file: no handle, no memory, a file server that does not answer? A disk's error says that the file
+    is damaged, or may be."""
+    return fault_of(error) in (HANDLES, MEMORY, AWAY)
+
+
+def _is_a_lease(error: OSError) -> bool:
+    """A process that holds a lease on a file keeps others from opening it at once (``fcntl(2)``); without a file it is no process that is left."""
+    return error.errno == errno.EAGAIN and error.filename is not None
+
+
+def _quotes_sqlite(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in QUOTE_SQLITE and "(sqlite3." in str(error)
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import NoMemoryError
+from factory.core.faults import is_of_no_file
 from factory.evals.export_config import ExportConfig, ExportError, parse_config
 
 ALLOWED_SUFFIXES = {".json", ".safetensors", ".jinja"}
@@ -77,12 +78,17 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
         )
     weights: dict[str, torch.Tensor] = {}
     try:
-        with safe_open(path, framework="pt") as file:
+        with (
+            open(path, "rb"),
+            safe_open(path, framework="pt") as file,
+        ):  # the library does not say why it cannot open one
             check_tensors(path, file, config)
             for name in expected:
                 # A copy: a tensor of the file's own type is its pages, and changes when someone writes into the file.
                 weights[name] = file.get_tensor(name).to(torch.float32, copy=True)
     except (SafetensorError, OSError, ValueError) as error:
+        if is_of_no_file(error):
+            raise
         raise ExportError(f"{path} cannot be read: {error}") from error
     broken = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
     if broken:
@@ -97,6 +103,8 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ExportError(f"{path}: more than 1 MiB")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        if is_of_no_file(error):
+            raise
         raise ExportError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise ExportError(f"{path}: expected a JSON object")

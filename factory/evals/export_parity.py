@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import NoMemoryError, SegmentError
+from factory.core.faults import is_of_no_file
 from factory.evals.export_config import parse_config
 from factory.evals.export_folder import ExportError, read_json
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check
@@ -95,6 +96,8 @@ def checkpoint_digests(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
                     raise SegmentError(f"{checkpoint / name}: its SHA-256 is not the one in the manifest")
         return _digests(converted(checkpoints.read_tensors(checkpoint, "model"), _recipe(recipe)))
     except (TrainerError, OSError, KeyError) as error:
+        if is_of_no_file(error):
+            raise
         raise SegmentError(f"{checkpoint} cannot be read: {error}") from error
 
 
@@ -119,10 +122,15 @@ def _checkpoint(ledger: Ledger, candidate: CandidateRow) -> Path:
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with (
+            open(path, "rb"),
+            safe_open(path, framework="pt") as file,
+        ):  # the library does not say why it cannot open one
             for name in file.keys():  # noqa: SIM118 - no mapping
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as error:
+        if is_of_no_file(error):
+            raise
         raise ExportError(f"{path} cannot be read: {error}") from error
 
 

@@ -94,10 +94,10 @@ def _others_files(common: Path, mark: Path) -> set[str]:
 
 def _forget_cut_off(common: Path) -> None:
     """Remove the registration of a worktree whose path was cut off while git wrote it: a part of a path may name a folder that is there, and
-    then 'git worktree prune' keeps it for ever. Whole, it ends in ``/.git`` and a line end."""
+    then 'git worktree prune' keeps it for ever. Whole, it ends in ``/.git``."""
     for path in common.glob("worktrees/*/gitdir"):
         with contextlib.suppress(OSError):
-            if not path.read_bytes().endswith(b"/.git\n"):
+            if not path.read_bytes().rstrip().endswith(b"/.git"):
                 remove(path.parent)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
-from factory.core.faults import is_of_no_file, is_of_the_machine
+from factory.core.faults import cannot_be_read_now, is_of_the_machine
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
@@ -115,7 +115,7 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
 
 def _is_about_the_file(error: Exception) -> bool:
     if isinstance(error, FactoryError):
-        return isinstance(error, InputError) and not is_of_no_file(error)
+        return isinstance(error, InputError) and not cannot_be_read_now(error)
     return not isinstance(error, sa.exc.DBAPIError) and not is_of_the_machine(error)
 
 

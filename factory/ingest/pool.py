@@ -80,8 +80,9 @@ class Pool:
             try:
                 found = future.result(timeout=POLL_SECONDS)
             except TimeoutError:
-                if future.done():  # it was the work's own error
-                    raise
+                if future.done():  # it ended a moment later, or that was the work's own error
+                    dog.look(done + 1)
+                    return future.result()
                 if hung := dog.look(done):
                     self._kill()
                     raise WorkerDiedError(

@@ -17,6 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from factory.core.errors import InputError
+from factory.core.faults import is_of_no_file
 from factory.ingest.document import BadRow
 from factory.ingest.rules.policy import ShardLimits
 
@@ -71,7 +73,7 @@ class ShardProblem(Exception):
 
 
 def read_rows(path: Path, limits: ShardLimits) -> Iterator[RawRow]:
-    """The rows of a shard, in order. Raises: ShardProblem."""
+    """The rows of a shard, in order. Raises: ShardProblem; InputError where the machine cannot read it."""
     suffixes = [s.lower() for s in path.suffixes] or [""]
     compression = COMPRESSIONS.get(suffixes[-1], "")
     read = READERS.get((suffixes[:-1] or [""])[-1] if compression else suffixes[-1])
@@ -97,6 +99,7 @@ class _Bounded(io.RawIOBase):
         try:
             block: bytes = self._inner.read(_BLOCK if size is None or size < 0 else size)
         except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+            _refuse_unread(self._name, error)
             raise ShardProblem(f"cannot be decompressed after {self._given} bytes: {error}") from error
         self._given += len(block)
         if self._given > self._limits.max_shard_bytes:
@@ -122,8 +125,15 @@ def _opened(path: Path, compression: str, limits: ShardLimits) -> _Bounded:
         else:
             inner = open(path, "rb")  # noqa: SIM115 (closed by _Bounded)
     except (OSError, pa.ArrowException) as error:
+        _refuse_unread(path.name, error)
         raise ShardProblem(f"cannot be opened: {error}") from error
     return _Bounded(inner, path, limits)
+
+
+def _refuse_unread(name: str, error: Exception) -> None:
+    """Raises: InputError for what the machine did, which says nothing about the shard: it is not quarantined."""
+    if is_of_no_file(error):
+        raise InputError(f"{name} cannot be read: {error}") from error
 
 
 def _jsonl(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
@@ -213,6 +223,7 @@ def _parquet(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawR
                 for row in range(batch.num_rows):
                     yield _parquet_row(batch, row, limits.max_row_bytes)
     except (OSError, pa.ArrowException) as error:
+        _refuse_unread(path.name, error)
         raise ShardProblem(f"not readable as Parquet: {str(error)[:200]}") from error
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.core.errors import DamagedTokenizerError, InputError
+from factory.core.faults import cannot_be_read_now
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Row, flat
@@ -104,5 +105,7 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
                 yield text
             if drawn >= budget:
                 return
-    except (ShardProblem, OSError):
+    except (ShardProblem, InputError, OSError) as error:
+        if cannot_be_read_now(error):
+            raise  # the vocabulary stays for good: it is made of all that is there
         return

@@ -13,6 +13,7 @@ from typing import Any
 from factory.audit.keeping import copy_checkpoint, folder_of
 from factory.core.errors import FactoryError, InputError
 from factory.core.exports import folder_sha256
+from factory.core.faults import cannot_be_read_now
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
@@ -38,7 +39,8 @@ from trainer.contract.errors import CheckpointError
 
 
 def checkpoint_fault(row: dict[str, Any], deep: bool) -> str:
-    """What is wrong with a checkpoint of the ledger, or nothing. Its files are hashed only with ``deep``."""
+    """What is wrong with a checkpoint of the ledger, or nothing. Its files are hashed only with ``deep``. Raises: OSError where nothing can be
+    read now."""
     path = Path(row["path"])
     try:
         if not path.is_dir():
@@ -49,6 +51,8 @@ def checkpoint_fault(row: dict[str, Any], deep: bool) -> str:
             if not (path / name).is_file() or (path / name).stat().st_size != expected["bytes"]:
                 return f"{path / name} is gone, or not {expected['bytes']} bytes long"
     except (OSError, CheckpointError) as error:
+        if cannot_be_read_now(error):
+            raise
         return str(error)
     return find_fault(path) if deep else ""
 
@@ -146,7 +150,7 @@ def _record(ledger: Ledger, row: SegmentRow, old: dict[str, Any], exact: bool | 
 
 # -- exports -----------------------------------------------------------------------------------------------------------
 def export_fault(row: CandidateRow, deep: bool) -> str:
-    """What is wrong with a candidate's export, or nothing. It is hashed only with ``deep``."""
+    """What is wrong with a candidate's export, or nothing. It is hashed only with ``deep``. Raises: OSError where nothing can be read now."""
     path = Path(row.export_path)
     if not (path / "config.json").is_file():
         return f"{path} is gone, or not whole"
@@ -154,6 +158,8 @@ def export_fault(row: CandidateRow, deep: bool) -> str:
         if deep and folder_sha256(path) != row.export_sha256:
             return f"{path} is damaged: its SHA-256 is not the recorded one"
     except (InputError, OSError) as error:
+        if cannot_be_read_now(error):
+            raise
         return str(error)
     return ""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from factory.core.errors import DamagedExportError, FactoryError, WorkspaceError
+from factory.core.faults import cannot_be_read_now
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
@@ -110,8 +111,8 @@ def with_mending(workspace: Workspace, ledger: Ledger, progress: Progress, act: 
         try:
             return act()
         except (FactoryError, TrainerError, OSError, ValueError) as error:
-            if isinstance(error, WorkspaceError):
-                raise  # in use, or the ledger itself
+            if isinstance(error, WorkspaceError) or cannot_be_read_now(error):
+                raise  # in use, or the ledger itself; or nothing is known of what it read
             if isinstance(error, DamagedExportError):
                 found = [Damage("exports", str(error.candidate), error.why, "", True)]
             else:

@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 
 from factory.core.errors import ConfigError
+from factory.core.faults import cannot_be_read_now
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
@@ -41,7 +42,10 @@ LONG_FILE = "tokens.bin"
 
 
 def token_shard_fault(path: Path, deep: bool) -> str:
-    """What is wrong with a token shard, or nothing. Tokens are hashed only with ``deep``; all else is, always."""
+    """What is wrong with a token shard, or nothing. Tokens are hashed only with ``deep``; all else is, always.
+
+    Raises: TokenShardError, OSError where nothing can be read now.
+    """
     shard = TokenShard(path)
     try:
         manifest = shard.manifest
@@ -56,8 +60,12 @@ def token_shard_fault(path: Path, deep: bool) -> str:
             elif file_sha256(file) != manifest["files"][name]:
                 return f"{file} is damaged: its SHA-256 is not the one in the manifest"
     except TokenShardError as error:
+        if cannot_be_read_now(error):
+            raise
         return str(error) if path.exists() else f"{path} is gone"
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if cannot_be_read_now(error):
+            raise
         return f"{path}: {error}"
     return ""
 

@@ -19,6 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, SegmentError
+from factory.core.faults import cannot_be_read_now
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
@@ -71,6 +72,8 @@ def _fault(folder: Path, row: SegmentRow) -> str:
     try:
         return find_fault(Path(result_of(folder, row.last_step)["checkpoint"]))
     except (SegmentError, OSError) as error:
+        if cannot_be_read_now(error):
+            raise
         return str(error)
 
 

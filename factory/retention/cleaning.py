@@ -84,25 +84,28 @@ def clean(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> Cleane
 def _remove_folders(workspace: Workspace, ledger: Ledger, choices: list[Choice]) -> int:
     """Returns the bytes of what went."""
     freed, untold = 0, dict[Path, dict[str, Any]]()
-    for choice in choices:
-        size = choice.what.bytes()
-        detail = {"kind": choice.what.kind, "bytes": size, "why": choice.why}
-        freed += size
-        try:
-            _tell(workspace, ledger, {choice.what.path: detail})
-        except sa.exc.DBAPIError as error:
-            if not is_full(error):
-                raise
-            untold[choice.what.path] = detail
-        if choice.what.kind == "worktree":
-            remove_worktree(workspace.repository, choice.what.path)
-            continue
-        aside = choice.what.path.with_name(f"{REMOVED}{choice.what.path.name}")
-        remove(aside)
-        os.rename(choice.what.path, aside)
-        remove(aside)
-    if untold:
-        _tell(workspace, ledger, untold)
+    try:
+        for choice in choices:
+            size = choice.what.bytes()
+            detail = {"kind": choice.what.kind, "bytes": size, "why": choice.why}
+            freed += size
+            try:
+                _tell(workspace, ledger, untold | {choice.what.path: detail})
+                untold.clear()
+            except sa.exc.DBAPIError as error:
+                if not is_full(error):
+                    raise
+                untold[choice.what.path] = detail
+            if choice.what.kind == "worktree":
+                remove_worktree(workspace.repository, choice.what.path)
+                continue
+            aside = choice.what.path.with_name(f"{REMOVED}{choice.what.path.name}")
+            remove(aside)
+            os.rename(choice.what.path, aside)
+            remove(aside)
+    finally:
+        if untold:
+            _tell(workspace, ledger, untold)
     return freed
 
 

@@ -16,9 +16,14 @@ from factory.retention.policy import RetentionPolicy
 
 
 def filled(workspace: Workspace, error: BaseException) -> bool:
-    """Does an error tell that the workspace's disk is full? It is another disk where half of this one is free."""
-    room = Room.of(workspace)
-    return is_full(error) and room.free < room.total / 2
+    """Does an error tell that the workspace's disk is full? It is another disk where half of this one is free, or this one is not there."""
+    if not is_full(error):
+        return False
+    try:
+        room = Room.of(workspace)
+    except OSError:
+        return False
+    return room.free < room.total / 2
 
 
 def make_room(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:

@@ -26,7 +26,8 @@ from factory.retrying.tries import ASKED, TrainerDiedError
 from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
 
 PASS = "a pass"  # as a whole, among the keys
-FAULT_SECONDS = 60.0  # at most, between two tries while a fault of the machine lasts
+FAULT_SECONDS = 60.0  # at most, between two passes while a fault of the machine lasts
+TURN = 1.5  # times as long the action rests that met it, so that a pass comes in which the others have their turn
 MOST_UNRECORDED = 100
 LOG_BYTES = 4 << 20  # of errors.log, which is then renamed errors.old.log
 
@@ -104,7 +105,7 @@ class Steady:
         except Exception as error:
             fault = fault_of(error)
             if fault is not None:
-                self.backoff.failed(key, fault.says, longest=min(FAULT_SECONDS, self.backoff.longest))
+                self.backoff.failed(key, fault.says, longest=min(FAULT_SECONDS * TURN, self.backoff.longest))
                 raise
             self._failed.add(key)
             rest, news = self.backoff.failed(key, self._words(error, key))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from factory.computing import computing
 from factory.core.errors import DiskFullError, SegmentError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import cannot_be_read_now, is_of_no_file
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, failure_line, forget_exit
 from factory.core.left_files import count_lines, parse_object, read_text
 from factory.core.progress import Progress
@@ -230,7 +230,9 @@ def _prepare(folder: Path, spec: Spec, start: Path | None = None) -> None:
     """The run's folder, kept when it was begun with the same spec; else made, with a copy of the checkpoint ``start``."""
     try:
         known = json.loads((folder / "segment.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if cannot_be_read_now(error):
+            raise
         known = None
     if known != json.loads(json.dumps(spec)):
         remove(folder)

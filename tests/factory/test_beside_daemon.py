@@ -14,6 +14,7 @@ from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe, reconcile
+from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
 from factory.ledger.ledger import Ledger, candidates, verdicts
 from factory.ledger.rows import SegmentRow
@@ -28,6 +29,7 @@ from factory.training.planning import plan_trunk
 from factory.training.segment_folder import record_done
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
+from tests.support.failing.limits import few_handles
 from tests.support.plants.saved_plant import KINDS, diagnosed, note
 from tests.support.said import Said
 
@@ -173,6 +175,23 @@ def test_what_cannot_be_done_any_more_is_said_once(
         "  audit 1 is not done: segment 1 is not audited: no window of it was drawn while it trained"
     ]
     assert not asked(ledger)
+
+
+def test_a_request_is_not_lost_to_a_fault_of_the_machine(
+    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = restored
+    ask(ledger, ["judge 1"], "ann")
+
+    def perform(*_: object, **__: object) -> None:
+        with few_handles():
+            Tokenizer.load(workspace.tokenizer)
+
+    monkeypatch.setattr(daemon, "perform", perform)
+    monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)
+    with pytest.raises(InputError, match="Too many open files"):
+        reconcile(workspace, ledger, SILENT)
+    assert list(asked(ledger)) == ["judge 1"]
 
 
 # -- what is refused says what to do ------------------------------------------------------------------------------------------

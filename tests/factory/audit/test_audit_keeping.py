@@ -18,6 +18,7 @@ from factory.core.progress import SILENT
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
 from tests.support.factory.approvals import Plant
+from tests.support.failing.limits import few_handles
 from trainer.contract.checkpoint.format import Checkpoint, find_fault, save
 
 ROW = SegmentRow(
@@ -115,6 +116,11 @@ def test_a_window_that_was_not_left_is_replaced_by_the_whole_segment(tmp_path: P
         tx.execute(checkpoints.insert().values(id="c", segment=1, step=20, path=str(parent), created_at=0.0))
     row, drawn = SegmentRow.get(plant.ledger, 2), note(plant.ledger, 2, AuditWindow(25, 30, (1,)))
     keep_now = lambda: keep(plant.workspace, plant.ledger, row, drawn, SILENT)
+    made(kept_at, 25)
+    with few_handles(), pytest.raises(OSError):
+        keep_now()
+    assert AuditWindow.of(plant.ledger, 2) == drawn, "a window is not given up because no file handle was left"
+    shutil.rmtree(kept_at)
     made(kept_at, 33)
     changed_bytes(made(kept_at, 25))
     made(kept_at, 30)

@@ -19,8 +19,9 @@ import sqlalchemy as sa
 
 from factory.backups.backups import database_damage
 from factory.core import faults
-from factory.core.errors import ConfigError, DiskFullError, WorkspaceError
+from factory.core.errors import ConfigError, DiskFullError, SegmentError, WorkspaceError
 from factory.core.faults import Fault, fault_of, is_of_no_file, is_of_the_machine
+from factory.core.left_files import open_file
 from factory.core.workspace import Workspace, load_yaml
 from factory.doctor import examine
 from factory.git.git_store import RepositoryError
@@ -151,6 +152,41 @@ def test_what_a_folder_left_behind_can_cause_is_told_from_the_machine(number: in
     error = OSError(number, os.strerror(number), "checkpoints")
     assert is_of_the_machine(error) and is_of_no_file(error) == of_no_file
     assert not is_of_no_file(FileNotFoundError(errno.ENOENT, "no such file"))
+
+
+@pytest.mark.parametrize(
+    "words", ["(sqlite3.) database is locked", "database or disk is full", "x: Too many open files", "disk I/O error"]
+)
+def test_words_that_untrusted_code_left_are_no_fault(words: str) -> None:
+    """An error may quote a trainer's result, a folder's name or a log."""
+    for error in (SegmentError(f"result.json names {words}"), RuntimeError(words), ValueError(words)):
+        assert fault_of(error) is None
+
+
+def test_a_lease_on_a_file_is_no_lack_of_memory(tmp_path: Path) -> None:
+    """Code in a sandbox may hold one on what it left."""
+    (tmp_path / "left").write_text("{}")
+    words = (
+        "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.fcntl(f, 1024, 1); print('held', flush=True); input()"
+    )
+    ignoring = f"import signal; signal.signal(signal.SIGIO, signal.SIG_IGN); {words}"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", ignoring, str(tmp_path / "left")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout
+        if holder.stdout.readline() != "held\n":
+            pytest.skip("this file system has no leases")
+        with pytest.raises(BlockingIOError) as raised:
+            open_file(tmp_path / "left")
+        assert fault_of(raised.value) is None
+        assert fault_of(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")) == faults.MEMORY, "of a fork"
+    finally:
+        holder.kill()
+        holder.communicate()
 
 
 def test_what_git_prints_of_a_full_disk_is_a_fault(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from factory.core.faults import HANDLES, fault_of
 from factory.core.workspace import Workspace
-from factory.ingest import chain
+from factory.ingest import chain, readers
 from factory.ingest.inbox import take
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
@@ -104,6 +104,21 @@ def test_too_few_file_handles_are_not_the_files_fault(
     monkeypatch.undo()
     one_pass(workspace, ledger)
     assert len(trained_on(ledger)) == 10
+
+
+def test_a_file_that_the_disk_cannot_read_waits_and_the_others_do_not(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each pass would end with it. It is not quarantined, either: nothing is known of what is in it."""
+    bad, good = put(workspace, rows(0, 10), "bad.jsonl"), put(workspace, rows(10, 10), "good.jsonl")
+    opened = open
+    read = lambda path, *more, **how: opened("/proc/self/mem" if path == bad else path, *more, **how)
+    monkeypatch.setattr(readers, "open", read, raising=False)
+    said = one_pass(workspace, ledger)
+    assert said.about("bad.jsonl stays in the inbox: bad.jsonl cannot be read: [Errno 5] Input/output error"), (
+        said.lines
+    )
+    assert bad.exists() and not good.exists() and len(trained_on(ledger)) == 10, said.lines
 
 
 WRITER = """

@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -78,6 +80,23 @@ def test_workers_that_hang_are_killed(tmp_path: Path) -> None:
         with pytest.raises(WorkerDiedError, match="hung: no chunk for .* was timed|hung: no chunk for .* is usual"):
             list(results)
     assert stopped and not [worker for worker in stopped if worker.is_running()]
+
+
+def test_work_that_ends_as_its_time_is_up_is_taken(tmp_path: Path) -> None:
+    """Between the time that ``result`` waits for it and the question whether it is done."""
+
+    class Late(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                self.set_result(3)
+                raise TimeoutError
+            return super().result()
+
+    class Dog:
+        begin = staticmethod(lambda: None)
+        look = staticmethod(lambda done: "")
+
+    assert Pool._result(cast(Any, None), Late(), cast(Any, Dog()), 0) == 3
 
 
 def test_what_takes_long_beside_the_work_is_no_hang(tmp_path: Path) -> None:

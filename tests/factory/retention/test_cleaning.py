@@ -5,10 +5,13 @@ What is needed is computed here from the actions that a factory may take next, e
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -34,6 +37,7 @@ from factory.ledger.ledger import (
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning
 from factory.retention.cleaning import REMOVED, clean, examine
+from factory.retention.watching import filled
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import spec_of
 from tests.support.factory.command import factory
@@ -260,6 +264,40 @@ def test_a_disk_that_is_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code:
         clean(workspace, ledger, hard=True)
         assert not [path for path in going if os.path.lexists(path)]
         assert {path.relative_to(workspace.root).as_posix() for path in going} <= retired(ledger)
+
+
+def test_what_went_before_a_folder_that_cannot_go_is_recorded(
+    tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger had no room for its record at first."""
+    workspace, ledger = make(tmp_path / "w", code, 5)
+    going = [one.what.path for one in examine(workspace, ledger, hard=True) if one.goes and one.what.kind != "run"]
+    full, tell, rename = [True], cleaning._tell, os.rename
+
+    def told(*given: Any) -> None:
+        if full[0]:
+            raise sa.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+        tell(*given)
+
+    def renamed(source: Path, target: Path) -> None:
+        if sum(not os.path.lexists(path) for path in going) == 2:
+            full[0] = False
+            raise OSError(errno.EIO, "Input/output error", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(cleaning, "_tell", told)
+    monkeypatch.setattr(cleaning.os, "rename", renamed)
+    with pytest.raises(OSError, match="Input/output error"):
+        clean(workspace, ledger, hard=True)
+    gone = {path.relative_to(workspace.root).as_posix() for path in going if not os.path.lexists(path)}
+    assert len(gone) >= 2 and gone <= retired(ledger)
+
+
+def test_an_error_is_looked_at_before_a_disk_that_is_away(workspace: Workspace, tmp_path: Path) -> None:
+    """Nothing that fails ends the daemon, its workspace's mount among it."""
+    workspace.root.rename(tmp_path / "away")
+    assert not filled(workspace, FileNotFoundError("it is away"))
+    assert not filled(workspace, OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_a_dry_run_changes_nothing_and_says_why(tmp_path: Path, code: Path) -> None:

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from factory.core import faults
-from factory.core.errors import ConfigError
+from factory.core.errors import ConfigError, DiskFullError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import run
 from factory.ingest.inbox import arrived, take
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger, segments
+from factory.retrying.backoff import Backoff
 from factory.retrying.steady import Steady
 from factory.retrying.tries import retry
 from factory.retrying.waiting import failing, lines_of, what_waits
@@ -112,6 +113,29 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     assert not held(ledger) and list(arrived(workspace, ledger, 0)) == [path]
     take(workspace, ledger, path, SILENT)
     assert not list(workspace.inbox.iterdir())
+
+
+def test_an_action_that_meets_a_lasting_fault_leaves_the_others_their_turn(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer says, pass after pass, that the disk is full. It comes first in each pass, and ends it."""
+    now = [0.0]
+    steady, turns = Steady(workspace, ledger, SILENT), []
+    steady.backoff = Backoff(1.0, 600.0, lambda: now[0])
+
+    def train() -> None:
+        raise DiskFullError("segment 1: the disk is full")
+
+    while now[0] < 3600:
+        now[0] += 5.0
+        if not steady.too_early():
+            try:
+                steady.attempt("train 1", train)
+                steady.attempt("judge 1", lambda: turns.append(now[0]))
+                steady.passed()
+            except DiskFullError as error:
+                steady.pass_failed(error)
+    assert len(turns) > 10, turns
 
 
 def test_what_an_earlier_daemon_said_to_fail_is_known_to_work_again(workspace: Workspace, ledger: Ledger) -> None:

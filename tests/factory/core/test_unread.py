@@ -1,0 +1,131 @@
+"""Whoever reads a file while no file handle is left says nothing about the file: it is not damaged, not gone, and nobody's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from factory.core.exports import folder_sha256
+from factory.core.faults import HANDLES, fault_of
+from factory.evals.export_folder import read_json
+from factory.evals.export_parity import export_digests
+from factory.ingest.readers import read_rows
+from factory.ingest.rules.policy import ShardLimits
+from factory.repairs.checkpoints import checkpoint_fault, export_fault
+from factory.repairs.token_shards import token_shard_fault
+from factory.replicas import replicating
+from factory.training import certificate_runs
+from tests.support.factory.exports import save_export, tiny_model
+from tests.support.failing.limits import few_handles
+from tests.support.serving.served import tokenizer
+from tests.support.trainer.segments import make_documents
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint, manifest_sha256
+from trainer.contract.data.token_shard import write_token_shard
+
+
+@dataclass(frozen=True)
+class Export:
+    """As a candidate's row."""
+
+    export_path: str
+    export_sha256: str
+
+
+def checkpoint(root: Path) -> Path:
+    return checkpoints.save(root, Checkpoint({"w": torch.zeros(2)}, {"m": torch.zeros(2)}, {"step": 4}))
+
+
+def export(root: Path) -> Path:
+    return save_export(tiny_model(0), root / "export", tokenizer())
+
+
+def of_a_checkpoint(root: Path, deep: bool) -> Callable[[], object]:
+    path = checkpoint(root)
+    row = {"path": str(path), "id": manifest_sha256(path)}
+    return lambda: checkpoint_fault(row, deep)
+
+
+def of_an_export(root: Path) -> Callable[[], object]:
+    path = export(root)
+    row = cast(Any, Export(str(path), folder_sha256(path)))
+    return lambda: export_fault(row, deep=True)
+
+
+def of_a_replica(root: Path) -> Callable[[], object]:
+    path = checkpoint(root / "checkpoints")
+    result = f'{{"last_step": 4, "checkpoint": "{path}", "manifest_sha256": "", "loss": 1.0, "steps": 4}}'
+    (root / "result.json").write_text(result)
+
+    @dataclass(frozen=True)
+    class Row:
+        last_step: int = 4
+
+    return lambda: replicating._fault(root, cast(Any, Row()))
+
+
+def of_a_run(root: Path) -> Callable[[], object]:
+    certificate_runs.write_spec(root, {"kind": "trunk"})
+    return lambda: certificate_runs._prepare(root, {"kind": "trunk"})
+
+
+def of_a_shard(root: Path, name: str) -> Callable[[], object]:
+    path = root / name
+    path.write_bytes(b'{"text": "a"}\n')
+    return lambda: list(read_rows(path, ShardLimits()))
+
+
+def of_a_token_shard(root: Path) -> Callable[[], object]:
+    shard = write_token_shard(root, make_documents(1, {"docs": 3}), vocab_size=512, tokenizer_sha256="t" * 64)
+    return lambda: token_shard_fault(shard.path, deep=True)
+
+
+def of_json(root: Path) -> Callable[[], object]:
+    path = root / "config.json"
+    path.write_text("{}")
+    return lambda: read_json(path)
+
+
+def of_tensors(root: Path) -> Callable[[], object]:
+    path = export(root)
+    return lambda: export_digests(path)
+
+
+READS: dict[str, Callable[[Path], Callable[[], object]]] = {
+    "a checkpoint": lambda root: of_a_checkpoint(root, False),
+    "a checkpoint's files": lambda root: of_a_checkpoint(root, True),
+    "an export": of_an_export,
+    "an export's config": of_json,
+    "an export's tensors": of_tensors,
+    "a replica": of_a_replica,
+    "a certificate's run": of_a_run,
+    "a token shard": of_a_token_shard,
+    "a shard": lambda root: of_a_shard(root, "a.jsonl"),
+    "a compressed shard": lambda root: of_a_shard(root, "a.jsonl.gz"),
+    "a Parquet shard": lambda root: of_a_shard(root, "a.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_cannot_be_read_now(tmp_path: Path, name: str) -> None:
+    read = READS[name](tmp_path)
+    before = said(read)
+    kept = sorted(tmp_path.rglob("*"))
+    with few_handles(), pytest.raises(Exception) as raised:
+        read()
+    assert fault_of(raised.value) == HANDLES, raised.value
+    assert said(read) == before and sorted(tmp_path.rglob("*")) == kept
+
+
+def said(read: Callable[[], object]) -> str:
+    """What it says when it can be read; also of what is no Parquet file."""
+    try:
+        return str(read())
+    except Exception as error:
+        assert fault_of(error) is None
+        return str(error)
