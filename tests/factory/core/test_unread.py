@@ -12,16 +12,19 @@ import torch
 
 from factory.core.exports import folder_sha256
 from factory.core.faults import HANDLES, fault_of
+from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_json
 from factory.evals.export_parity import export_digests
-from factory.ingest.readers import read_rows
-from factory.ingest.rules.policy import ShardLimits
+from factory.ingest import vocabulary
+from factory.ingest.readers import ShardProblem, read_rows
+from factory.ingest.rules.policy import DataPolicy, ShardLimits
 from factory.repairs.checkpoints import checkpoint_fault, export_fault
 from factory.repairs.token_shards import token_shard_fault
 from factory.replicas import replicating
 from factory.training import certificate_runs
 from tests.support.factory.exports import save_export, tiny_model
 from tests.support.failing.limits import few_handles
+from tests.support.paths import ROOT
 from tests.support.serving.served import tokenizer
 from tests.support.trainer.segments import make_documents
 from trainer.contract.checkpoint import format as checkpoints
@@ -80,6 +83,13 @@ def of_a_shard(root: Path, name: str) -> Callable[[], object]:
     return lambda: list(read_rows(path, ShardLimits()))
 
 
+def of_a_sample(root: Path) -> Callable[[], object]:
+    path = root / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n')
+    policy = DataPolicy.load(ROOT / "policies" / "data.yaml")
+    return lambda: list(vocabulary._sample_file(path, policy, 100))
+
+
 def of_a_token_shard(root: Path) -> Callable[[], object]:
     shard = write_token_shard(root, make_documents(1, {"docs": 3}), vocab_size=512, tokenizer_sha256="t" * 64)
     return lambda: token_shard_fault(shard.path, deep=True)
@@ -107,6 +117,7 @@ READS: dict[str, Callable[[Path], Callable[[], object]]] = {
     "a token shard": of_a_token_shard,
     "a shard": lambda root: of_a_shard(root, "a.jsonl"),
     "a compressed shard": lambda root: of_a_shard(root, "a.jsonl.gz"),
+    "a shard, for the vocabulary": of_a_sample,
     "a Parquet shard": lambda root: of_a_shard(root, "a.parquet"),
 }
 
@@ -119,6 +130,7 @@ def test_what_cannot_be_read_now(tmp_path: Path, name: str) -> None:
     with few_handles(), pytest.raises(Exception) as raised:
         read()
     assert fault_of(raised.value) == HANDLES, raised.value
+    assert not isinstance(raised.value, ExportError | ShardProblem), "which is an answer about the candidate, the shard"
     assert said(read) == before and sorted(tmp_path.rglob("*")) == kept
 
 

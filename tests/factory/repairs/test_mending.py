@@ -29,6 +29,7 @@ from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
 from factory.training.exporting import make_export
 from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
 from tests.support.factory.command import factory
+from tests.support.failing.limits import few_handles
 from tests.support.file_hashes import file_hashes
 from tests.support.said import Said
 from trainer.contract.checkpoint.format import find_fault, read_manifest
@@ -49,6 +50,20 @@ def weights(ledger: Ledger, segment: int) -> dict[str, Any]:
 
 def token_shards(ledger: Ledger) -> list[dict[str, Any]]:
     return ledger.read("SELECT id, path FROM token_shards ORDER BY created_at")
+
+
+def test_what_cannot_be_read_now_says_nothing_about_what_is_damaged(copied: Copy) -> None:
+    workspace, ledger = copied()
+    path, said = Path(token_shards(ledger)[0]["path"]), Said()
+    shutil.rmtree(path)
+
+    def act() -> None:
+        with few_handles():
+            read_manifest(Path(last_checkpoint(ledger, 1)["path"]))
+
+    with pytest.raises(OSError, match="Too many open files"):
+        with_mending(workspace, ledger, said, act)
+    assert not path.exists() and not said.lines
 
 
 @pytest.mark.parametrize("damage", ["gone", "tokens.bin", "documents.parquet", "manifest.json"])

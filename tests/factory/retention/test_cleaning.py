@@ -37,6 +37,7 @@ from factory.ledger.ledger import (
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning
 from factory.retention.cleaning import REMOVED, clean, examine
+from factory.retention.disk import Room
 from factory.retention.watching import filled
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import spec_of
@@ -293,11 +294,17 @@ def test_what_went_before_a_folder_that_cannot_go_is_recorded(
     assert len(gone) >= 2 and gone <= retired(ledger)
 
 
-def test_an_error_is_looked_at_before_a_disk_that_is_away(workspace: Workspace, tmp_path: Path) -> None:
-    """Nothing that fails ends the daemon, its workspace's mount among it."""
+def test_only_a_full_disk_of_its_own_is_filled(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing that fails ends the daemon, its workspace's mount among it."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for free, here in ((1, True), (60, False)):
+        monkeypatch.setattr(Room, "of", lambda _, free=free: Room(free, 100))
+        assert filled(workspace, full) == here and not filled(workspace, FileNotFoundError("it is away"))
+    monkeypatch.undo()
     workspace.root.rename(tmp_path / "away")
-    assert not filled(workspace, FileNotFoundError("it is away"))
-    assert not filled(workspace, OSError(errno.ENOSPC, "No space left on device"))
+    assert not filled(workspace, full) and not filled(workspace, FileNotFoundError("it is away"))
 
 
 def test_a_dry_run_changes_nothing_and_says_why(tmp_path: Path, code: Path) -> None:
