@@ -152,6 +152,15 @@ def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
     assert "asked" not in command_here("status", home=workspace).stdout
 
 
+def test_a_command_that_is_no_daemon_is_not_asked(restored: tuple[Workspace, Ledger]) -> None:
+    """'factory train' does not look for it, and a daemon that begins weeks later is not to find it."""
+    workspace, ledger = restored
+    candidate_of(ledger, 1)
+    with at_work(workspace, "factory"):
+        said = command_here("evaluate", "1", home=workspace)
+    assert HOW in str(said.exception) and not asked(ledger)
+
+
 def test_what_was_asked_for_again_while_it_was_done_is_done_again(ledger: Ledger) -> None:
     judge = "judge 3"
     ask(ledger, [judge], "ann")

@@ -16,16 +16,20 @@ if TYPE_CHECKING:
 
 
 def hold_or_ask(held: ExitStack, workspace: Workspace, ledger: Ledger, actions: Sequence[Action], **how: Any) -> str:
-    """Hold the daemon's lock in ``held``; where a process has it, ask for the actions. Returns what a person is told then; '': it is held.
+    """Hold the daemon's lock in ``held``; where a daemon has it, ask for the actions. Returns what a person is told then; '': it is held.
 
     ``how``: what the actions are done with, as ``factory.retrying.asking.asked`` gives it.
     """
     from factory.daemon import LOCK
     from factory.retrying.asking import ask
+    from factory.watching.running import daemon
 
     try:
         held.enter_context(workspace.lock(LOCK))
     except WorkspaceError as busy:
+        command = daemon(workspace).get("command", "").split()
+        if command[:1] == ["factory"] and command[1:2] not in (["run"], ["demo"]):
+            raise  # 'factory train', say, which does not look for what is asked
         ask(ledger, map(str, actions), person(), **how)
         return f"{', '.join(map(str, actions))}: 'factory run' does it in its next pass ({str(busy).partition(';')[0]})"
     return ""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from factory.core.workspace import Workspace
 from tests.support.paths import ROOT
@@ -22,10 +23,11 @@ with Workspace.open(Path(sys.argv[1])).lock(MODEL_LOOP):
 
 
 @contextmanager
-def at_work(workspace: Workspace) -> Iterator[int]:
-    """Yields its number; it ends with the block."""
+def at_work(workspace: Workspace, program: str = "") -> Iterator[int]:
+    """Yields its number; it ends with the block. ``program``: what its command line says that it is."""
+    name = Path(sys.executable).with_name(program or "python")
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(workspace.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [str(name), "-c", HOLDER, str(workspace.root)], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
