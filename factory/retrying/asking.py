@@ -5,16 +5,20 @@ way.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import Reads
+
+if TYPE_CHECKING:
+    from factory.ledger.ledger import Ledger
 
 ASKED, ANSWERED = "action_asked", "action_answered"
 
 
 def ask(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
     """``how``: what the actions are done with, as ``asked`` gives it."""
+    from factory.ledger.ledger import record
+
     with ledger.begin() as tx:
         for action in actions:
             record(tx, ASKED, "daemon", {"action": action, "by": by, **how})
@@ -35,5 +39,7 @@ def asked(db: Reads) -> dict[str, dict[str, Any]]:
 
 
 def answer(ledger: Ledger, action: str, event: int) -> None:
+    from factory.ledger.ledger import record
+
     with ledger.begin() as tx:
         record(tx, ANSWERED, "daemon", {"action": action, "event": event})
