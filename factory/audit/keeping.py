@@ -113,7 +113,8 @@ class _Keeper(threading.Thread):
                 except FileNotFoundError:
                     pass  # not written yet, or removed again
                 except (OSError, ValueError) as error:  # a full disk, or a checkpoint that is none
-                    self.problem, self.fault = str(error), error if is_of_no_file(error) else None
+                    lease = isinstance(error, BlockingIOError)  # which the trainer may hold on what it left
+                    self.problem, self.fault = str(error), error if is_of_no_file(error) and not lease else None
         return all(target.exists() for target in self.targets)
 
 

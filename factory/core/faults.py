@@ -62,7 +62,7 @@ def fault_of(error: BaseException) -> Fault | None:
             return FULL
         if isinstance(one, MemoryError):
             return MEMORY
-        if isinstance(one, OSError) and one.errno in BY_NUMBER and not _is_a_lease(one):
+        if isinstance(one, OSError) and one.errno in BY_NUMBER:
             return replace(BY_NUMBER[one.errno], where=os.fsdecode(one.filename) if one.filename else "")
         if type(one).__module__.startswith("psycopg") and type(one).__name__ == "OperationalError":
             return UNREACHED
@@ -110,11 +110,6 @@ def cannot_be_read_now(error: BaseException) -> bool:
     """Does a failed read say nothing about the file: no handle, no memory, a file server that does not answer? A disk's error says that the file
     is damaged, or may be."""
     return fault_of(error) in (HANDLES, MEMORY, AWAY)
-
-
-def _is_a_lease(error: OSError) -> bool:
-    """A process that holds a lease on a file keeps others from opening it at once (``fcntl(2)``); without a file it is no process that is left."""
-    return error.errno == errno.EAGAIN and error.filename is not None
 
 
 def _quotes_sqlite(error: BaseException) -> bool:

@@ -25,8 +25,11 @@ HALF_PAIR = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file, for reading. Raises: FileNotFoundError, also for what is no regular file; OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    """A regular file, for reading. Raises: FileNotFoundError, also for what is no regular file, or is kept from being opened; OSError."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except BlockingIOError:
+        raise FileNotFoundError(f"{path} is held by a lease (F_SETLEASE)") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise FileNotFoundError(f"{path} is not a regular file")

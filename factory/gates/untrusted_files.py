@@ -67,7 +67,9 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
         with os.fdopen(os.dup(handle), "rb") as file:
             return file.read(limit + 1)[:limit]
     except OSError as error:
-        if is_of_no_file(error):
+        if is_of_no_file(error) and not isinstance(
+            error, BlockingIOError
+        ):  # that is a lease, which the candidate may hold
             raise
         raise UntrustedFileError(f"{parts[-1]} is not there: {error.strerror}") from None
     except MemoryError as error:

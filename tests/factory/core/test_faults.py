@@ -24,6 +24,7 @@ from factory.core.faults import Fault, fault_of, is_of_no_file, is_of_the_machin
 from factory.core.left_files import open_file
 from factory.core.workspace import Workspace, load_yaml
 from factory.doctor import examine
+from factory.gates.untrusted_files import UntrustedFileError, read_bytes
 from factory.git.git_store import RepositoryError
 from factory.git.git_store import git as factory_git
 from factory.ledger.ledger import Ledger, record
@@ -180,10 +181,18 @@ def test_a_lease_on_a_file_is_no_lack_of_memory(tmp_path: Path) -> None:
         assert holder.stdout
         if holder.stdout.readline() != "held\n":
             pytest.skip("this file system has no leases")
-        with pytest.raises(BlockingIOError) as raised:
+        with pytest.raises(FileNotFoundError) as raised:
             open_file(tmp_path / "left")
         assert fault_of(raised.value) is None
-        assert fault_of(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")) == faults.MEMORY, "of a fork"
+        folder = os.open(tmp_path, os.O_RDONLY)
+        with pytest.raises(UntrustedFileError) as refused:
+            read_bytes(folder, ["left"], 100)
+        os.close(folder)
+        assert fault_of(refused.value) is None
+        no_process = BlockingIOError(
+            errno.EAGAIN, "Resource temporarily unavailable", "/usr/bin/env"
+        )  # as subprocess says it
+        assert fault_of(no_process) == faults.MEMORY
     finally:
         holder.kill()
         holder.communicate()
