@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import sqlalchemy as sa
-import torch
 
 from factory.core.faults import HANDLES, fault_of
 from factory.core.progress import SILENT
-from factory.core.workspace import Workspace
 from factory.evals import evaluator
 from factory.evals.evaluator import evaluate
-from factory.ledger.ledger import Ledger, evaluations
-from tests.support.factory.exports import Plant, build_plant, save_export, tiny_model
+from factory.ledger.ledger import evaluations
+from tests.support.factory.exports import Plant, save_export, tiny_model
 from tests.support.failing.limits import few_handles
 from trainer.contract.data.token_shard import TokenShard, TokenShardError
-
-
-@pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices
-    workspace = Workspace.create(tmp_path_factory.mktemp("plant") / "workspace")
-    yield build_plant(workspace, Ledger.create(workspace.ledger_url))
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("part", ["baselines", "parity"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from factory.core.workspace import code_root
 from factory.gates.patch.judge import STAGES, gain, judge_patch, t_quantile
 from factory.gates.patch.policy import PatchPolicy
-from tests.support.factory.patch_evidence import evidence
+from tests.support.gates.patch_evidence import evidence
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update={"pairs": 2})})

@@ -14,7 +14,7 @@ from factory.core.workspace import code_root
 from factory.gates.patch.judge import gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, timing, unsteady
-from tests.support.factory.patch_evidence import evidence
+from tests.support.gates.patch_evidence import evidence
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 POLICY = TrainingPolicy(steps=100, pairs=2)

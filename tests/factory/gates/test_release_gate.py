@@ -15,7 +15,6 @@ import torch
 
 from factory.core.errors import DamagedExportError, InputError
 from factory.core.progress import SILENT
-from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate
 from factory.evals.parity import CHECKS
 from factory.evals.policy import EvalPolicy
@@ -23,20 +22,17 @@ from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.gate import decide
 from factory.ingest.rules.split import is_sealed
-from factory.ledger.ledger import Ledger, documents, eval_items, evaluations, held_out, record, releases, verdicts
+from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record, releases, verdicts
 from factory.ledger.rows import CandidateRow, champion
-from tests.support.factory.exports import SHARD, Plant, build_plant, save_export, tiny_model, trained
+from tests.support.factory.exports import SHARD, Plant, plant_of_one_thread, save_export, tiny_model, trained
 from tests.support.paths import ROOT
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
 
 @pytest.fixture(scope="module")
 def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices
-    workspace = Workspace.create(tmp_path_factory.mktemp("plant") / "workspace")
-    yield build_plant(workspace, Ledger.create(workspace.ledger_url))
-    torch.set_num_threads(threads)
+    with plant_of_one_thread(tmp_path_factory.mktemp("plant")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

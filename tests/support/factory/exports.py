@@ -10,6 +10,7 @@ import inspect
 import json
 import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,15 @@ def save_export(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | Non
     if tokenizer is not None:
         tokenizer.copy_to(folder)
     return folder
+
+
+@contextlib.contextmanager
+def plant_of_one_thread(root: Path) -> Iterator[Plant]:
+    """A plant in a workspace of its own; while the block runs torch works in one thread, as its matrices are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        workspace = Workspace.create(root / "workspace")
+        yield build_plant(workspace, Ledger.create(workspace.ledger_url))
+    finally:
+        torch.set_num_threads(threads)
