@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from factory.core.errors import DiskFullError
 
@@ -52,6 +54,7 @@ BY_WORDS = {
     "attempt to write a readonly database": READ_ONLY, "disk I/O error": BROKEN, "unable to open database file": UNOPENED,
     "Too many open files": HANDLES, "No space left on device": FULL, "Read-only file system": READ_ONLY,
 }  # fmt: skip  # of SQLite
+TAKEN_BYTES = 16 << 20  # free bytes show neither a quota nor that no file may be added
 QUOTE_SQLITE = ("sqlalchemy", "mlflow")  # packages whose exceptions do; any other may quote what untrusted code left
 
 
@@ -89,6 +92,21 @@ def is_of_no_file(error: BaseException) -> bool:
 def is_full(error: BaseException) -> bool:
     """Does it tell of a full disk?"""
     return fault_of(error) == FULL
+
+
+def fits(folder: Path, size: int) -> bool:
+    """Can so many bytes be written in a folder? Seen by taking some of them for a moment. Raises: OSError for what is not about room."""
+    status = os.statvfs(folder)
+    if status.f_bavail * status.f_frsize < size:
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, min(size, TAKEN_BYTES))
+    except OSError as error:
+        if is_full(error):
+            return False
+        raise
+    return True
 
 
 def printed(words: str) -> OSError | None:

@@ -8,6 +8,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
+
 HUNG, OUT_OF_MEMORY, KILLED, CRASHED, FAILED = "hung", "out of memory", "killed", "crashed", "failed"
 OF_A_RANK = re.compile(r"Signal (\d+) \(SIG\w+\) received by PID \d+|exitcode\s*: -(\d+) ")  # as torchrun writes it
 NO_MEMORY = re.compile(
@@ -38,6 +40,10 @@ def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Endin
     Ending(kind='failed', says='ended with exit 1: trainer: no')
     """
     cause = f": {line}" if line else ""
+    if code == EXIT_STOPPED:
+        return Ending(KILLED, "was stopped by somebody else (SIGTERM), and not by this factory")
+    if code == EXIT_DISK_FULL:
+        return Ending(FAILED, f"says that the disk is full, but there is room for its checkpoints{cause}")
     number = _signal(code, log)
     if number == signal.SIGKILL:
         kills = oom_kills()

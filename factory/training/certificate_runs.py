@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from factory.computing import computing
 from factory.core.errors import DiskFullError, SegmentError
-from factory.core.faults import cannot_be_read_now, is_of_no_file
+from factory.core.faults import cannot_be_read_now, fits, is_of_no_file
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, failure_line, forget_exit
 from factory.core.left_files import count_lines, parse_object, read_text
 from factory.core.progress import Progress
@@ -33,7 +33,7 @@ from factory.retrying.watchdog import UsualTimes, Watchdog
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Series, Trace
 from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.training.planning import plan_of
-from factory.training.segment_folder import clear, folder_lock, result_of, spec_of, write_spec
+from factory.training.segment_folder import clear, folder_lock, result_of, room_for, spec_of, write_spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,6 +220,8 @@ def train_all(
     if exit_status == EXIT_STOPPED:
         raise SegmentError(f"{title}: the run was stopped; run the same command again to go on")
     if exit_status == EXIT_DISK_FULL:
+        if fits(scratch, max(room_for(spec["recipe"]) for spec in specs.values())):
+            raise SegmentError(f"{title}: {line}; there is room for its checkpoints now: run the same command again")
         raise DiskFullError(f"{title}: {line}; free some space and run the same command again")
     if exit_status == 0 and not all((folder / "result.json").exists() for folder in folders):
         return 1, "it ended without a result"

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from factory.core.errors import DiskFullError, SegmentError
+from factory.core.faults import fits
 from factory.core.file_lock import LockedError, file_lock, holders
 from factory.core.launching import (
     EXIT_DISK_FULL,
-    EXIT_STOPPED,
     LOG_BYTES,
     failure_line,
 )
@@ -126,14 +126,12 @@ def failed(
 ) -> NoReturn:
     """Record how a trainer of a segment ended: ``why``, or as its exit and its log tell. ``kills_before``: ``oom_kills`` at its start.
 
-    Raises: SegmentError, always; TrainerDiedError for what counts as a try; DiskFullError.
+    Raises: SegmentError, always; TrainerDiedError for what counts as a try; DiskFullError when the disk is full, whatever the trainer says.
     """
     log = workspace.logs / f"segment-{row.id:05d}.log"
     line = failure_line(log)
-    cause = f": {line}" if line else ""
-    if code == EXIT_STOPPED and why is None:
-        raise SegmentError(f"segment {row.id} was stopped; run the same command again to go on")
-    if code == EXIT_DISK_FULL and why is None:
+    if code == EXIT_DISK_FULL and why is None and not fits(Path(row.folder), room_for(row.recipe_json)):
+        cause = f": {line}" if line else ""
         raise DiskFullError(
             f"segment {row.id}: the disk is full{cause}. Free some space and run the same command again: its last checkpoint is whole"
         )
@@ -148,6 +146,13 @@ def failed(
     raise TrainerDiedError(
         f"segment {row.id} {ending.says} (log: {log}){'' if parked else next_try}", row.attempts, parked
     )
+
+
+def room_for(recipe: Mapping[str, Any]) -> int:
+    """Bytes: at least what a trainer of this recipe writes between two looks at the disk, its checkpoint of weights and moments."""
+    from trainer.contract.recipe import Recipe
+
+    return 2 * 16 * Recipe.parse(dict(recipe)).model.parameters
 
 
 def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:

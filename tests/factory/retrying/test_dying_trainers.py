@@ -29,7 +29,7 @@ from factory.training.segment_folder import folder_lock
 from factory.training.training import _kill, run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
-from tests.support.failing.deaths import make_mortal, plan_row, strike
+from tests.support.failing.deaths import deaths, make_mortal, plan_row, strike
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import make_plant
@@ -69,13 +69,6 @@ def policy(workspace: Workspace, **keys: float) -> None:
 
 def first_of(ledger: Ledger, segment: int) -> int:
     return int(SegmentRow.get(ledger, segment).first_step)
-
-
-def deaths(ledger: Ledger, segment: int) -> list[dict[str, object]]:
-    rows = ledger.read(
-        "SELECT detail FROM events WHERE kind = 'segment_stumbled' AND subject = :s ORDER BY id", s=f"segment:{segment}"
-    )
-    return [row["detail"] for row in rows]
 
 
 def steps_of(ledger: Ledger, segment: int) -> list[int]:

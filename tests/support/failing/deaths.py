@@ -69,3 +69,11 @@ def plan_row(ledger: Ledger, **columns: Any) -> SegmentRow:
             tx.execute(data_plans.insert().values(id="p", plan=json.loads("{}"), created_at=0.0))
         number = insert(tx, segments, **(values | columns))
     return SegmentRow.get(ledger, number)
+
+
+def deaths(ledger: Ledger, segment: int) -> list[dict[str, object]]:
+    """What was recorded of each, the oldest first; the one that parked the segment is not among them."""
+    rows = ledger.read(
+        "SELECT detail FROM events WHERE kind = 'segment_stumbled' AND subject = :s ORDER BY id", s=f"segment:{segment}"
+    )
+    return [row["detail"] for row in rows]
