@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP = @$(PYTHON) -I factory/set_up/__main__.py
 
-.PHONY: setup setup-dev serve-env demo test test-slow test-portable check lint types bench bench-report bench-baseline doctor-suite chaos \
+.PHONY: setup setup-dev serve-env demo test test-slow test-long test-portable check lint types bench bench-report bench-baseline doctor-suite chaos \
 	judge-calibration clean
 
 # The script looks whether .venv is up to date (a hash of pyproject.toml and constraints.txt), so that no target here has to.
@@ -23,10 +23,14 @@ demo: setup
 
 # Some minutes: every package and every promise. The rest is whole gate runs, kills and long simulations, each with its reason.
 test: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long"
 
 test-slow: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not long"
+
+# What CI has no time for: the demo, whole gates over honest patches, and more cases of what the other tiers test with one or two.
+test-long: setup-dev
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 # A short selection for a processor of another class: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 make test-portable
 test-portable: setup-dev

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -43,13 +45,26 @@ os.environ.setdefault(
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A slow test says why."""
+    """A slow or long test says why, and a sample names cases that are there; the other cases are long."""
     report = yield
     tests = [item for item in report.result or () if isinstance(item, pytest.Item)]
-    marks = {item.nodeid: item.get_closest_marker("slow") for item in tests}
-    if silent := [name for name, mark in marks.items() if mark and not (mark.args and str(mark.args[0]).strip())]:
-        report.outcome, report.result = "failed", []
-        report.longrepr = f"slow without a reason, as in @pytest.mark.slow('two whole gate runs'): {', '.join(silent)}"
+    marks = {item.nodeid: mark for name in ("slow", "long") for item in tests for mark in item.iter_markers(name)}
+    wrong = ""
+    if silent := [name for name, mark in marks.items() if not (mark.args and str(mark.args[0]).strip())]:
+        wrong = f"slow or long without a reason, as in @pytest.mark.slow('two whole gate runs'): {', '.join(silent)}"
+    cases: dict[str, set[str]] = defaultdict(set)
+    for item in tests:
+        if sample := item.get_closest_marker("sample"):
+            name, _, case = item.name.rstrip("]").partition("[")
+            cases[name].add(case)
+            if case not in sample.args:
+                item.add_marker(pytest.mark.long(f"of its cases, {', '.join(sample.args)} run in its own tier"))
+    for name, found in cases.items():
+        mark = next(item for item in tests if item.name.startswith(f"{name}[")).get_closest_marker("sample")
+        if missing := set(mark.args if mark else ()) - found:
+            wrong = f"{name}: no such cases in its sample: {', '.join(sorted(missing))}; there are: {', '.join(sorted(found))}"
+    if wrong:
+        report.outcome, report.result, report.longrepr = "failed", [], wrong
     return report
 
 
@@ -62,9 +77,13 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first, the longest before the others, each whole: what is left at the end is short, and two workers can share it."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path not in slow, rank.get(item.path.name, len(LONGEST))))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what collection made stays to the end: half a million objects less to walk at each full collection of garbage
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_operations_of_experts_run_on_made_up_indices() -> None:
     assert {"index", "gather", "scatter_add", "index_put", "sort"} <= seen
 
 
-@pytest.mark.slow("two workers measure operations of two large models' layers")
+@pytest.mark.long("two workers measure operations of two large models' layers")
 def test_a_sweep_measures_what_fits_and_marks_the_rest(tmp_path: Path) -> None:
     limits = SweepLimits(memory_bytes=2e8, item_s=0.3, total_s=6.0, threads=1)
     slices = [Slice("7b", 1, 16), Slice("1t", 1, 16)]

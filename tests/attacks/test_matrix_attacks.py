@@ -138,6 +138,18 @@ def changed(folder: Path, path: str, edits: list[tuple[str, str]]) -> Path:
     return code
 
 
+@pytest.mark.sample(
+    "an anneal that stays at its peak rate",
+    "a resume that begins anew",
+    "an outlier is not skipped",
+    "a layer frozen after step 100 of a segment",
+    "ranks that do not add up their losses",
+    "averages that forget the weights",
+    "a better loss in the metrics",
+    "no clipping",
+    "bf16 moments",
+    "no weight decay",
+)
 @pytest.mark.slow("some forty tiny trainings, a process each")
 @pytest.mark.parametrize("name", [*SELDOM_EXECUTED, *UNTOLD, *BELOW_THE_OLD_BOUND])
 def test_a_tiny_run_shows_it(prepared: Prepared, tmp_path: Path, name: str) -> None:
@@ -150,6 +162,7 @@ def test_a_tiny_run_shows_it(prepared: Prepared, tmp_path: Path, name: str) -> N
     assert found.differences and f"'{run}'" in found.differences[0] or run.startswith("trainer.tools")
 
 
+@pytest.mark.sample("a branch for the hour", "a function that nothing calls yet")
 @pytest.mark.slow("some tiny trainings, a process each")
 @pytest.mark.parametrize("name", NEVER_EXECUTED)
 def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name: str) -> None:
@@ -161,13 +174,13 @@ def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name
     print(found.unexecuted)
 
 
-@pytest.mark.slow("some tiny trainings, a process each")
+@pytest.mark.long("some tiny trainings, a process each")
 def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
     found = judge(prepared, copy_of_code(tmp_path / "code"), None)
     assert found.same_bits and not found.differences
 
 
-@pytest.mark.slow("all tiny trainings of the attacks, up to five times")
+@pytest.mark.long("all tiny trainings of the attacks, up to five times")
 def test_other_kernels_of_ours_are_within_rounding(prepared: Prepared, tmp_path: Path) -> None:
     others = "cpu: {attention: recompute, linear_cross_entropy: chunked, adamw: reference}\n"
     found = judge(prepared, copy_of_code(tmp_path / "code"), None, chosen=others)

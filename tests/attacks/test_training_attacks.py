@@ -118,11 +118,16 @@ def compared(
     return compare_training(policy, start, *sides, made.workspace, SILENT, new_code, 1)[0]
 
 
-LONG = "only in a checkout of the spec's commit, and in a segment's folder"  # one of the two that look is enough for every day
-NAMES = [pytest.param(name, marks=pytest.mark.slow("training sessions")) if name == LONG else name for name in CHEATS]
+EVERY_DAY = (
+    "right at first and wrong later",
+    "every other row is not read",
+    "only where the spec names a commit",
+    "right where the oracle looks",
+)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(*EVERY_DAY)
+@pytest.mark.parametrize("name", CHEATS)
 def test_left_out_work_is_found_by_the_weights(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
@@ -148,6 +153,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.sample("moments of zero")
 @pytest.mark.slow("two timed comparisons of training steps")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_checkpoint_that_cannot_continue_training_is_rejected(
@@ -193,7 +199,7 @@ def never_credited(made: Made, folder: Path, slow: Path, quick: Path, new_code: 
     raise AssertionError((verdict, found))
 
 
-@pytest.mark.slow("a timed comparison with a start that dawdles")
+@pytest.mark.long("a timed comparison with a start that dawdles")
 def test_a_quicker_way_to_the_first_step_is_no_gain(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
@@ -202,7 +208,7 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
     never_credited(made, tmp_path, slow, repository.checkout_live(made.workspace, made.base), new_code=False)
 
 
-@pytest.mark.slow("a timed comparison with a start that dawdles, and long runs")
+@pytest.mark.long("a timed comparison with a start that dawdles, and long runs")
 def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:

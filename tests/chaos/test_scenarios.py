@@ -44,7 +44,7 @@ def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site
     assert not [result for result in results if result.wrong], told(results)
 
 
-@pytest.mark.slow("half a minute: a run that is held before each effect, and two runs for each of three faults")
+@pytest.mark.long("half a minute: a run that is held before each effect, and two runs for each of three faults")
 def test_a_fault_is_injected_where_least_is_left_to_do(tmp_path: Path) -> None:
     """A kill of the recovery, a torn write and an error, in the recovery from the last crash states, and not in a run from the start."""
     site = Site(tmp_path, crashes=True)

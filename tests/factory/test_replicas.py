@@ -126,7 +126,7 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Plant
     assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
 
 
-@pytest.mark.slow("two replicas, killed five times while they train and are measured")
+@pytest.mark.long("two replicas, killed five times while they train and are measured")
 def test_killed_anywhere_it_goes_on_to_the_bit(plant: Plant, undisturbed: Path) -> None:
     """Asked for once more, by another recipe's hash in the event. SIGKILL at a checkpoint, between two, before the first one and while it is
     measured, to the trainer alone and to the factory."""

@@ -78,6 +78,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Slow:
     return Slow(workspace, ledger, plan_trunk(workspace, ledger, 12))
 
 
+@pytest.mark.sample("run")
 @pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 @pytest.mark.parametrize(
     ("command", "number"),
@@ -129,6 +130,7 @@ def test_afterwards_the_segment_goes_on_to_its_end(slow: Slow) -> None:
     assert all(line["step"] < steps[0] + 12 for line in before)
 
 
+@pytest.mark.sample("sandbox")
 @pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 @pytest.mark.parametrize("isolated", [True, False], ids=["sandbox", "outside"])
 def test_code_that_ignores_the_signal_is_killed_with_its_children(

@@ -11,7 +11,7 @@ import torch
 from kernels.contract.oracle import HOSTILE, judge
 from kernels.contract.registry import OPS, Implementation
 
-SLOW = pytest.mark.slow("a compilation for each shape and precision; two shapes in bf16 are in the fast tier")
+LONG = pytest.mark.long("a compilation for each shape and precision; one shape in bf16 is in the fast tier")
 CASES = {case.name: case for op in OPS.values() for case in op.cases}
 HERE = [
     (op, name)
@@ -40,8 +40,9 @@ def always_compiled() -> Iterator[None]:
         yield
 
 
+@LONG
 @pytest.mark.usefixtures("always_compiled")
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SLOW), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
 def test_compiled_implementation_is_right_of_hostile_values(op: str, implementation: str, dtype: torch.dtype) -> None:
     for values in HOSTILE:  # one compilation serves them all
@@ -51,7 +52,7 @@ def test_compiled_implementation_is_right_of_hostile_values(op: str, implementat
 
 @pytest.mark.usefixtures("always_compiled")
 @pytest.mark.parametrize(
-    "case", ["prime", *(pytest.param(case, marks=SLOW) for case in CASES if case not in ("small", "prime"))]
+    "case", ["prime", *(pytest.param(case, marks=LONG) for case in CASES if case not in ("small", "prime"))]
 )
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
 def test_compiled_implementation_is_right_of_any_shape(op: str, implementation: str, case: str) -> None:

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 Run = Callable[..., None]
 BY_TOKEN = ("add_rms_norm", "qk_norm_rope", "embedding")
-SLOW = pytest.mark.slow("a program a token, some hundred a second; rms_norm's are in the fast tier")
+LONG = pytest.mark.long("a program a token, some hundred a second; rms_norm's are in the fast tier")
 SERVE = """
 import contextlib, io, json, sys, traceback
 from tests.support import interpreter_rounding
@@ -80,7 +80,7 @@ assert not wrong, "\\n".join(wrong)
 @pytest.mark.parametrize(
     "op",
     [
-        pytest.param(name, marks=[SLOW] if name in BY_TOKEN else [])
+        pytest.param(name, marks=[LONG] if name in BY_TOKEN else [])
         for name, op in OPS.items()
         if "triton" in op.implementations
     ],

@@ -84,7 +84,7 @@ def test_a_second_signal_ends_the_run_at_once_and_a_repeated_one_counts_once(
     assert not left_of(started, stopping.GRACE_SECONDS / 2)
 
 
-@pytest.mark.slow("a trainer, stopped in the midst of a step")
+@pytest.mark.long("a trainer, stopped in the midst of a step")
 def test_sigterm_within_a_step_of_two_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
     plan, recipe = plan_of(make_shard()), recipe_with(checkpoint_every=3)
     straight, stopped = (write_spec(tmp_path / name, plan, recipe, last_step=8) for name in ("straight", "stopped"))

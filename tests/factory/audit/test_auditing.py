@@ -149,6 +149,7 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     assert open_reverts(workspace, ledger, SILENT) == []
 
 
+@pytest.mark.sample("lines left out", "rounds otherwise")
 @pytest.mark.slow("trains a plant and replays a window of it up to four times")
 @pytest.mark.parametrize(
     ("path", "old", "new", "drift", "window", "words"),

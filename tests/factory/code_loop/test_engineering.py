@@ -335,7 +335,7 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
     assert len(list(tmp_path.glob("*.request.json"))) == 2  # nothing was asked twice
 
 
-@pytest.mark.slow("an agent's whole session, which compiles what it tries, and a whole gate run")
+@pytest.mark.long("an agent's whole session, which compiles what it tries, and a whole gate run")
 def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> None:
     policy(made, attempts=2)
     run = begun(made, "qk_norm_rope")

@@ -57,11 +57,11 @@ def busy_in(made: Made, stage: str) -> None:
     (gates / "patch.yaml").write_text(yaml.safe_dump(policy))
 
 
-SLOW = pytest.mark.slow("the stages before it run whole")
+LONG = pytest.mark.long("the stages before it run whole")
 
 
 @pytest.mark.parametrize(
-    "stage", ["oracle", pytest.param("isolated", marks=SLOW), "matrix", pytest.param("training", marks=SLOW), "runs"]
+    "stage", ["oracle", pytest.param("isolated", marks=LONG), "matrix", pytest.param("training", marks=LONG), "runs"]
 )
 def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, made: Made) -> None:
     busy_in(made, stage)

@@ -112,7 +112,7 @@ def trainers_of(factory: subprocess.Popen[str]) -> list[psutil.Process]:
     return [process for process in found if "trainer" in process.cmdline() and process.name() != "bwrap"]
 
 
-@pytest.mark.slow("the factory and its ranks started, stopped, killed and started again")
+@pytest.mark.long("the factory and its ranks started, stopped, killed and started again")
 def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -> None:
     """Stopped, they leave a checkpoint. Orphans would train on beside the next attempt's ranks, in the same folder."""
     workspace, ledger = plant
@@ -182,7 +182,7 @@ def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) ->
         tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
 
 
-@pytest.mark.slow("ten runs by two ranks")
+@pytest.mark.long("ten runs by two ranks")
 def test_a_change_of_the_code_is_certified_over_ranks(plant: Plant) -> None:
     workspace, ledger = plant
     commit_edit(

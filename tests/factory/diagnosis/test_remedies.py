@@ -48,7 +48,7 @@ def write_more(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.slow("a daemon's passes: six segments, of which two are trained again with another rate")
+@pytest.mark.long("a daemon's passes: six segments, of which two are trained again with another rate")
 def test_a_rate_that_is_too_high_is_lowered_for_the_steps_that_it_spoiled(tmp_path: Path) -> None:
     workspace, ledger = make_plant(tmp_path, make_target(tmp_path / "target"), **SETTINGS)
     usual = SegmentRow.get(ledger, 1).recipe_json["optimizer"]["lr"]

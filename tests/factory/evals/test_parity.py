@@ -49,6 +49,15 @@ def case_of(plant: Plant, candidate: CandidateRow, export: Path) -> ParityCase:
 
 SLOW = pytest.mark.slow("transformers and an engine come up for each")
 IN_FAST_TIER = ("two layers swapped", "special tokens no longer defused", "a third stop id")
+IN_SLOW_TIER = (
+    "weights of another checkpoint",
+    "another RoPE base",
+    "a longer context",
+    "no BOS",
+    "sampled",
+    "any role",
+    "another tokenizer",
+)
 
 
 def failed(checks: list[Any]) -> dict[str, str]:
@@ -61,7 +70,7 @@ def test_an_export_without_a_break_passes_every_check(plant: Plant, sound: Candi
     assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
 
 
-@pytest.mark.slow("vLLM takes minutes to start")
+@pytest.mark.long("vLLM takes minutes to start")
 def test_vllm_takes_part_where_it_is_installed(plant: Plant, sound: CandidateRow) -> None:
     if not VLLM_PROGRAM.exists():
         pytest.skip("vLLM is not installed: make serve-env")
@@ -74,6 +83,7 @@ def test_vllm_takes_part_where_it_is_installed(plant: Plant, sound: CandidateRow
     print(*of_engines.items(), sep="\n")
 
 
+@pytest.mark.sample(*IN_FAST_TIER, *IN_SLOW_TIER)
 @pytest.mark.parametrize("name", [n if n in IN_FAST_TIER else pytest.param(n, marks=SLOW) for n in BREAKS])
 def test_each_break_is_named_by_its_own_check(plant: Plant, sound: CandidateRow, tmp_path: Path, name: str) -> None:
     own, others, make = BREAKS[name]

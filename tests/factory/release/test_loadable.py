@@ -74,7 +74,7 @@ def test_mlflow_loads_the_champion_and_it_writes_what_the_engine_writes(
     assert loaded(moved) == (said.strip(), said)
 
 
-@pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")
+@pytest.mark.long("starts MLflow's server, which loads for half a minute on a busy machine")
 def test_a_server_that_keeps_artifacts_is_sent_the_export_and_gives_it_back(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

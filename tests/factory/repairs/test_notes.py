@@ -53,6 +53,7 @@ def _no_text(path: Path) -> None:
     path.write_bytes(b"\xff\x00\x80{" * 9)
 
 
+@pytest.mark.sample("_folder", "_torn")
 @pytest.mark.parametrize(
     "damage", [_gone, _folder, _empty, _torn, _of_another_kind, _no_text], ids=lambda one: one.__name__
 )

@@ -48,6 +48,7 @@ def test_doctor_puts_the_recorded_tokenizer_back(copied: Copy, damage: str, sour
     assert not tokenizer_fault(workspace, ledger)
 
 
+@pytest.mark.sample("gone")
 @pytest.mark.parametrize("damage", ["gone", "another"])
 def test_the_daemon_ingests_on_and_no_shard_is_held(copied: Copy, damage: str) -> None:
     workspace, ledger = copied()

@@ -148,7 +148,7 @@ def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: P
     assert steps_of(ledger, segment) == list(range(first, first + STEPS))
 
 
-@pytest.mark.slow("a trainer that hangs before its first step")
+@pytest.mark.long("a trainer that hangs before its first step")
 def test_a_trainer_that_never_begins_is_killed_too(plant: Plant, segment: int) -> None:
     workspace, ledger = plant
     first = first_of(ledger, segment)

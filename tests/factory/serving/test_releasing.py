@@ -66,7 +66,7 @@ def where_it_stands(workspace: Workspace, ledger: Ledger, health: dict[str, obje
     }
 
 
-@pytest.mark.slow("five engines come up under load, beside MLflow and a daemon")
+@pytest.mark.long("five engines come up under load, beside MLflow and a daemon")
 def test_releases_and_rollbacks_beside_a_server_lose_no_request_and_all_agree(
     workspace: Workspace, ledger: Ledger
 ) -> None:

@@ -51,7 +51,7 @@ def test_a_killed_router_leaves_nothing_and_comes_back_with_the_champion(workspa
         assert second.inner.wait(PATIENCE) == 130 and gone(engines)
 
 
-@pytest.mark.slow("an engine comes up")
+@pytest.mark.long("an engine comes up")
 def test_a_killed_router_in_the_midst_of_a_swap_leaves_nothing(workspace: Workspace, ledger: Ledger) -> None:
     for seed in (1, 2):
         export = make_export(workspace.exports / str(seed), seed)

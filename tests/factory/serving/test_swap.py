@@ -67,6 +67,7 @@ def test_a_release_and_a_rollback_lose_no_request(workspace: Workspace, ledger: 
     assert noted(ledger) == ["serving release:1", "serving release:2", "serving release:1"]
 
 
+@pytest.mark.sample("parity")
 @pytest.mark.slow("five engines come up for each stage")
 @pytest.mark.parametrize("stage", ["started", "healthy", "verified", "parity", "warm"])
 def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
@@ -99,6 +100,7 @@ def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
     assert noted(ledger) == ["serving release:1", "serving_failed release:2", "serving release:2"]
 
 
+@pytest.mark.sample("warm")
 @pytest.mark.slow("four engines come up under load for each stage")
 @pytest.mark.parametrize("stage", ["started", "warm"])
 def test_an_old_engine_that_dies_while_the_new_one_comes_up_fails_only_streams_that_had_begun(
@@ -192,7 +194,7 @@ def test_an_engine_that_hangs_is_replaced(
     run(scene)
 
 
-@pytest.mark.slow("four engines come up")
+@pytest.mark.long("four engines come up")
 def test_engines_that_end_one_after_the_other_are_tried_after_pauses(
     workspace: Workspace, ledger: Ledger, exports: list[Path]
 ) -> None:

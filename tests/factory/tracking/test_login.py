@@ -51,7 +51,7 @@ def test_a_server_lets_in_who_has_the_password(workspace: Workspace) -> None:
             assert approve(address, ada, host, f"http://{host}") == status, host
 
 
-@pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")
+@pytest.mark.long("starts MLflow's server, which loads for half a minute on a busy machine")
 def test_people_reach_it_by_its_names_and_by_no_other(workspace: Workspace) -> None:
     with_store(workspace)
     port = free_port()

@@ -73,7 +73,7 @@ KILL_POINTS: dict[str, Callable[[Workspace], bool]] = {
 }
 
 
-@pytest.mark.slow("the whole factory twice, nine times killed")
+@pytest.mark.long("the whole factory twice, nine times killed")
 def test_killed_anywhere_it_ends_where_an_uninterrupted_run_ends(plant: Workspace, tmp_path: Path) -> None:
     calm = Workspace.create(tmp_path / "calm", Config(recipe="tiny", repository=plant.config.repository))
     Ledger.create(calm.ledger_url)

@@ -209,7 +209,7 @@ DRIFT = (
 )
 
 
-@SLOW
+@pytest.mark.long("two ranks, and five other ways to train the same")
 def test_an_honest_commit_flies_through_all_parts(hangar: Hangar) -> None:
     text = (hangar.code / "policies" / "kernels.yaml").read_text()
     hangar.edit("policies/kernels.yaml", text, text.replace("swiglu: reference", "swiglu: native", 1))
@@ -232,6 +232,7 @@ def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
     assert outcome == "reject" and "reference kernels and the chosen ones differ" in reason, reason
 
 
+@pytest.mark.sample("moments")
 @SLOW
 @pytest.mark.parametrize("fault", [REPEATED, FORGOTTEN], ids=["data that are read again", "moments"])
 def test_what_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
@@ -240,6 +241,7 @@ def test_what_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, s
     assert outcome == "reject" and "a resumed run and a straight one differ" in reason, reason
 
 
+@pytest.mark.sample("clipping on one rank")
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -190,7 +190,7 @@ def keep(function: object, inputs: list[Tensor]) -> object:
     return kept
 
 
-@pytest.mark.slow("forward and backward of a dense block and of one of experts are compiled, in two precisions")
+@pytest.mark.long("forward and backward of a dense block and of one of experts are compiled, in two precisions")
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_compiled_blocks_give_the_same_loss_and_gradients(dtype: torch.dtype, near: float) -> None:
     data = batch(padding=3)

@@ -104,7 +104,7 @@ def test_a_decay_is_no_anomaly(trunk: tuple[TokenShard, Path], tmp_path: Path, s
     assert train_here(folder) == (0, "") and kinds(folder) == []
 
 
-@pytest.mark.slow("two ranks through torchrun")
+@pytest.mark.long("two ranks through torchrun")
 def test_another_number_of_ranks_is_no_anomaly(trunk: tuple[TokenShard, Path], tmp_path: Path) -> None:
     folder = go_on(tmp_path / "on", trunk)
     code, errors = run_trainer([folder], *TORCHRUN)

@@ -19,7 +19,7 @@ from trainer.monitor.monitor import TURN_STEPS, Monitor, layer_of
 from trainer.optim.optimizer import Optimizer, squares
 from trainer.run import Run
 
-SLOW = pytest.mark.slow("200 steps beside two batches each; the cheapest way to train is in the fast tier")
+LONG = pytest.mark.long("200 steps beside two batches each; the cheapest way to train is in the fast tier")
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
 
 
@@ -86,9 +86,9 @@ def two_batches(run: Run, batch: Batch) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("name", "clip", "rows", "every"),
     [
-        pytest.param("adamw", 1e9, 4, 0, marks=SLOW),
-        pytest.param("adamw", 0.2, 4, 0, marks=SLOW),
-        pytest.param("muon", 1.0, 4, 0, marks=SLOW),
+        pytest.param("adamw", 1e9, 4, 0, marks=LONG),
+        pytest.param("adamw", 0.2, 4, 0, marks=LONG),
+        pytest.param("muon", 1.0, 4, 0, marks=LONG),
         ("adamw", 1.0, None, 2),
     ],
 )

@@ -34,6 +34,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sample("0")
 @pytest.mark.slow("two ranks that start twice, and a run beside them")
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_dies_and_the_run_ends_as_if_none_had(tmp_path: Path, straight: Path, dies: int) -> None:

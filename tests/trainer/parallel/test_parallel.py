@@ -161,7 +161,7 @@ def test_a_checkpoint_moves_between_one_rank_two_ranks_and_tensor_ranks(tmp_path
     assert all(torch.equal(whole.model[n], again.model[n]) for n in whole.model)
 
 
-@pytest.mark.slow("three processes compile the blocks")
+@pytest.mark.long("three processes compile the blocks")
 def test_bf16_and_compiled_blocks_over_two_ranks(tmp_path: Path, make_shard: MakeShard) -> None:
     """fp32 master weights: what is saved is fp32, and the losses are those of one rank in bf16."""
     plan = plan_of(make_shard())

@@ -77,7 +77,7 @@ def executed_by_ops(work: Path) -> Executed:
         return answers.executed
 
 
-@pytest.mark.slow("all tiny runs of the gate twice, and checks of the implementations")
+@pytest.mark.long("all tiny runs of the gate twice, and checks of the implementations")
 def test_the_gates_runs_execute_the_trainer_and_the_kernels(tmp_path: Path) -> None:
     with ExitStack() as after:
         prepared = prepare(tmp_path, after, chosen=NATIVE)

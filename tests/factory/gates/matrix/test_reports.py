@@ -19,7 +19,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("the longest tiny runs of the gate, and two ranks")
+@pytest.mark.long("the longest tiny runs of the gate, and two ranks")
 def test_each_detector_reports_something_in_the_matrix(tmp_path: Path) -> None:
     """All kinds but the throughput's, which is of time and not compared."""
     with ExitStack() as after:

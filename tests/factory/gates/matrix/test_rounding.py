@@ -15,7 +15,7 @@ from factory.gates.patch.matrix.rounding import Rounding, measure_rounding
 from tests.support.factory.matrix import prepare
 
 
-@pytest.mark.slow("tiny trainings of several processes")
+@pytest.mark.long("tiny trainings of several processes")
 def test_what_rounding_explains_is_no_difference_and_the_rest_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
 
-@pytest.mark.slow("four fresh processes: memory is a whole process's")
+@pytest.mark.long("four fresh processes: memory is a whole process's")
 def test_memory_and_state_do_not_grow_with_the_planned_steps() -> None:
     command = [sys.executable, "-m", "benchmarks.training.data_order", "--documents", "500", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
