@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -45,26 +44,30 @@ os.environ.setdefault(
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A slow or long test says why, and a sample names cases that are there; the other cases are long."""
+    """A slow or long test says why. A sample names cases of its test: the others become long."""
     report = yield
     tests = [item for item in report.result or () if isinstance(item, pytest.Item)]
-    marks = {item.nodeid: mark for name in ("slow", "long") for item in tests for mark in item.iter_markers(name)}
-    wrong = ""
-    if silent := [name for name, mark in marks.items() if not (mark.args and str(mark.args[0]).strip())]:
-        wrong = f"slow or long without a reason, as in @pytest.mark.slow('two whole gate runs'): {', '.join(silent)}"
-    cases: dict[str, set[str]] = defaultdict(set)
+    marks = [(item.nodeid, mark) for item in tests for name in ("slow", "long") for mark in item.iter_markers(name)]
+    wrong = [
+        f"{name}: slow or long without a reason, as in @pytest.mark.slow('two whole gate runs')"
+        for name, mark in marks
+        if not (mark.args and str(mark.args[0]).strip())
+    ]
+    samples: dict[str, tuple[pytest.Mark, set[str]]] = {}
     for item in tests:
         if sample := item.get_closest_marker("sample"):
-            name, _, case = item.name.rstrip("]").partition("[")
-            cases[name].add(case)
+            name, _, case = item.name.removesuffix("]").partition("[")
+            samples.setdefault(name, (sample, set()))[1].add(case)
             if case not in sample.args:
-                item.add_marker(pytest.mark.long(f"of its cases, {', '.join(sample.args)} run in its own tier"))
-    for name, found in cases.items():
-        mark = next(item for item in tests if item.name.startswith(f"{name}[")).get_closest_marker("sample")
-        if missing := set(mark.args if mark else ()) - found:
-            wrong = f"{name}: no such cases in its sample: {', '.join(sorted(missing))}; there are: {', '.join(sorted(found))}"
+                item.add_marker(pytest.mark.long(f"of its cases, these run in its own tier: {', '.join(sample.args)}"))
+            elif item.get_closest_marker("long"):
+                wrong.append(f"{item.nodeid}: a case of a sample is long")
+    for name, (sample, cases) in samples.items():
+        if not sample.args or set(sample.args) - cases:
+            named = ", ".join(sorted(set(sample.args) - cases)) or "nothing"
+            wrong.append(f"{name}: its sample names {named}; its cases are: {', '.join(sorted(cases))}")
     if wrong:
-        report.outcome, report.result, report.longrepr = "failed", [], wrong
+        report.outcome, report.result, report.longrepr = "failed", [], "\n".join(wrong)
     return report
 
 

@@ -67,7 +67,8 @@ def forget_exit(folder: Path) -> None:
 
 def exit_code(returncode: int, folders: Iterable[Path]) -> int:
     """How the trainer ended: as a rank left it in one of the folders, else as its process ended."""
-    names = [path.name.removeprefix("exit-") for folder in folders for path in folder.glob("exit-*")]
+    left_files = (path for folder in folders for path in folder.glob("exit-*") if not path.is_dir())
+    names = [path.name.removeprefix("exit-") for path in left_files]
     left = [int(name) for name in names if name.isdecimal() and len(name) <= 3]
     # a rank that failed before one that was stopped because of it: the lower number is the cause
     return min(left) if returncode and left else returncode

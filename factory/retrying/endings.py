@@ -12,6 +12,7 @@ from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
 
 HUNG, OUT_OF_MEMORY, KILLED, CRASHED, FAILED = "hung", "out of memory", "killed", "crashed", "failed"
 OF_A_RANK = re.compile(r"Signal (\d+) \(SIG\w+\) received by PID \d+|exitcode\s*: -(\d+) ")  # as torchrun writes it
+CODE_OF_A_RANK = re.compile(r"exitcode\s*: (-?\d+) ")
 NO_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc"
 )
@@ -41,7 +42,9 @@ def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Endin
     """
     cause = f": {line}" if line else ""
     if code == EXIT_STOPPED:
-        return Ending(KILLED, "was stopped by somebody else (SIGTERM), and not by this factory")
+        if all(int(other) in (EXIT_STOPPED, -signal.SIGTERM) for other in CODE_OF_A_RANK.findall(log)):
+            return Ending(KILLED, f"was stopped by somebody else (SIGTERM), and not by this factory{cause}")
+        code = 1  # torchrun stopped the others because one had failed
     if code == EXIT_DISK_FULL:
         return Ending(FAILED, f"says that the disk is full, but there is room for its checkpoints{cause}")
     number = _signal(code, log)

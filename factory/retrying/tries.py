@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from factory.core.errors import InputError, SegmentError
+from factory.core.faults import is_of_no_file
+from factory.core.left_files import read_object
 from factory.ledger.rows import Reads, SegmentRow, Subject
 from factory.retrying.rewound import refuse_rewound
 
@@ -33,10 +35,24 @@ class TrainerDiedError(SegmentError):
         self.tries, self.parked = tries, parked
 
 
-def newest_step(folder: Path) -> int | None:
-    """The step of the newest whole checkpoint in a segment's folder; None: there is none."""
-    found = (CHECKPOINT.fullmatch(path.name) for path in (folder / "checkpoints").glob("step-*"))
-    return max((int(one.group(1)) for one in found if one), default=None)
+def newest_step(row: SegmentRow) -> int | None:
+    """The step of a segment's newest whole checkpoint; None: there is none. A folder that only has the name of one is no progress."""
+    found = ((CHECKPOINT.fullmatch(path.name), path) for path in (Path(row.folder) / "checkpoints").glob("step-*"))
+    steps = ((int(named.group(1)), path) for named, path in found if named)
+    return max(
+        (step for step, path in steps if row.first_step < step <= row.last_step and _is_whole(path)), default=None
+    )
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Are all files of its manifest there, each as long as it says? Their hashes are for whoever reads them."""
+    try:
+        files = read_object(checkpoint / "manifest.json")["files"]
+        return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
+    except (SegmentError, OSError, LookupError, TypeError, AttributeError) as error:
+        if is_of_no_file(error):
+            raise
+        return False
 
 
 def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tries: int, final: bool) -> SegmentRow:
@@ -45,7 +61,7 @@ def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tri
     from factory.ledger.ledger import record, segments
     from factory.ledger.snapshot import Snapshot
 
-    step = newest_step(Path(row.folder))
+    step = newest_step(row)
     before = _steps_at_deaths(ledger, row.id)
     progress = bool(before) and step is not None and step > max(before)
     attempts = 1 if progress else row.attempts + 1
@@ -81,7 +97,7 @@ def parked(db: Reads) -> SegmentRow | None:
 
 def why_parked(db: Reads, row: SegmentRow) -> str:
     """What is parked, where and why."""
-    step = newest_step(Path(row.folder))
+    step = newest_step(row)
     where = f"at step {step}" if step is not None else "before its first checkpoint"
     newest = db.read(
         f"SELECT detail FROM events WHERE subject = :subject AND kind = '{FAILED}' ORDER BY id DESC LIMIT 1",
@@ -94,7 +110,7 @@ def why_parked(db: Reads, row: SegmentRow) -> str:
 
 def describe_parked(db: Reads, row: SegmentRow) -> str:
     """``why_parked``, and the two commands to choose from."""
-    step = newest_step(Path(row.folder))
+    step = newest_step(row)
     goes_on = f"goes on from step {step}" if step is not None else "begins it again"
     return (
         f"{why_parked(db, row)}. Training waits: correct the cause, then 'factory retry {row.id}' {goes_on}; "
@@ -136,7 +152,7 @@ def retry(ledger: Ledger, segment: int | None, by: str) -> str:
             )
         record(tx, ASKED, "daemon", {"by": by, "segment": segment})
         record(tx, RETRIED, Subject("segment", segment), {"by": by})
-    step = newest_step(Path(row.folder))
+    step = newest_step(row)
     return f"segment {segment} goes on from {f'step {step}' if step is not None else 'its beginning'} at the next pass"
 
 
@@ -148,7 +164,7 @@ def abandon(ledger: Ledger, segment: int, by: str) -> str:
     from factory.ledger.ledger import record, segments
 
     row = SegmentRow.get(ledger, segment)
-    step = newest_step(Path(row.folder))
+    step = newest_step(row)
     with ledger.begin() as tx:
         mine = (segments.c.id == segment) & (segments.c.state == "failed")
         if not tx.execute(segments.update().where(mine).values(state="abandoned")).rowcount:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.computing import computing
-from factory.core.errors import DiskFullError, SegmentError
-from factory.core.faults import cannot_be_read_now, fits, is_of_no_file
+from factory.core.errors import SegmentError
+from factory.core.faults import cannot_be_read_now, is_of_no_file
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, failure_line, forget_exit
-from factory.core.left_files import count_lines, parse_object, read_text
+from factory.core.left_files import count_lines, parse_object, read_object, read_text
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
@@ -33,7 +33,16 @@ from factory.retrying.watchdog import UsualTimes, Watchdog
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Series, Trace
 from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.training.planning import plan_of
-from factory.training.segment_folder import clear, folder_lock, result_of, room_for, spec_of, write_spec
+from factory.training.segment_folder import (
+    checkpoint_bytes,
+    clear,
+    folder_lock,
+    refuse_full,
+    result_of,
+    spec_of,
+    write_spec,
+)
+from kernels.contract.files import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,6 +204,8 @@ def train_all(
             for folder in folders:
                 forget_exit(folder)
             words = ["--wait", *map(str, folders)]
+            largest = max((spec["recipe"] for spec in specs.values()), key=checkpoint_bytes)
+            refuse_full(scratch, largest, title)
             process = start_trainer(
                 workspace, code, words, writable=folders, readonly=sorted(reads), out=out, lock=lock, count=count
             )
@@ -217,15 +228,34 @@ def train_all(
                 raise
         clear(scratch, progress)
     exit_status, line = exit_code(process.wait(), folders), failure_line(log) or "nothing"
-    if exit_status == EXIT_STOPPED:
-        raise SegmentError(f"{title}: the run was stopped; run the same command again to go on")
     if exit_status == EXIT_DISK_FULL:
-        if fits(scratch, max(room_for(spec["recipe"]) for spec in specs.values())):
-            raise SegmentError(f"{title}: {line}; there is room for its checkpoints now: run the same command again")
-        raise DiskFullError(f"{title}: {line}; free some space and run the same command again")
+        refuse_full(scratch, largest, title, line)
+    if exit_status in (EXIT_STOPPED, EXIT_DISK_FULL):
+        ends = _count_end(log.with_suffix(".ends"), folders)
+        said = (
+            "was stopped"
+            if exit_status == EXIT_STOPPED
+            else "says that the disk is full, but there is room for its checkpoints"
+        )
+        if ends < policy.tries:
+            raise SegmentError(
+                f"{title}: the run {said}: {line}. Run the same command again to go on: {ends} of {policy.tries} tries without a new result"
+            )
     if exit_status == 0 and not all((folder / "result.json").exists() for folder in folders):
         return 1, "it ended without a result"
     return exit_status, f"exit {exit_status}: {line}" if exit_status else ""
+
+
+def _count_end(path: Path, folders: Sequence[Path]) -> int:
+    """How often the runs ended by their own word, this time included, since they had a new result. What they say is not believed for ever."""
+    results = sum((folder / "result.json").exists() for folder in folders)
+    try:
+        before = read_object(path)
+        count = before["count"] if before["results"] == results else 0
+    except (SegmentError, LookupError):
+        count = 0
+    write_atomically(path, json.dumps({"results": results, "count": count + 1}))
+    return int(count) + 1
 
 
 def _prepare(folder: Path, spec: Spec, start: Path | None = None) -> None:

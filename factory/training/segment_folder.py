@@ -126,21 +126,18 @@ def failed(
 ) -> NoReturn:
     """Record how a trainer of a segment ended: ``why``, or as its exit and its log tell. ``kills_before``: ``oom_kills`` at its start.
 
-    Raises: SegmentError, always; TrainerDiedError for what counts as a try; DiskFullError when the disk is full, whatever the trainer says.
+    Raises: SegmentError, always; TrainerDiedError for what counts as a try; DiskFullError when the trainer says so, and it is.
     """
     log = workspace.logs / f"segment-{row.id:05d}.log"
     line = failure_line(log)
-    if code == EXIT_DISK_FULL and why is None and not fits(Path(row.folder), room_for(row.recipe_json)):
-        cause = f": {line}" if line else ""
-        raise DiskFullError(
-            f"segment {row.id}: the disk is full{cause}. Free some space and run the same command again: its last checkpoint is whole"
-        )
+    if code == EXIT_DISK_FULL and why is None:
+        refuse_full(Path(row.folder), row.recipe_json, f"segment {row.id}", line)
     refuse_rewound(ledger, row.id)
     ending = why or ending_of(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
     policy = RetryPolicy.load(workspace.policy("retries.yaml"))
     row = record_death(ledger, row, ending, code, policy.tries, final=code == 2)
     parked = row.state == "failed"
-    step = newest_step(Path(row.folder))
+    step = newest_step(row)
     where = f"checkpoint at step {step}" if step is not None else "beginning"
     next_try = f"; it goes on from its {where}, after {row.attempts} of {policy.tries} tries without a new checkpoint"
     raise TrainerDiedError(
@@ -148,11 +145,24 @@ def failed(
     )
 
 
-def room_for(recipe: Mapping[str, Any]) -> int:
-    """Bytes: at least what a trainer of this recipe writes between two looks at the disk, its checkpoint of weights and moments."""
+def refuse_full(folder: Path, recipe: Mapping[str, Any], title: str, line: str = "") -> None:
+    """Where no checkpoint of a recipe fits, no trainer starts, and one that says so is right.
+
+    Raises: DiskFullError, with ``line``, what the trainer said.
+    """
+    size = checkpoint_bytes(recipe)
+    if not fits(folder, size):
+        cause = f": {line}" if line else f": a checkpoint takes up to {size / 1e9:.2f} GB"
+        raise DiskFullError(
+            f"{title}: the disk is full{cause}. Free some space and run the same command again: its last checkpoint is whole"
+        )
+
+
+def checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
+    """Most that a checkpoint takes: weights and two moments in fp32, and a quarter of that for all else."""
     from trainer.contract.recipe import Recipe
 
-    return 2 * 16 * Recipe.parse(dict(recipe)).model.parameters
+    return 16 * Recipe.parse(dict(recipe)).model.parameters
 
 
 def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:

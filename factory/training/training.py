@@ -35,6 +35,7 @@ from factory.training.segment_folder import (
     failed,
     folder_lock,
     record_done,
+    refuse_full,
     result_of,
     spec_of,
     write_spec,
@@ -124,6 +125,7 @@ def run_trainer(
         write_spec(folder, spec)
         reads = read_by(spec | {"kernels": None})
         words = [str(folder)]
+        refuse_full(folder, row.recipe_json, f"segment {row.id}")
         policy, usual = RetryPolicy.load(workspace.policy("retries.yaml")), usual_of(ledger, row)
         watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
         process = start_trainer(workspace, code, words, writable=[folder], readonly=reads, out=out, lock=lock)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.factory.matrix import Prepared, copy_of_code, judge, prepare
+from tests.support.paths import ROOT
 
 Edits = tuple[str, list[tuple[str, str]], str]  # path, (text, in its place)…, the run that shows it
 
@@ -128,14 +129,26 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
         yield prepare(tmp_path_factory.mktemp("matrix"), after, runs, FUSED)
 
 
-def changed(folder: Path, path: str, edits: list[tuple[str, str]]) -> Path:
-    code = copy_of_code(folder)
-    text = (code / path).read_text()
+def edited(path: str, edits: list[tuple[str, str]]) -> str:
+    text = (ROOT / path).read_text()
     for old, new in edits:
         assert old in text, (path, old)
         text = text.replace(old, new, 1)
-    (code / path).write_text(text)
+    return text
+
+
+def changed(folder: Path, path: str, edits: list[tuple[str, str]]) -> Path:
+    code = copy_of_code(folder)
+    (code / path).write_text(edited(path, edits))
     return code
+
+
+def test_every_attack_fits_the_code_of_today() -> None:
+    """Most of them run in the long tier."""
+    for path, edits, _ in (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND).values():
+        compile(edited(path, edits), path, "exec")
+    for path, edits in NEVER_EXECUTED.values():
+        compile(edited(path, edits), path, "exec")
 
 
 @pytest.mark.sample(
@@ -174,7 +187,7 @@ def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name
     print(found.unexecuted)
 
 
-@pytest.mark.long("some tiny trainings, a process each")
+@pytest.mark.slow("some tiny trainings, a process each")
 def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
     found = judge(prepared, copy_of_code(tmp_path / "code"), None)
     assert found.same_bits and not found.differences

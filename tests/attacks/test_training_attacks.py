@@ -126,6 +126,13 @@ EVERY_DAY = (
 )
 
 
+def test_every_cheat_fits_the_code_of_today(made: Made) -> None:
+    for path, change in CHEATS.values():
+        text = (made.target / path).read_text()
+        assert change(text) != text
+        compile(change(text), path, "exec")
+
+
 @pytest.mark.sample(*EVERY_DAY)
 @pytest.mark.parametrize("name", CHEATS)
 def test_left_out_work_is_found_by_the_weights(

@@ -40,7 +40,7 @@ def always_compiled() -> Iterator[None]:
         yield
 
 
-@LONG
+@pytest.mark.sample("swiglu-compiled-dtype1")
 @pytest.mark.usefixtures("always_compiled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)

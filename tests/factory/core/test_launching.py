@@ -112,7 +112,7 @@ def trainers_of(factory: subprocess.Popen[str]) -> list[psutil.Process]:
     return [process for process in found if "trainer" in process.cmdline() and process.name() != "bwrap"]
 
 
-@pytest.mark.long("the factory and its ranks started, stopped, killed and started again")
+@pytest.mark.slow("the factory and its ranks started, stopped, killed and started again")
 def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -> None:
     """Stopped, they leave a checkpoint. Orphans would train on beside the next attempt's ranks, in the same folder."""
     workspace, ledger = plant

@@ -106,7 +106,7 @@ def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) ->
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.long("a daemon whose segment is rewound in the midst of it")
+@pytest.mark.slow("a daemon whose segment is rewound in the midst of it")
 def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its_place(tmp_path: Path) -> None:
     code = make_target(tmp_path / "code")
     make_mortal(code)

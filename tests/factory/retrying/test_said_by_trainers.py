@@ -3,6 +3,7 @@ stopped it, is tried again and parked like any other."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ import pytest
 
 from factory.core.errors import DiskFullError, SegmentError
 from factory.core.faults import fits
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.retrying.endings import FAILED, KILLED
+from factory.retention.disk import Room
+from factory.retrying.endings import FAILED, KILLED, OUT_OF_MEMORY, ending_of
 from factory.retrying.tries import TrainerDiedError
 from factory.sandbox.live import Running
-from factory.training import certificate_runs
-from factory.training.segment_folder import failed, room_for
+from factory.training import certificate_runs, training
+from factory.training.segment_folder import checkpoint_bytes, failed
+from factory.training.training import run_trainer
 from tests.support.failing.deaths import deaths, plan_row
 from tests.support.failing.nights import fill, small_disk
 from tests.support.paths import ROOT
@@ -50,7 +53,7 @@ def test_a_disk_that_is_full_counts_no_try(tmp_path: Path) -> None:
     ("code", "how", "says"),
     [
         (EXIT_DISK_FULL, FAILED, "says that the disk is full, but there is room for its checkpoints: trainer: no room"),
-        (EXIT_STOPPED, KILLED, r"was stopped by somebody else \(SIGTERM\), and not by this factory"),
+        (EXIT_STOPPED, KILLED, r"was stopped by somebody else \(SIGTERM\), and not by this factory: trainer: no room"),
     ],
 )
 def test_one_that_lies_is_parked(workspace: Workspace, ledger: Ledger, code: int, how: str, says: str) -> None:
@@ -63,8 +66,46 @@ def test_one_that_lies_is_parked(workspace: Workspace, ledger: Ledger, code: int
     assert [death["how"] for death in deaths(ledger, row.id)] == [how] * 2
 
 
+def test_where_no_checkpoint_fits_no_trainer_starts(
+    tmp_path: Path, code_repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one that says so would be believed, started again and again, and things removed for it each time."""
+    started: list[int] = []
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        workspace = Workspace.create(disk / "w", Config(repository=str(code_repository)))
+        ledger = Ledger.create(workspace.ledger_url)
+        row = planned(workspace, ledger)
+        monkeypatch.setattr(training, "read_by", lambda spec: [])
+        monkeypatch.setattr(training.LiveCode, "of", lambda *words: None)
+        monkeypatch.setattr(training, "start_trainer", lambda *words, **_: started.append(1))
+        with open(disk / "ballast", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, Room.of(workspace).free - checkpoint_bytes(RECIPE) // 2)
+        for _ in range(3):
+            with pytest.raises(
+                DiskFullError, match=f"segment {row.id}: the disk is full: a checkpoint takes up to 0.0"
+            ):
+                run_trainer(workspace, ledger, row, Path(row.folder), SILENT, None)
+        assert not started and SegmentRow.get(ledger, row.id).attempts == 0
+
+
+def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> None:
+    """As torchrun prints it."""
+    table = "Failures:\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 7)\n  rank      : 1\n  exitcode  : 75 (pid: 8)\n"
+    assert ending_of(75, "[rank0]: OutOfMemoryError", table.format(1), None).kind == OUT_OF_MEMORY
+    assert ending_of(75, "", table.format(-11), None).says == "ended with signal SIGSEGV"
+    assert ending_of(75, "", table.format(75), None).kind == ending_of(75, "", table.format(-15), None).kind == KILLED
+
+
+def test_a_folder_is_no_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "exit-2").mkdir()
+    (tmp_path / "exit-11").touch()
+    assert exit_code(1, [tmp_path]) == 11
+    forget_exit(tmp_path)
+    assert exit_code(1, [tmp_path]) == 1
+
+
 def test_what_fits_is_seen_by_taking_it(tmp_path: Path) -> None:
-    need = room_for(RECIPE)
+    need = checkpoint_bytes(RECIPE)
     with small_disk(tmp_path / "disk", "64m") as disk:
         assert fits(disk, 1 << 20) and fits(disk, need) and not fits(disk, 65 << 20)
         assert not list(disk.iterdir())
@@ -79,20 +120,31 @@ def test_no_room_for_another_file_is_no_room(tmp_path: Path) -> None:
         assert not fits(disk, 1)
 
 
-def test_a_trainer_of_a_certificate_that_lies_fills_no_disk(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [EXIT_DISK_FULL, EXIT_STOPPED])
+def test_a_trainer_of_a_certificate_that_lies_has_failed_in_the_end(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Nothing is said about its code, and nothing is removed for it."""
+    """Nothing is removed for it, and it is not asked for ever; what it gets done in between is progress."""
     scratch = workspace.root / "scratch"
+    folders = [scratch / name for name in ("first", "second")]
     scratch.mkdir()
+    does = [""]
 
     def start(*words: object, out: Any, **_: object) -> Running:
-        return Running(subprocess.Popen(["sh", "-c", f"exit {EXIT_DISK_FULL}"], stdout=out))
+        return Running(
+            subprocess.Popen(["sh", "-c", f"{does[0]}echo no more >&2; exit {code}"], stdout=out, stderr=out)
+        )
 
     monkeypatch.setattr(certificate_runs, "start_trainer", start)
-    spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": {"shards": []}, "initial_checkpoint": None}
-    code: Any = type("Code", (), {"folder": Path("commit")})()
     monkeypatch.setattr(certificate_runs, "read_by", lambda spec: [])
-    with pytest.raises(SegmentError, match="there is room for its checkpoints now") as raised:
-        certificate_runs.train_all(workspace, code, scratch, {scratch / "new": spec}, "certificate", SILENT)
-    assert not isinstance(raised.value, DiskFullError)
+    spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": {"shards": []}, "initial_checkpoint": None}
+    commit: Any = type("Code", (), {"folder": Path("commit")})()
+    run = lambda: certificate_runs.train_all(
+        workspace, commit, scratch, dict.fromkeys(folders, spec), "certificate", SILENT
+    )
+    for count, did in ((1, ""), (2, ""), (1, f"touch {folders[0]}/result.json; "), (2, "")):
+        does[0] = did
+        with pytest.raises(SegmentError, match=rf"certificate: the run .*: no more\. .*: {count} of 3 tries") as raised:
+            run()
+        assert not isinstance(raised.value, DiskFullError)
+    assert run() == (code, f"exit {code}: no more")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,19 @@ from tests.support.failing.deaths import plan_row
 ENDING = Ending(FAILED, "ended with exit 1")
 
 
+def save(row: SegmentRow, step: int) -> Path:
+    """A whole checkpoint, by its manifest."""
+    folder = Path(row.folder) / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "state.json").write_text("{}")
+    (folder / "manifest.json").write_text(json.dumps({"files": {"state.json": {"bytes": 2}}}))
+    return folder
+
+
 def die(ledger: Ledger, row: SegmentRow, checkpoint: int | None, *, final: bool = False) -> tuple[int, str]:
     """(tries, state) after a death with that newest checkpoint."""
     if checkpoint is not None:
-        (Path(row.folder) / "checkpoints" / f"step-{checkpoint:08d}").mkdir(parents=True, exist_ok=True)
+        save(row, checkpoint)
     after = record_death(ledger, SegmentRow.get(ledger, row.id), ENDING, 1, 3, final)
     return after.attempts, after.state
 
@@ -40,8 +50,29 @@ def test_a_checkpoint_that_was_put_away_is_no_progress(ledger: Ledger, tmp_path:
     assert die(ledger, row, 20) == (1, "planned")
     (tmp_path / "checkpoints" / "step-00000020").rename(tmp_path / "checkpoints" / "bad-step-00000020")
     (tmp_path / "checkpoints" / "step-of-nothing").mkdir()
-    assert newest_step(tmp_path) is None
+    assert newest_step(row) is None
     assert [die(ledger, row, step) for step in (10, 20)] == [(2, "planned"), (3, "failed")]
+
+
+def forged(row: SegmentRow, step: int, kind: str) -> None:
+    """As a trainer may leave it that wants to be tried for ever."""
+    folder = save(row, step)
+    if kind == "a name alone":
+        (folder / "manifest.json").unlink()
+    if kind == "files that are not there":
+        (folder / "state.json").unlink()
+    if kind == "no files":
+        (folder / "manifest.json").write_text('{"files": {}}')
+
+
+@pytest.mark.parametrize("kind", ["a name alone", "files that are not there", "no files", "a step of another segment"])
+def test_what_is_no_checkpoint_of_the_segment_is_no_progress(ledger: Ledger, tmp_path: Path, kind: str) -> None:
+    row = plan_row(ledger, folder=str(tmp_path))
+    states = []
+    for step in (10, 20, 30):
+        forged(row, step + (1000 if kind == "a step of another segment" else 0), kind)
+        states.append(die(ledger, row, None))
+    assert states == [(1, "planned"), (2, "planned"), (3, "failed")] and newest_step(row) is None
 
 
 def test_what_no_try_can_mend_is_parked_at_once(ledger: Ledger, tmp_path: Path) -> None:
