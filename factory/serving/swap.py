@@ -174,16 +174,16 @@ class Supervisor:
     async def _attempt(self, attempt: _Attempt, mends: bool) -> None:
         try:
             await self._bring_up(attempt.champion, mends)
-        except (FactoryError, httpx.HTTPError, OSError) as error:
+        except Exception as error:
+            expected = isinstance(error, (FactoryError, httpx.HTTPError, OSError))
+            why = (str(error) or type(error).__name__) if expected else f"unexpected {type(error).__name__}: {error}"
             attempt.failures += 1
             pause = _pause(attempt.failures)
             attempt.next_at = time.monotonic() + pause
-            self.trouble = f"release {attempt.champion.release} is not served: {error or type(error).__name__}"
+            self.trouble = f"release {attempt.champion.release} is not served: {why}"
             on = f"; release {self.current.champion.release} serves on" if self.current else ""
             self._tell(f"{self.trouble}{on}; tried again in {pause:.0f} s")
-            await self._record(
-                "serving_failed", attempt.champion.release, {"why": str(error), "failures": attempt.failures}
-            )
+            await self._record("serving_failed", attempt.champion.release, {"why": why, "failures": attempt.failures})
         finally:
             attempt.task = None
             async with self._changed:

@@ -20,6 +20,7 @@ from tests.support.patience import PATIENCE_S
 EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
+@pytest.mark.timeout(5 * PATIENCE_S)
 @pytest.mark.long("a whole demo of two minutes, which takes more on two slow cores")
 def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
     """Two candidates, a release that beats the byte trigram, one judged proposal; and the same command again finds it all done."""
