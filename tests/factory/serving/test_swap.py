@@ -365,3 +365,21 @@ def test_an_engine_with_other_weights_is_not_made_current(
             assert 'factory_serve_failures_total{stage="parity"}' in (await served.client.get("/metrics")).text
 
     run(scene)
+
+
+def test_an_error_that_nobody_expected_is_said_and_tried_again_after_a_pause(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_release(workspace, ledger, make_export(tmp_path / "export"))
+    champion, said = read_champion(workspace), list[str]()
+
+    async def start(*_: object) -> Engine:
+        raise TypeError("no such engine")
+
+    monkeypatch.setattr(swap.Engine, "start", start)
+    assert champion is not None
+    supervisor = swap.Supervisor(native(), lambda: champion, said.append, workspace.logs)
+    attempt = swap._Attempt(champion)
+    asyncio.run(supervisor._attempt(attempt, mends=False))
+    assert said == ["release 1 is not served: unexpected TypeError: no such engine; tried again in 1 s"], said
+    assert attempt.failures == 1 and attempt.next_at > 0
