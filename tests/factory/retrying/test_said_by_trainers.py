@@ -4,6 +4,7 @@ stopped it, is tried again and parked like any other."""
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,16 @@ def test_what_fits_is_seen_by_taking_it(tmp_path: Path) -> None:
         assert not list(disk.iterdir())
         fill(disk)
         assert not fits(disk, 1)
+
+
+def test_what_this_user_may_not_write_does_not_fit(tmp_path: Path) -> None:
+    """Free bytes do not show it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        assert fits(tmp_path, 1 << 20) and not fits(tmp_path, 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_no_room_for_another_file_is_no_room(tmp_path: Path) -> None:
