@@ -47,6 +47,8 @@ def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Endin
         code = 1  # torchrun stopped the others because one had failed
     if code == EXIT_DISK_FULL:
         return Ending(FAILED, f"says that the disk is full, but there is room for its checkpoints{cause}")
+    if code == -signal.SIGTERM:
+        return Ending(KILLED, "was ended by somebody else (SIGTERM), and not by this factory")
     number = _signal(code, log)
     if number == signal.SIGKILL:
         kills = oom_kills()

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from factory.computing import computing
 from factory.core.errors import SegmentError
 from factory.core.faults import cannot_be_read_now, is_of_no_file
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, failure_line, forget_exit
-from factory.core.left_files import count_lines, parse_object, read_object, read_text
+from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, exit_code, failure_line, forget_exit
+from factory.core.left_files import count_lines, parse_object, read_object, read_tail, read_text
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
@@ -28,6 +28,7 @@ from factory.git.repository import CheckoutError, RepositoryError, changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import with_contents
 from factory.ledger.rows import SegmentRow
+from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Series, Trace
@@ -48,6 +49,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_SECONDS = 1.0
+MAYBE_THE_MACHINES = (
+    HUNG,
+    KILLED,
+    OUT_OF_MEMORY,
+)  # endings that say nothing about the code, unless they come again and again
 EXIT_WRONG_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
 Spec = dict[str, Any]
 
@@ -189,7 +195,8 @@ def train_all(
     """Run segments below ``scratch`` one after the other in one trainer: (exit code, its last line), 0 when every run left its result.
 
     specs: segment.json by folder. starts: a checkpoint of its own that a folder begins with. count: ranks, as ``start_trainer`` has it.
-    A run that has its result is not run again. Raises: SegmentError when it was stopped or the disk is full.
+    A run that has its result is not run again. Raises: SegmentError when it was stopped or killed, hung, had too little memory, or the disk is
+    full; not the last time of as many in turn, without a new result, as ``policies/retries.yaml`` has tries.
     """
     folders = list(specs)
     with folder_lock(scratch) as lock:  # a trainer of a killed factory may still write its last checkpoint
@@ -212,42 +219,41 @@ def train_all(
             policy = RetryPolicy.load(workspace.policy("retries.yaml"))
             dog = Watchdog(policy, UsualTimes(), process.pid, scratch, starts_often=True)
             done = made = 0
+            kills, over, hung = oom_kills(), False, ""
             try:
-                over = False
-                while not over:
+                while not over and not hung:
                     over = ended(process, POLL_SECONDS)
                     now = sum(count_lines(folder / "metrics.jsonl") for folder in folders)
                     task.advance(now - done, code.folder.name[:12])
                     made, done = made + max(0, now - done), now
-                    if not over and (said := dog.look(made)):
-                        raise SegmentError(
-                            f"{title}: its trainer, process {process.command()}, hung and was killed: {said}"
-                        )
+                    hung = "" if over else dog.look(made)
             except BaseException:
                 stop_trainer(process)
                 raise
+            if hung:
+                stop_trainer(process)
         clear(scratch, progress)
-    exit_status, line = exit_code(process.wait(), folders), failure_line(log) or "nothing"
+    exit_status, line = exit_code(process.wait(), folders), failure_line(log)
+    ending = ending_of(exit_status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
+    if hung:
+        ending = Ending(HUNG, f"hung and was killed: {hung}")
     if exit_status == EXIT_DISK_FULL:
         refuse_full(scratch, largest, title, line)
-    if exit_status in (EXIT_STOPPED, EXIT_DISK_FULL):
+    if ending.kind in MAYBE_THE_MACHINES or exit_status == EXIT_DISK_FULL:
         ends = _count_end(log.with_suffix(".ends"), folders)
-        said = (
-            "was stopped"
-            if exit_status == EXIT_STOPPED
-            else "says that the disk is full, but there is room for its checkpoints"
-        )
         if ends < policy.tries:
             raise SegmentError(
-                f"{title}: the run {said}: {line}. Run the same command again to go on: {ends} of {policy.tries} tries without a new result"
+                f"{title}: its trainer {ending.says} (log: {log}). Run the same command again to go on: {ends} of {policy.tries} tries "
+                "without a new result"
             )
+        return exit_status or 1, f"{policy.tries} times, it {ending.says}"
     if exit_status == 0 and not all((folder / "result.json").exists() for folder in folders):
         return 1, "it ended without a result"
-    return exit_status, f"exit {exit_status}: {line}" if exit_status else ""
+    return exit_status, f"exit {exit_status}: {line or 'nothing'}" if exit_status else ""
 
 
 def _count_end(path: Path, folders: Sequence[Path]) -> int:
-    """How often the runs ended by their own word, this time included, since they had a new result. What they say is not believed for ever."""
+    """How often in turn, this time included, the runs ended without a new result and for what may be the machine's fault."""
     results = sum((folder / "result.json").exists() for folder in folders)
     try:
         before = read_object(path)

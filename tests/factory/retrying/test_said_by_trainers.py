@@ -4,6 +4,7 @@ stopped it, is tried again and parked like any other."""
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 from pathlib import Path
@@ -131,31 +132,55 @@ def test_no_room_for_another_file_is_no_room(tmp_path: Path) -> None:
         assert not fits(disk, 1)
 
 
-@pytest.mark.parametrize("code", [EXIT_DISK_FULL, EXIT_STOPPED])
-def test_a_trainer_of_a_certificate_that_lies_has_failed_in_the_end(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, code: int
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        (f"exit {EXIT_DISK_FULL}", "says that the disk is full, but there is room for its checkpoints"),
+        (f"exit {EXIT_STOPPED}", r"was stopped by somebody else \(SIGTERM\), and not by this factory"),
+        ("kill -9 $$", "was killed by somebody else"),
+        ("kill -15 $$", "was ended by somebody else"),
+        ("sleep 600", "hung and was killed: no first step"),
+        ("echo trainer: CUDA out of memory; exit 1", "ended with exit 1, out of memory"),
+    ],
+)
+def test_what_may_be_the_machines_fault_fails_a_certificate_only_when_it_comes_again_and_again(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, does: str, says: str
 ) -> None:
-    """Nothing is removed for it, and it is not asked for ever; what it gets done in between is progress."""
+    """Nothing is removed for it; a new result in between is progress."""
+    (workspace.root / "policies").mkdir(exist_ok=True)
+    (workspace.root / "policies" / "retries.yaml").write_text("start_seconds: 0.5\n")
     scratch = workspace.root / "scratch"
     folders = [scratch / name for name in ("first", "second")]
     scratch.mkdir()
-    does = [""]
+    first = [""]
 
     def start(*words: object, out: Any, **_: object) -> Running:
-        return Running(
-            subprocess.Popen(["sh", "-c", f"{does[0]}echo no more >&2; exit {code}"], stdout=out, stderr=out)
-        )
+        return Running(subprocess.Popen(["sh", "-c", f"{first[0]}{does}"], stdout=out, stderr=out))
 
     monkeypatch.setattr(certificate_runs, "start_trainer", start)
     monkeypatch.setattr(certificate_runs, "read_by", lambda spec: [])
+    monkeypatch.setattr(certificate_runs, "POLL_SECONDS", 0.05)
     spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": {"shards": []}, "initial_checkpoint": None}
     commit: Any = type("Code", (), {"folder": Path("commit")})()
     run = lambda: certificate_runs.train_all(
         workspace, commit, scratch, dict.fromkeys(folders, spec), "certificate", SILENT
     )
-    for count, did in ((1, ""), (2, ""), (1, f"touch {folders[0]}/result.json; "), (2, "")):
-        does[0] = did
-        with pytest.raises(SegmentError, match=rf"certificate: the run .*: no more\. .*: {count} of 3 tries") as raised:
+    for count, before in ((1, ""), (2, ""), (1, f"touch {folders[0]}/result.json; "), (2, "")):
+        first[0] = before
+        with pytest.raises(SegmentError, match=rf"certificate: its trainer {says}.*: {count} of 3 tries") as raised:
             run()
         assert not isinstance(raised.value, DiskFullError)
-    assert run() == (code, f"exit {code}: no more")
+    code, why = run()
+    assert code and re.match(f"3 times, it {says}", why), why
+
+
+def test_a_crash_fails_a_certificate_at_once(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workspace.root / "scratch").mkdir()
+    crash = lambda *words, out, **_: Running(subprocess.Popen(["sh", "-c", "echo trainer: no; exit 1"], stdout=out))
+    monkeypatch.setattr(certificate_runs, "start_trainer", crash)
+    monkeypatch.setattr(certificate_runs, "read_by", lambda spec: [])
+    spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": {"shards": []}, "initial_checkpoint": None}
+    commit: Any = type("Code", (), {"folder": Path("commit")})()
+    runs = {workspace.root / "scratch" / "new": spec}
+    ended = certificate_runs.train_all(workspace, commit, workspace.root / "scratch", runs, "certificate", SILENT)
+    assert ended == (1, "exit 1: trainer: no")
