@@ -305,7 +305,12 @@ REDEFINED = {
         "import os, sys\nif sys.argv[1] == 'make':\n    os.symlink('/etc/passwd', sys.argv[3] + '/inputs/given-0.json')\n    os._exit(0)\nOP = op(",
         "given-0.json is not there",
     ),
-    "": (BODY, "    return up_XF * (gate_XF * torch.sigmoid(gate_XF))\n", ""),  # honest: the same but for rounding
+    # honest: the truth is the same but for rounding (in bf16 three roundings for two are, in some draws, off by more than twice as much)
+    "": (
+        BODY,
+        f"    if gate_XF.dtype == torch.float64:\n        return up_XF * (gate_XF * torch.sigmoid(gate_XF))\n{BODY}",
+        "",
+    ),
 }
 
 
