@@ -319,7 +319,9 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
             with pytest.raises(WriterError, match="401.*OPENAI_API_KEY"):
                 await asyncio.to_thread(generate, workspace, ledger, wish, SILENT)
             monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-            unknown = GenerationWish(endpoint=url, model="gpt", prompts=path)
+            texts = tmp_path / "texts.jsonl"  # all are asked at once, and what is said of a chat has no advice
+            texts.write_text(json.dumps(prompts[0]) + "\n")
+            unknown = GenerationWish(endpoint=url, model="gpt", prompts=texts)
             with pytest.raises(WriterError, match="404.*there is no model 'gpt'.*answer chats alone"):
                 await asyncio.to_thread(generate, workspace, ledger, unknown, SILENT)
             return await asyncio.to_thread(generate, workspace, ledger, wish, SILENT)
