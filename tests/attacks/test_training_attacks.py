@@ -160,8 +160,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.sample("moments of zero")
-@pytest.mark.slow("two timed comparisons of training steps")
+@pytest.mark.long("two timed comparisons of training steps")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str

@@ -99,7 +99,7 @@ def undisturbed(plant: Plant) -> Path:
     return kept
 
 
-@pytest.mark.slow("trains a trunk, an anneal and two replicas of it")
+@pytest.mark.long("trains a trunk, an anneal and two replicas of it")
 def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Plant, undisturbed: Path) -> None:
     _, ledger = plant
     anneal, weights = SegmentRow.get(ledger, 2), []

@@ -59,7 +59,7 @@ def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: py
     assert logged.data.tags["mlflow.source.git.commit"] == row["code_commit"] and logged.info.status == "FINISHED"
 
 
-@pytest.mark.slow("a profiler that waits for a quiet machine, within the command")
+@pytest.mark.long("a profiler that waits for a quiet machine, within the command")
 def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "factory", "profile", "--recipe", "tiny", "--alone", "0"]

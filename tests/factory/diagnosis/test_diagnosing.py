@@ -177,8 +177,7 @@ def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
     assert [cause for _, causes, _ in TABLE for cause in causes if cause not in page] == []
 
 
-@pytest.mark.sample("True")
-@pytest.mark.slow("a second environment, and replays in the sandbox, two of them in it")
+@pytest.mark.long("a second environment, and replays in the sandbox, two of them in it")
 @pytest.mark.parametrize("broken", [True, False])
 def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
     restored: tuple[Workspace, Ledger], tmp_path: Path, broken: bool

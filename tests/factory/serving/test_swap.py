@@ -172,7 +172,7 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_are_asked_again(
     assert noted(ledger) == ["serving release:1", "serving_failed release:1", "serving release:1"]
 
 
-@pytest.mark.slow("two engines come up")
+@pytest.mark.long("two engines come up")
 def test_an_engine_that_hangs_is_replaced(
     workspace: Workspace, ledger: Ledger, exports: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

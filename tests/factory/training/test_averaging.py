@@ -209,7 +209,7 @@ def test_too_few_checkpoints_are_refused_with_a_list_of_them(plant: Plant, keywo
         plan_average(*plant, "uniform", **keywords)
 
 
-@pytest.mark.slow("three commands in processes of their own, one of which makes an average")
+@pytest.mark.long("three commands in processes of their own, one of which makes an average")
 def test_the_command_speaks_json_and_repeats_safely(plant: Plant) -> None:
     words = ("average", "--last", "2", "--segment", "1", "--json", "-w", str(plant[0].root))
     first, again = factory(*words), factory(*words)

@@ -33,7 +33,7 @@ from tests.support.paths import ROOT
 from tests.support.plants.trained_plant import commit_edit, git, make_plant
 
 STEPS = 8
-SLOW = pytest.mark.slow("ten runs for each mistake; two other mistakes are in the fast tier")
+LONG = pytest.mark.long("ten runs for each mistake; two other mistakes are in the fast tier")
 # Mistakes are made around the trainer's own functions, so that the tests don't hang on their lines. The new code runs once a
 # process.
 INIT = "trainer/__init__.py"
@@ -169,7 +169,7 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
         tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
 
 
-@pytest.mark.slow("four runs in bf16: a minute where the processor has no fast bf16 product")
+@pytest.mark.long("four runs in bf16: a minute where the processor has no fast bf16 product")
 def test_another_precision_is_certified_like_other_code(site: Site) -> None:
     """As on a machine where another precision is the fastest: same commit, same kernels. Noise is measured in the new one alone."""
     recipe = site.workspace.own_recipe()
@@ -193,8 +193,8 @@ def test_another_precision_is_certified_like_other_code(site: Site) -> None:
     ("code", "seen_by"),
     [
         (BACKWARD.format("2 * self"), "optimiser's exp_avg_sq"),
-        pytest.param(STEP.format("1.1"), "length of the update", marks=SLOW),
-        pytest.param(STEP.format("0 if done[0] == 5 else 1"), "optimiser's step", marks=SLOW),
+        pytest.param(STEP.format("1.1"), "length of the update", marks=LONG),
+        pytest.param(STEP.format("0 if done[0] == 5 else 1"), "optimiser's step", marks=LONG),
         (STEP.format("1 if done[0] < 7 else 4"), "weights"),
     ],
     ids=["wrong gradient scale", "another rate than it reports", "a skipped update", "right at first, wrong later"],
