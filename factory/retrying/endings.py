@@ -11,8 +11,9 @@ from pathlib import Path
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
 
 HUNG, OUT_OF_MEMORY, KILLED, CRASHED, FAILED = "hung", "out of memory", "killed", "crashed", "failed"
-OF_A_RANK = re.compile(r"Signal (\d+) \(SIG\w+\) received by PID \d+|exitcode\s*: -(\d+) ")  # as torchrun writes it
-CODE_OF_A_RANK = re.compile(r"exitcode\s*: (-?\d+) ")
+# As torchrun writes them, or code that lies: no number is longer than that of a signal or an exit.
+OF_A_RANK = re.compile(r"Signal (\d{1,3}) \(SIG\w+\) received by PID \d+|exitcode\s*: -(\d{1,3}) ")
+CODE_OF_A_RANK = re.compile(r"exitcode\s*: (-?\d{1,3}) ")
 NO_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc"
 )

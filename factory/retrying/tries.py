@@ -49,7 +49,7 @@ def _is_whole(checkpoint: Path) -> bool:
     try:
         files = read_object(checkpoint / "manifest.json")["files"]
         return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
-    except (SegmentError, OSError, LookupError, TypeError, AttributeError) as error:
+    except (SegmentError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         if is_of_no_file(error):
             raise
         return False

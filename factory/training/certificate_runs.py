@@ -49,11 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_SECONDS = 1.0
-MAYBE_THE_MACHINES = (
-    HUNG,
-    KILLED,
-    OUT_OF_MEMORY,
-)  # endings that say nothing about the code, unless they come again and again
+MAYBE_THE_MACHINES = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they come again and again
 EXIT_WRONG_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
 Spec = dict[str, Any]
 

@@ -95,6 +95,11 @@ def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> No
     table = "Failures:\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 7)\n  rank      : 1\n  exitcode  : 75 (pid: 8)\n"
     assert ending_of(75, "[rank0]: OutOfMemoryError", table.format(1), None).kind == OUT_OF_MEMORY
     assert ending_of(75, "", table.format(-11), None).says == "ended with signal SIGSEGV"
+    digits = "9" * 5000  # more than Python makes a number of
+    assert ending_of(75, "", table.format(digits) + f"Signal {digits} (SIGX) received by PID 1", None).kind == KILLED
+    assert (
+        ending_of(1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None).kind == FAILED
+    )
     assert ending_of(75, "", table.format(75), None).kind == ending_of(75, "", table.format(-15), None).kind == KILLED
 
 

@@ -63,9 +63,23 @@ def forged(row: SegmentRow, step: int, kind: str) -> None:
         (folder / "state.json").unlink()
     if kind == "no files":
         (folder / "manifest.json").write_text('{"files": {}}')
+    if kind == "a name that is none":
+        (folder / "manifest.json").write_text(json.dumps({"files": {"\0": {"bytes": 2}}}))
+    if kind == "files that are none":
+        (folder / "manifest.json").write_text('{"files": [1]}')
 
 
-@pytest.mark.parametrize("kind", ["a name alone", "files that are not there", "no files", "a step of another segment"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a name alone",
+        "files that are not there",
+        "no files",
+        "a name that is none",
+        "files that are none",
+        "a step of another segment",
+    ],
+)
 def test_what_is_no_checkpoint_of_the_segment_is_no_progress(ledger: Ledger, tmp_path: Path, kind: str) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     states = []
