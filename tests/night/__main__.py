@@ -42,7 +42,6 @@ POLICIES = {  # of a plant whose steps take milliseconds, on a small disk
     "retries.yaml": "first_wait_seconds: 2.0\nhung_seconds: 15.0\nstart_seconds: 60.0\n",
 }
 DISK_MIB = 900  # of the file system that holds the workspace, so that it can be filled
-PATIENCE = 20  # times the slowest segment so far: until then the daemon has not stopped for good
 MINUTE = 60.0
 
 
@@ -90,13 +89,13 @@ def live_through(night: Night, faults: list[Fault], minutes: int) -> list[Inject
         since, place, acted = night.last_event(), night.out.stat().st_size, time.monotonic()
         print(f"minute {minute + 1} of {minutes}: {fault.name}", end=" ", file=sys.stderr, flush=True)
         what = fault.act(night)
-        back = night.watch_until(time.monotonic() + PATIENCE * night.slowest, since)
+        back = night.watch_until(time.monotonic() + night.patience(), since)
         by_hand = ""
         if back is None and fault.by_hand:  # what the daemon asks for is done
             by_hand = fault.by_hand
             assert by_hand in night.said_since(place), f"{fault.name}: nobody was told to run {by_hand!r}"
             night.command(*by_hand.split()[1:])
-            back = night.watch_until(time.monotonic() + PATIENCE * night.slowest, since)
+            back = night.watch_until(time.monotonic() + night.patience(), since)
         seconds = back - acted if back else None
         print(
             f"({what}): " + (f"progress after {seconds:.0f} s" if seconds else "NO PROGRESS"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,10 +16,13 @@ import psutil
 
 from factory.core.workspace import Workspace
 from factory.ledger.reader import Reader
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.watchdog import BEGUN
 from tests.support.paths import ROOT
 from tests.support.plants.trained_plant import WORDS
 
 PROGRESS = ("segment_done",)
+PATIENCE_SECONDS = 200.0  # on a machine whose trainers start at once
 
 
 @dataclass
@@ -32,7 +36,7 @@ class Night:
     dropped: dict[str, list[str]] = field(default_factory=dict)  # shard → ids of its documents
     own_tmpfs: bool = False
     deaths: list[str] = field(default_factory=list)  # of the daemon, that nobody caused
-    slowest: float = 10.0  # seconds between two events that are progress
+    longest_start: float = 0.0  # seconds from a trainer's start to its first step, so far
 
     @property
     def read(self) -> Reader:
@@ -123,6 +127,14 @@ class Night:
         except Exception:  # the ledger is damaged, or locked
             return -1
         return int(found[0]["newest"] or 0) if found else 0
+
+    def patience(self) -> float:
+        """Seconds: until then the daemon has not stopped for good. Its watchdog allows a trainer ``hung_times`` the longest start so far before
+        its first step; twice that, as the trainer which comes next starts, too."""
+        with contextlib.suppress(Exception):  # the ledger is damaged, or locked: what was known before
+            begun = self.read.read(f"SELECT detail FROM events WHERE kind = '{BEGUN}'")
+            self.longest_start = max([self.longest_start, *(one["detail"]["seconds"] for one in begun)])
+        return PATIENCE_SECONDS + 2 * RetryPolicy().hung_times * self.longest_start
 
     def watch_until(self, deadline: float, since: int | None = None) -> float | None:
         """Wait; a daemon that ended by itself is noted and started again. Returns when, after ``since``, the daemon made progress."""

@@ -128,6 +128,18 @@ def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Pl
     assert steps_of(ledger, segment) == list(range(first, first + STEPS))
 
 
+@pytest.mark.slow("a trainer that says three times that the disk is full")
+def test_one_that_says_that_the_disk_is_full_while_there_is_room_is_parked(plant: Plant, segment: int) -> None:
+    workspace, ledger = plant
+    strike(ledger, segment, f"always-full-{first_of(ledger, segment) + 1}")
+    for parked in (False, False, True):
+        with pytest.raises(
+            TrainerDiedError, match="says that the disk is full, but there is room for its checkpoints"
+        ) as died:
+            run_segment(workspace, ledger, segment, SILENT)
+        assert died.value.parked == parked
+
+
 @pytest.mark.slow("a trainer that hangs twice, and one that ends")
 def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: Plant, segment: int) -> None:
     workspace, ledger = plant

@@ -7,7 +7,9 @@ import os
 import re
 import resource
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +25,14 @@ from factory.retention.disk import Room
 from factory.retrying.endings import FAILED, KILLED, OUT_OF_MEMORY, ending_of
 from factory.retrying.tries import TrainerDiedError
 from factory.sandbox.live import Running
-from factory.training import certificate_runs, training
+from factory.training import certificate_runs
+from factory.training.planning import plan_trunk
 from factory.training.segment_folder import checkpoint_bytes, failed
-from factory.training.training import run_trainer
+from factory.training.training import run_segment
 from tests.support.failing.deaths import deaths, plan_row
 from tests.support.failing.nights import fill, small_disk
 from tests.support.paths import ROOT
+from tests.support.plants.trained_plant import make_plant
 from trainer.contract.recipe import Recipe
 
 RECIPE = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump(mode="json")
@@ -68,26 +72,23 @@ def test_one_that_lies_is_parked(workspace: Workspace, ledger: Ledger, code: int
     assert [death["how"] for death in deaths(ledger, row.id)] == [how] * 2
 
 
-def test_where_no_checkpoint_fits_no_trainer_starts(
-    tmp_path: Path, code_repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_checkpoint_fits_no_trainer_starts(tmp_path: Path, code_repository: Path) -> None:
     """Or one that says so would be believed, started again and again, and things removed for it each time."""
-    started: list[int] = []
-    with small_disk(tmp_path / "disk", "64m") as disk:
-        workspace = Workspace.create(disk / "w", Config(repository=str(code_repository)))
-        ledger = Ledger.create(workspace.ledger_url)
-        row = planned(workspace, ledger)
-        monkeypatch.setattr(training, "read_by", lambda spec: [])
-        monkeypatch.setattr(training.LiveCode, "of", lambda *words: None)
-        monkeypatch.setattr(training, "start_trainer", lambda *words, **_: started.append(1))
+    with small_disk(tmp_path / "disk", "256m") as disk:
+        workspace, ledger = make_plant(disk, code_repository)
+        number = plan_trunk(workspace, ledger, 10)
+        room = checkpoint_bytes(SegmentRow.get(ledger, number).recipe_json) // 2
         with open(disk / "ballast", "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, Room.of(workspace).free - checkpoint_bytes(RECIPE) // 2)
+            os.posix_fallocate(file.fileno(), 0, Room.of(workspace).free - room)
         for _ in range(3):
             with pytest.raises(
-                DiskFullError, match=f"segment {row.id}: the disk is full: a checkpoint takes up to 0.0"
+                DiskFullError, match=f"segment {number}: the disk is full: a checkpoint takes up to 0.0"
             ):
-                run_trainer(workspace, ledger, row, Path(row.folder), SILENT, None)
-        assert not started and SegmentRow.get(ledger, row.id).attempts == 0
+                run_segment(workspace, ledger, number, SILENT)
+        assert SegmentRow.get(ledger, number).attempts == 0
+        assert not (workspace.logs / f"segment-{number:05d}.log").read_bytes(), "no trainer said anything"
+        (disk / "ballast").unlink()
+        assert run_segment(workspace, ledger, number, SILENT)["last_step"] == SegmentRow.get(ledger, number).last_step
 
 
 def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> None:
@@ -137,6 +138,34 @@ def test_no_room_for_another_file_is_no_room(tmp_path: Path) -> None:
         assert not fits(disk, 1)
 
 
+@dataclass
+class Certificate:
+    """Two runs of a certificate whose trainer is a shell's line: ``does``, and before it ``first``."""
+
+    workspace: Workspace
+    does: str
+    first: str = ""
+
+    @property
+    def folders(self) -> list[Path]:
+        return [self.workspace.root / "scratch" / name for name in ("one", "two")]
+
+    def start(self, *_: object, out: Any, **__: object) -> Running:
+        return Running(subprocess.Popen(["sh", "-c", self.first + self.does], stdout=out, stderr=out))
+
+    def run(self) -> tuple[int, str]:
+        scratch = self.folders[0].parent
+        scratch.mkdir(exist_ok=True)
+        spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": {}, "initial_checkpoint": None}
+        commit: Any = SimpleNamespace(folder=Path("commit"))
+        specs = dict.fromkeys(self.folders, spec)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(certificate_runs, "start_trainer", self.start)
+            patch.setattr(certificate_runs, "read_by", lambda spec: [])
+            patch.setattr(certificate_runs, "POLL_SECONDS", 0.05)
+            return certificate_runs.train_all(self.workspace, commit, scratch, specs, "certificate", SILENT)
+
+
 @pytest.mark.parametrize(
     ("does", "says"),
     [
@@ -149,43 +178,20 @@ def test_no_room_for_another_file_is_no_room(tmp_path: Path) -> None:
     ],
 )
 def test_what_may_be_the_machines_fault_fails_a_certificate_only_when_it_comes_again_and_again(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, does: str, says: str
+    workspace: Workspace, does: str, says: str
 ) -> None:
-    """Nothing is removed for it; a new result in between is progress."""
+    """Nothing is removed for it; a new result in between is progress. Real code of both kinds: ``test_certifying``."""
     (workspace.root / "policies").mkdir(exist_ok=True)
     (workspace.root / "policies" / "retries.yaml").write_text("start_seconds: 0.5\n")
-    scratch = workspace.root / "scratch"
-    folders = [scratch / name for name in ("first", "second")]
-    scratch.mkdir()
-    first = [""]
-
-    def start(*words: object, out: Any, **_: object) -> Running:
-        return Running(subprocess.Popen(["sh", "-c", f"{first[0]}{does}"], stdout=out, stderr=out))
-
-    monkeypatch.setattr(certificate_runs, "start_trainer", start)
-    monkeypatch.setattr(certificate_runs, "read_by", lambda spec: [])
-    monkeypatch.setattr(certificate_runs, "POLL_SECONDS", 0.05)
-    spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": {"shards": []}, "initial_checkpoint": None}
-    commit: Any = type("Code", (), {"folder": Path("commit")})()
-    run = lambda: certificate_runs.train_all(
-        workspace, commit, scratch, dict.fromkeys(folders, spec), "certificate", SILENT
-    )
-    for count, before in ((1, ""), (2, ""), (1, f"touch {folders[0]}/result.json; "), (2, "")):
-        first[0] = before
+    certificate = Certificate(workspace, does)
+    for count, first in ((1, ""), (2, ""), (1, f"touch {certificate.folders[0]}/result.json; "), (2, "")):
+        certificate.first = first
         with pytest.raises(SegmentError, match=rf"certificate: its trainer {says}.*: {count} of 3 tries") as raised:
-            run()
+            certificate.run()
         assert not isinstance(raised.value, DiskFullError)
-    code, why = run()
+    code, why = certificate.run()
     assert code and re.match(f"3 times, it {says}", why), why
 
 
-def test_a_crash_fails_a_certificate_at_once(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workspace.root / "scratch").mkdir()
-    crash = lambda *words, out, **_: Running(subprocess.Popen(["sh", "-c", "echo trainer: no; exit 1"], stdout=out))
-    monkeypatch.setattr(certificate_runs, "start_trainer", crash)
-    monkeypatch.setattr(certificate_runs, "read_by", lambda spec: [])
-    spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": {"shards": []}, "initial_checkpoint": None}
-    commit: Any = type("Code", (), {"folder": Path("commit")})()
-    runs = {workspace.root / "scratch" / "new": spec}
-    ended = certificate_runs.train_all(workspace, commit, workspace.root / "scratch", runs, "certificate", SILENT)
-    assert ended == (1, "exit 1: trainer: no")
+def test_a_crash_fails_a_certificate_at_once(workspace: Workspace) -> None:
+    assert Certificate(workspace, "echo trainer: no; exit 1").run() == (1, "exit 1: trainer: no")

@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy as sa
 
 from factory.actions import Action
-from factory.core.errors import InputError
+from factory.core.errors import InputError, SegmentError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe, reconcile
@@ -274,6 +274,18 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     assert "accepted by" in factory("certify", "-w", str(site.workspace.root)).stdout
     with site.ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
+
+
+@pytest.mark.parametrize(("code", "says"), [(74, "says that the disk is full, but there is room"), (75, "was stopped")])
+def test_code_that_ends_by_its_own_word_is_refused_after_three_tries(site: Site, code: int, says: str) -> None:
+    site.edit(INIT, "", f"raise SystemExit({code})\n")
+    number = site.plan()
+    for tries in (1, 2):
+        with pytest.raises(SegmentError, match=f"new code: its trainer {says}.*: {tries} of 3 tries"):
+            site.certify(number)
+    verdict = site.certify(number)
+    assert verdict.outcome == "reject" and f"3 times, it {says}" in verdict.reasons[0], verdict.reasons
+    assert not started(site, number)
 
 
 def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

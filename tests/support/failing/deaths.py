@@ -30,6 +30,8 @@ if self.writer is not None:
                 os.kill(os.getpid(), 9)
             if kind == "segv":
                 os.kill(os.getpid(), 11)
+            if kind == "full":
+                raise OSError(28, os.strerror(28))
             if kind == "raise":
                 raise RuntimeError("the weather is bad")
             if kind == "memory":
