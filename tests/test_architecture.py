@@ -129,7 +129,7 @@ def test_no_folder_holds_too_much() -> None:
     folders = (*MAY_IMPORT, "tests", "benchmarks", "policies", "docs")
     files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
     count = Counter(path.parent for path in files if "__pycache__" not in path.parts)
-    assert {str(folder): n for folder, n in count.items() if n > 15} == {}
+    assert {str(folder): n for folder, n in count.items() if n > 25} == {}
 
 
 def test_every_folder_says_what_lives_there() -> None:
@@ -143,7 +143,7 @@ def test_no_file_holds_two_ideas() -> None:
         str(p.relative_to(ROOT)): n
         for folder in MAY_IMPORT
         for p in modules(folder).values()
-        if (n := len(p.read_text().splitlines())) > 400
+        if (n := len(p.read_text().splitlines())) > 500
     }
     assert not long
 
