@@ -1,4 +1,8 @@
-"""A run's metrics as curves: from CSV, TSV or JSON lines that anyone wrote, or from our segments. What is wrong is named with file and line."""
+"""A run's metrics as curves: from CSV, TSV, JSON lines or a trainer_state.json that anyone wrote, or from our segments.
+
+Columns are found as the tools export them, in any case: W&B's "run - train/loss" beside "Step", TensorBoard's "Value" beside "Wall time", the
+rows of ``log_history`` in transformers' trainer_state.json. What is wrong is named with file and line.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,8 @@ TOKEN_NAMES = (
 )
 MOST_BYTES = 1 << 30
 X_NAMES = {"steps": STEP_NAMES, "tokens": TOKEN_NAMES}
+BOUNDS = ("__min", "__max")  # what W&B adds to a smoothed metric's name
+OTHER_SPLITS = ("eval", "val", "valid", "validation", "test")  # 'eval/loss' is not what 'loss' asks for
 
 
 @dataclass
@@ -49,16 +55,24 @@ class RunCurves:
     notes: list[str] = field(default_factory=list)
 
 
-def read_file(path: Path, x: str, metrics: Sequence[str]) -> RunCurves:
-    """Curves of these columns. ``x``: 'steps' or 'tokens'. Raises: InputError that names the file and the line."""
+def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None = None) -> RunCurves:
+    """Curves of these columns. ``x``: 'steps' or 'tokens'; ``x_column``: its column, where no usual name finds it.
+
+    Raises: InputError that names the file and the line.
+    """
     try:
         if path.stat().st_size > MOST_BYTES:
             raise InputError(f"{path} has more than {MOST_BYTES >> 20} MiB: take out the columns that are compared")
         with open(path, encoding="utf-8-sig", newline="") as file:
             head = file.read(1 << 16).lstrip()
             file.seek(0)
-            rows = _json_rows(path, file) if head.startswith("{") else _table_rows(path, file, head)
-            return _curves(path, rows, x, metrics)
+            if not head.startswith(("{", "[")):
+                rows = _table_rows(path, file, head)
+            elif _is_one_value(head):
+                rows = _rows_of_one_value(path, file.read())
+            else:
+                rows = _json_rows(path, file)
+            return _curves(path, rows, x, metrics, x_column)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}: expected CSV or JSON lines") from error
     except OSError as error:
@@ -73,6 +87,29 @@ def read_lineage(rows: Sequence[SegmentRow], name: str, x: str, metrics: Sequenc
     if not lines:
         raise InputError(f"{name} has no metrics yet: {Path(rows[-1].folder) / 'metrics.jsonl'}")
     return _curves(Path(name), iter(enumerate(lines, 1)), x, metrics)
+
+
+def _is_one_value(head: str) -> bool:
+    """Is the file one JSON value, such as a trainer_state.json, and not a line of JSON for each step?"""
+    if head.startswith("["):
+        return True
+    first = head.split("\n", 1)[0]
+    try:
+        return "log_history" in json.loads(first)
+    except (ValueError, RecursionError):  # indented over many lines, or longer than the head
+        return "\n" not in head.strip() or first.strip() == "{"
+
+
+def _rows_of_one_value(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Objects of a JSON array, or of ``log_history``; numbered from 1, as lines are."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON: {str(error)[:200]}") from None
+    rows = value.get("log_history", [value]) if isinstance(value, dict) else value
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{path}: expected a list of objects, in the file or under 'log_history'")
+    yield from enumerate(rows, 1)
 
 
 def _json_rows(path: Path, file: Iterator[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -107,24 +144,66 @@ def _table_rows(path: Path, file: Iterator[str], head: str) -> Iterator[tuple[in
         raise InputError(f"{path}, line {reader.line_num}: {error}") from None
 
 
-def _curves(path: Path, rows: Iterator[tuple[int, Mapping[str, Any]]], x: str, metrics: Sequence[str]) -> RunCurves:
+def column_of(metric: str, names: Sequence[str]) -> str | None:
+    """Which of a table's columns a metric is; None: none. The exact name wins, then the name in another case, then W&B's "run - metric", then a
+    name whose last part it is ('loss' in 'train/loss', never in 'eval/loss'), then TensorBoard's only "Value".
+
+    Raises: ValueError with the columns, where several fit alike.
+
+    >>> column_of("loss", ["Step", "run - train/loss", "run - train/loss__MIN"]), column_of("loss", ["Wall time", "Step", "Value"])
+    ('run - train/loss', 'Value')
+    """
+    if metric in names:
+        return metric
+    asked = metric.casefold()
+    plain = {name: name.casefold() for name in names if not name.casefold().endswith(BOUNDS)}
+    of_run = {name: low.rpartition(" - ")[2] for name, low in plain.items()}
+    split = lambda low: low.rpartition("/")
+    for fits in (
+        [name for name, low in plain.items() if low == asked],
+        [name for name, low in of_run.items() if low == asked],
+        [n for n, low in of_run.items() if split(low)[2] == asked and split(low)[0] not in OTHER_SPLITS],
+        [name for name, low in plain.items() if low == "value" and "wall time" in plain.values()],
+    ):
+        if len(fits) > 1:
+            raise ValueError(", ".join(map(repr, fits[:6])))
+        if fits:
+            return fits[0]
+    return None
+
+
+def _x_column(unit: str, row: Mapping[str, Any], named: str | None) -> str | None:
+    """The column of steps or tokens in a row, in any case."""
+    low = {name.casefold().strip(): name for name in reversed(list(row))}
+    wanted = [named.casefold().strip()] if named else X_NAMES[unit]
+    return next((low[one] for one in wanted if one in low), None)
+
+
+def _curves(
+    path: Path,
+    rows: Iterator[tuple[int, Mapping[str, Any]]],
+    x: str,
+    metrics: Sequence[str],
+    x_column: str | None = None,
+) -> RunCurves:
     found = RunCurves(str(path))
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = {}  # by unit
+    sources: dict[str, str] = {}  # column by metric
     known: dict[str, None] = {}
     values: dict[str, dict[float, float]] = {metric: {} for metric in metrics}
     last, again, back = -math.inf, 0, 0
     for number, row in rows:
+        fresh = not known.keys() >= row.keys()
         known |= dict.fromkeys(row)
-        for unit, names in X_NAMES.items():
-            if unit not in columns and (name := next((one for one in names if one in row), None)):
+        for unit in X_NAMES:
+            if unit not in columns and (name := _x_column(unit, row, x_column if unit == x else None)):
                 columns[unit] = name
         if columns.get(x) not in row:
             other = next((unit for unit in columns if unit != x), None)
-            hint = f"; it has {columns[other]!r}: compare by --x {other}" if other else ""
+            hint = f"it has {columns[other]!r}: compare by --x {other}" if other else "name it with --step-column"
             named = ", ".join(map(repr, list(row)[:12]))
-            raise InputError(
-                f"{path}, line {number}: no column of {x} ({', '.join(X_NAMES[x][:4])} …) among {named}{hint}"
-            )
+            wanted = repr(x_column) if x_column else f"of {x} ({', '.join(X_NAMES[x][:4])} …)"
+            raise InputError(f"{path}, line {number}: no column {wanted} among {named}; {hint}")
         at = _number(path, number, columns[x], row[columns[x]])
         if at is None or not math.isfinite(at):
             raise InputError(f"{path}, line {number}: {columns[x]}: {str(row[columns[x]])[:40]!r} is no number")
@@ -132,9 +211,18 @@ def _curves(path: Path, rows: Iterator[tuple[int, Mapping[str, Any]]], x: str, m
         back += at < last
         last = at
         for metric in metrics:
-            if metric in row and (value := _number(path, number, metric, row[metric])) is not None:
+            if fresh and metric not in sources:
+                try:
+                    source = column_of(metric, [name for name in row if name not in columns.values()])
+                except ValueError as several:
+                    raise InputError(
+                        f"{path}: several columns could be {metric!r}: {several}; name one, as in --metric '{metric}=COLUMN'"
+                    ) from None
+                sources |= {metric: source} if source else {}
+            cell = row.get(sources.get(metric, metric))
+            if sources.get(metric) in row and (value := _number(path, number, metric, cell)) is not None:
                 values[metric][at] = value  # of a step that is there twice the last: a run that was resumed
-                written = str(row[metric]).lower()
+                written = str(cell).lower()
                 if math.isfinite(value) and "e" not in written:
                     found.decimals[metric] = max(found.decimals.get(metric, 0), len(written.partition(".")[2]))
         if {"steps", "tokens"} <= columns.keys():
@@ -147,6 +235,8 @@ def _curves(path: Path, rows: Iterator[tuple[int, Mapping[str, Any]]], x: str, m
         if not values[metric]:
             raise InputError(f"{path}: no column {metric!r}{nearest(metric, list(known)[:200])[:400]}")
         found.points[metric] = sorted(values[metric].items())
+        if sources[metric] != metric:
+            found.notes.append(f"{path}: {metric} is its column {sources[metric]!r}")
     if back:
         found.notes.append(
             f"{path}: {x} go back {back} times, as of a run that was resumed; of each the last line counts"

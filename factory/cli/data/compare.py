@@ -29,7 +29,8 @@ def compare(
     reference: Annotated[
         str,
         typer.Argument(
-            help="CSV, TSV or JSON lines with a step column; a segment's folder; or the number of a segment."
+            help="CSV, TSV or JSON lines with a step column, as W&B and TensorBoard export them; a trainer_state.json; a segment's folder; or "
+            "the number of a segment."
         ),
     ],
     segment: Annotated[
@@ -45,6 +46,10 @@ def compare(
         typer.Option(min=0.0, help="Allowed difference (default: by the spread of the difference before)."),
     ] = None,
     x: Annotated[Unit, typer.Option(help="Compare at the same step, or after as many tokens.")] = Unit.steps,
+    step_column: Annotated[
+        str | None,
+        typer.Option(help="The reference's column of steps (of tokens, with --x tokens), where its name is unusual."),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Where the picture goes (default: reports/comparison.html).")
     ] = None,
@@ -75,7 +80,7 @@ def compare(
         rows = SegmentRow.lineage(ledger, int(reference))
         theirs = read_lineage(rows, f"segment {reference}", x.value, other)
     else:
-        theirs = read_file(path / "metrics.jsonl" if path.is_dir() else path, x.value, other)
+        theirs = read_file(path / "metrics.jsonl" if path.is_dir() else path, x.value, other, step_column)
     found = []
     for mine, name in pairs:
         a, b = ours.points[mine], theirs.points[name]

@@ -88,6 +88,57 @@ def test_a_curve_never_parts_from_itself(points: list[tuple[int, float]], shift:
     assert found.first is None and len(found.grid) == len(curve)
 
 
+EXPORTED = {
+    "W&B": '"Step","run-7 - train/loss","run-7 - train/loss__MIN","run-7 - train/loss__MAX"\n1,2.5,2.4,2.6\n2,2.25,2.2,2.3\n',
+    "TensorBoard": "Wall time,Step,Value\n1700000000.1,1,2.5\n1700000001.2,2,2.25\n",
+    "another case": "STEP,Loss\n1,2.5\n2,2.25\n",
+    "trainer_state.json": json.dumps(
+        {
+            "best_metric": None,
+            "log_history": [
+                {"epoch": 0.1, "grad_norm": 1.0, "learning_rate": 1e-3, "loss": 2.5, "step": 1},
+                {"epoch": 0.2, "eval_loss": 9.0, "eval_runtime": 1.0, "step": 1},
+                {"epoch": 0.2, "loss": 2.25, "step": 2},
+                {"epoch": 0.2, "train_loss": 2.4, "train_runtime": 9.0, "step": 2},
+            ],
+        },
+        indent=2,
+    ),
+    "one line": json.dumps({"log_history": [{"loss": 2.5, "step": 1}, {"loss": 2.25, "step": 2}]}),
+    "JSON array": json.dumps([{"loss": 2.5, "step": 1}, {"loss": 2.25, "step": 2}]),
+    "JSON lines of paths": '{"train/loss": 2.5, "eval/loss": 9, "_step": 1}\n{"train/loss": 2.25, "_step": 2}\n',
+}
+
+
+@pytest.mark.parametrize("tool", EXPORTED)
+def test_curves_are_read_as_tools_export_them(tool: str, tmp_path: Path) -> None:
+    path = tmp_path / "curve"
+    path.write_text(EXPORTED[tool])
+    assert read_file(path, "steps", ["loss"]).points == {"loss": [(1.0, 2.5), (2.0, 2.25)]}
+
+
+def test_a_step_column_of_another_name_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    path.write_text("Update,loss\n1,2.5\n")
+    assert read_file(path, "steps", ["loss"], "update").points == {"loss": [(1.0, 2.5)]}
+    for named, words in (
+        (None, "name it with --step-column"),
+        ("updates", "no column 'updates' among 'Update', 'loss'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            read_file(path, "steps", ["loss"], named)
+
+
+def test_of_two_runs_in_one_export_none_is_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    path.write_text('"Step","a - train/loss","b - train/loss"\n1,2.5,3.5\n')
+    with pytest.raises(
+        InputError, match="several columns could be 'loss': 'a - train/loss', 'b - train/loss'; name one"
+    ):
+        read_file(path, "steps", ["loss"])
+    assert read_file(path, "steps", ["b - train/loss"]).points == {"b - train/loss": [(1.0, 3.5)]}
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
