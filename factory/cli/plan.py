@@ -15,7 +15,7 @@ from factory.core.workspace import code_root
 
 if TYPE_CHECKING:
     from trainer.contract.plan.run_plan import RunPlan
-    from trainer.contract.recipe import Recipe
+    from trainer.contract.recipe import ModelRecipe, Recipe
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 LARGE = 2e9  # parameters from which on the vocabulary is Llama 3's 128,256, not Llama 2's 32,000
@@ -26,13 +26,23 @@ WIDTH = 150  # of the table where there is no terminal
 def plan(
     params: Annotated[str, typer.Option(help="Parameters of a dense model: 8e9, 8B.")] = "",
     recipe: Annotated[str, typer.Option(help="Or a recipe: its file, or its name in policies/recipes/.")] = "",
+    config: Annotated[
+        Path | None, typer.Option(help="Or a public model: its Hugging Face config.json, or the folder that has it.")
+    ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens to train on: 300e9, 300B.")] = "",
     gpus: Annotated[int, typer.Option(help="How many GPUs.")] = 8,
     gpu: Annotated[str, typer.Option(help="Which GPU: gives its peak, and its memory.")] = "h100",
     memory: Annotated[float | None, typer.Option(help="GB of one GPU (default: the GPU's).")] = None,
-    mfu: Annotated[float | None, typer.Option(help="Share of the peak reached (default: 0.4; 0.3 if blocks are recomputed).")] = None,
+    mfu: Annotated[float | None, typer.Option(help="Share of the peak reached (default: 0.4 on one node, else published runs').")] = None,
+    network: Annotated[
+        float | None, typer.Option(help="GB a second between nodes, of one GPU (default: the GPU's usual card; 50 are 400 Gb/s).")
+    ] = None,
+    expert_parallel: Annotated[
+        int, typer.Option(help="GPUs that share the experts, in a trainer that can; this one cannot.")
+    ] = 1,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Products in fp8, in a trainer that can; this one cannot.")] = False,
     price: Annotated[float | None, typer.Option(help="Dollars of a GPU for an hour (default: 2).")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a row, with --params (default: 4096).")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a row, with --params or --config (default: 4096).")] = None,
     vocab: Annotated[
         int | None, typer.Option(help="Size of the vocabulary, with --params (default: 32000; 128256 from 2B on).")
     ] = None,
@@ -40,20 +50,32 @@ def plan(
 ) -> None:  # fmt: skip
     """Plan a run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
     from trainer.contract.errors import TrainerError
+    from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.plan_report import as_json as plan_json
     from trainer.contract.plan.run_plan import GPUS, PRICE, Ask, SizingError, active, plan_run
     from trainer.contract.plan.sizing import GB, shape_of
 
-    if bool(params) == bool(recipe):
-        raise InputError("name one: --params 8e9 or --recipe NAME")
+    if bool(params) + bool(recipe) + bool(config) != 1:
+        raise InputError("name one: --params 8e9, --recipe NAME or --config FILE")
     if gpu not in GPUS:
         raise InputError(f"--gpu: no {gpu!r} in the table{nearest(gpu, GPUS)}")
-    given = {"--gpus": gpus, "--memory": memory, "--mfu": mfu, "--price": price, "--context": context, "--vocab": vocab}
+    given = {
+        "--gpus": gpus,
+        "--expert-parallel": expert_parallel,
+        "--network": network,
+        "--memory": memory,
+        "--mfu": mfu,
+        "--price": price,
+        "--context": context,
+        "--vocab": vocab,
+    }
     for flag, value in given.items():
         if value is not None and not value > 0:
             raise InputError(f"{flag}: {value:g} is not above zero")
         if recipe and value is not None and flag in ("--context", "--vocab"):
             raise InputError(f"{flag}: the recipe already has it; use it with --params only")
+        if config and value is not None and flag == "--vocab":
+            raise InputError(f"{flag}: config.json already has it; use it with --params only")
     if mfu is not None and mfu > 1:
         raise InputError(f"--mfu: {mfu:g} is above 1, the whole peak")
     if context is not None and context < 8:
@@ -63,10 +85,25 @@ def plan(
     size = _number("--params", params) if params else 0.0
     try:
         asked = _recipe(recipe) if recipe else None
-        shape = (
-            asked.model if asked else shape_of(size, vocab or (128_256 if size >= LARGE else 32_000), context or 4096)
-        )
-        ask = Ask(shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE)
+        if config:
+            shape: ModelRecipe = read_config(config, context)
+        elif asked:
+            shape = asked.model
+        else:
+            shape = shape_of(size, vocab or (128_256 if size >= LARGE else 32_000), context or 4096)
+        if expert_parallel > 1 and (
+            shape.experts is None or gpus % expert_parallel or shape.experts.count % expert_parallel
+        ):
+            what = (
+                "the model has no experts"
+                if shape.experts is None
+                else f"it must divide the {gpus} GPUs and the {shape.experts.count} experts"
+            )
+            raise InputError(f"--expert-parallel {expert_parallel}: {what}")
+        ask = Ask(
+            shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE,
+            network=network and network * GB, expert=expert_parallel, fp8=fp8,
+        )  # fmt: skip
         if asked:
             rounded = asked.precision != "fp32"  # every GPU of the table has bf16, and auto takes it there
             ask = replace(
@@ -84,7 +121,7 @@ def plan(
     except SizingError as error:
         raise InputError(f"--gpus {gpus}: {error}") from error
     except TrainerError as error:
-        raise ConfigError(f"{'--recipe' if recipe else '--params'}: {error}") from error
+        raise ConfigError(f"{'--recipe' if recipe else '--config' if config else '--params'}: {error}") from error
     if as_json:
         print_json(plan_json(found))
     else:

@@ -100,10 +100,20 @@ class ModelRecipe(Strict):
         norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
         return self._matmul_parameters(lambda experts: experts.count) + self.layers * norms + self.d_model
 
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer's projections."""
+        return self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def attention_width(self) -> float:
+        """Multiplications for one score and its value, of all heads: the mean of both widths."""
+        return self.heads * self.head_dim
+
     def _matmul_parameters(self, routed: Callable[[ExpertsRecipe], int]) -> int:
         total = self.vocab_size * self.d_model
         for layer in range(self.layers):
-            total += self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+            total += self.attention_parameters
             if self.experts is None or not self.is_expert_layer(layer):
                 total += 3 * self.d_model * self.d_ff
             else:
@@ -136,7 +146,7 @@ class ModelRecipe(Strict):
 
         PaLM (arXiv 2204.02311) appendix B, with the masked half of attention left out.
         """
-        return 6.0 * self.matmul_parameters + 6.0 * self.layers * self.heads * self.head_dim * self.context
+        return 6.0 * self.matmul_parameters + 6.0 * self.layers * self.attention_width * self.context
 
 
 class Phase(Strict):

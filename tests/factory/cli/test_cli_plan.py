@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
+from tests.support.trainer.published_runs import QWEN3_30B
 
 EXAMPLE = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32", "--memory", "80"]
 
@@ -54,6 +55,20 @@ def test_json_holds_the_same_plan() -> None:
     assert said["gpu"] == "h200" and said["memory_needed"] <= said["memory_there"]
 
 
+def test_a_public_models_config_is_planned_and_the_missing_expert_parallelism_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    asked = ["plan", "--config", str(tmp_path), "--tokens", "1T", "--gpus", "16"]
+    ours, others = (json.loads(factory(*asked, *more, "--json").stdout) for more in ([], ["--expert-parallel", "16"]))
+    assert ours["effort"]["bound"] == "network" and ours["effort"]["days"] > 1.5 * others["effort"]["days"]
+    said = factory(*asked).stdout
+    assert "the network bounds this plan" in said and f"would take {others['effort']['days']:,.1f} days" in said
+    refused = factory(*asked, "--expert-parallel", "5")
+    assert (
+        refused.returncode == 2
+        and "--expert-parallel 5: it must divide the 16 GPUs and the 128 experts" in refused.stderr
+    )
+
+
 def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
     by_name = factory("plan", "--recipe", "demo", "--tokens", "1B", "--gpus", "4", "--json", cwd=tmp_path)
     assert by_name.returncode == 0, by_name.stderr
@@ -66,8 +81,11 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tokens", "300B"], "name one: --params 8e9 or --recipe NAME"),
-        (["--params", "8B", "--recipe", "demo", "--tokens", "1B"], "name one: --params 8e9 or --recipe NAME"),
+        (["--tokens", "300B"], "name one: --params 8e9, --recipe NAME or --config FILE"),
+        (
+            ["--params", "8B", "--recipe", "demo", "--tokens", "1B"],
+            "name one: --params 8e9, --recipe NAME or --config FILE",
+        ),
         (["--params", "8B"], "--tokens: is missing"),
         (["--params", "eight", "--tokens", "1B"], "--params: 'eight' is not a number; write it as 8e9 or 8B"),
         (["--params", "-8B", "--tokens", "1B"], "--params: -8B is not above zero"),

@@ -5,24 +5,27 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trainer.contract.plan.hf_config import PublicModel
 from trainer.contract.plan.run_plan import (
     GPUS,
+    MFU,
     NODE,
     PRICE,
-    RECOMPUTED,
+    SPREAD,
     RunPlan,
     active,
     batch_by_rule,
+    effort_of,
     lr_by_rule,
     memory_of,
     rule_flops,
 )
 from trainer.contract.plan.sizing import GB, KORTHIKANTI, ZERO, needed
 
-NETWORK = 50 * GB  # bytes a second of a 400 Gb/s card, one a GPU
 CHINCHILLA = 20  # tokens a parameter
 DEEPSEEK = "DeepSeek LLM, arXiv 2401.02954 §3.1"
 LLAMA = "Llama 3, arXiv 2407.21783"
+OWN = "tests/support/trainer/published_runs.py"
 PALM = "PaLM, arXiv 2204.02311 appendix B"
 
 
@@ -46,15 +49,25 @@ def _model_lines(plan: RunPlan) -> list[Line]:
     model = plan.ask.model
     shape = (
         f"{model.layers} layers, {model.d_model:,} wide, {model.heads} heads, {model.kv_heads} for keys and values, "
-        f"d_ff {model.d_ff:,}, {model.vocab_size:,} tokens in one tied embedding"
+        f"d_ff {model.d_ff:,}, {model.vocab_size:,} tokens in {'embedding and head' if untied(plan) else 'one tied embedding'}"
     )
-    source = f"proportions of {LLAMA} Table 3" if plan.ask.batch is None else "the recipe"
+    source = _shape_source(plan)
     found = [Line("parameters", model.parameters, f"{model.parameters / 1e9:.4g} B", shape, source)]
     if model.experts is not None:
         e = model.experts
         how = f"{e.per_token} of {e.count} experts a token, and {e.shared} shared"
-        found.append(Line("active", active(model), f"{active(model) / 1e9:.4g} B", how, "the recipe"))
+        found.append(Line("active", active(model), f"{active(model) / 1e9:.4g} B", how, source))
     return found
+
+
+def untied(plan: RunPlan) -> bool:
+    return isinstance(plan.ask.model, PublicModel) and plan.ask.model.untied
+
+
+def _shape_source(plan: RunPlan) -> str:
+    if isinstance(plan.ask.model, PublicModel):
+        return "config.json"
+    return f"proportions of {LLAMA} Table 3" if plan.ask.batch is None else "the recipe"
 
 
 def _layout_lines(plan: RunPlan) -> list[Line]:
@@ -83,6 +96,7 @@ def _layout_lines(plan: RunPlan) -> list[Line]:
             f"{layout.gpus} GPUs / tensor; {state}",
             "parallel.replicas: FSDP2",
         ),
+        *_expert_lines(plan),
         Line(
             "recompute",
             float(layout.recompute == "block"),
@@ -91,6 +105,17 @@ def _layout_lines(plan: RunPlan) -> list[Line]:
             "parallel.recompute; arXiv 2205.05198 §5",
         ),
     ]
+
+
+def _expert_lines(plan: RunPlan) -> list[Line]:
+    ask, layout = plan.ask, plan.layout
+    if ask.model.experts is None:
+        return []
+    if layout.expert == 1:
+        how, source = "this trainer has none: every expert is gathered on every GPU", f"{ZERO} §7.2.2"
+    else:
+        how, source = "another trainer's: each GPU keeps its experts, and tokens are sent to them", "--expert-parallel"
+    return [Line("expert parallel", layout.expert, str(layout.expert), how, source)]
 
 
 def _batch_lines(plan: RunPlan) -> list[Line]:
@@ -136,10 +161,27 @@ def _batch_lines(plan: RunPlan) -> list[Line]:
 
 def _effort_lines(plan: RunPlan) -> list[Line]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
-    mfu = "MFU as given" if ask.mfu is not None else f"MFU of {LLAMA} §3.3.2: 38–43 %"
+    if ask.mfu is not None:
+        mfu = "MFU as given"
+    elif ask.gpus <= NODE or ask.gpu.mfu_nodes is not None:
+        mfu = "MFU of torchtitan and autoresearch on H100s, and of Llama 2 on A100s"
+    else:
+        mfu = f"MFU of published runs on many nodes, {OWN}; one node reaches {MFU:g}"
     if ask.mfu is None and layout.recompute == "block":
-        mfu += f", × {RECOMPUTED} for recomputing (arXiv 2205.05198 §5: a third more work)"
+        mfu += "; recomputing a third more (arXiv 2205.05198 §5)"
     network = f"{2 * ask.itemsize + 4} bytes × parameters / tensor {layout.tensor}, each micro-batch"
+    apart = (
+        f"; waiting for the network, {effort.reached:.2g} of the peak is reached"
+        if effort.reached < 0.99 * effort.mfu
+        else ""
+    )
+    low, high = (1.0, 1.0) if ask.mfu is not None else (1 / SPREAD, SPREAD)
+    spread = lambda value: "" if ask.mfu is not None else f"{value * low:,.1f} to {value * high:,.1f}: "
+    said = (
+        "as measured"
+        if ask.mfu is not None
+        else f"published runs lie within a factor of {SPREAD:g}, restarts among them ({OWN})"
+    )
     return [
         Line(
             "FLOPs",
@@ -153,11 +195,11 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
             "throughput",
             effort.tokens_per_second,
             f"{effort.tokens_per_second:,.0f} tokens/s",
-            f"{layout.gpus} × {ask.gpu.peak_flops / 1e12:g} TFLOP/s × MFU {effort.mfu:.2g} / FLOPs a token",
+            f"{layout.gpus} × {ask.gpu.peak_flops / 1e12:g} TFLOP/s × MFU {effort.mfu:.2g} / FLOPs a token{apart}",
             f"{ask.gpu.source}; {mfu}",
         ),
-        Line("time", effort.days, f"{effort.days:,.1f} days", "tokens / throughput", "no failure and no pause counted"),
-        Line("GPU hours", effort.gpu_hours, f"{effort.gpu_hours:,.0f}", "GPUs × time", ""),
+        Line("time", effort.days, f"{effort.days:,.1f} days", f"{spread(effort.days)}tokens / throughput", said),
+        Line("GPU hours", effort.gpu_hours, f"{effort.gpu_hours:,.0f}", f"{spread(effort.gpu_hours)}GPUs × time", said),
         Line(
             "cost",
             effort.cost,
@@ -169,7 +211,7 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
             "network",
             effort.network,
             f"{effort.network / GB:,.1f} GB/s a GPU" if effort.network else "none",
-            network if effort.network else "nothing is gathered",
+            f"{network}; {effort.network_there / GB:,.0f} GB/s are there" if effort.network else "nothing is gathered",
             f"to hide the gathering behind the computing; {ZERO} §7.2.2",
         ),
     ]
@@ -191,11 +233,23 @@ def remarks(plan: RunPlan) -> list[str]:
     by_rule = batch_by_rule(model, ask.tokens)
     if not 0.5 < effort.tokens_per_step / by_rule < 2:
         found.append(f"{DEEPSEEK} asks for {by_rule:,.0f} tokens a step; this plan has {effort.tokens_per_step:,}")
-    if layout.gpus > NODE and effort.network > NETWORK:
+    if ask.mfu is None and effort.network > effort.network_there:
         found.append(
-            f"a 400 Gb/s card a GPU moves {NETWORK / GB:.0f} GB/s, less than the {effort.network / GB:.0f} that hide the "
-            "gathering: expect a lower MFU (measure, and give --mfu)"
+            f"the network bounds this plan: it moves {effort.network_there / GB:.0f} GB/s a GPU, and {effort.network / GB:,.0f} "
+            f"would hide the gathering, so {effort.reached:.1%} of the peak is reached not {effort.mfu:.1%} (--network: yours; --mfu: as measured)"
         )
+    if model.experts is not None and layout.expert == 1 and layout.gpus > 1:
+        expert = min(layout.data, model.experts.count)
+        other = effort_of(replace(ask, expert=expert), replace(layout, expert=expert), plan.sequences)
+        found.append(
+            f"this trainer has no expert parallelism; one that has it, over {expert} GPUs, would take {other.days:,.1f} days "
+            f"(--expert-parallel {expert})"
+        )
+    if layout.expert > 1 or ask.fp8:
+        asked = " and ".join(["expert parallelism"] * (layout.expert > 1) + ["fp8"] * ask.fp8)
+        found.append(f"{asked}: this trainer has none; the plan is another trainer's")
+    if isinstance(model, PublicModel):
+        found.append("this trainer cannot train a config.json as it is: the plan says what a model of its shape takes")
     if ask.logit_rows is None:
         chunked = memory_of(replace(ask, logit_rows=1024), layout)
         saved = needed(plan.memory) - needed(chunked)

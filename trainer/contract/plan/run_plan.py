@@ -1,5 +1,8 @@
 """Plans a run: the layout that fits, steps, days and cost, each number with its formula and source.
 
+Time is that of the slower of two: computing at the MFU that published runs reached, and gathering weights over the network behind it. Tokens
+that are sent to experts on other GPUs wait for that on top. ``SPREAD`` is how far published GPU hours lie from what this gives.
+
 The layout is the first that fits: little tensor parallelism before much, nothing recomputed before whole blocks, a large
 micro-batch before a small one. There is no pipeline parallelism: sharding over the data ranks cuts the same memory.
 """
@@ -12,14 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.contract.errors import RecipeError, TrainerError
-from trainer.contract.plan.sizing import GB, RESERVE, Layout, MemoryPart, memory_parts, needed
+from trainer.contract.plan.sizing import GB, RESERVE, Layout, MemoryPart, memory_parts, needed, routed_parameters
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
 
 RECOMPUTE: tuple[Literal["none", "block"], ...] = ("none", "block")
 LARGEST = 288  # GB of the largest GPU that is sold
 NODE = 8  # GPUs that NVLink joins: tensor parallelism goes no further
-MFU = 0.40  # Llama 3 reports 38–43 % (arXiv 2407.21783 §3.3.2)
-RECOMPUTED = 3 / 4  # of the MFU, where blocks are computed again: 8 matrix products for 6
+# Of one node, and of A100s: torchtitan 41 % (Llama 3 8B, 8 H100, bf16, compiled), autoresearch 39.8 % (one H100); Llama 2's hours (2307.09288).
+MFU = 0.40
+# Of whole runs on many nodes of H100s and faster, restarts and slow hours among them, as published hours give it: 22 % at 8 B parameters, more in
+# larger runs, which had more work put into them. tests/support/trainer/published_runs.py has the runs.
+MFU_NODES, MFU_NODES_AT, MFU_NODES_POWER, MFU_NODES_MOST = 0.22, 8e9, 0.12, 0.36
+FP8 = 1.28  # times as fast as bf16: torchtitan, Llama 3 8B on 8 H100: 8,532 and 6,667 tokens/s
+NARROW = 1280  # width of an expert below which the MFU falls with it: one run gives it, Qwen3-30B-A3B's 768 in Megatron-Bridge
+SPREAD = 1.6  # published GPU hours lie within this factor of the plan, either way
+RECOMPUTED = 3 / 4  # of ``MFU``, where blocks are computed again: 8 matrix products for 6
 PRICE = 2.0  # dollars of a GPU for an hour
 
 
@@ -34,22 +44,27 @@ class Gpu:
     peak_flops: float
     memory: float  # bytes
     source: str
+    link: float = 450 * GB  # bytes a second to a GPU of the same node, one way
+    network: float = 50 * GB  # and to one of another node: a 400 Gb/s card a GPU
+    mfu_nodes: float | None = None  # of many nodes; None: by the rule of published runs
 
 
-def _nvidia(teraflops: float, gigabytes: float, sheet: str) -> Gpu:
-    return Gpu(teraflops * 1e12, gigabytes * GB, f"NVIDIA {sheet} data sheet, bf16 dense")
+def _nvidia(teraflops: float, gigabytes: float, sheet: str, **more: float) -> Gpu:
+    return Gpu(teraflops * 1e12, gigabytes * GB, f"NVIDIA {sheet} data sheet, bf16 dense", **more)
 
 
+PCIE_4, PCIE_5 = 25 * GB, 50 * GB  # of 16 lanes, what is reached of 32 and 64
+A100 = {"link": 300 * GB, "network": 25 * GB, "mfu_nodes": MFU}
 GPUS = {
     "h100": _nvidia(989.4, 80, "H100 SXM"),
-    "h100-pcie": _nvidia(756, 80, "H100 PCIe"),
+    "h100-pcie": _nvidia(756, 80, "H100 PCIe", link=PCIE_5),
     "h200": _nvidia(989.4, 141, "H200 SXM"),
-    "b200": _nvidia(2250, 180, "DGX B200"),
-    "a100": _nvidia(312, 80, "A100 80GB"),
-    "a100-40": _nvidia(312, 40, "A100 40GB"),
-    "l40s": _nvidia(362, 48, "L40S"),
-    "rtx-4090": _nvidia(165.2, 24, "Ada architecture (RTX 4090)"),
-    "mi300x": Gpu(1307.4e12, 192 * GB, "AMD Instinct MI300X data sheet, bf16 dense"),
+    "b200": _nvidia(2250, 180, "DGX B200", link=900 * GB),
+    "a100": _nvidia(312, 80, "A100 80GB", **A100),
+    "a100-40": _nvidia(312, 40, "A100 40GB", **A100),
+    "l40s": _nvidia(362, 48, "L40S", link=PCIE_4, network=PCIE_4),
+    "rtx-4090": _nvidia(165.2, 24, "Ada architecture (RTX 4090)", link=PCIE_4 / 2, network=PCIE_4 / 2),
+    "mi300x": Gpu(1307.4e12, 192 * GB, "AMD Instinct MI300X data sheet, bf16 dense", link=448 * GB),
 }
 
 
@@ -66,8 +81,13 @@ class Ask:
     itemsize: int = 2  # bytes of an element of the forward pass
     replicas: int = 1
     logit_rows: int | None = 1024
-    mfu: float | None = None  # None: ``MFU``, less where blocks are computed again
+    mfu: float | None = None  # None: ``mfu_of``, less where blocks are computed again
     price: float = PRICE  # of a GPU for an hour
+    network: float | None = None  # bytes a second of a GPU to another node; None: the GPU's usual card
+    expert: int = (
+        1  # GPUs that share the experts, in a trainer that can; 1: as ours, every expert is gathered everywhere
+    )
+    fp8: bool = False  # products in fp8, in a trainer that can
 
 
 @dataclass(frozen=True)
@@ -77,12 +97,16 @@ class Effort:
     tokens_per_step: int
     steps: int
     flops: float  # of the whole run
-    mfu: float
+    mfu: float  # while it computes
+    reached: float  # of the whole time: less than ``mfu`` where it waits for the network
     tokens_per_second: float  # of all GPUs
     gpu_hours: float
     days: float
     cost: float
     network: float  # bytes a second that each GPU must move to hide FSDP's traffic behind its computation
+    network_there: float  # bytes a second that it can
+    exchange: float  # bytes that a token is sent to experts of other nodes and back, forward and backward
+    bound: Literal["computing", "network"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +167,7 @@ def _fitting(ask: Ask) -> tuple[Layout, int] | None:
     """The first layout that fits, with the sequences of its step."""
     for tensor in _tensors(ask):
         for recompute in RECOMPUTE:
-            layout = Layout(ask.gpus, tensor, 1, recompute, ask.replicas)
+            layout = Layout(ask.gpus, tensor, 1, recompute, ask.replicas, ask.expert)
             if not _fits(ask, layout):
                 continue
             for micro, sequences in _batches(ask, layout.data):
@@ -204,7 +228,9 @@ def memory_of(ask: Ask, layout: Layout) -> list[MemoryPart]:
 
 def _what_would_fit(ask: Ask, possible: list[int]) -> str:
     """The message of a plan that fits nowhere."""
-    tightest = {tensor: memory_of(ask, Layout(ask.gpus, tensor, 1, "block", ask.replicas)) for tensor in possible}
+    tightest = {
+        tensor: memory_of(ask, Layout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert)) for tensor in possible
+    }
     tensor = min(tightest, key=lambda t: needed(tightest[t]))
     parts = tightest[tensor]
     largest = max(parts, key=lambda part: part.bytes)
@@ -222,28 +248,92 @@ def _what_would_fit(ask: Ask, possible: list[int]) -> str:
 
 
 # -- what it takes -------------------------------------------------------------------------------------------------------
+def mfu_of(ask: Ask) -> float:
+    """The share of the peak to expect: of one node, or of many by what published runs reached.
+
+    >>> from trainer.contract.plan.sizing import shape_of
+    >>> asks = [Ask(shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
+    >>> [round(mfu_of(ask), 2) for ask in asks]
+    [0.4, 0.22, 0.29]
+    """
+    if ask.mfu is not None:
+        return ask.mfu
+    if ask.gpus <= NODE:
+        reached = MFU
+    elif ask.gpu.mfu_nodes is not None:
+        reached = ask.gpu.mfu_nodes
+    else:
+        size = max(1.0, ask.model.parameters / MFU_NODES_AT)
+        reached = min(MFU_NODES_MOST, MFU_NODES * size**MFU_NODES_POWER)
+    if ask.model.experts is not None:
+        reached *= min(1.0, ask.model.experts.d_ff / NARROW)
+    return reached * (FP8 if ask.fp8 else 1.0)
+
+
+def _recomputing(mfu: float, ask: Ask) -> float:
+    """The MFU where blocks are computed again: a third more work at ``MFU``; what else a run loses it does not lose twice."""
+    return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if ask.fp8 else 1.0)))
+
+
+def gathered(ask: Ask, layout: Layout) -> float:
+    """Bytes that a GPU moves in a micro-batch: weights rounded, forward and backward, and gradients summed in fp32 (ZeRO §7.2.2's three times
+    the parameters, by dtype). Of routed experts each group of ``layout.expert`` GPUs moves its own alone."""
+    if layout.shards <= 1:
+        return 0.0
+    routed = routed_parameters(ask.model)
+    apart = routed / layout.expert if layout.expert < layout.data else 0.0  # one copy in all: nothing is gathered
+    moved = ask.model.parameters - routed + (routed if layout.expert == 1 else apart)
+    return (2 * ask.itemsize + 4) * moved / layout.tensor
+
+
+def exchanged(ask: Ask, layout: Layout) -> float:
+    """Bytes a token that a GPU sends to experts of other nodes: there and back, forward and backward, one row for each node it goes to."""
+    experts = ask.model.experts
+    if experts is None or layout.expert == 1:
+        return 0.0
+    nodes = max(1.0, layout.expert / NODE)
+    copies: float = experts.per_token
+    if (limit := getattr(ask.model, "expert_nodes", None)) is not None:
+        copies = min(copies, limit)
+    row = ask.model.d_model * ask.itemsize
+    sent = row * (0.75 if ask.fp8 else 1.0)  # there in fp8, back in bf16
+    return 4 * sent * copies * (1 - 1 / nodes) * (ask.model.layers - experts.dense_layers)
+
+
 def effort_of(ask: Ask, layout: Layout, sequences: int) -> Effort:
-    """Steps, time and money: FLOPs (PaLM, arXiv 2204.02311 appendix B) over what the GPUs reach of their peak."""
+    """Steps, time and money: FLOPs (PaLM, arXiv 2204.02311 appendix B) over what the GPUs reach of their peak, or what the network takes."""
     model = ask.model
-    mfu = ask.mfu if ask.mfu is not None else MFU * (RECOMPUTED if layout.recompute == "block" else 1)
-    speed = ask.gpus * ask.gpu.peak_flops * mfu
+    mfu = mfu_of(ask)
+    if ask.mfu is None and layout.recompute == "block":
+        mfu = _recomputing(mfu, ask)
     tokens_per_step = sequences * model.context
     steps = math.ceil(ask.tokens / tokens_per_step)
     flops = model.flops_per_token() * tokens_per_step * steps
-    seconds = flops / speed
-    # Gathered rounded, forward and backward, and summed in fp32: ZeRO §7.2.2's three times the parameters, by dtype.
-    moved = (2 * ask.itemsize + 4) * model.parameters / layout.tensor if layout.shards > 1 else 0.0
-    rows = layout.micro_sequences * layout.data
-    micro_seconds = rows * model.context * model.flops_per_token() / speed
+    there = ask.gpu.link if ask.gpus <= NODE else ask.network or ask.gpu.network
+    # Of one micro-batch, by one GPU's share of its tokens.
+    tokens = layout.micro_sequences * model.context / layout.tensor
+    computing = tokens * model.flops_per_token() / (ask.gpu.peak_flops * mfu)
+    moved, exchange = gathered(ask, layout), exchanged(ask, layout)
+    sent = tokens * exchange / there
+    # Where a token's experts lie on few nodes, "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); else one waits.
+    hidden = getattr(model, "expert_nodes", None) is not None
+    each = max(computing, moved / there, sent) if hidden else max(computing, moved / there) + sent
+    if ask.mfu is not None:  # measured: whatever was waited for is in it
+        each = computing
+    seconds = flops / (ask.gpus * ask.gpu.peak_flops * mfu) * each / computing
     gpu_hours = ask.gpus * seconds / 3600
     return Effort(
         tokens_per_step,
         steps,
         flops,
         mfu,
-        speed / model.flops_per_token(),
+        mfu * computing / each,
+        tokens_per_step * steps / seconds,
         gpu_hours,
         seconds / 86400,
         gpu_hours * ask.price,
-        moved / micro_seconds,
+        moved / computing,
+        there,
+        exchange,
+        "network" if each > 2 * computing else "computing",
     )

@@ -32,6 +32,9 @@ class Layout:
     micro_sequences: int = 1
     recompute: Literal["none", "block"] = "none"
     replicas: int = 1
+    expert: int = (
+        1  # GPUs that each keep other experts, to which tokens are sent; 1: every expert is gathered everywhere
+    )
 
     @property
     def data(self) -> int:
@@ -100,15 +103,23 @@ def shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
     return best[1]
 
 
-def block_parameters(model: ModelRecipe) -> int:
-    """Of the largest layer."""
-    attention = model.d_model * model.head_dim * 2 * (model.heads + model.kv_heads)
+def block_parameters(model: ModelRecipe, expert: int = 1) -> int:
+    """Of the largest layer, as one GPU gathers it: of its routed experts one in ``expert``."""
+    attention = model.attention_parameters
     dense = 3 * model.d_model * model.d_ff
     if model.experts is None:
         return attention + dense
     experts = model.experts
-    sparse = model.d_model * (experts.count + 3 * experts.d_ff * (experts.count + experts.shared))
+    mine = math.ceil(experts.count / expert)
+    sparse = model.d_model * (experts.count + 3 * experts.d_ff * (mine + experts.shared))
     return attention + max(sparse, dense if experts.dense_layers else 0)
+
+
+def routed_parameters(model: ModelRecipe) -> int:
+    """Of all experts that tokens are routed to."""
+    if model.experts is None:
+        return 0
+    return (model.layers - model.experts.dense_layers) * model.experts.count * 3 * model.d_model * model.experts.d_ff
 
 
 def kept_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
@@ -177,7 +188,7 @@ def memory_parts(
     inside = P - head if optimizer == "muon" else 0  # Muon keeps one moment of the layers' matrices
     moments = 4 * inside + 8 * (P - inside)
     if layout.shards > 1:
-        block = block_parameters(model)
+        block = block_parameters(model, layout.expert)
         copies = (2 * itemsize * block + (itemsize + 4) * block) / t + itemsize * head
         how = f"({3 * itemsize + 4} bytes × {block:,} of a layer) / tensor {t} + {itemsize} × {head:,} of the embedding"
         what = "FSDP2: this layer and the next gathered, one layer's gradient rounded and in fp32"

@@ -19,6 +19,7 @@ from trainer.contract.plan.plan_report import as_json, lines, remarks
 from trainer.contract.plan.run_plan import (
     GPUS,
     MFU,
+    MFU_NODES,
     RECOMPUTED,
     Ask,
     Gpu,
@@ -47,7 +48,7 @@ def gpu_hours(name: str, tokens: float, gpu: str, mfu: float | None = None) -> f
 )
 def test_gpu_hours_of_llama_2_at_the_default_mfu(name: str, hours: float, within: float) -> None:
     """2 T tokens on A100-80GB (arXiv 2307.09288 Table 2)."""
-    assert gpu_hours(name, 2e12, "a100") == pytest.approx(hours, rel=within)
+    assert gpu_hours(name, 2e12, "a100", mfu=MFU) == pytest.approx(hours, rel=within)
 
 
 def test_gpu_hours_of_llama_3_at_its_mfu() -> None:
@@ -138,7 +139,9 @@ def test_what_torchtitan_trained_fits() -> None:
 def test_the_example() -> None:
     found = plan_run(EIGHT_BILLION)
     assert (found.layout.tensor, found.layout.data, found.layout.recompute) == (1, 32, "none")
-    assert found.effort.mfu == MFU and 10 < found.effort.days < 20
+    assert found.effort.mfu == MFU_NODES and 20 < found.effort.days < 30
+    alone = plan_run(replace(EIGHT_BILLION, gpus=8, gpu=GPUS["h200"])).effort
+    assert alone.mfu == MFU, "one node reaches more"
     assert found.effort.tokens_per_step == found.sequences * 4096
     assert found.effort.steps == math.ceil(300e9 / found.effort.tokens_per_step)
 
@@ -146,7 +149,10 @@ def test_the_example() -> None:
 def test_blocks_are_recomputed_before_tensors_are_split() -> None:
     smaller = replace(EIGHT_BILLION, gpu=replace(GPUS["h100"], memory=32 * GB))
     found = plan_run(smaller)
-    assert (found.layout.tensor, found.layout.recompute) == (1, "block") and found.effort.mfu == MFU * RECOMPUTED
+    assert (found.layout.tensor, found.layout.recompute) == (1, "block")
+    assert found.effort.mfu == pytest.approx(1 / (1 / MFU_NODES + 1 / MFU / 3)), (
+        "a third more work, at the MFU of one node"
+    )
     long = replace(smaller, model=EIGHT_BILLION.model.model_copy(update={"context": 131_072}))
     assert plan_run(long).layout.tensor > 1, "a row that fits on no GPU is split"
 
@@ -211,6 +217,37 @@ def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: in
     assert found.sequences == sequences
     micro = batch.model_copy(update={"micro_sequences": found.layout.micro_sequences})
     micro.check_ranks(found.layout.data)
+
+
+# -- the network ---------------------------------------------------------------------------------------------------------
+MIXTURE = model_of("Qwen3-30B-A3B")
+
+
+def test_a_mixture_whose_experts_are_all_gathered_waits_for_the_network() -> None:
+    """30.5 B weights move for 3 B that compute: 8 bytes each, 50 GB/s, 4096 tokens a GPU."""
+    ask = Ask(MIXTURE, 1e12, 16, GPUS["h100"])
+    effort = effort_of(ask, Layout(16), 256)
+    assert effort.bound == "network"
+    assert effort.tokens_per_second / 16 == pytest.approx(4096 / (8 * MIXTURE.parameters / 50e9), rel=1e-6)
+    apart = effort_of(replace(ask, expert=16), Layout(16, expert=16), 256)
+    assert apart.bound == "computing" and apart.tokens_per_second > 5 * effort.tokens_per_second
+    assert apart.exchange == 4 * 2 * 2048 * 8 * (1 / 2) * 48, (
+        "bytes: there and back, forward and backward, half of it to the other node"
+    )
+    assert effort_of(replace(ask, network=500e9), Layout(16), 256).bound == "computing"
+
+
+def test_a_measured_mfu_has_what_was_waited_for_in_it() -> None:
+    ask = Ask(MIXTURE, 1e12, 16, GPUS["h100"], mfu=0.05)
+    effort = effort_of(ask, Layout(16), 256)
+    assert effort.reached == pytest.approx(0.05) and effort.days * 86400 == pytest.approx(
+        effort.flops / (16 * 989.4e12 * 0.05)
+    )
+
+
+def test_one_node_gathers_over_its_links() -> None:
+    one, two = (effort_of(Ask(MIXTURE, 1e12, gpus, GPUS["h100"]), Layout(gpus), 16) for gpus in (8, 16))
+    assert one.network_there == GPUS["h100"].link and two.network_there == GPUS["h100"].network
 
 
 # -- what it says --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""GPU hours of published runs, by their models' config.json, against the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.trainer.published_runs import HELD_OUT, QWEN3_30B, RUNS, Run
+from trainer.contract.errors import RecipeError
+from trainer.contract.plan.hf_config import read_config, shape_of_config
+from trainer.contract.plan.run_plan import GPUS, SPREAD, Ask, plan_run
+
+
+def planned(run: Run, name: str) -> float:
+    model = shape_of_config(run.config, name, run.context)
+    return plan_run(Ask(model, run.tokens, run.gpus, GPUS["h100"], expert=run.expert, fp8=run.fp8)).effort.gpu_hours
+
+
+@pytest.mark.parametrize("name", RUNS | HELD_OUT)
+def test_a_config_gives_the_published_number_of_parameters(name: str) -> None:
+    run = (RUNS | HELD_OUT)[name]
+    assert shape_of_config(run.config, name).parameters == pytest.approx(run.parameters, rel=0.005)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_published_gpu_hours_lie_within_35_per_cent(name: str) -> None:
+    assert planned(RUNS[name], name) == pytest.approx(RUNS[name].hours, rel=0.35)
+
+
+@pytest.mark.parametrize("name", RUNS | HELD_OUT)
+def test_published_gpu_hours_lie_within_the_spread_that_is_said(name: str) -> None:
+    run = (RUNS | HELD_OUT)[name]
+    assert 1 / SPREAD < planned(run, name) / run.hours < SPREAD
+
+
+# -- reading a config.json -----------------------------------------------------------------------------------------------
+def test_a_folder_or_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(QWEN3_30B | {"architectures": ["Qwen3MoeForCausalLM"], "rope_scaling": None})
+    )
+    of_folder, of_file = read_config(tmp_path), read_config(tmp_path / "config.json")
+    assert of_folder == of_file and of_folder.context == 4096 and read_config(tmp_path, 8192).context == 8192
+    assert of_folder.experts is not None and of_folder.matmul_parameters == pytest.approx(3.04e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": None}, "'hidden_size' is missing: this is no config.json of a decoder"),
+        ({"mamba_d_state": 16, "model_type": "jamba"}, "jamba has 'mamba_d_state': only decoders of attention"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers: expected a whole number, got 'many'"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+            "model.experts.per_token (8) is more than",
+        ),
+    ],
+)
+def test_a_config_that_is_no_decoder_is_refused_by_key(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | change))
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": NaN}', "[" * 9000])
+def test_what_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RecipeError, match="config.json"):
+        read_config(tmp_path)

@@ -1,0 +1,161 @@
+"""A public model's ``config.json`` as a shape that can be planned: layers, attention, experts, head. Nothing of it can be trained by that alone.
+
+Read are decoders whose blocks are attention and a gated MLP (Llama, Qwen, Mistral, OLMo, SmolLM, Mixtral, DeepSeek, GLM …), by the key names of
+Hugging Face's transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import ExpertsRecipe, ModelRecipe
+from trainer.contract.strict import Strict, parse
+
+MOST_BYTES = 1 << 20
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Their blocks are no attention with a gated MLP, or not only: no formula here holds for them.
+OTHER_BLOCKS = (
+    "n_embd",
+    "d_inner",
+    "ssm_cfg",
+    "mamba_d_state",
+    "linear_num_value_heads",
+    "attn_layer_period",
+    "is_encoder_decoder",
+)
+
+
+class LatentAttention(Strict):
+    """Multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434) §2.1."""
+
+    q_rank: int | None  # null: queries are projected at once
+    kv_rank: int
+    nope_head_dim: int  # of a head's queries and keys, the part without position
+    rope_head_dim: int
+    v_head_dim: int
+
+
+class PublicModel(ModelRecipe):
+    """A shape with what a recipe of ours has not: a head of its own, latent attention, experts of which a token reaches few nodes."""
+
+    untied: bool = False
+    latent: LatentAttention | None = None
+    expert_nodes: Annotated[int, Field(ge=1)] | None = None  # nodes that the experts of one token lie on at most
+
+    @property
+    def attention_parameters(self) -> int:
+        if self.latent is None:
+            return super().attention_parameters
+        a, D, H = self.latent, self.d_model, self.heads
+        keys = a.nope_head_dim + a.rope_head_dim
+        queries = D * H * keys if a.q_rank is None else a.q_rank * (D + H * keys)
+        return (
+            queries
+            + D * (a.kv_rank + a.rope_head_dim)
+            + a.kv_rank * H * (a.nope_head_dim + a.v_head_dim)
+            + H * a.v_head_dim * D
+        )
+
+    @property
+    def attention_width(self) -> float:
+        if self.latent is None:
+            return super().attention_width
+        return self.heads * (self.latent.nope_head_dim + self.latent.rope_head_dim + self.latent.v_head_dim) / 2
+
+    @property
+    def parameters(self) -> int:
+        return super().parameters + (self.vocab_size * self.d_model if self.untied else 0)
+
+
+def read_config(path: Path, context: int | None = None) -> PublicModel:
+    """The shape in a ``config.json``, or in that of a folder. ``context``: tokens of a row; None: the config's, at most 4,096.
+
+    Raises: RecipeError that names the file and the key.
+
+    A Qwen3-30B-A3B, whose config says hidden_size 2048, num_experts 128, num_experts_per_tok 8, moe_intermediate_size 768 …, is read as 30.5 B
+    parameters of which 3.0 B multiply a token.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise RecipeError(f"{file} has more than {MOST_BYTES >> 20} MiB: a model's config.json is a few kilobytes")
+        raw = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{file}: expected a mapping")
+    return shape_of_config(
+        raw | (raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}), str(file), context
+    )
+
+
+def shape_of_config(config: dict[str, Any], where: str, context: int | None = None) -> PublicModel:
+    """As ``read_config``, of what the file holds. Raises: RecipeError."""
+    if odd := next((key for key in OTHER_BLOCKS if config.get(key)), None):
+        kind = config.get("model_type", "this model")
+        raise RecipeError(f"{where}: {kind} has {odd!r}: only decoders of attention and a gated MLP can be planned")
+    if missing := [key for key in NEEDED if config.get(key) is None]:
+        raise RecipeError(f"{where}: {missing[0]!r} is missing: this is no config.json of a decoder")
+
+    def number(key: str, otherwise: int | None = None) -> int:
+        value = config.get(key)
+        value = otherwise if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise RecipeError(f"{where}: {key}: expected a whole number, got {value!r}")
+        return value
+
+    layers, heads, width = number("num_hidden_layers"), number("num_attention_heads"), number("hidden_size")
+    latent = None
+    if config.get("kv_lora_rank"):
+        parts = {name: number(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")}
+        latent = LatentAttention(
+            q_rank=number("q_lora_rank") if config.get("q_lora_rank") else None,
+            kv_rank=parts["kv_lora_rank"],
+            nope_head_dim=parts["qk_nope_head_dim"],
+            rope_head_dim=parts["qk_rope_head_dim"],
+            v_head_dim=parts["v_head_dim"],
+        )
+    head_dim = latent.nope_head_dim + latent.rope_head_dim if latent else number("head_dim", width // max(1, heads))
+    counted = next((key for key in EXPERTS if config.get(key)), None)
+    experts = None
+    if counted:
+        each = number("moe_intermediate_size", number("intermediate_size", 0))
+        shared = number("n_shared_experts", 0)
+        if wide := number("shared_expert_intermediate_size", 0):
+            shared = round(wide / max(1, each))
+        dense = number("first_k_dense_replace", len(config.get("mlp_only_layers") or ()))
+        experts = parse(
+            ExpertsRecipe,
+            {
+                "count": number(counted),
+                "per_token": number("num_experts_per_tok"),
+                "d_ff": each,
+                "shared": shared,
+                "dense_layers": dense,
+            },
+            where,
+            RecipeError,
+        )
+    shape = {
+        "vocab_size": number("vocab_size"),
+        "d_model": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": number("num_key_value_heads", heads) or heads,
+        "head_dim": head_dim,
+        "d_ff": number("intermediate_size", 4 * width),
+        "context": context or min(number("max_position_embeddings", 4096), 4096),
+        "experts": experts.model_dump() if experts else None,
+        "untied": config.get("tie_word_embeddings") is not True,
+        "latent": latent.model_dump() if latent else None,
+        "expert_nodes": number("topk_group") if config.get("topk_group") and config.get("n_group", 1) > 1 else None,
+    }
+    return parse(PublicModel, shape, where, RecipeError)
