@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,9 +16,9 @@ from trainer.contract.plan.run_plan import (
     RunPlan,
     active,
     batch_by_rule,
-    effort_of,
     lr_by_rule,
     memory_of,
+    plan_run,
     rule_flops,
 )
 from trainer.contract.plan.sizing import GB, KORTHIKANTI, ZERO, needed
@@ -238,9 +239,9 @@ def remarks(plan: RunPlan) -> list[str]:
             f"the network bounds this plan: it moves {effort.network_there / GB:.0f} GB/s a GPU, and {effort.network / GB:,.0f} "
             f"would hide the gathering, so {effort.reached:.1%} of the peak is reached not {effort.mfu:.1%} (--network: yours; --mfu: as measured)"
         )
-    if model.experts is not None and layout.expert == 1 and layout.gpus > 1:
-        expert = min(layout.data, model.experts.count)
-        other = effort_of(replace(ask, expert=expert), replace(layout, expert=expert), plan.sequences)
+    if model.experts is not None and layout.expert == 1 and math.gcd(layout.data, model.experts.count) > 1:
+        expert = math.gcd(layout.data, model.experts.count)
+        other = plan_run(replace(ask, expert=expert)).effort  # it fits: it needs less memory than this one
         found.append(
             f"this trainer has no expert parallelism; one that has it, over {expert} GPUs, would take {other.days:,.1f} days "
             f"(--expert-parallel {expert})"
