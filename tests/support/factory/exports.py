@@ -1,4 +1,4 @@
-"""A small real plant for tests: fixed text of the standard library, a real tokenizer, token shards, held-out rows, and tiny exports of each family, some of them trained."""
+"""A small real plant for tests: fixed text, a real tokenizer, token shards, held-out rows, and tiny exports of each family, some of them trained."""
 
 from __future__ import annotations
 
