@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
@@ -34,13 +35,27 @@ def handle_signals() -> Callable[[], None]:
     Returns what the main thread calls once it has unwound: it ends the process if a signal came.
     """
     received: list[int] = []
+    lost: list[bool] = []
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    stopping.watch(numbers, UNWIND_SECONDS, end)
+    send_again = stopping.watch(numbers, UNWIND_SECONDS, end)
+    unraisable = sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if len(received) == 1:  # the second must not interrupt the unwinding: ``end`` is called for it
+        if len(received) == 1 or lost:  # the second must not interrupt the unwinding: ``end`` is called for it
+            lost.clear()
             raise StopRequested
+
+    def swallowed(found: sys.UnraisableHookArgs) -> None:
+        """The interpreter drops what is raised in a ``__del__`` or a weak reference's callback, and would print it. Once a signal came,
+        nothing is printed: what else fails there does so because it was cut short."""
+        if not received:
+            unraisable(found)
+        elif isinstance(found.exc_value, StopRequested):
+            lost.append(True)
+            send_again()  # raised here it would be lost again
+
+    sys.unraisablehook = swallowed
 
     def end_if_stopped() -> None:
         if received:

@@ -10,10 +10,11 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError, nearest
 from factory.ingest.rules.claims import COPIES
-from factory.ledger.ledger import Ledger, documents
+from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT
 
 AT_ONCE = 5000  # values in one IN (…)
+LISTED = 20  # documents of one id
 COLUMNS = {"source": documents.c.source, "license": documents.c.license}
 NOUNS = {"source": "source", "license": "licence"}
 
@@ -53,17 +54,40 @@ def fates_of(erase: bool) -> tuple[str, ...]:
 
 
 def by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> Selection:
-    """Documents with these ids or keys; where several have one id, those of these fates. Raises: InputError as ``keys_of``."""
-    keys: dict[str, None] = {}
-    for name in names:
-        found = keys_of(ledger, name)
-        rows = ledger.rows(sa.select(documents.c.key).where(documents.c.key.in_(found), documents.c.fate.in_(fates)))
-        keys |= dict.fromkeys([row["key"] for row in rows] or found)
-    return Selection("key", tuple(keys))
+    """The documents with these keys or ids. Raises: InputError as ``keys_of_one``."""
+    keys = [key for name in names for key in keys_of_one(ledger, name, documents.c.fate.in_(fates))]
+    return Selection("key", tuple(dict.fromkeys(keys)))
+
+
+def keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
+    """The document that a person who changes it means, with the copies of its text that came under the same id: by its key, or by an id that no
+    other document has. Of several documents of one id those that ``fitting`` does not fit are left aside; where it fits none, all are given.
+
+    Raises: InputError where several remain, with their keys, or where there is none, with ids near it.
+    """
+    found = keys_of(ledger, name)
+    if name in found:
+        return [name]
+    c = documents.c
+    columns = sa.select(c.key, c.content_sha256, c.source, c.fate, shards.c.name.label("shard"))
+    rows = ledger.rows(
+        columns.join(shards, shards.c.sha256 == c.shard, isouter=True).where(c.id == name, *fitting).order_by(c.key)
+    )
+    one_of_each = {row["content_sha256"] or row["key"]: row for row in rows}
+    if len(one_of_each) < 2:
+        return [row["key"] for row in rows] or found
+    listed = [
+        f"{row['key']} ({', '.join(filter(None, (row['source'] and 'source ' + row['source'], row['shard'], row['fate'])))})"
+        for row in list(one_of_each.values())[:LISTED]
+    ]
+    more = f"; 'factory provenance --document {name}' lists all" if len(one_of_each) > LISTED else ""
+    raise InputError(
+        f"{len(one_of_each)} documents have the id {name!r}; nothing was changed: name the key of the one that is meant: {'; '.join(listed)}{more}"
+    )
 
 
 def keys_of(ledger: Ledger, name: str) -> list[str]:
-    """Of all documents with that id or key. Raises: InputError that names near ids when there is none."""
+    """Of all documents with that id or key, for those who only look. Raises: InputError that names near ids when there is none."""
     rows = ledger.read("SELECT key FROM documents WHERE id = :name OR key = :name ORDER BY key", name=name)
     if rows:
         return [row["key"] for row in rows]

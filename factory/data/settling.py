@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from factory.core.errors import InputError, nearest
-from factory.data.selecting import keys_of
+from factory.data.selecting import keys_of_one
 from factory.ingest.rules.claims import SETTLED, LicenceConflict, LicencePolicy, conflicts
 from factory.ingest.rules.licence_names import folded
 from factory.ledger.ledger import Ledger, record
@@ -78,9 +78,9 @@ def settle(
     """Set aside every other claim than ``licence`` ('none': that no licence is named) about documents with these ids or keys, or about all
     documents for which these shards claim something that others don't; returns the conflicts as they were.
 
-    Raises: InputError where there is no conflict, or nobody claims ``licence``.
+    Raises: InputError where there is no conflict, or nobody claims ``licence``, and as ``keys_of_one``.
     """
-    wanted = {key for name in names for key in keys_of(ledger, name)}
+    wanted = {key for name in names for key in keys_of_one(ledger, name)}
     about = [
         one
         for one in conflicts(ledger)

@@ -20,6 +20,8 @@ from agents.loss_doctor.causes import CODE, HEALTHY, KERNEL, RATE
 from factory.audit.drawing import merged_patches
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.data.cost import releases_that_saw
+from factory.data.exposure import Exposure
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
 from factory.ingest.document import SYNTHETIC, keeping_maker
@@ -39,10 +41,12 @@ from factory.ledger.ledger import Ledger, documents, record, segments
 from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.training.overrides import RecipeOverride, record_override, was_overridden
-from factory.training.planning import plan_of
 
 AT_ONCE = 16  # steps from an episode's onset in which what is new about shards shows
 RULE = "loss_doctor"  # as ``documents.rule`` names it
+Saw = Mapping[
+    int, tuple[Sequence[str], bool]
+]  # by release, the documents that it was trained on, and whether that is known
 OF_KERNELS = ("kernels/", "policies/kernels.yaml")
 
 
@@ -140,20 +144,18 @@ def change_documents(tx: sa.Connection, keys: Sequence[str], fate: str, rule: st
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     """All in one transaction: documents, releases that saw them, segments that go on from what they spoiled, the anomaly."""
+    saw = releases_that_were_trained_on(ledger, _diagnosis(ledger, number)["guilty"])
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
         found = _diagnosis(db, number)
         guilty, lead = found["guilty"], Subject("anomaly", found["lead"])
         reason = _reason(found)
-        releases = [r for r in ReleaseRow.select(db) if saw(db, r.segment, guilty)]
         change_documents(tx, guilty, "quarantined", RULE, reason)
         record(tx, QUARANTINED, lead, {"documents": guilty, "reason": reason, "by": by})
-        for release in releases:
-            record(tx, MARKED, Subject("release", release.number), {"anomaly": found["lead"], "documents": guilty})
+        mark_releases(tx, saw, found["lead"])
         mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
         record(tx, CLOSED, lead, {"anomalies": found["anomalies"], "how": "quarantined", "by": by})
-    marked = f"; release {', '.join(str(r.number) for r in releases)} saw them" if releases else ""
-    return f"{len(guilty)} documents quarantined, segment {found['segment']} rewound{marked}"
+    return f"{len(guilty)} documents quarantined, segment {found['segment']} rewound{saw_in_words(saw)}"
 
 
 def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
@@ -253,9 +255,27 @@ def _diagnosis(db: Reads, number: int, also_closed: bool = False) -> dict[str, A
     return found
 
 
-def saw(db: Ledger | Snapshot, segment: int, keys: list[str]) -> bool:
-    """Could a segment, or one that it goes on from, train on one of these documents?"""
-    holding = db.rows(sa.select(documents.c.token_shard).where(documents.c.key.in_(keys)).distinct(), {})
-    wanted = {row["token_shard"] for row in holding}
-    plans = (plan_of(db, row) for row in SegmentRow.lineage(db, segment))
-    return any(wanted & {shard["id"] for shard in plan["token_shards"]} for plan in plans)
+def releases_that_were_trained_on(ledger: Ledger, keys: Sequence[str]) -> Saw:
+    """By release, those of these documents that it was trained on, as ``factory provenance`` says, and whether that is known."""
+    c = documents.c
+    rows = ledger.rows(sa.select(c.key, c.token_shard).where(c.key.in_(keys), c.token_shard.is_not(None)))
+    exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
+    return releases_that_saw(ledger, exposure, {row.number: row.segment for row in ReleaseRow.select(ledger)})
+
+
+def mark_releases(tx: sa.Connection, saw: Saw, anomaly: int | None = None) -> None:
+    """Note that releases saw documents that are quarantined now."""
+    for release, (keys, exact) in saw.items():
+        record(tx, MARKED, Subject("release", release), {"anomaly": anomaly, "documents": keys, "exact": exact})
+
+
+def saw_in_words(saw: Saw) -> str:
+    """
+    >>> saw_in_words({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
+    '; release 1, 2 saw them; release 3 may have seen them'
+    """
+    said = ""
+    for known, words in ((True, "saw them"), (False, "may have seen them")):
+        if numbers := ", ".join(str(release) for release, (_, exact) in saw.items() if exact is known):
+            said += f"; release {numbers} {words}"
+    return said

@@ -6,11 +6,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import sqlalchemy as sa
+
 from factory.core.errors import InputError
-from factory.diagnosis.acting import change_documents, mark_rewound, saw, spoiled_by
-from factory.ledger.anomalies import FREED, MARKED, QUARANTINED
-from factory.ledger.ledger import Ledger, record
-from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
+from factory.data.selecting import keys_of_one
+from factory.diagnosis.acting import (
+    change_documents,
+    mark_releases,
+    mark_rewound,
+    releases_that_were_trained_on,
+    saw_in_words,
+    spoiled_by,
+)
+from factory.ledger.anomalies import FREED, QUARANTINED
+from factory.ledger.ledger import Ledger, documents, record
+from factory.ledger.rows import ReleaseRow, SegmentRow
 from factory.ledger.snapshot import Snapshot
 from factory.training.planning import last_checkpoint
 
@@ -50,15 +60,13 @@ def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> 
     ``names``: ids or keys. Raises: InputError for one that is not trained on; nothing is changed then.
     """
     keys = _keys(ledger, names, "train", None, "is not trained on")
-    marked = [row for row in ReleaseRow.select(ledger) if saw(ledger, row.segment, keys)]
+    saw = releases_that_were_trained_on(ledger, keys)
     detail = f"by {by}" + (f": {why}" if why else "")
     with ledger.begin() as tx:
         change_documents(tx, keys, "quarantined", RULE, detail)
         record(tx, QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
-        for release in marked:
-            record(tx, MARKED, Subject("release", release.number), {"anomaly": None, "documents": keys})
-    saw_them = f"; release {', '.join(str(row.number) for row in marked)} saw them" if marked else ""
-    return f"{len(keys)} documents quarantined: they carry no loss from the next segment on{saw_them}"
+        mark_releases(tx, saw)
+    return f"{len(keys)} documents quarantined: they carry no loss from the next segment on{saw_in_words(saw)}"
 
 
 def free(ledger: Ledger, names: Sequence[str], by: str) -> str:
@@ -72,12 +80,17 @@ def free(ledger: Ledger, names: Sequence[str], by: str) -> str:
 
 def _keys(ledger: Ledger, names: Sequence[str], fate: str, rule: str | None, otherwise: str) -> list[str]:
     """Of the documents of these ids or keys, which all have that fate."""
+    c = documents.c
+    fits = sa.and_(c.fate == fate, c.rule == rule) if rule else c.fate == fate
     found: list[str] = []
     for name in names:
-        rows = ledger.read("SELECT key, fate, rule FROM documents WHERE id = :name OR key = :name", name=name)
-        if not rows:
-            raise InputError(f"no document {name!r} was ever ingested; nothing was changed")
-        fitting = [row["key"] for row in rows if row["fate"] == fate and rule in (None, row["rule"])]
+        try:
+            keys = keys_of_one(ledger, name, fits)
+        except InputError as error:
+            said = str(error)
+            raise InputError(said if "nothing was changed" in said else f"{said}; nothing was changed") from error
+        rows = ledger.rows(sa.select(c.key, c.fate).where(c.key.in_(keys)).order_by(c.key))
+        fitting = [row["key"] for row in ledger.rows(sa.select(c.key).where(c.key.in_(keys), fits).order_by(c.key))]
         if not fitting:
             raise InputError(f"document {name!r} {otherwise} (its fate: {rows[0]['fate']}); nothing was changed")
         found += fitting

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import sqlalchemy as sa
 import torch
 
+from factory.evals.contamination import contamination_checks
 from factory.evals.export_parity import checkpoint_checks, file_checks, made_of
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, Asked, chat_checks
@@ -34,7 +34,7 @@ from factory.evals.suite import Suite, order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer, holds_special
-from factory.ledger.ledger import Ledger, documents
+from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
@@ -106,8 +106,7 @@ def parity(case: ParityCase) -> list[Check]:
         *files,
         *_server(case.tokenizer, asked, stop, served),
         _round_trip(case.tokenizer, asked, served),
-        _held_out_in_training(case),
-        _shared_ngrams(case),
+        *contamination_checks(case.ledger, case.tokenizer, case.shards, case.policy),
         _logits(case.model, ids, served),
         _smoke(served),
         *map(_together, zip(*engines, strict=True)),
@@ -302,66 +301,3 @@ def _smoke(served: Served) -> Check:
     a = served.answer
     words = f"loaded in {a['load_seconds']:.1f} s, {len(a['generated'])} tokens generated, {a['seconds']:.1f} s and {a['peak_memory_mib']} MiB in all"
     return Check("smoke", len(a["generated"]) > 0, words)
-
-
-# -- contamination -----------------------------------------------------------------------------------------------------
-def _held_out_in_training(case: ParityCase) -> Check:
-    held, train = documents.alias("held"), documents.alias("train")
-    both = sa.select(held.c.key, train.c.key.label("train")).join(
-        train, held.c.content_sha256 == train.c.content_sha256
-    )
-    found = case.ledger.rows(both.where(held.c.fate == "held_out", train.c.fate == "train").limit(1000))
-    total = case.ledger.rows(sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out"))[0]
-    if found:
-        return Check(
-            "no_held_out_in_training",
-            False,
-            f"{len(found)} held-out documents are training documents too, first {found[0]['key']}",
-        )
-    return Check(
-        "no_held_out_in_training",
-        True,
-        f"none of {next(iter(total.values()))} held-out content hashes is a training document's",
-    )
-
-
-def _shared_ngrams(case: ParityCase) -> Check:
-    size = case.policy.contamination_ngram
-    held = [_hashes(_all_tokens(case.tokenizer, text), size) for text in case.texts]
-    wanted = np.unique(np.concatenate(held)) if held else np.zeros(0, np.uint64)
-    seen = np.zeros(len(wanted), bool)
-    for shard in case.shards:
-        for start in range(0, len(shard.tokens), 1 << 21):
-            found = _hashes(shard.tokens[start : start + (1 << 21) + size - 1], size)
-            if len(wanted) and len(found):
-                place = np.searchsorted(wanted, found).clip(max=len(wanted) - 1)
-                seen[place[wanted[place] == found]] = True
-    shares = [float(seen[np.searchsorted(wanted, hashes)].mean()) if len(hashes) else 0.0 for hashes in held]
-    limit = case.policy.contamination_overlap
-    over = [text.document.key for text, share in zip(case.texts, shares, strict=True) if share > limit]
-    words = f"{len(held)} held-out documents, {size}-token runs: largest share also in training data {max(shares, default=0):.0%} (limit {limit:.0%})"
-    return Check("no_shared_ngrams", not over, words + (f"; {len(over)} over it, first {over[0]}" if over else ""))
-
-
-def _all_tokens(tokenizer: Tokenizer, text: ScoredText) -> npt.NDArray[np.int64]:
-    document = text.document
-    ids = (
-        tokenizer.encode_text(document.content["text"][:65536])[0]
-        if document.messages is None
-        else tokenizer.encode_messages(document.messages)[0]
-    )
-    return ids.astype(np.int64)
-
-
-def _hashes(tokens: npt.NDArray[Any], size: int) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of every run of ``size`` tokens: a polynomial in an odd base, modulo 2⁶⁴, mixed once."""
-    if len(tokens) < size:
-        return np.zeros(0, np.uint64)
-    base = np.uint64(0x9E3779B97F4A7C15)
-    wide = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
-    wide ^= wide >> np.uint64(31)
-    count = len(tokens) - size + 1
-    total = np.zeros(count, np.uint64)
-    for offset in range(size):
-        total = total * base + wide[offset : offset + count]
-    return total ^ (total >> np.uint64(29))

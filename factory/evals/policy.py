@@ -40,9 +40,9 @@ class EvalPolicy(StrictPolicy):
     """Texts and conversations whose token ids are compared between trainer, evaluator and server."""
     contamination_ngram: Count = 192
     """Tokens of a run in the contamination check: longer than what ingest's decontamination (runs of 44 words) may let through, so
-    that a hit means that it failed. Shorter documents are checked by content hash alone."""
+    that a hit means that it failed. A shorter document is contaminated where a training document is equal to it, token for token."""
     contamination_overlap: Share = 0.6
-    """A held-out document is contaminated when more of its n-grams than this stand in the training data."""
+    """A held-out document, scored or not, is contaminated when more of its n-grams than this stand in the training data."""
     probe_seconds: Count = 120
     """Time limit of the load-and-generate test; the machine may be busy, it takes about 10 s alone."""
     probe_memory_mib: Count = 6144

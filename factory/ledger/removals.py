@@ -140,9 +140,10 @@ def mark_in_words(mark: Mapping[str, Any]) -> str:
     >>> mark_in_words({"release": 1, "documents": 2, "removal": 3, "exact": True})
     'release 1 was trained on 2 documents that were taken out later (removal 3)'
     >>> mark_in_words({"release": 1, "documents": 2, "removal": None, "exact": False})
-    'release 1 saw 2 documents that were quarantined later'
+    'release 1 may have seen 2 documents that were quarantined later'
     """
     if mark["removal"] is None:
-        return f"release {mark['release']} saw {mark['documents']:,} documents that were quarantined later"
+        how = "saw" if mark["exact"] else "may have seen"
+        return f"release {mark['release']} {how} {mark['documents']:,} documents that were quarantined later"
     how = "was" if mark["exact"] else "may have been"
     return f"release {mark['release']} {how} trained on {mark['documents']:,} documents that were taken out later (removal {mark['removal']})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import fcntl
 import signal
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from factory.set_up.environment import DEV_IMPORTS, IMPORTS, compile_imports, fingerprint, make_venv, packages, whole
 from factory.set_up.journal import EVERY, Journal, SetUpError, bytes_in, since, size
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help="instead: .venv-serve, with vLLM")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _stop)
+    sys.unraisablehook = _swallowed
     root, say = Path(__file__).resolve().parents[2], lambda line: print(line, flush=True)
     try:
         if options.serve:
@@ -140,3 +142,16 @@ def main() -> None:
 
 def _stop(*_: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def _swallowed(found: Any) -> None:
+    """The interpreter drops what is raised in a callback, a signal's exception too, and would print it: it is raised once more, a moment later."""
+    if isinstance(found.exc_value, KeyboardInterrupt):
+        _thread.start_new_thread(_interrupt, (_thread.get_ident(),))
+    else:
+        sys.__unraisablehook__(found)
+
+
+def _interrupt(thread: int) -> None:
+    time.sleep(0.01)
+    signal.pthread_kill(thread, signal.SIGTERM)

@@ -24,6 +24,9 @@ from trainer.contract.errors import EXIT_STOPPED
 GRACE_SECONDS = 6.0  # for the step that runs and the checkpoint after it
 SAME_SECONDS = 0.25  # signals so close are one: make, timeout and a terminal each pass on what the whole group got
 
+_AGAIN = 0  # beside the numbers of signals, which begin at 1
+_AGAIN_SECONDS = 0.01  # within which the main thread has left the callback that swallowed the exception
+
 _asked: list[int] = []  # signals of this process: one that arrives between two segments stops the second
 
 
@@ -57,28 +60,41 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def watch(numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> None:
+def watch(numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> Callable[[], None]:
     """From now on a thread calls ``end`` with the first of these signals, ``seconds`` after it or at the second.
 
-    Only signals with a Python handler reach it. To be called by the main thread.
+    Only signals with a Python handler reach it. To be called by the main thread. Returns what sends the first signal to the main thread once
+    more, a moment later, without being taken for a second one: for a handler whose exception was lost.
     """
     received, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
     threading.Thread(target=_wait, args=(received, numbers, seconds, end), name="stopping", daemon=True).start()
 
+    def again() -> None:
+        os.write(wakeup, bytes([_AGAIN]))
+
+    return again
+
 
 def _wait(received: int, numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> None:
-    first, at = 0, math.inf
+    first, at, sent = 0, math.inf, 0
+    main = threading.main_thread().ident or 0
     while True:
         left = max(0.0, at + seconds - time.monotonic()) if first else None
         if not select.select([received], [], [], left)[0]:
             end(first)
         number = os.read(received, 1)[0]
+        if number == _AGAIN:
+            time.sleep(_AGAIN_SECONDS)
+            sent += 1
+            signal.pthread_kill(main, first)
         if number not in numbers:
             continue
         if not first:
             first, at = number, time.monotonic()
+        elif sent and number == first:
+            sent -= 1
         elif time.monotonic() - at >= SAME_SECONDS:
             end(first)
 

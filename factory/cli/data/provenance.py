@@ -49,7 +49,7 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for row in found:
         lines.append(
-            f"{row['id']} ({row['domain']}, {row['license'] or 'no licence given'}) row {row['row']} of {row['shard_name']}"
+            f"{row['id']} ({row['domain']}, {row['license'] or 'no licence given'}) row {row['row']} of {row['shard_name']}, key {row['key']}"
         )
         if row["synthetic_by"]:
             lines.append(f"  synthetic, made by {row['synthetic_by']}")

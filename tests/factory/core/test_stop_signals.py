@@ -85,6 +85,70 @@ def test_as_process_1_of_a_container_it_ends_at_sigterm(workspace: Workspace, le
     assert said.endswith(GO_ON) and "Traceback" not in said and process.returncode == 128 + signal.SIGTERM
 
 
+# Signals that come while the interpreter is where it drops exceptions: each of LOSSES callbacks gets one by the time it is run.
+IN_A_CALLBACK = """
+import os, signal, sys, time, weakref
+from factory.core import stopping
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
+how, number, losses = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+class Thing:
+    pass
+class Dying:
+    def __del__(self):
+        strike()
+pause = 0.0
+def strike(*_):
+    global losses, pause
+    losses -= 1
+    if pause == 0.0:
+        os.kill(os.getpid(), number)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:  # until the handler raises here
+        time.sleep(pause)
+def lose():
+    thing = Dying() if how == "del" else Thing()
+    kept = weakref.ref(thing, strike) if how == "weakref" else None
+    del thing
+end_if_stopped = stopping.handle_signals()
+try:
+    lose()
+    pause = 0.001
+    while losses > 0:
+        lose()  # the signal that is sent again comes here
+    time.sleep(5)
+    print("not told")
+except stopping.StopRequested:
+    print("unwound")
+    sys.stdout.flush()
+    end_if_stopped()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("how", ["weakref", "del"])
+def test_a_signal_in_a_callback_that_drops_exceptions_is_not_lost(how: str, number: signal.Signals) -> None:
+    words = [sys.executable, "-c", IN_A_CALLBACK, how, str(int(number))]
+    for losses in ("1", "40"):  # 40: longer than SAME_SECONDS, after which a second signal ends it at once
+        done = subprocess.run([*words, losses], capture_output=True, text=True, env=ENVIRONMENT)
+        assert (done.returncode, done.stdout, done.stderr) == (128 + number, "unwound\n", GO_ON)
+
+
+FAILS_IN_A_CALLBACK = """
+import sys
+from factory.core import stopping
+stopping.handle_signals()
+class Dying:
+    def __del__(self):
+        raise ValueError("a bug")
+Dying()
+"""
+
+
+def test_what_fails_in_a_callback_without_a_signal_is_still_printed() -> None:
+    done = subprocess.run([sys.executable, "-c", FAILS_IN_A_CALLBACK], capture_output=True, text=True, env=ENVIRONMENT)
+    assert "ValueError: a bug" in done.stderr and done.returncode == 0
+
+
 ASKING = """
 import sys
 from pathlib import Path

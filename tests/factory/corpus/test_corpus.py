@@ -1,4 +1,4 @@
-"""The corpus from a small made-up library (fast), and from the running interpreter's where it matters."""
+"""The corpus from a small made-up library (fast), and from real modules where it matters."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from factory.corpus.library import source_files
 from factory.corpus.pages import paginate, split_long
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
+from tests.support.text.library import write_library
 
 TOPIC = "\n\n".join(
     f"Paragraph {i} of a help topic, which says something about statement number {i}." for i in range(40)
@@ -107,7 +108,7 @@ def test_the_running_library_is_found_without_machine_paths() -> None:
 
 
 def test_each_badness_of_the_bad_shard_meets_its_rule(
-    library: Path, workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    library: Path, workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = (code_root() / "policies" / "data.yaml").read_text().replace("share: 0.03", "share: 0.2")
     (workspace.root / "policies" / "data.yaml").write_text(policy.replace("vocab_size: 4096", "vocab_size: 600"))
@@ -115,7 +116,8 @@ def test_each_badness_of_the_bad_shard_meets_its_rule(
         write_bad_shard(workspace.inbox / "bad.jsonl", workspace, ledger)
     for path in write_corpus(workspace.inbox, SILENT):
         assert ingest_shard(workspace, ledger, path, SILENT, workers=0).state == "ingested"
-    monkeypatch.undo()  # its good rows are made from the real library: made-up modules are too much alike
+    real = write_library(tmp_path / "real")  # its good rows are made from real modules: made-up ones are too much alike
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"stdlib": str(real)})
     path = write_bad_shard(workspace.inbox / "bad.jsonl", workspace, ledger)
     report = ingest_shard(workspace, ledger, path, SILENT, workers=0)
     assert report.state == "ingested" and report.counts["train"] > 10

@@ -17,6 +17,7 @@ from factory.data.cost import cost_of
 from factory.data.exposure import Exposure
 from factory.data.removing import Outlook, look, mark_new_releases, remove, undo
 from factory.data.selecting import by_name, by_value, fates_of
+from factory.diagnosis.by_hand import quarantine
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.gates.release.licences import tokens_by_licence
@@ -31,7 +32,7 @@ from factory.reports.release_report import release_report
 from factory.tracking.mlflow_store import open_client
 from factory.training.planning import plan_anneal, plan_of, plan_trunk
 from factory.training.training import run_segment
-from tests.support.factory.command import command_here
+from tests.support.factory.command import command_here, factory
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
 from tests.support.plants.released import release_of
@@ -93,6 +94,42 @@ def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
         undo(ledger, 1, "ann")
     with pytest.raises(InputError, match="no removal 7; there are: 1"):
         undo(ledger, 7, "ann")
+
+
+def test_quarantine_and_provenance_tell_the_same_of_releases(copied: Copy) -> None:
+    """Of a document that release 1 was trained on, and of one that its data plan holds, and no step has drawn."""
+    _, ledger = copied()
+    drawn = trained_once(ledger)
+    rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' AND supervised_tokens > 0 ORDER BY key")
+    waiting = next(row["key"] for row in rows if not of_document(ledger, row["key"])[0]["seen"])
+    assert of_document(ledger, waiting)[0]["segments"]
+    assert quarantine(ledger, [drawn], "ann").endswith("from the next segment on; release 1 saw them")
+    assert quarantine(ledger, [waiting], "ann").endswith("from the next segment on")
+    assert [of_document(ledger, key)[0]["releases"] != [] for key in (drawn, waiting)] == [True, False]
+    assert [mark_in_words(mark) for mark in marks(ledger)] == ["release 1 saw 1 documents that were quarantined later"]
+
+
+def test_an_id_of_several_documents_takes_out_none(copied: Copy) -> None:
+    """And copies of one text, which came under one id, are one document."""
+    workspace, ledger = copied()
+    rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[:4]
+    first, second, copy, other = (row["key"] for row in rows)
+    same = f"(SELECT content_sha256 FROM documents WHERE key = '{other}')"
+    with ledger.begin() as tx:
+        tx.exec_driver_sql(f"UPDATE documents SET id = '3' WHERE key IN ('{first}', '{second}')")
+        tx.exec_driver_sql(f"UPDATE documents SET id = '4' WHERE key IN ('{copy}', '{other}')")
+        tx.exec_driver_sql(f"UPDATE documents SET content_sha256 = {same}, fate = 'dropped' WHERE key = '{copy}'")
+    before = fates(ledger)
+    for erase in (True, False):
+        with pytest.raises(InputError, match="2 documents have the id '3'; nothing was changed: name the key") as said:
+            by_name(ledger, ["3"], fates_of(erase))
+        assert all(f"{key} (source " in str(said.value) for key in (first, second))
+    home = ["-w", str(workspace.root)]
+    refused = factory("data", "remove", "--document", "3", "--erase", "--yes", *home)
+    assert refused.returncode == 2 and "2 documents have the id '3'" in refused.stderr and first in refused.stderr
+    assert fates(ledger) == before
+    assert by_name(ledger, [first, "4"], fates_of(True)).names == (first, copy, other)
+    assert by_name(ledger, ["4"], fates_of(False)).names == (other,)
 
 
 def test_what_was_taken_out_comes_back_as_it_was(copied: Copy) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from factory.demo.demo import _arrive, _corpus
 from factory.ledger.ledger import Ledger
 from factory.ledger.status import snapshot
 from tests.support.patience import PATIENCE_S
+from tests.support.text.library import write_library
 
 EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
@@ -45,7 +47,10 @@ def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
     assert snapshot(Workspace.open(tmp_path / "demo")) == facts or not outcomes  # which it then tries again
 
 
-def test_the_corpus_is_written_once_and_arrives_whole(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_corpus_is_written_once_and_arrives_whole(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"stdlib": str(write_library(tmp_path / "library"))})
     files = _corpus(workspace, Terminal(), 2.0)
     written = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     assert written and sorted(path.name for path in files[0].parent.iterdir()) == sorted(written)

@@ -42,7 +42,7 @@ def past(workspace: Workspace, ledger: Ledger) -> Ledger:
             tx.execute(
                 segments.insert().values(
                     id=number, kind=kind, parent=parent, generation=1, recipe="r", recipe_json={}, recipe_sha256="r", data_plan="p",
-                    code_commit="c", first_step=0, last_step=5, state="done", folder=str(folder), created_at=0.0,
+                    code_commit="c", first_step=0, last_step=5, state="done", result={}, folder=str(folder), created_at=0.0,
                 )
             )  # fmt: skip
             tx.execute(
@@ -99,7 +99,7 @@ def test_a_segment_whose_predecessor_is_gone_is_not_rewound(past: Ledger) -> Non
 
 def test_a_left_out_document_is_masked_until_it_is_freed(past: Ledger) -> None:
     said = quarantine(past, ["d0", "s:1"], "ann", "private")
-    assert said == "2 documents quarantined: they carry no loss from the next segment on; release 1 saw them"
+    assert said == "2 documents quarantined: they carry no loss from the next segment on; release 1 may have seen them"
     assert sorted(_left_out(past, {"t"})) == ["s:0", "s:1"]
     (mark,) = past.rows(sa.select(events).where(events.c.kind == MARKED))
     assert mark["subject"] == "release:1" and mark["detail"]["documents"] == ["s:0", "s:1"]
@@ -133,6 +133,25 @@ def test_one_wrong_name_changes_nothing(past: Ledger, names: list[str], says: st
     assert _left_out(past, {"t"}) == []
     with pytest.raises(InputError, match="was not quarantined by a person"):
         free(past, ["d0"], "ann")
+
+
+def test_of_several_documents_of_one_id_none_is_taken_until_one_is_named(past: Ledger) -> None:
+    with past.begin() as tx:
+        tx.execute(documents.update().where(documents.c.key != "s:1").values(id="3"))
+        tx.execute(documents.insert().values(key="s:3", id="3", shard="s", row=3, domain="x", fate="train", source="b"))
+    says = (
+        "2 documents have the id '3'; nothing was changed: name the key of the one that is meant: "
+        "s:0 (s, train); s:3 (source b, s, train)"
+    )
+    for names in (["3"], ["s:1", "3"]):
+        with pytest.raises(InputError) as refused:
+            quarantine(past, names, "ann")
+        assert str(refused.value) == says
+    assert _left_out(past, {"t"}) == []
+    quarantine(past, ["s:0"], "ann")
+    quarantine(past, ["3"], "ann")  # the only one of them that is trained on
+    with pytest.raises(InputError, match="2 documents have the id '3'; nothing was changed"):
+        free(past, ["3"], "ann")
 
 
 def test_the_commands(past: Ledger, workspace: Workspace) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 
@@ -11,8 +10,9 @@ from hypothesis import strategies as st
 from factory.core.errors import InputError
 from factory.ingest import tokenizer as module
 from factory.ingest.tokenizer import Tokenizer, train
+from tests.support.text.library import library
 
-SAMPLE = [Path(source.__file__ or "").read_text() for source in (module, ast, json)]
+SAMPLE = [library()[name].text for name in ("inspect", "ast", "json")]
 CHAT = [
     {"role": "user", "content": "What's 12 + 30?\nShow   it."},
     {"role": "assistant", "content": "def f():\n    return 42  # naïve ☃"},

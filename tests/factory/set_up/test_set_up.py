@@ -23,6 +23,7 @@ from factory.set_up.journal import Journal, SetUpError, bytes_in
 from factory.set_up.needs import bubblewrap, obstacles
 from factory.set_up.pip import PipOutput, download
 from factory.set_up.steps import set_up
+from tests.support.paths import ROOT
 
 # A build backend that needs nothing: it also makes the wheels of the packages that the project asks for.
 BACKEND = """
@@ -300,6 +301,26 @@ def test_an_interrupted_set_up_goes_on(project: Path, offline: None) -> None:
     (project / "slow").unlink()
     run(project)
     assert installed(project) == {"part": "1", "tiny": "1"}
+
+
+STRUCK_IN_A_CALLBACK = """
+import os, signal, sys, time
+from factory.set_up import steps
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+def set_up(*_):
+    Dying()
+    time.sleep(5)
+steps.set_up, sys.argv = set_up, ["set_up"]
+steps.main()
+"""
+
+
+def test_an_interrupt_in_a_callback_that_drops_exceptions_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", STRUCK_IN_A_CALLBACK], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (1, "set-up was interrupted: the same command goes on from here\n")
 
 
 def test_two_at_once_wait_for_one_another(project: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,10 @@
-"""A small real plant for tests: stdlib text, a real tokenizer, token shards, held-out rows, and tiny exports of each family, some of them trained."""
+"""A small real plant for tests: fixed text, a real tokenizer, token shards, held-out rows, and tiny exports of each family, some of them trained."""
 
 from __future__ import annotations
 
-import argparse
-import ast
 import contextlib
 import hashlib
-import inspect
 import json
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +43,7 @@ from factory.ledger.ledger import (
     tokenizers,
 )
 from factory.ledger.rows import Subject
+from tests.support.text.library import library
 from trainer.contract.checkpoint.export import generation_config
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
 
@@ -64,7 +61,7 @@ class Document:
 
 
 def corpus() -> list[Document]:
-    """Chunks of two stdlib modules as code, their docstrings as docs, questions on their functions as chat; every fifth is held out."""
+    """Chunks of four modules as code, their docstrings as docs, questions on their functions as chat; every fifth is held out."""
     found: list[Document] = []
     said: set[str] = set()
 
@@ -72,27 +69,19 @@ def corpus() -> list[Document]:
         key = f"{SHARD[:16]}:{len(found)}"
         found.append(Document(key, domain, source, content, hashlib.sha256(source.encode()).digest()[0] % 5 == 0))
 
-    for module in (argparse, textwrap, ast, inspect):
-        text = inspect.getsource(module)[:36000]
+    for module in (library()[name] for name in ("argparse", "textwrap", "ast", "inspect")):
+        text = module.text[:36000]
         for start in range(0, len(text), 600):
-            add("code", f"{module.__name__}:{start // 600}", {"text": text[start : start + 600]})
-        for name, member in inspect.getmembers(module):
-            if (
-                not (inspect.isfunction(member) or inspect.isclass(member))
-                or not member.__doc__
-                or getattr(member, "__module__", "") != module.__name__
-            ):
+            add("code", f"{module.name}:{start // 600}", {"text": text[start : start + 600]})
+        for member in module.members:
+            if not member.own or member.doc[:60] in said:  # inherited
                 continue
-            if inspect.cleandoc(member.__doc__)[:60] in said:  # inherited
-                continue
-            said.add(inspect.cleandoc(member.__doc__)[:60])
-            add("docs", f"{module.__name__}.{name}", {"text": f"{name}\n\n{inspect.cleandoc(member.__doc__)[:500]}"})
-            answer = f"{inspect.cleandoc(member.__doc__)[:120]}\n```python\nimport {module.__name__}\n{module.__name__}.{name}\n```"
-            messages = [
-                {"role": "user", "content": f"What is {module.__name__}.{name}?"},
-                {"role": "assistant", "content": answer},
-            ]
-            add("chat", f"{module.__name__}.{name}", {"messages": messages})
+            said.add(member.doc[:60])
+            source = f"{module.name}.{member.name}"
+            add("docs", source, {"text": f"{member.name}\n\n{member.doc[:500]}"})
+            answer = f"{member.doc[:120]}\n```python\nimport {module.name}\n{source}\n```"
+            messages = [{"role": "user", "content": f"What is {source}?"}, {"role": "assistant", "content": answer}]
+            add("chat", source, {"messages": messages})
     return found
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from factory.core.workspace import Workspace
+from tests.support.text.library import library
 
 
 def choice_items(count: int = 12, choices: int = 4) -> list[dict[str, Any]]:
     """Which words open the documentation of a function of ``textwrap`` and ``inspect``?"""
     drawn = random.Random(0)
-    by_words = {
-        inspect.cleandoc(member.__doc__).split(".")[0][:60]: name  # two functions may open with the same words
-        for module in (textwrap, inspect)
-        for name, member in sorted(vars(module).items())
-        if inspect.isfunction(member) and member.__doc__
+    by_words = {  # two functions may open with the same words
+        member.doc.split(".")[0][:60]: member.name
+        for module in ("textwrap", "inspect")
+        for member in library()[module].members
+        if member.kind == "function"
     }
     known = [(name, words) for words, name in by_words.items()]
     items = []

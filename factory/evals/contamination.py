@@ -1,0 +1,137 @@
+"""Was a candidate trained on held-out text? Two checks, of *all* held-out documents, scored or not: the next suite may have them.
+
+``no_held_out_in_training``  the ledger: no training document has the content hash of a held-out one
+``no_shared_ngrams``         the token shards themselves, whatever the ledger says of them: no training document has the same tokens
+                             as a held-out one, of whatever length, and no more than a share of its runs of n tokens stands anywhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sqlalchemy as sa
+
+from factory.evals.policy import EvalPolicy
+from factory.evals.probes.checks import Check
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger, documents, held_out
+from factory.ledger.removals import FATE
+from trainer.contract.data.token_shard import TokenShard
+
+BLOCK = 1 << 21  # tokens hashed at once
+LONGEST = 65536  # characters of a held-out text that are looked at
+_BASE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2⁶⁴
+
+Tokens = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+
+def contamination_checks(
+    ledger: Ledger, tokenizer: Tokenizer, shards: Sequence[TokenShard], policy: EvalPolicy
+) -> list[Check]:
+    """Both checks of what a candidate was trained on."""
+    held = dict(_held_out_tokens(ledger, tokenizer))
+    return [_same_hashes(ledger), shared_tokens(held, shards, policy.contamination_ngram, policy.contamination_overlap)]
+
+
+def _same_hashes(ledger: Ledger) -> Check:
+    held, train = documents.alias("held"), documents.alias("train")
+    both = sa.select(held.c.key, train.c.key.label("train")).join(
+        train, held.c.content_sha256 == train.c.content_sha256
+    )
+    found = ledger.rows(both.where(held.c.fate == "held_out", train.c.fate == "train").limit(1000))
+    total = ledger.rows(sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out"))[0]
+    words = f"none of {next(iter(total.values()))} held-out content hashes is a training document's"
+    if found:
+        words = f"{len(found)} held-out documents are training documents too, first {found[0]['key']}"
+    return Check("no_held_out_in_training", not found, words)
+
+
+def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens]]:
+    """(key, ids from BOS to the end token) of every held-out document."""
+    h, d = held_out.c, documents.c
+    living = sa.select(h.key, h.content).join(documents, d.key == h.key).where(d.fate != FATE).order_by(h.key)
+    for row in ledger.rows(living):
+        content = row["content"]
+        messages = content.get("messages")
+        ids, _ = tokenizer.encode_messages(messages) if messages else tokenizer.encode_text(content["text"][:LONGEST])
+        yield row["key"], ids.astype(np.int64)
+
+
+@dataclass
+class _Found:
+    """What of the held-out documents stands in training data."""
+
+    copies: dict[str, str] = field(
+        default_factory=dict
+    )  # held-out key → key of the training document with the same tokens
+    seen: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # of each wanted run's hash
+
+
+def shared_tokens(held: dict[str, Tokens], shards: Sequence[TokenShard], size: int, limit: float) -> Check:
+    """``held``: ids of each held-out document by key. A document is contaminated when a training document has the same ids, or when more than
+    ``limit`` of its runs of ``size`` tokens stand in the shards."""
+    runs = {key: hashed_runs(ids, size) for key, ids in held.items()}
+    wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *runs.values()]))
+    found = _Found(seen=np.zeros(len(wanted), bool))
+    for shard in shards:
+        _look(shard, held, wanted, size, found)
+    shares = {
+        key: float(found.seen[np.searchsorted(wanted, mine)].mean()) if len(mine) else 0.0 for key, mine in runs.items()
+    }
+    over = [key for key, share in shares.items() if share > limit and key not in found.copies]
+    words = [
+        f"{len(held)} held-out documents, {size}-token runs: largest share also in training data {max(shares.values(), default=0):.0%} "
+        f"(limit {limit:.0%})"
+    ]
+    if over:
+        words.append(f"{len(over)} over it, first {over[0]}")
+    if found.copies:
+        first, copy = next(iter(found.copies.items()))
+        words.append(f"{len(found.copies)} stand in training data token for token, first {first} as {copy}")
+    return Check("no_shared_ngrams", not over and not found.copies, "; ".join(words))
+
+
+def _look(shard: TokenShard, held: dict[str, Tokens], wanted: Hashes, size: int, found: _Found) -> None:
+    kind = shard.tokens.dtype
+    whole = {ids.astype(kind).tobytes(): key for key, ids in held.items()}
+    lengths = np.unique([len(ids) for ids in held.values()])
+    columns = [shard.documents.column(name).to_numpy() for name in ("start", "length")]
+    for place in np.flatnonzero(np.isin(columns[1], lengths)).tolist():
+        first, length = (int(column[place]) for column in columns)
+        if (key := whole.get(shard.tokens[first : first + length].tobytes())) is not None:
+            found.copies.setdefault(key, shard.documents.column("key")[place].as_py())
+    for start in range(0, len(shard.tokens) if len(wanted) else 0, BLOCK):
+        here = hashed_runs(shard.tokens[start : start + BLOCK + size - 1], size)
+        if len(here):
+            at = np.searchsorted(wanted, here).clip(max=len(wanted) - 1)
+            found.seen[at[wanted[at] == here]] = True
+
+
+def hashed_runs(tokens: npt.NDArray[Any], size: int) -> Hashes:
+    """A 64-bit hash of every run of ``size`` tokens, shape [L - size + 1]: a polynomial in an odd base b, modulo 2⁶⁴, mixed once. A difference of
+    prefix sums Σ token·bʲ, divided by b to the run's start, so that a long run costs no more than a short one.
+
+    >>> first, *_, last = hashed_runs(np.array([5, 6, 7, 5, 6]), 2)
+    >>> bool(first == last), len(hashed_runs(np.array([5]), 2))
+    (True, 0)
+    """
+    count = len(tokens) - size + 1
+    if count < 1:
+        return np.zeros(0, np.uint64)
+    wide = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
+    wide ^= wide >> np.uint64(31)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(wide * _powers(_BASE, len(tokens)), dtype=np.uint64)])
+    total = (sums[size:] - sums[:count]) * _powers(pow(_BASE, -1, 1 << 64), count)
+    return total ^ (total >> np.uint64(29))
+
+
+def _powers(base: int, count: int) -> Hashes:
+    """b⁰ … modulo 2⁶⁴."""
+    powers = np.full(count, base, np.uint64)
+    powers[0] = 1
+    return np.cumprod(powers, dtype=np.uint64)

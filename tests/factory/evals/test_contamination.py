@@ -1,0 +1,116 @@
+"""A copy of a held-out document in the token shards is found wherever it stands and however short it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.evals import contamination
+from factory.evals.contamination import contamination_checks, hashed_runs, shared_tokens
+from factory.evals.policy import EvalPolicy
+from factory.evals.probes.checks import Check
+from factory.ingest.tokenizer import train
+from factory.ledger.ledger import Ledger, documents, held_out, shards
+from tests.support.text.library import library
+from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
+
+SIZE, LIMIT = 24, 0.6
+DRAWN = np.random.default_rng(0)
+
+
+def text(length: int) -> np.ndarray:
+    """So many ids between BOS and the end token, which are both 0 here."""
+    return np.concatenate([[0], DRAWN.integers(3, 500, length - 2), [0]])
+
+
+def shard_of(folder: Path, *texts: np.ndarray) -> TokenShard:
+    rows = [
+        TokenizedDocument(f"s:{n}", str(n), "docs", "", "MIT", ids.astype(np.uint32), np.ones(len(ids), bool))
+        for n, ids in enumerate(texts)
+    ]
+    return write_token_shard(folder, iter(rows), vocab_size=512, tokenizer_sha256="0" * 64)
+
+
+def naive(tokens: np.ndarray, size: int) -> set[tuple[int, ...]]:
+    return {tuple(tokens[i : i + size].tolist()) for i in range(len(tokens) - size + 1)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 24, 192])
+def test_runs_hash_alike_when_they_are_alike(size: int) -> None:
+    tokens = DRAWN.integers(0, 3, 4000)
+    runs = [tuple(tokens[i : i + size].tolist()) for i in range(len(tokens) - size + 1)]
+    hashes = hashed_runs(tokens, size).tolist()
+    assert len(hashes) == len(runs) and len(set(hashes)) == len(naive(tokens, size))
+    assert len(set(zip(runs, hashes, strict=True))) == len(set(runs))
+    assert hashed_runs(tokens[:-7].astype(np.uint16), size).tolist() == hashes[: len(hashes) - 7]
+
+
+@pytest.mark.parametrize("length", [3, 5, SIZE - 1, SIZE, SIZE + 1, 10 * SIZE])
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_copy_of_any_length_is_found(length: int, place: str, tmp_path: Path) -> None:
+    held = {"h:1": text(200), "h:2": text(length), "h:3": text(SIZE - 2)}
+    others = [text(150) for _ in range(4)]
+    at = {"first": 0, "middle": 2, "last": 4}[place]
+    shard = shard_of(tmp_path, *others[:at], held["h:2"], *others[at:])
+    check = shared_tokens(held, [shard_of(tmp_path, *others), shard], SIZE, LIMIT)
+    assert check.ok is False and f"1 stand in training data token for token, first h:2 as s:{at}" in check.detail
+    assert shared_tokens(held, [shard_of(tmp_path, *others)], SIZE, LIMIT).ok
+
+
+def test_a_long_part_of_one_is_found_across_blocks_and_a_short_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contamination, "BLOCK", 100)
+    whole = text(300)
+    runs = len(whole) - SIZE + 1
+    for part, ok in ((whole[20:290], False), (whole[100:220], True)):
+        framed = np.concatenate([text(70)[:-1], part, text(40)[1:]])
+        shared = len(naive(whole, SIZE) & naive(framed, SIZE)) / runs
+        check = shared_tokens({"h:1": whole}, [shard_of(tmp_path, text(333), framed)], SIZE, LIMIT)
+        assert check.ok is ok and f"largest share also in training data {shared:.0%}" in check.detail
+        assert ("1 over it, first h:1" in check.detail) is not ok
+
+
+def checks(workspace: Workspace, ledger: Ledger, held: list[str], trained: list[str]) -> list[Check]:
+    """Of a ledger that knows nothing amiss: the hashes it has of the documents all differ."""
+    tokenizer = train((module.text for module in library().values()), 512, workspace.tokenizer)
+    of = [(f"{'ab' * 8}:{n}", what, n >= len(held)) for n, what in enumerate([*held, *trained])]
+    rows = [
+        {
+            "key": key, "id": key, "shard": "ab" * 32, "row": n, "domain": "docs", "fate": "train" if is_trained else "held_out",
+            "content_sha256": f"{n:064d}", "releasable": True, "tokens": 1, "supervised_tokens": 1,
+        }
+        for n, (key, _, is_trained) in enumerate(of)
+    ]  # fmt: skip
+    with ledger.begin() as tx:
+        tx.execute(
+            shards.insert().values(sha256="ab" * 32, name="s", path="", bytes=1, state="ingested", ingested_at=0.0)
+        )
+        tx.execute(documents.insert(), rows)
+        tx.execute(
+            held_out.insert(),
+            [{"key": k, "domain": "docs", "source": k, "content": {"text": t}} for k, t, is_trained in of if not is_trained],
+        )  # fmt: skip
+    encoded = [tokenizer.encode_text(what)[0] for what in trained]
+    return contamination_checks(ledger, tokenizer, [shard_of(workspace.shards, *encoded)], EvalPolicy())
+
+
+def test_every_held_out_document_is_looked_at_of_either_half_and_beyond_those_that_are_scored(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    text = library()["argparse"].text
+    held = [text[start : start + 300] for start in range(0, 300 * 200, 300)]  # 60 and 20 of a domain are scored
+    honest = [library()["ast"].text[start : start + 300] for start in range(0, 9000, 300)]
+    assert len(held) > EvalPolicy().documents_per_domain + EvalPolicy().dev_documents_per_domain
+    by_hash, by_tokens = checks(workspace, ledger, held, [*honest, *held])
+    assert by_hash.ok and by_tokens.ok is False
+    assert f"{len(set(held))} stand in training data token for token" in by_tokens.detail
+
+
+def test_honest_training_data_passes(workspace: Workspace, ledger: Ledger) -> None:
+    held = [module.text[:3000] for module in library().values()][:20]
+    found = checks(workspace, ledger, held, [module.text for module in library().values()][20:])
+    assert [check.ok for check in found] == [True, True] and "20 held-out documents" in found[1].detail
