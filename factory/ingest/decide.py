@@ -184,7 +184,7 @@ def _hold_out(
         if one.number not in refused and room[one.row.domain] < policy.rules(one.row.domain).hold_out_at_most:
             room[one.row.domain] += 1
             chosen[one.row.key] = candidates[one.number]
-            one.row.fate = "held_out"
+            one.row.fate, one.row.sealed = "held_out", split.is_sealed(one.row.group)
     return chosen
 
 

@@ -50,9 +50,16 @@ class Row:
     supervised_tokens: int = 0
     trimmed: int = 0  # characters removed by decontamination
     wants_held_out: bool = False
+    group_key: str | None = None  # what its domain's ``group`` names of it; None: it is a group of its own
+    facts: dict[str, str] = field(default_factory=dict)  # what else may group it (``rules/split``)
+    sealed: bool = False  # the half of a held-out one
     synthetic_by: str | None = None  # model or release that wrote it, as its metadata says
     barred: str = ""  # why its licence does not allow training: it is only compared with others, and then dropped
     pii: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        return self.group_key or self.key
 
     def drop(self, rule: str, detail: str, matched: str | None = None) -> None:
         assert not self.fate, f"{self.key} has a fate already: {self.fate}"

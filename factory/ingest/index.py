@@ -127,9 +127,9 @@ class Index:
     def held_out_documents(self) -> list[tuple[str, str, str | None]]:
         """(domain, key, source) of every held-out document that was not removed."""
         h = held_out.c
-        listed = sa.select(h.domain, h.key, h.source).join(documents, documents.c.key == h.key)
+        listed = sa.select(h.domain, h.key, h.group_key).join(documents, documents.c.key == h.key)
         return [
-            (row["domain"], row["key"], row["source"])
+            (row["domain"], row["key"], row["group_key"])
             for row in self._ledger.rows(listed.where(documents.c.fate != FATE))
         ]
 

@@ -127,6 +127,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
     rules = policy.rules(row.domain)
+    row.group_key = row.source
     licence = policy.licences.of(row.license)
     row.releasable = licence.release
     row.barred = "" if licence.train else f"licence {row.license!r} does not allow training"

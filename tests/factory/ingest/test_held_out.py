@@ -111,8 +111,8 @@ def test_others_take_the_place_of_those_that_share_words_with_training_data(
 
 def halves(ledger: Ledger) -> Counter[bool]:
     """How many held-out documents are in the sealed half, and how many are not."""
-    rows = ledger.rows(sa.select(held_out.c.key, held_out.c.source))
-    return Counter(split.is_sealed(split.cluster_of(row["key"], row["source"])) for row in rows)
+    rows = ledger.rows(sa.select(held_out.c.key, held_out.c.sealed))
+    return Counter(row["sealed"] for row in rows)
 
 
 def test_a_small_domain_is_held_out_until_it_can_be_judged(
@@ -123,7 +123,7 @@ def test_a_small_domain_is_held_out_until_it_can_be_judged(
     law = lambda first, count, source: [
         row | {"domain": "law", "source": source(number)} for number, row in enumerate(texts(first, count))
     ]
-    sources = lambda: Counter(row["source"] for row in ledger.rows(sa.select(held_out.c.source)))
+    sources = lambda: Counter(row["group_key"] for row in ledger.rows(sa.select(held_out.c.group_key)))
     assert ingest(law(0, 1, str), "one.jsonl").counts == {**ingest(law(0, 1, str), "one.jsonl").counts, "held_out": 0}
     first = ingest(law(10, 11, lambda number: "many" if number < 6 else str(number)), "a.jsonl").counts["held_out"]
     assert 3 <= first <= 5 and halves(ledger)[True] <= 5
@@ -193,8 +193,8 @@ def test_a_source_that_was_held_out_for_want_of_others_stays_so(
     use_policy(workspace, "held_out: {share: 1.0e-9, least: 2}\ndomains: {default: {hold_out_by: source}}\n")
     row = lambda number: texts(number, 1)[0] | {"source": f"s{number % 4}"}
     assert ingest([row(number) for number in range(8)], "a.jsonl").counts["held_out"] == 2
-    (source,) = {held["source"] for held in ledger.rows(sa.select(held_out.c.source))}
+    (source,) = {held["group_key"] for held in ledger.rows(sa.select(held_out.c.group_key))}
     assert ingest([row(number) for number in range(8, 20)], "b.jsonl").counts["held_out"] == 3
     other = [row(number) | {"domain": "notes"} for number in range(20, 28)]
     assert ingest(other, "c.jsonl").counts["held_out"] == 2, "all domains of a source together"
-    assert {held["source"] for held in ledger.rows(sa.select(held_out.c.source))} == {source}
+    assert {held["group_key"] for held in ledger.rows(sa.select(held_out.c.group_key))} == {source}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -88,6 +89,35 @@ def test_an_older_ledger_is_upgraded_once_after_a_backup(old: Workspace) -> None
     assert upgrade(old) == [] and backups(old) == [backup]
 
 
+def test_old_clusters_and_halves_are_recorded_as_they_were(old: Workspace) -> None:
+    """What the release gate read stays sealed, what was chosen by stays of the dev half; a document without a source is its own group."""
+    with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
+        ledger.execute("INSERT INTO shards VALUES ('aa', 'a', 'a', 1, 'ingested', NULL, 5, '{}', '{}', 0, 1.0)")
+        named = ["book 1", "book 2", "reviews", "", None]
+        for number, source in enumerate(named):
+            for fate in ("train", "held_out"):
+                key = f"{fate}:{number}"
+                ledger.execute(
+                    "INSERT INTO documents (key, id, shard, row, domain, source, fate, releasable, tokens, supervised_tokens)"
+                    " VALUES (?, ?, 'aa', ?, 'docs', ?, ?, 1, 0, 0)",
+                    [key, key, number, source, fate],
+                )
+            ledger.execute("INSERT INTO held_out VALUES (?, 'docs', ?, '{}')", [key, source or key])
+        ledger.commit()
+    upgrade(old)
+    with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
+        groups = dict(ledger.execute("SELECT key, group_key FROM documents").fetchall())
+        held = ledger.execute("SELECT key, group_key, sealed FROM held_out ORDER BY key").fetchall()
+        noted = ledger.execute("SELECT COUNT(*) FROM changes WHERE \"table\" = 'documents'").fetchone()
+        ledger.execute("UPDATE documents SET fate = 'removed' WHERE key = 'train:0'")
+        assert ledger.execute('SELECT "table" FROM changes ORDER BY seq DESC LIMIT 1').fetchone() == ("documents",)
+    assert [groups[f"train:{number}"] for number in range(5)] == ["book 1", "book 2", "reviews", None, None]
+    half = lambda cluster: hashlib.sha256(f"half:{cluster}".encode()).digest()[0] % 2 == 0
+    clusters = ["book 1", "book 2", "reviews", "held_out:3", "held_out:4"]
+    assert held == [(f"held_out:{number}", name, half(name)) for number, name in enumerate(clusters)]
+    assert {half(name) for name in clusters} == {True, False} and noted == (0,)
+
+
 def test_places_become_relative_and_folders_get_their_owner(tmp_path: Path) -> None:
     """Also when the workspace was moved since: an older factory left where it was made in the file ``root``."""
     workspace, made = Workspace.create(tmp_path / "workspace"), "/plant"
@@ -163,6 +193,10 @@ def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
     workspace = Workspace.create(tmp_path / "workspace", Config(ledger_url=postgres()))
     with Ledger.create(workspace.ledger_url).begin() as tx:
         tx.exec_driver_sql("ALTER TABLE segments DROP COLUMN computing")
+        tx.exec_driver_sql("ALTER TABLE documents DROP COLUMN group_key, DROP COLUMN facts")
+        tx.exec_driver_sql("ALTER TABLE held_out DROP COLUMN sealed")
+        tx.exec_driver_sql("ALTER TABLE held_out RENAME COLUMN group_key TO source")
+        tx.exec_driver_sql("DROP TABLE relabels")
         tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
     with pytest.raises(WorkspaceError, match="pg_dump, then run 'factory upgrade --i-have-a-backup'"):
         upgrade(workspace)
