@@ -124,7 +124,7 @@ def write_index(tx: sa.Connection, rows: Sequence[Row], decided: Decided, finish
         tx,
         held_out,
         (
-            {"key": row.key, "domain": row.domain, "group_key": row.group, "sealed": row.sealed, "content": content}
+            {"key": row.key, "domain": row.domain, "group_key": row.held_as, "sealed": row.sealed, "content": content}
             for row, content in contents
         ),
     )

@@ -60,6 +60,7 @@ shards = sa.Table(
     C("ingested_at", F, nullable=False),
 )
 
+GROUPED = sa.text("group_key IS NOT NULL")
 documents = sa.Table(
     "documents",
     metadata,
@@ -83,6 +84,7 @@ documents = sa.Table(
     C("group_key", T),  # documents of one group rise and fall together; null: it is a group of its own
     # {"url-host": …, "conversation": …, "path": …}: what else its row named that may group it
     C("facts", J(none_as_null=True)),
+    sa.Index("documents_by_group", "group_key", sqlite_where=GROUPED, postgresql_where=GROUPED),
 )
 
 near_dup_bands = sa.Table(

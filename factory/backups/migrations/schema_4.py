@@ -21,6 +21,8 @@ def upgrade() -> None:
     op.add_column("documents", sa.Column("group_key", sa.Text))
     op.add_column("documents", sa.Column("facts", sa.JSON))
     tx.exec_driver_sql("UPDATE documents SET group_key = source WHERE source <> ''")
+    index = next(one for one in metadata.tables["documents"].indexes if one.name == "documents_by_group")
+    index.create(tx)
     op.alter_column("held_out", "source", new_column_name="group_key")  # a source, or the key of a document without one
     op.add_column("held_out", sa.Column("sealed", sa.Boolean, nullable=False, server_default=sa.false()))
     held_out = sa.table("held_out", sa.column("group_key", sa.Text), sa.column("sealed", sa.Boolean))
