@@ -216,7 +216,9 @@ class _Selection:
         while chosen:
             count = sum(unit.count(name) for unit in chosen)
             few = domain.held + count <= min(PAIR, domain.wanted.at_most)
-            if domain.has_room(count) if len(chosen) < len(missing) else few or domain.has_room(count):
+            if len(chosen) == len(missing) and (few or domain.has_room(count)):
+                break
+            if (few or domain.is_small(count)) and domain.has_room(count):
                 break
             chosen.pop()
         for unit in chosen:

@@ -21,6 +21,7 @@ from factory.backups.upgrading import MIGRATIONS
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.workspace import Config, Workspace
 from factory.git.scope import AgentsPolicy
+from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger
 from factory.ledger.reader import Reader
@@ -104,7 +105,8 @@ def test_old_clusters_and_halves_are_recorded_as_they_were(old: Workspace) -> No
                 )
             ledger.execute("INSERT INTO held_out VALUES (?, 'docs', ?, '{}')", [key, source or key])
         ledger.commit()
-    upgrade(old)
+    _, told = upgrade(old)
+    assert told.startswith("docs: the shipped data.yaml holds out single documents now")
     with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
         groups = dict(ledger.execute("SELECT key, group_key FROM documents").fetchall())
         held = ledger.execute("SELECT key, group_key, sealed FROM held_out ORDER BY key").fetchall()
@@ -268,5 +270,43 @@ def test_a_policy_that_cannot_be_edited_is_refused_before_the_ledger_changes(old
     path = own_policy(old, "trainer/region.py")
     path.write_text(path.read_text().replace("out_of_scope:\n", '"out_of_scope":\n'))
     with pytest.raises(ConfigError, match="cannot edit out_of_scope as it is written there"):
+        upgrade(old)
+    assert Ledger(old.ledger_url).version() == "1" and backups(old) == []
+
+
+OWN_DATA = """# ours
+domains:
+  default: {min_chars: 8, hold_out_by: "content"}   # short texts
+  books:
+    # a book is one thing
+    hold_out_by: source   # whole books
+    hold_out_at_most: 50
+  notes: {min_chars: 3}
+held_out: {share: 0.1}
+"""
+
+
+def test_a_data_policy_that_says_hold_out_by_says_group(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "workspace")
+    Ledger.create(workspace.ledger_url)
+    path = workspace.root / "policies" / "data.yaml"
+    path.write_text(OWN_DATA)
+    with pytest.raises(ConfigError, match="'hold_out_by' is 'group' now.*'factory upgrade' rewrites the file"):
+        DataPolicy.load(path)
+    (said,) = upgrade(workspace)
+    assert "hold_out_by is 'group' now, of default, books" in said and upgrade(workspace) == []
+    assert path.read_text() == OWN_DATA.replace('hold_out_by: "content"', "group: document").replace(
+        "hold_out_by: source", "group: source"
+    )
+    policy = DataPolicy.load(path)
+    assert [policy.rules(name).group for name in ("books", "notes", "else")] == ["source", "document", "document"]
+    (backup,) = backups(workspace)
+    assert backup.read_text() == OWN_DATA
+
+
+def test_a_data_policy_that_cannot_be_edited_is_refused_before_anything_is_changed(old: Workspace) -> None:
+    path = old.root / "policies" / "data.yaml"
+    path.write_text('domains: {books: {"hold_out_by": source}}\n')
+    with pytest.raises(ConfigError, match="cannot edit hold_out_by as it is written there: write 'group: source'"):
         upgrade(old)
     assert Ledger(old.ledger_url).version() == "1" and backups(old) == []
