@@ -104,18 +104,15 @@ def _new_groups(workspace: Workspace) -> _NewPolicy | None:
     """The workspace's own data.yaml may say ``hold_out_by``, which ``group`` took the place of. Raises: ConfigError."""
     path = (workspace.root / "policies" / "data.yaml").resolve()
     found = load_yaml(path) if path.exists() else None
-    domains = found.get("domains") if isinstance(found, dict) else None
-    old = (
-        [name for name, of in domains.items() if isinstance(of, dict) and HELD_OUT_BY in of]
-        if isinstance(domains, dict)
-        else []
-    )
+    policy: dict[str, Any] = found if isinstance(found, dict) else {}
+    domains: dict[str, Any] = policy["domains"] if isinstance(policy.get("domains"), dict) else {}
+    old = [name for name, of in domains.items() if isinstance(of, dict) and HELD_OUT_BY in of]
     if not old:
         return None
     wanted = {name: {_group_key(key): _group(key, value) for key, value in domains[name].items()} for name in old}
     before = path.read_text(encoding="utf-8")
     after = OLD_GROUP.sub(lambda old: f"group:{old[1]}{GROUPS[old[3]]}", before)
-    if read_yaml(after, str(path), ConfigError) != found | {"domains": domains | wanted}:
+    if read_yaml(after, str(path), ConfigError) != policy | {"domains": domains | wanted}:
         raise ConfigError(
             f"{path}: 'factory upgrade' cannot edit {HELD_OUT_BY} as it is written there: write 'group: source' in place of "
             f"'{HELD_OUT_BY}: source', and 'group: document' in place of '{HELD_OUT_BY}: content'"
