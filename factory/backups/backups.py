@@ -28,7 +28,7 @@ from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
 from factory.ledger.journal import ABOUT, BACKUPS, backups_of
 from factory.ledger.ledger import Ledger
-from factory.ledger.version import GONE, refuse_other_version
+from factory.ledger.version import GONE, SCHEMA, refuse_other_version
 from kernels.contract.files import put_in_place, write_atomically
 
 KEPT = 7
@@ -132,13 +132,14 @@ def make_ledger(workspace: Workspace) -> Ledger:
 
 
 def back_up_daily(workspace: Workspace, ledger: Ledger) -> str:
-    """Make a backup when the newest is older than a day, or is none; returns a line, empty when there was nothing to do.
+    """Make a backup when the newest is older than a day or of another schema, or there is none; returns a line, empty when there was nothing to do.
 
     Raises: as ``make_backup``, but not for a ledger in PostgreSQL.
     """
     if ledger.file is None:
         return ""
-    if (backups := backups_of(workspace.root)) and abs(time.time() - about(backups[-1])["made_at"]) < DAY_SECONDS:
+    newest = about(backups[-1]) if (backups := backups_of(workspace.root)) else {}
+    if newest.get("schema") == SCHEMA and abs(time.time() - newest["made_at"]) < DAY_SECONDS:
         return ""
     path, said = make_backup(workspace, ledger)
     return "; ".join((f"backup made: {path}", *said))

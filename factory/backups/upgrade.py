@@ -21,6 +21,8 @@ from trainer.contract.strict import parse
 
 # The key with what belongs to it: indented lines, list items, comments and empty lines among them.
 OUT_OF_SCOPE = re.compile(r"^out_of_scope:.*\n(?:(?:[ \t]*(?:#.*)?\n)*[ \t]*-.*\n)*", re.MULTILINE)
+HELD_OUT_BY, GROUPS = "hold_out_by", {"source": "source", "content": "document"}
+OLD_GROUP = re.compile(r"\bhold_out_by:(\s*)([\"']?)(source|content)\2(?![\w-])")
 # Files that older factories listed, and that lie in a contract/ folder now.
 IN_KERNELS = "__init__ registry choice machine precision tune host_memory op oracle bench"
 IN_TRAINER = (
@@ -31,13 +33,13 @@ MOVED = {f"kernels/{name}.py" for name in IN_KERNELS.split()} | {f"trainer/{name
 
 
 @dataclass(frozen=True)
-class _NewScope:
-    """An agents.yaml to be rewritten."""
+class _NewPolicy:
+    """A policy to be rewritten."""
 
     path: Path
     before: str
     after: str
-    folders: list[str]
+    said: str
 
 
 def upgrade(workspace: Workspace, has_backup: bool = False) -> list[str]:
@@ -46,7 +48,10 @@ def upgrade(workspace: Workspace, has_backup: bool = False) -> list[str]:
     ``has_backup``: a person has one of a PostgreSQL ledger. Raises: WorkspaceError, ConfigError; nothing was changed then.
     """
     with workspace.lock("model-loop"), workspace.lock("code-loop"), workspace.lock("release"):
-        scope = _new_scope(workspace)  # refuses what it cannot read before anything is changed
+        policies = [
+            _new_scope(workspace),
+            _new_groups(workspace),
+        ]  # refuse what they cannot read before anything is changed
         done = upgrade_ledger(workspace, has_backup)
         ledger, made = Ledger.open(workspace.ledger_url, workspace.root), workspace.root / "root"
         if done or made.exists():  # older factories wrote that file, and no owner into the folders of segments
@@ -55,10 +60,12 @@ def upgrade(workspace: Workspace, has_backup: bool = False) -> list[str]:
                     mark_owner(ledger, row)
             made.unlink(missing_ok=True)
             back_up_daily(workspace, ledger)
-        return done + (_rewrite(workspace, scope) if scope else [])
+        if done and not (workspace.root / "policies" / "data.yaml").exists():
+            done += _groups_were_sources(ledger)
+        return done + [_rewrite(workspace, policy) for policy in policies if policy]
 
 
-def _new_scope(workspace: Workspace) -> _NewScope | None:
+def _new_scope(workspace: Workspace) -> _NewPolicy | None:
     """The workspace's own agents.yaml may list files in ``out_of_scope``, as before there were ``contract/`` folders.
 
     Nothing that it protects may lose its protection. Raises: ConfigError.
@@ -90,15 +97,55 @@ def _new_scope(workspace: Workspace) -> _NewScope | None:
             "change what is listed. Name its folder with /** at the end, move it below a contract/ folder, or remove it from the "
             "list; then run 'factory upgrade' again"
         )
-    return _NewScope(path, before, after, folders)
+    return _NewPolicy(path, before, after, f"out_of_scope names folders now: {', '.join(folders)}")
+
+
+def _new_groups(workspace: Workspace) -> _NewPolicy | None:
+    """The workspace's own data.yaml may say ``hold_out_by``, which ``group`` took the place of. Raises: ConfigError."""
+    path = (workspace.root / "policies" / "data.yaml").resolve()
+    found = load_yaml(path) if path.exists() else None
+    policy: dict[str, Any] = found if isinstance(found, dict) else {}
+    domains: dict[str, Any] = policy["domains"] if isinstance(policy.get("domains"), dict) else {}
+    old = [name for name, of in domains.items() if isinstance(of, dict) and HELD_OUT_BY in of]
+    if not old:
+        return None
+    wanted = {name: {_group_key(key): _group(key, value) for key, value in domains[name].items()} for name in old}
+    before = path.read_text(encoding="utf-8")
+    after = OLD_GROUP.sub(lambda old: f"group:{old[1]}{GROUPS[old[3]]}", before)
+    if read_yaml(after, str(path), ConfigError) != policy | {"domains": domains | wanted}:
+        raise ConfigError(
+            f"{path}: 'factory upgrade' cannot edit {HELD_OUT_BY} as it is written there: write 'group: source' in place of "
+            f"'{HELD_OUT_BY}: source', and 'group: document' in place of '{HELD_OUT_BY}: content'"
+        )
+    return _NewPolicy(path, before, after, f"{HELD_OUT_BY} is 'group' now, of {', '.join(map(str, old))}")
+
+
+def _group_key(key: str) -> str:
+    return "group" if key == HELD_OUT_BY else key
+
+
+def _group(key: str, value: Any) -> Any:
+    return GROUPS.get(value, value) if key == HELD_OUT_BY else value
+
+
+def _groups_were_sources(ledger: Ledger) -> list[str]:
+    """Of a workspace that follows the shipped data.yaml, where these domains were held out by source before schema 4."""
+    sql = "SELECT DISTINCT domain FROM documents WHERE domain IN ('code', 'docs', 'chat') AND group_key IS NOT NULL ORDER BY domain"
+    domains = [row["domain"] for row in ledger.read(sql)]
+    words = "the shipped data.yaml holds out single documents now, where it held out whole sources; what is held out stays so. For what quotes"
+    return (
+        [f"{', '.join(domains)}: {words} one another write 'group: source' in the workspace's own policies/data.yaml"]
+        if domains
+        else []
+    )
 
 
 def _is_folder(workspace: Workspace, name: str) -> bool:
     return name.endswith(("/", "/**")) or (workspace.repository / name).is_dir()
 
 
-def _rewrite(workspace: Workspace, scope: _NewScope) -> list[str]:
-    kept = backup_folder(workspace) / f"agents-{stamp()}.yaml"
-    write_atomically(kept, scope.before)
-    write_atomically(scope.path, scope.after)
-    return [f"{scope.path}: out_of_scope names folders now: {', '.join(scope.folders)} (as it was: {kept})"]
+def _rewrite(workspace: Workspace, policy: _NewPolicy) -> str:
+    kept = backup_folder(workspace) / f"{policy.path.stem}-{stamp()}.yaml"
+    write_atomically(kept, policy.before)
+    write_atomically(policy.path, policy.after)
+    return f"{policy.path}: {policy.said} (as it was: {kept})"

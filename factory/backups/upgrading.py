@@ -12,8 +12,8 @@ from factory.backups.backups import copy_database, stamp
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.engine import sqlite_file
-from factory.ledger.journal import BACKUPS
-from factory.ledger.ledger import Ledger, meta
+from factory.ledger.journal import BACKUPS, watch
+from factory.ledger.ledger import Ledger, meta, metadata
 from factory.ledger.version import SCHEMA, refuse_other_version
 from kernels.contract.files import put_in_place
 
@@ -52,6 +52,7 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
             for step in reversed(list(script.walk_revisions())):
                 if int(step.revision) > int(now):
                     step.module.upgrade()
+        watch(tx, metadata)
         tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA))
     return [f"the ledger is of schema {SCHEMA} now (it was {found}; as it was: {where})"]
 

@@ -60,6 +60,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     root.mkdir(parents=True, exist_ok=True)
     (root / MARK).touch()
     workspace = Workspace.create(root, Config(repository=CODE))
+    _write_data_policy(workspace)
     ledger = make_ledger(workspace)
     with workspace.lock(daemon.LOCK):
         corpus = _corpus(workspace, terminal, minutes)
@@ -187,6 +188,19 @@ def _recipe_text(text: str, shape: DemoShape, size: Size) -> str:
     raw = shape.recipe(_read_recipe(text))
     raw["schedule"] |= {"trunk_steps": {"first": size.first, "later": size.later}, "anneal_steps": size.anneal}
     return "# Sized by 'factory demo' for this machine.\n" + yaml.safe_dump(raw, sort_keys=False)
+
+
+def _write_data_policy(workspace: Workspace) -> None:
+    """The shipped one, with a module's code, docs and chats held out together: they quote one another."""
+    from agents.core.yaml_edit import set_value
+
+    path = workspace.root / "policies" / "data.yaml"
+    if not path.exists():
+        text = (code_root() / "policies" / "data.yaml").read_text("utf-8")
+        for domain in ("code", "docs", "chat"):
+            text = set_value(text, ("domains", domain, "group"), "source")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def _write_policies(workspace: Workspace, size: Size) -> None:

@@ -79,7 +79,12 @@ def evaluate_on(
         return known.id
     candidate = CandidateRow.get(ledger, candidate_id)
     if not suite.documents:
-        raise InputError("no document is held out, so nothing can be measured: ingest more documents first")
+        count = len(suite.dev)
+        raise InputError(
+            "no document of the sealed half is held out, so nothing can be measured"
+            + (f" ({count} of the dev half are)" if count else "")
+            + ": ingest more documents, of more groups ('group' in data.yaml), or 'factory data relabel --domain D --group document'"
+        )
     segment = SegmentRow.get(ledger, candidate.segment)
     plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
     policy = EvalPolicy.load(workspace.policy("evals.yaml"))

@@ -22,7 +22,6 @@ import sqlalchemy as sa
 from factory.core.policy_file import policy_sha256
 from factory.evals.policy import EvalPolicy
 from factory.evals.source_cap import within
-from factory.ingest.rules.split import cluster_of, is_sealed
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import FATE
 
@@ -36,7 +35,7 @@ class HeldOutDocument:
 
     key: str
     domain: str
-    cluster: str  # source document: its items rise and fall together
+    cluster: str  # its group, ``held_out.group_key``: its items rise and fall together
     content: dict[str, Any]
 
     @property
@@ -97,12 +96,10 @@ def held_out_documents(
     ``cap`` allows."""
     h, d = held_out.c, documents.c
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
-    listed = sa.select(h.key, h.domain, h.source, d.content_sha256).join(documents, d.key == h.key)
-    for row in ledger.rows(listed.where(d.fate != FATE)):
-        cluster = cluster_of(row["key"], row["source"])
-        if is_sealed(cluster) == sealed:
-            drawn = order("suite", row["content_sha256"] or row["key"])
-            by_domain[row["domain"]].append((drawn, cluster, row["key"]))
+    listed = sa.select(h.key, h.domain, h.group_key, d.content_sha256).join(documents, d.key == h.key)
+    for row in ledger.rows(listed.where(d.fate != FATE, h.sealed == sealed)):
+        drawn = order("suite", row["content_sha256"] or row["key"])
+        by_domain[row["domain"]].append((drawn, row["group_key"], row["key"]))
     chosen: dict[str, list[str]] = {}  # by domain, in the order of turns
     for domain, drawn_ones in by_domain.items():
         seen: Counter[str] = Counter()
@@ -122,10 +119,7 @@ def held_out_documents(
 def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:
     """Held-out documents, in the order of a suite."""
     rows = [row for start in range(0, len(keys), 500) for row in _fetch(ledger, keys[start : start + 500])]
-    found = [
-        HeldOutDocument(row["key"], row["domain"], cluster_of(row["key"], row["source"]), row["content"])
-        for row in rows
-    ]
+    found = [HeldOutDocument(row["key"], row["domain"], row["group_key"], row["content"]) for row in rows]
     return tuple(sorted(found, key=lambda document: (document.domain, order("suite", document.key))))
 
 

@@ -67,7 +67,9 @@ class ShardReport:
     state: str  # 'ingested' | 'quarantined'
     reason: str | None
     rows: int
-    counts: dict[str, Any]  # {"train", "held_out", "dropped": {rule: n}, "pii", "pii_kinds": {kind: n}, "trimmed"}
+    counts: dict[
+        str, Any
+    ]  # {"train", "held_out", "dropped": {rule: n}, "pii", "pii_kinds": {kind: n}, "trimmed"}; "groups": to be said of them
     domains: dict[str, dict[str, int]]  # of the train part
     tokens: int
 
@@ -331,6 +333,8 @@ def _store(
         others = {name or path.name: count for name, count in sorted(found.decided.licences.items())}
         totals["counts"]["other_licences"] = others
         record(tx, CONFLICT, f"shard:{sha256[:16]}", {"name": path.name, "other_licences": others})
+    if found.decided and found.decided.groups:
+        totals["counts"]["groups"] = found.decided.groups
     tx.execute(shards.insert().values(**shard, state="ingested", rows=len(found.rows), **totals))
     store.write_parameters(tx, parameters)
     if found.tokenizer:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from factory.ingest.rules import decontaminate, split
 from factory.ingest.rules.claims import COPIES
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.near_dup import NearDuplicates, Signatures
-from factory.ingest.rules.policy import DataPolicy, DomainRules
+from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes
 from factory.ingest.worker import Analysed, FinishTask, spool_ngrams
 from factory.ledger.removals import FATE
@@ -39,6 +40,7 @@ class Decided:
     signatures: Signatures  # [alive, permutations], numbered as ``numbers``
     numbers: dict[str, int]  # key → number among the signatures, of all that later shards are compared with
     licences: dict[str, int]
+    groups: dict[str, Any]  # by domain, what is to be said of how it is grouped (``_grouping``)
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,6 @@ class _Living:
     place: int
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """Of a domain, what earlier shards brought to train on: how many documents of each half (sealed or not), and which sources."""
-
-    documents: Mapping[bool, int]
-    sources: frozenset[str]
-
-
 def decide(analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path) -> Decided:
     signed = np.concatenate([one.signatures for one in analysed])
     near = NearDuplicates(signed, policy.near_duplicates.threshold, index.near)
@@ -67,7 +61,8 @@ def decide(analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool
     tasks = _find_contamination(living, analysed, index, policy, spool, held_out)
     numbers = {one.row.key: one.number for one in (*living, *barred)}
     rows = {row.key: row for one in analysed for row in one.rows}
-    return Decided(tasks, held_out, near, signed, numbers, _other_licences(rows, index))
+    groups = _grouping([one.row for one in living], index, policy)
+    return Decided(tasks, held_out, near, signed, numbers, _other_licences(rows, index), groups)
 
 
 def _living(analysed: Sequence[Analysed]) -> Iterator[_Living]:
@@ -165,37 +160,87 @@ def _hold_out(
     living: Sequence[_Living], analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
-    before = index.held_out_documents()
-    trained = functools.cache(lambda domain: _trained(index, domain))
+    own = [one for one in living if not one.row.synthetic_by]  # a model's words measure no model, whatever their group
+    select = _selecting(own, index, policy)
+    held: dict[int, split.Held] = {}
     refused: dict[int, str] = {}
     for _ in range(DRAWS):  # others take the place of those that share words with training data
-        able = [one for one in living if one.number not in refused]
-        wanting = _wanting(able, policy, before, trained)
-        candidates, overlaps = _own_words(wanting, living, analysed, index, policy, spool)
+        held = select(refused)
+        candidates, overlaps = _own_words(
+            [one for one in own if one.number in held], living, analysed, index, policy, spool
+        )
         refused |= overlaps
         if not overlaps:
             break
-    for one in living:
-        if one.number in refused:
-            one.row.detail = f"not held out: shares words with {refused[one.number]}, which is trained on"
+    for number in refused:
+        held.pop(number, None)
+    groups = {one.group for one in held.values()} | index.held_out_groups().keys()
     chosen: dict[str, Hashes] = {}
-    room = Counter(domain for domain, _, _ in before)
-    for one in wanting:
-        if one.number not in refused and room[one.row.domain] < policy.rules(one.row.domain).hold_out_at_most:
-            room[one.row.domain] += 1
-            chosen[one.row.key] = candidates[one.number]
-            one.row.fate = "held_out"
+    for one in own:
+        row = one.row
+        if one.number in refused:
+            row.detail = f"not held out: shares words with {refused[one.number]}, which is trained on"
+        if as_one := held.get(one.number):
+            row.fate, row.held_as, row.sealed = "held_out", as_one.group, as_one.sealed
+            chosen[row.key] = candidates[one.number]
+        elif row.group in groups:
+            why = row.detail or ("spells a special token" if row.special else "hold_out_at_most are held out")
+            row.drop("held_out_group", f"of group {row.group!r}, which is held out; {why}")
     return chosen
 
 
-def _trained(index: Index, domain: str) -> _Trained:
-    halves: Counter[bool] = Counter()
-    sources: set[str] = set()
-    for key, source in index.trained_documents(domain):
-        halves[split.is_sealed(split.cluster_of(key, source))] += 1
-        if source:
-            sources.add(source)
-    return _Trained(halves, frozenset(sources))
+def _selecting(
+    living: Sequence[_Living], index: Index, policy: DataPolicy
+) -> Callable[[Collection[int]], dict[int, split.Held]]:
+    """A selection that leaves out documents of these numbers."""
+    before = index.held_out_before()
+    recorded = index.held_out_groups()
+    trained = index.trained_groups(sorted({one.row.group_key for one in living if one.row.group_key}))
+    count = functools.cache(index.count_trained)
+
+    def wanted(domain: str) -> split.Wanted:
+        at_most = policy.rules(domain).hold_out_at_most
+        return split.Wanted(policy.held_out.share, min(policy.held_out.least, at_most // 2), at_most)
+
+    def of(refused: Collection[int]) -> dict[int, split.Held]:
+        arrived = [
+            split.Arrived(
+                one.number, one.row.key, one.row.domain, one.row.group_key, one.row.content_sha256 or "",
+                able=one.number not in refused and not one.row.special,
+            )
+            for one in living
+        ]  # fmt: skip
+        return split.select(arrived, recorded, trained, before, wanted, count)
+
+    return of
+
+
+def _grouping(rows: Sequence[Row], index: Index, policy: DataPolicy) -> dict[str, Any]:
+    """Of each domain that is grouped by a key: {"group": kind, "documents": n, "groups": n, "lacking": documents that lack it, "parts": those
+    held out as groups of their own though they have it, "halves": groups in each half, the sealed one first}; without those of which there is
+    nothing to say."""
+    found = {}
+    before = index.held_out_before()
+    for domain in sorted({row.domain for row in rows}):
+        kind = policy.rules(domain).group
+        if kind in split.BY_DOCUMENT:
+            continue
+        ours = [row for row in rows if row.domain == domain and not row.synthetic_by]
+        known = before.get(domain, split.Before())
+        held = [row for row in ours if row.fate == "held_out"]
+        parts = sum(row.held_as != row.group for row in held)
+        lacking = sum(row.group_key is None for row in ours)
+        halves = [
+            len({*known.groups.get(half, ()), *(row.held_as for row in held if row.sealed == half)})
+            + known.parts.get(half, 0)
+            for half in split.HALVES
+        ]
+        if ours and (parts or lacking or (policy.held_out.share and policy.held_out.least and not all(halves))):
+            found[domain] = {
+                "group": kind, "documents": len(ours), "groups": len({row.group for row in ours}), "lacking": lacking, "parts": parts,
+                "halves": halves,
+            }  # fmt: skip
+    return found
 
 
 def _own_words(
@@ -231,90 +276,6 @@ def _own_words(
     return candidates, overlaps
 
 
-def _wanting(
-    living: Sequence[_Living],
-    policy: DataPolicy,
-    before: Sequence[tuple[str, str, str | None]],
-    trained: Callable[[str], _Trained],
-) -> list[_Living]:
-    """Those of the share, and what a domain with fewer than ``least`` held-out sources or documents in a half needs."""
-    if not policy.held_out.share:
-        return []
-    by_domain: dict[str, list[_Living]] = {}
-    living = [
-        one for one in living if not one.row.synthetic_by
-    ]  # a model's words measure no model, whatever their source
-    for one in living:
-        by_domain.setdefault(one.row.domain, []).append(one)
-    domains = {*by_domain, *(domain for domain, _, _ in before)}
-    whole = {domain for domain in domains if policy.rules(domain).hold_out_by == "source"}
-    kept = {
-        source for domain, _, source in before if source and domain in whole
-    }  # sources that were taken stay held out, whatever their draw
-    wants: set[int] = set()
-    for domain, ones in by_domain.items():
-        mine = {one.number for one in ones if one.row.wants_held_out or (domain in whole and one.row.source in kept)}
-        wants |= mine
-        least = min(policy.held_out.least, policy.rules(domain).hold_out_at_most // 2)
-        clusters = [split.cluster_of(key, source) for of, key, source in before if of == domain]
-        for sealed in (True, False):
-            there = [cluster for cluster in clusters if split.is_sealed(cluster) == sealed]
-            half = [one for one in ones if split.is_sealed(_cluster(one)) == sealed]
-            earlier = functools.partial(trained, domain)
-            wants |= _next_drawn(half, mine, policy.rules(domain), there, least, earlier)
-    kept |= {one.row.source for one in living if one.number in wants and one.row.domain in whole and one.row.source}
-    return [one for one in living if one.number in wants or (one.row.domain in whole and one.row.source in kept)]
-
-
-def _cluster(one: _Living) -> str:
-    return split.cluster_of(one.row.key, one.row.source)
-
-
-def _next_drawn(
-    ones: Sequence[_Living],
-    taken: set[int],
-    rules: DomainRules,
-    there: Sequence[str],
-    least: int,
-    trained: Callable[[], _Trained],
-) -> set[int]:
-    """What a half of a domain needs beside those ``taken``, to have ``least`` sources and as many documents, where ``there`` are the sources
-    of its documents from before: those that would be drawn next, whole sources where sources are held out; at most half of the shard's and of
-    what was trained on before without as many held out, as a domain may come one document a shard."""
-    mine = taken & {one.number for one in ones}
-    units: dict[int, list[_Living]] = {}
-    for one in ones:
-        assert one.row.content_sha256
-        if one.number not in mine:
-            units.setdefault(split.draw(one.row.content_sha256, one.row.source, rules), []).append(one)
-    seen = {*there, *(_cluster(one) for one in ones if one.number in mine)}
-    found: set[int] = set()
-    for of_seen in (False, True):
-        for _, unit in sorted(units.items()):
-            numbers, cluster = {one.number for one in unit}, _cluster(unit[0])
-            count = len(there) + len(mine) + len(found) if of_seen else len(seen)
-            if count >= least or numbers & found or not (of_seen or cluster not in seen):
-                continue
-            over = 2 * (len(mine) + len(found) + len(unit)) - len(ones)
-            if over <= 0 or over <= _owed(unit, rules, there, least, trained):
-                found |= numbers
-                seen = seen | {cluster}
-    return found
-
-
-def _owed(
-    unit: Sequence[_Living], rules: DomainRules, there: Sequence[str], least: int, trained: Callable[[], _Trained]
-) -> int:
-    """How many documents of a half were trained on before without as many held out. Where sources are held out, 0 of one that was trained on,
-    and of one that leaves no room for ``least`` of its size in each half: all that comes of it later is held out too."""
-    if 2 * least * len(unit) > rules.hold_out_at_most:
-        return 0
-    earlier, first = trained(), unit[0]
-    if rules.hold_out_by == "source" and first.row.source in earlier.sources:
-        return 0
-    return max(0, earlier.documents.get(split.is_sealed(_cluster(first)), 0) - len(there))
-
-
 def _places(ordered: Hashes, values: Hashes) -> np.ndarray:
     """The positions in ``ordered`` of those ``values`` that are there."""
     places = np.searchsorted(ordered, values)
@@ -334,6 +295,8 @@ def _find_contamination(
     tasks: list[list[FinishTask]] = [[] for _ in analysed]
     for one, grams in _grams(living, analysed, spool):
         cuts: list[tuple[int, int]] = []
+        if one.row.fate == "dropped":
+            continue
         if one.row.fate != "held_out":
             collisions = known.find(grams)
             cuts = decontaminate.spans(collisions, policy.decontamination.ngram)

@@ -9,6 +9,8 @@ import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
 
+from factory.ingest.rules.split import facts_of
+
 ROLES = ("system", "user", "assistant", "tool")
 _RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
@@ -49,10 +51,18 @@ class Row:
     tokens: int = 0
     supervised_tokens: int = 0
     trimmed: int = 0  # characters removed by decontamination
-    wants_held_out: bool = False
+    special: bool = False  # spells a special token: other programs encode it differently, so it cannot compare models
+    group_key: str | None = None  # what its domain's ``group`` names of it; None: it is a group of its own
+    facts: dict[str, str] = field(default_factory=dict)  # what else may group it (``rules/split``)
+    held_as: str = ""  # of a held-out one: the group that it is held out as
+    sealed: bool = False  # and its half
     synthetic_by: str | None = None  # model or release that wrote it, as its metadata says
     barred: str = ""  # why its licence does not allow training: it is only compared with others, and then dropped
     pii: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        return self.group_key or self.key
 
     def drop(self, rule: str, detail: str, matched: str | None = None) -> None:
         assert not self.fate, f"{self.key} has a fate already: {self.fate}"
@@ -69,6 +79,7 @@ class Parsed:
     source: str | None
     license: str | None
     synthetic_by: str | None
+    facts: dict[str, str] = field(default_factory=dict)  # what may group it (``rules/split``)
 
 
 def written_by(release: int, export_sha256: str) -> str:
@@ -142,8 +153,9 @@ def parse_document(row: Any, default_domain: str) -> Parsed:
     if identity is not None and (not isinstance(identity, str) or len(identity) > 500):
         raise BadRow("bad_schema", "'id' is not a string of 500 characters at most")
     parsed = Parsed(
-        content, identity or None, domain, _string(row, "source"), _string(row, "license"), _string(row, "synthetic_by")
-    )
+        content, identity or None, domain, _string(row, "source"), _string(row, "license"), _string(row, "synthetic_by"),
+        facts_of(row),
+    )  # fmt: skip
     for value in (flat(content), parsed.id, parsed.source, parsed.license, parsed.synthetic_by):
         if value is not None:
             try:

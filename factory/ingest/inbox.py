@@ -22,6 +22,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
 from factory.ingest.filing import LONGEST_NAME, file_away, return_changed, return_file, return_quarantined
+from factory.ingest.rules.split import grouping_lines
 from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import erased_shards
@@ -291,4 +292,7 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
         )
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]
-    return f"  {name}: {rows:,} documents; {'; '.join(words)}"
+    lines = [f"  {name}: {rows:,} documents; {'; '.join(words)}"]
+    if isinstance(groups := counts.get("groups"), dict):
+        lines += [f"    {line}" for domain, found in groups.items() for line in grouping_lines(domain, found)]
+    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from factory.ingest.rules import near_dup
 from factory.ingest.rules.claims import set_aside
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy, Licences
+from factory.ingest.rules.split import HALVES, Before
 from factory.ingest.rules.words import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams, shards
 from factory.ledger.removals import FATE, refused, removals
@@ -124,23 +126,37 @@ class Index:
             grams.setdefault(row["document"], []).append(row["hash"])
         return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
 
-    def held_out_documents(self) -> list[tuple[str, str, str | None]]:
-        """(domain, key, source) of every held-out document that was not removed."""
-        h = held_out.c
-        listed = sa.select(h.domain, h.key, h.source).join(documents, documents.c.key == h.key)
-        return [
-            (row["domain"], row["key"], row["source"])
-            for row in self._ledger.rows(listed.where(documents.c.fate != FATE))
-        ]
+    @cached_property
+    def _held_out(self) -> list[dict[str, Any]]:
+        h, d = held_out.c, documents.c
+        whole = h.group_key == sa.func.coalesce(d.group_key, d.key)
+        listed = sa.select(h.domain, h.group_key, h.sealed, whole.label("whole"), (d.fate != FATE).label("there"))
+        return self._ledger.rows(listed.join(documents, d.key == h.key))
 
-    def trained_documents(self, domain: str) -> Iterator[tuple[str, str | None]]:
-        """(key, source) of each document of a domain that is training data, quarantined since or not, and that no model wrote."""
+    def held_out_groups(self) -> dict[str, bool]:
+        """Groups that were ever held out, and whether in the sealed half."""
+        return {row["group_key"]: bool(row["sealed"]) for row in self._held_out}
+
+    def held_out_before(self) -> dict[str, Before]:
+        """By domain, without what was removed."""
+        of: dict[str, list[dict[str, Any]]] = {}
+        for row in self._held_out:
+            if row["there"]:
+                of.setdefault(row["domain"], []).append(row)
+        return {domain: _before(rows) for domain, rows in of.items()}
+
+    def trained_groups(self, groups: Sequence[str]) -> set[str]:
+        """Those of which a document was ever trained on."""
+        c = documents.c
+        return {row[0] for row in self._select([c.group_key], c.group_key, groups, c.token_shard.is_not(None))}
+
+    def count_trained(self, domain: str) -> int:
+        """Documents of a domain that are training data, quarantined since or not, and that no model wrote."""
         c = documents.c
         rows = self._ledger.rows(sa.select(shards.c.sha256, shards.c.domains))
         there = sorted(row["sha256"] for row in rows if domain in (row["domains"] or {}))
         own = sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC}%")))
-        found = self._select([c.key, c.source], c.shard, there, c.domain == domain, c.fate.in_(TRAINED), own)
-        yield from ((row[0], row[1]) for row in found)
+        return sum(1 for _ in self._select([c.key], c.shard, there, c.domain == domain, c.fate.in_(TRAINED), own))
 
     def _select(self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any) -> Iterator[tuple[Any, ...]]:
         statement = sa.select(*columns).where(by.in_(sa.bindparam("values", expanding=True)), *where)
@@ -148,6 +164,13 @@ class Index:
             for start in range(0, len(values), _AT_ONCE):
                 found = connection.execute(statement, {"values": list(values[start : start + _AT_ONCE])})
                 yield from (tuple(row) for row in found)
+
+
+def _before(rows: Sequence[dict[str, Any]]) -> Before:
+    """Of the held-out documents of a domain."""
+    of = {half: [row for row in rows if bool(row["sealed"]) == half] for half in HALVES}
+    groups = {half: frozenset(row["group_key"] for row in ones if row["whole"]) for half, ones in of.items()}
+    return Before(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})
 
 
 def signature_bytes(signature: npt.NDArray[np.uint32]) -> bytes:

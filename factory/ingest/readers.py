@@ -51,6 +51,9 @@ COLUMNS = {
     "license",
     "created",
     "synthetic_by",
+    "url",  # these may group documents
+    "path",
+    "conversation_id",
 }  # of Parquet; others are not read
 SUPPORTED = (
     "JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet (.parquet), text (.txt, .md, .rst) and code (.py, .c, .rs …)"

@@ -107,7 +107,7 @@ def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_s
                 "source": row.source, "license": row.license, "content_sha256": row.content_sha256, "fate": row.fate,
                 "rule": row.rule, "matched": row.matched, "detail": _detail(row), "releasable": row.releasable,
                 "tokens": row.tokens, "supervised_tokens": row.supervised_tokens,
-                "token_shard": token_shard if row.fate == "train" else None,
+                "token_shard": token_shard if row.fate == "train" else None, "group_key": row.group_key, "facts": row.facts or None,
             }
             for row in rows
         ),
@@ -124,7 +124,7 @@ def write_index(tx: sa.Connection, rows: Sequence[Row], decided: Decided, finish
         tx,
         held_out,
         (
-            {"key": row.key, "domain": row.domain, "source": row.source or row.key, "content": content}
+            {"key": row.key, "domain": row.domain, "group_key": row.held_as, "sealed": row.sealed, "content": content}
             for row, content in contents
         ),
     )

@@ -19,6 +19,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Row, flat
 from factory.ingest.readers import ShardProblem, read_rows
+from factory.ingest.rules import split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, train
 from factory.ingest.worker import FinishTask, read_row, spool_contents
@@ -99,7 +100,8 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
                 content = read_row(policy, row, raw)
             except BadRow:
                 continue
-            if not row.wants_held_out:
+            assert row.content_sha256
+            if row.special or not split.drawn(split.unit_of(row.group_key, row.content_sha256), policy.held_out.share):
                 text = flat(content)[:_OF_ONE_DOCUMENT]
                 drawn += len(text)
                 yield text

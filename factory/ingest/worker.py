@@ -127,6 +127,8 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
     rules = policy.rules(row.domain)
+    row.facts = parsed.facts
+    row.group_key = split.group_of(rules.group, row.source, row.facts, row.key.partition(":")[0])
     licence = policy.licences.of(row.license)
     row.releasable = licence.release
     row.barred = "" if licence.train else f"licence {row.license!r} does not allow training"
@@ -140,10 +142,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
         raise BadRow(*(("licence", row.barred) if row.barred else failure))
     content = _redact(content, rules.pii, row)
     row.content_sha256 = content_sha256(content)
-    # Other programs encode a text that spells a special token differently, so it cannot compare models.
-    row.wants_held_out = split.chosen(
-        row.content_sha256, row.source, rules, policy.held_out.share
-    ) and not holds_special(text)
+    row.special = holds_special(text)
     return content
 
 

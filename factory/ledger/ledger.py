@@ -60,6 +60,7 @@ shards = sa.Table(
     C("ingested_at", F, nullable=False),
 )
 
+GROUPED = sa.text("group_key IS NOT NULL")
 documents = sa.Table(
     "documents",
     metadata,
@@ -80,6 +81,10 @@ documents = sa.Table(
     C("tokens", N, nullable=False, default=0),
     C("supervised_tokens", N, nullable=False, default=0),
     C("token_shard", T),
+    C("group_key", T),  # documents of one group rise and fall together; null: it is a group of its own
+    # {"url-host": …, "conversation": …, "path": …}: what else its row named that may group it
+    C("facts", J(none_as_null=True)),
+    sa.Index("documents_by_group", "group_key", sqlite_where=GROUPED, postgresql_where=GROUPED),
 )
 
 near_dup_bands = sa.Table(
@@ -113,8 +118,21 @@ held_out = sa.Table(
     metadata,
     C("key", T, sa.ForeignKey("documents.key"), primary_key=True),
     C("domain", T, nullable=False),
-    C("source", T, nullable=False),  # cluster: its documents rise and fall together
+    C("group_key", T, nullable=False),  # its document's, or its key
+    C("sealed", sa.Boolean, nullable=False),  # its half: for the release gate alone, or for all else
     C("content", J, nullable=False),  # {"text": …} or {"messages": […]}, as normalised
+)
+
+relabels = sa.Table(  # a person gave documents another domain, source, licence or group (factory.data.relabelling)
+    "relabels",
+    metadata,
+    C("id", SERIAL, primary_key=True),
+    C("at", F, nullable=False),
+    C("who", T, nullable=False),
+    C("why", T, nullable=False),
+    C("filter", J, nullable=False),  # {"domain": [name], "source": […], "license": […], "shard": […], "key": […]}
+    C("change", J, nullable=False),  # {"domain": name, "source": name, "license": name, "group": kind}
+    C("counts", J, nullable=False),  # {"documents": n, "held_out": n, "token_shards": n, …}
 )
 
 tokenizers = sa.Table(

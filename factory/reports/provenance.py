@@ -51,7 +51,9 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
             _follow(ledger, row, [line for line in lines if line.id in row["segments"]], behind)
         if row["fate"] == "held_out":
             row["held_out_as"] = ledger.one(
-                sa.select(held_out.c.domain, held_out.c.source).where(held_out.c.key == row["key"])
+                sa.select(held_out.c.domain, held_out.c.group_key, held_out.c.sealed).where(
+                    held_out.c.key == row["key"]
+                )
             )
     return found
 

@@ -1,4 +1,4 @@
-"""Places are relative to the workspace; the ledger has an identity; changes of rows are noted for the journal (SQLite)."""
+"""Places are relative to the workspace; the ledger has an identity. From here on changes of rows are noted for the journal (SQLite)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import sqlalchemy as sa
 from alembic import op
 
-from factory.ledger.journal import watch
 from factory.ledger.ledger import metadata
 from factory.ledger.places import PLACES, TREES, inside, portable
 
@@ -33,7 +32,6 @@ def upgrade() -> None:
     _averages(tx, roots)
     meta = metadata.tables["meta"]
     tx.execute(meta.insert().values(key="identity", value=uuid.uuid4().hex))
-    watch(tx, metadata)
 
 
 def _averages(tx: sa.Connection, roots: list[Path]) -> None:

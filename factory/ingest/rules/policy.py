@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 from factory.ingest.rules.licence_names import LicenceReader, folded
+from factory.ingest.rules.split import Kind
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -36,11 +37,21 @@ class DomainRules(StrictPolicy):
     """Python sources must parse; rule 'does_not_parse'."""
     pii: list[PiiKind] = ["email", "ip", "phone", "card", "secret"]
     """What is replaced, see pii.py."""
-    hold_out_by: Literal["source", "content"] = "content"
-    """Held out are whole sources (all domains of one source together) or single documents. By source is the stronger split
-    where documents of one source quote each other; it needs many sources."""
+    group: Kind = "document"
+    """What rises and falls together, so that it is held out or trained on as a whole, and counts once at the release gate: each document by
+    itself ('document', or 'none'), or all of one source, of one path (a row's 'path', else the file it came in), of one host (its 'url'), of one
+    conversation (its 'conversation_id'). A document that lacks the key is a group of its own."""
     hold_out_at_most: NotNegative = 400
     """Documents of this domain, over all shards."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, raw: object) -> object:
+        if isinstance(raw, dict) and "hold_out_by" in raw:
+            raise ValueError(
+                "'hold_out_by' is 'group' now, and 'content' is 'document': 'factory upgrade' rewrites the file"
+            )
+        return raw
 
 
 class NearDuplicateRules(StrictPolicy):
@@ -63,11 +74,11 @@ class Decontamination(StrictPolicy):
 
 class HeldOut(StrictPolicy):
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.02
-    """Of sources or documents, as ``hold_out_by`` says."""
+    """Of groups, as ``group`` of their domain says."""
     least: NotNegative = 8
-    """Sources, and documents, of each domain that are held out before the share counts, in the sealed half and in the dev half each, at most
-    half of what came of it, in a shard or up to it: of a domain with fewer nothing can be judged (``documents_min`` in gates/release.yaml). No
-    more are held out than ``hold_out_at_most``; with a share of 0, none."""
+    """Groups of each domain that are held out before the share counts, in the sealed half and in the dev half each, at most half of what came
+    of it: of a domain with fewer nothing can be judged (``documents_min`` in gates/release.yaml). The first group of each half, of 16 documents
+    at most together, is held out even of fewer. No more documents are held out than ``hold_out_at_most``; with a share of 0, none."""
 
 
 class Licence(StrictPolicy):

@@ -32,7 +32,11 @@ def hold_out(ledger: Ledger, sizes: dict[str, Sequence[int]], domain: str = "doc
                 row = {"key": key, "id": key, "shard": "a", "row": number, "domain": domain, "source": source}
                 tx.execute(documents.insert().values(row | {"fate": "held_out", "content_sha256": key}))
                 content = {"text": "é" * (size // 2) + "x" * (size % 2)}
-                tx.execute(held_out.insert().values(key=key, domain=domain, source=source, content=content))
+                tx.execute(
+                    held_out.insert().values(
+                        key=key, domain=domain, group_key=source, sealed=is_sealed(source), content=content
+                    )
+                )
 
 
 def scored(ones: Sequence[HeldOutDocument]) -> Counter[str]:

@@ -365,7 +365,11 @@ def test_server_disagreement_and_contamination_are_found(plant: Plant, better: i
             "tokens": 1,
         }
         tx.execute(documents.insert().values(**row, supervised_tokens=1, content_sha256="0" * 64))
-        tx.execute(held_out.insert().values(key=row["key"], domain="code", source="copy", content=leaked.content))
+        tx.execute(
+            held_out.insert().values(
+                key=row["key"], domain="code", group_key="copy", sealed=is_sealed("copy"), content=leaked.content
+            )
+        )
     number = evaluate(plant.workspace, plant.ledger, candidate, SILENT)
     row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.id == number))
     checks = row["summary"]["parity"]

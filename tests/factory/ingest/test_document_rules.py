@@ -90,13 +90,13 @@ def test_luhn_knows_the_published_numbers() -> None:
     assert not pii.luhn("79927398710")
 
 
-def test_the_split_takes_its_share_by_content_or_by_source() -> None:
-    by_source = DomainRules(hold_out_by="source")
-    taken = [split.chosen(f"{i:064x}", None, DomainRules(), 0.05) for i in range(4000)]
-    assert 150 < sum(taken) < 250
-    for source in ("Lib/a.py", "Lib/b.py", "Lib/c.py"):
-        assert len({split.chosen(f"{i:064x}", source, by_source, 0.5) for i in range(20)}) == 1
-    assert len({split.chosen("0" * 64, f"Lib/{i}.py", by_source, 0.5) for i in range(20)}) == 2
+def test_the_split_takes_its_share_by_content_or_by_group() -> None:
+    units = [split.unit_of(None, f"{i:064x}") for i in range(4000)]
+    taken = [split.drawn(unit, 0.05) for unit in units]
+    assert 150 < sum(taken) < 250 and 1800 < sum(map(split.is_sealed, units)) < 2200
+    for group in ("Lib/a.py", "Lib/b.py", "Lib/c.py"):
+        assert len({split.drawn(split.unit_of(group, f"{i:064x}"), 0.5) for i in range(20)}) == 1
+    assert len({split.drawn(split.unit_of(f"Lib/{i}.py", "0" * 64), 0.5) for i in range(20)}) == 2
 
 
 def edited(text: str, share: float, seed: int) -> str:

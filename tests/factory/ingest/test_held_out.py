@@ -8,13 +8,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
+from factory.evals.policy import EvalPolicy
+from factory.evals.suite import build_suite
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.document import maker_of
+from factory.ingest.inbox import describe_shard
 from factory.ingest.rules import split
+from factory.ingest.rules.split import grouping_lines
 from factory.ledger.ledger import Ledger, documents, held_out
 from tests.support.factory.made_up_text import held_out_texts, prose, texts, use_policy
 
@@ -36,7 +41,7 @@ def test_training_data_is_never_held_out_later(workspace: Workspace, ledger: Led
 
 
 def test_what_a_model_wrote_is_never_held_out(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
-    use_policy(workspace, "held_out: {share: 0.5}\ndomains: {default: {hold_out_by: source}}\n")
+    use_policy(workspace, "held_out: {share: 0.5}\ndomains: {default: {group: source}}\n")
     made = [row | {"synthetic_by": "release 1 (weights 0123456789abcdef)"} for row in texts(0, 40)]
     assert ingest(made, "made.jsonl").counts == {
         "train": 40, "held_out": 0, "dropped": {}, "pii": 0, "pii_kinds": {}, "trimmed": 0,
@@ -111,44 +116,37 @@ def test_others_take_the_place_of_those_that_share_words_with_training_data(
 
 def halves(ledger: Ledger) -> Counter[bool]:
     """How many held-out documents are in the sealed half, and how many are not."""
-    rows = ledger.rows(sa.select(held_out.c.key, held_out.c.source))
-    return Counter(split.is_sealed(split.cluster_of(row["key"], row["source"])) for row in rows)
+    rows = ledger.rows(sa.select(held_out.c.key, held_out.c.sealed))
+    return Counter(row["sealed"] for row in rows)
 
 
 def test_a_small_domain_is_held_out_until_it_can_be_judged(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
-    """In each half, at most half of what a shard has of it, of as many sources as there are; then the share alone."""
+    """In each half, at most half of what came of it; then the share alone."""
     use_policy(workspace, "held_out: {share: 1.0e-9}\n")
-    law = lambda first, count, source: [
-        row | {"domain": "law", "source": source(number)} for number, row in enumerate(texts(first, count))
-    ]
-    sources = lambda: Counter(row["source"] for row in ledger.rows(sa.select(held_out.c.source)))
-    assert ingest(law(0, 1, str), "one.jsonl").counts == {**ingest(law(0, 1, str), "one.jsonl").counts, "held_out": 0}
-    first = ingest(law(10, 11, lambda number: "many" if number < 6 else str(number)), "a.jsonl").counts["held_out"]
-    assert 3 <= first <= 5 and halves(ledger)[True] <= 5
-    assert sources()["many"] <= 2, "other sources come first"
-    assert ingest(law(30, 60, str), "b.jsonl").counts["held_out"] == 16 - first
+    law = lambda first, count: [row | {"domain": "law"} for row in texts(first, count)]
+    assert ingest(law(0, 1), "one.jsonl").counts["held_out"] == 0
+    assert ingest(law(10, 11), "a.jsonl").counts["held_out"] == 6 and halves(ledger) == {True: 3, False: 3}
+    assert ingest(law(30, 60), "b.jsonl").counts["held_out"] == 10
     assert halves(ledger) == {True: 8, False: 8}
-    assert ingest(law(100, 40, str), "c.jsonl").counts["held_out"] == 0
+    assert ingest(law(100, 40), "c.jsonl").counts["held_out"] == 0
 
 
 def test_a_domain_that_comes_one_document_a_shard_is_held_out_too(
     workspace: Workspace, tmp_path: Path, ledger: Ledger, ingest: Ingest
 ) -> None:
-    """In each half every second one, until it has ``least``; the same again for the same shards in the same order."""
+    """The first is trained on, then one of each half is held out, then every second one, until each half has ``least``; the same again for
+    the same shards in the same order."""
     policy = "held_out: {share: 1.0e-9, least: 2}\ntokenizer: {vocab_size: 400}\n"
     use_policy(workspace, policy)
     rows = [row | {"domain": "law"} for row in texts(0, 14)]
     for number, row in enumerate(rows):
         fates = [ingest([row], f"{number}.jsonl").counts for _ in range(2)]
         assert fates[0] == fates[1], "a shard that was ingested is not ingested again"
-    kept = ledger.rows(sa.select(documents.c.id, documents.c.fate, documents.c.source, documents.c.key))
-    fate = {row["id"]: row["fate"] for row in kept}
-    for sealed in (True, False):
-        half = [row["id"] for row in rows if split.is_sealed(row["source"]) == sealed]
-        assert len(half) >= 5
-        assert [fate[name] for name in half] == ["train", "held_out"] * 2 + ["train"] * (len(half) - 4)
+    fate = {row["id"]: row["fate"] for row in ledger.rows(sa.select(documents.c.id, documents.c.fate))}
+    held = [number for number, row in enumerate(rows) if fate[row["id"]] == "held_out"]
+    assert held == [1, 2, 5, 7] and halves(ledger) == {True: 2, False: 2}
     other = Workspace.create(tmp_path / "other")
     use_policy(other, policy)
     other_ledger = Ledger.create(other.ledger_url)
@@ -157,25 +155,141 @@ def test_a_domain_that_comes_one_document_a_shard_is_held_out_too(
         path.write_text(json.dumps(row) + "\n")
         ingest_shard(other, other_ledger, path, SILENT, workers=0)
     again = other_ledger.rows(sa.select(documents.c.id, documents.c.fate))
-    assert {row["id"]: row["fate"] for row in again} == fate
+    assert {row["id"]: row["fate"] for row in again} == fate and halves(other_ledger) == halves(ledger)
 
 
-def test_what_was_trained_on_before_holds_out_no_source_that_it_is_of(
+def test_one_source_of_800_reviews_is_judged_by_its_documents(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
-    """Nor one that leaves no room for others: all that comes of a held-out source later is held out too."""
-    use_policy(
-        workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {hold_out_by: source, hold_out_at_most: 32}}\n"
+    rows = [{"text": prose(number, 20), "source": "reviews", "domain": "reviews"} for number in range(800)]
+    counts = ingest(rows, "reviews.jsonl").counts
+    of = halves(ledger)
+    assert counts["held_out"] == of.total() and counts["train"] + counts["held_out"] == 800 and "groups" not in counts
+    assert of[True] >= 8 and of[False] >= 8 and 16 <= of.total() <= 40
+    suite = build_suite(ledger, EvalPolicy(), "t")
+    assert len({one.cluster for one in suite.documents}) == len(suite.documents) == of[True]
+    assert len({one.cluster for one in suite.dev}) == len(suite.dev) > 0
+
+
+@pytest.mark.parametrize("kind", ["document", "source"])
+def test_both_halves_get_a_group_of_the_first_shard_that_has_two(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, kind: str
+) -> None:
+    """Also where these are all that came of the domain, and few documents."""
+    use_policy(workspace, f"held_out: {{share: 1.0e-9}}\ndomains: {{default: {{group: {kind}}}}}\n")
+    rows = [row | {"domain": "law", "source": f"s{number % 2}"} for number, row in enumerate(texts(0, 2))]
+    rows += [row | {"domain": "notes", "source": f"s{2 + number % 2}"} for number, row in enumerate(texts(10, 8))]
+    assert ingest(rows).counts["held_out"] == (2 + 4 if kind == "document" else 2 + 8)
+    for domain in ("law", "notes"):
+        found = ledger.rows(sa.select(held_out.c.group_key, held_out.c.sealed).where(held_out.c.domain == domain))
+        halves_of = {row["group_key"]: row["sealed"] for row in found}
+        assert {True, False} == set(halves_of.values())
+        assert len(halves_of) == (len(found) if kind == "document" else 2)
+
+
+def test_two_large_groups_do_not_take_a_domain_whole(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
+    rows = [row | {"domain": "law", "source": f"s{number % 2}"} for number, row in enumerate(texts(0, 100))]
+    counts = ingest(rows).counts
+    assert counts["held_out"] == 16 and halves(ledger) == {True: 8, False: 8}
+    assert counts["groups"]["law"] == {
+        "group": "source", "documents": 100, "groups": 2, "lacking": 0, "parts": 16, "halves": [8, 8],
+    }  # fmt: skip
+
+
+def test_a_key_that_makes_one_group_of_a_domain_is_said_with_the_remedy(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    """Neither all of it is held out nor nothing, and whole sources come first as soon as they arrive."""
+    use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
+    one = [row | {"domain": "reviews", "source": "shop"} for row in texts(0, 60)]
+    report = ingest(one, "one.jsonl")
+    said = describe_shard(report.name, report.state, report.rows, report.counts, None).split("\n")
+    assert said == [
+        "  one.jsonl: 60 documents; 44 to train on, 16 held out",
+        "    reviews: 'group: source' makes 1 group of its 60 documents, and none can be held out whole in each half: 16 documents of it are "
+        "held out, which the release gate takes as independent. Shards of more groups mend that; 'factory data relabel --domain reviews --group "
+        "document' says so",
+    ]
+    assert halves(ledger) == {True: 8, False: 8}
+    suite = build_suite(ledger, EvalPolicy(), "t")
+    assert len(suite.documents) == 8 == len({one.cluster for one in suite.documents})
+    others = [row | {"domain": "reviews", "source": f"s{number}"} for number, row in enumerate(texts(100, 60))]
+    more = ingest(others, "more.jsonl")
+    assert more.counts["held_out"] == 16 and halves(ledger) == {True: 16, False: 16} and "groups" not in more.counts
+    assert (
+        ingest([row | {"source": "shop", "domain": "reviews"} for row in texts(300, 20)], "b.jsonl").counts["held_out"]
+        == 0
     )
-    sealed = [f"s{n}" for n in range(40) if split.is_sealed(f"s{n}")]
-    counts = lambda first, count, source, name: ingest(
-        [row | {"source": source} for row in texts(first, count)], f"{name}.jsonl"
-    ).counts["held_out"]
-    assert counts(0, 8, sealed[0], "a") == 0
-    assert counts(20, 1, sealed[0], "b") == 0, "it was trained on"
-    assert counts(40, 3, sealed[1], "c") == 0, "eight such sources in each half are more than 32 documents"
-    assert counts(60, 2, sealed[2], "d") == 2
-    assert counts(80, 2, sealed[3], "e") == 2
+
+
+def test_of_too_little_of_one_source_nothing_is_held_out_and_that_is_said(workspace: Workspace, ingest: Ingest) -> None:
+    use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
+    report = ingest([row | {"domain": "reviews", "source": "shop"} for row in texts(0, 3)], "one.jsonl")
+    _, said = describe_shard(report.name, report.state, report.rows, report.counts, None).split("\n")
+    assert (
+        "'group: source' makes 1 group of its 3 documents: 0 are held out in the sealed half and 0 in the dev half"
+        in said
+    )
+    assert said.endswith("or 'factory data relabel --domain reviews --group document'")
+
+
+GROUPS = {
+    "url-host": lambda n: {"url": f"https://www.h{n % 20}.org/{n}"},
+    "conversation": lambda n: {"conversation_id": n % 20},
+    "path": lambda n: {"path": f"src/{n % 20}.txt"},
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_groups_by_a_rows_own_key_and_documents_that_lack_it(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, kind: str
+) -> None:
+    use_policy(workspace, f"held_out: {{share: 1.0e-9, least: 4}}\ndomains: {{default: {{group: {kind}}}}}\n")
+    rows = [{"text": row["text"], "domain": "web"} for row in texts(0, 100)]
+    rows = [row | (GROUPS[kind](n) if n >= 10 else {}) for n, row in enumerate(rows)]
+    counts = ingest(rows, "web.jsonl").counts
+    d = documents.c
+    found = ledger.rows(sa.select(d.group_key, d.key, d.fate, d.row, d.facts).order_by(d.row))
+    named = {row["group_key"] for row in found[10:]}
+    assert len(named) == 20 and all(name.startswith(f"{kind}:") for name in named)
+    assert all(list(row["facts"]) == [kind] for row in found[10:]) and found[0]["facts"] is None
+    if kind == "path":  # the file it came in
+        assert {row["group_key"] for row in found[:10]} == {f"path:{found[0]['key'].partition(':')[0]}"}
+    else:
+        assert {row["group_key"] for row in found[:10]} == {None} and counts["groups"]["web"]["lacking"] == 10
+        (said,) = grouping_lines("web", counts["groups"]["web"])
+        assert said.startswith("web: 10 of 100 documents name no ")
+    for name in named:
+        assert len({row["fate"] for row in found if row["group_key"] == name}) == 1, "whole groups"
+    assert halves_of_groups(ledger) == {True: 4, False: 4}
+
+
+def halves_of_groups(ledger: Ledger) -> Counter[bool]:
+    found = ledger.rows(sa.select(held_out.c.group_key, held_out.c.sealed).distinct())
+    return Counter(row["sealed"] for row in found)
+
+
+def test_of_a_held_out_group_what_cannot_be_held_out_is_not_trained_on(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    """What shares words with training data, and what is more than the policy allows; nor is one held out that was trained on."""
+    use_policy(
+        workspace,
+        "held_out: {share: 1.0e-9, least: 1}\ndomains: {default: {group: source, hold_out_at_most: 6}}\n",
+    )
+    source = lambda name, rows: [row | {"source": name} for row in rows]
+    assert ingest(source("a", texts(0, 3)), "a.jsonl").counts["held_out"] == 0
+    assert ingest([*source("b", texts(10, 2)), *source("c", texts(15, 1))], "b.jsonl").counts["held_out"] == 3
+    assert ingest(source("a", texts(20, 1)), "a2.jsonl").counts["held_out"] == 0, "it was trained on"
+    shared = {"text": f"{prose(900)} {prose(0)} {prose(901)}", "id": "shared"}
+    counts = ingest(source("b", [shared, *texts(30, 5)]), "b2.jsonl").counts
+    assert (counts["held_out"], counts["train"], counts["dropped"]) == (3, 0, {"held_out_group": 3})
+    d = documents.c
+    why = [row["detail"] for row in ledger.rows(sa.select(d.detail).where(d.rule == "held_out_group").order_by(d.row))]
+    assert "shares words with" in why[0] and why[1].endswith(
+        "of group 'b', which is held out; hold_out_at_most are held out"
+    )
 
 
 def test_what_a_model_wrote_does_not_count_as_what_came_before(
@@ -190,11 +304,13 @@ def test_what_a_model_wrote_does_not_count_as_what_came_before(
 def test_a_source_that_was_held_out_for_want_of_others_stays_so(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
-    use_policy(workspace, "held_out: {share: 1.0e-9, least: 2}\ndomains: {default: {hold_out_by: source}}\n")
+    use_policy(workspace, "held_out: {share: 1.0e-9, least: 2}\ndomains: {default: {group: source}}\n")
     row = lambda number: texts(number, 1)[0] | {"source": f"s{number % 4}"}
-    assert ingest([row(number) for number in range(8)], "a.jsonl").counts["held_out"] == 2
-    (source,) = {held["source"] for held in ledger.rows(sa.select(held_out.c.source))}
-    assert ingest([row(number) for number in range(8, 20)], "b.jsonl").counts["held_out"] == 3
+    assert ingest([row(number) for number in range(8)], "a.jsonl").counts["held_out"] == 4
+    half = lambda: {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    first = half()
+    assert len(first) == 2 and set(first.values()) == {True, False}
+    assert ingest([row(number) for number in range(8, 20)], "b.jsonl").counts["held_out"] == 6
     other = [row(number) | {"domain": "notes"} for number in range(20, 28)]
-    assert ingest(other, "c.jsonl").counts["held_out"] == 2, "all domains of a source together"
-    assert {held["source"] for held in ledger.rows(sa.select(held_out.c.source))} == {source}
+    assert ingest(other, "c.jsonl").counts["held_out"] == 4, "all domains of a source together"
+    assert half() == first

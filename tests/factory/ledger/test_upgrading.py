@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from factory.backups.upgrading import MIGRATIONS
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.workspace import Config, Workspace
 from factory.git.scope import AgentsPolicy
+from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger
 from factory.ledger.reader import Reader
@@ -86,6 +88,36 @@ def test_an_older_ledger_is_upgraded_once_after_a_backup(old: Workspace) -> None
         assert ledger.execute("SELECT value FROM meta WHERE key = 'schema'").fetchall() == [("1",)]
         assert ledger.execute("SELECT id, folder FROM segments").fetchall() == [(1, "segments/00001-trunk")]
     assert upgrade(old) == [] and backups(old) == [backup]
+
+
+def test_old_clusters_and_halves_are_recorded_as_they_were(old: Workspace) -> None:
+    """What the release gate read stays sealed, what was chosen by stays of the dev half; a document without a source is its own group."""
+    with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
+        ledger.execute("INSERT INTO shards VALUES ('aa', 'a', 'a', 1, 'ingested', NULL, 5, '{}', '{}', 0, 1.0)")
+        named = ["book 1", "book 2", "reviews", "", None]
+        for number, source in enumerate(named):
+            for fate in ("train", "held_out"):
+                key = f"{fate}:{number}"
+                ledger.execute(
+                    "INSERT INTO documents (key, id, shard, row, domain, source, fate, releasable, tokens, supervised_tokens)"
+                    " VALUES (?, ?, 'aa', ?, 'docs', ?, ?, 1, 0, 0)",
+                    [key, key, number, source, fate],
+                )
+            ledger.execute("INSERT INTO held_out VALUES (?, 'docs', ?, '{}')", [key, source or key])
+        ledger.commit()
+    _, told = upgrade(old)
+    assert told.startswith("docs: the shipped data.yaml holds out single documents now")
+    with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
+        groups = dict(ledger.execute("SELECT key, group_key FROM documents").fetchall())
+        held = ledger.execute("SELECT key, group_key, sealed FROM held_out ORDER BY key").fetchall()
+        noted = ledger.execute("SELECT COUNT(*) FROM changes WHERE \"table\" = 'documents'").fetchone()
+        ledger.execute("UPDATE documents SET fate = 'removed' WHERE key = 'train:0'")
+        assert ledger.execute('SELECT "table" FROM changes ORDER BY seq DESC LIMIT 1').fetchone() == ("documents",)
+    assert [groups[f"train:{number}"] for number in range(5)] == ["book 1", "book 2", "reviews", None, None]
+    half = lambda cluster: hashlib.sha256(f"half:{cluster}".encode()).digest()[0] % 2 == 0
+    clusters = ["book 1", "book 2", "reviews", "held_out:3", "held_out:4"]
+    assert held == [(f"held_out:{number}", name, half(name)) for number, name in enumerate(clusters)]
+    assert {half(name) for name in clusters} == {True, False} and noted == (0,)
 
 
 def test_places_become_relative_and_folders_get_their_owner(tmp_path: Path) -> None:
@@ -163,6 +195,11 @@ def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
     workspace = Workspace.create(tmp_path / "workspace", Config(ledger_url=postgres()))
     with Ledger.create(workspace.ledger_url).begin() as tx:
         tx.exec_driver_sql("ALTER TABLE segments DROP COLUMN computing")
+        tx.exec_driver_sql("ALTER TABLE documents DROP COLUMN group_key, DROP COLUMN facts")
+        tx.exec_driver_sql("ALTER TABLE held_out DROP COLUMN sealed")
+        tx.exec_driver_sql("ALTER TABLE held_out RENAME COLUMN group_key TO source")
+        tx.exec_driver_sql("DROP TABLE relabels")
+        tx.exec_driver_sql("DELETE FROM meta WHERE key = 'identity'")
         tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
     with pytest.raises(WorkspaceError, match="pg_dump, then run 'factory upgrade --i-have-a-backup'"):
         upgrade(workspace)
@@ -233,5 +270,43 @@ def test_a_policy_that_cannot_be_edited_is_refused_before_the_ledger_changes(old
     path = own_policy(old, "trainer/region.py")
     path.write_text(path.read_text().replace("out_of_scope:\n", '"out_of_scope":\n'))
     with pytest.raises(ConfigError, match="cannot edit out_of_scope as it is written there"):
+        upgrade(old)
+    assert Ledger(old.ledger_url).version() == "1" and backups(old) == []
+
+
+OWN_DATA = """# ours
+domains:
+  default: {min_chars: 8, hold_out_by: "content"}   # short texts
+  books:
+    # a book is one thing
+    hold_out_by: source   # whole books
+    hold_out_at_most: 50
+  notes: {min_chars: 3}
+held_out: {share: 0.1}
+"""
+
+
+def test_a_data_policy_that_says_hold_out_by_says_group(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "workspace")
+    Ledger.create(workspace.ledger_url)
+    path = workspace.root / "policies" / "data.yaml"
+    path.write_text(OWN_DATA)
+    with pytest.raises(ConfigError, match="'hold_out_by' is 'group' now.*'factory upgrade' rewrites the file"):
+        DataPolicy.load(path)
+    (said,) = upgrade(workspace)
+    assert "hold_out_by is 'group' now, of default, books" in said and upgrade(workspace) == []
+    assert path.read_text() == OWN_DATA.replace('hold_out_by: "content"', "group: document").replace(
+        "hold_out_by: source", "group: source"
+    )
+    policy = DataPolicy.load(path)
+    assert [policy.rules(name).group for name in ("books", "notes", "else")] == ["source", "document", "document"]
+    (backup,) = backups(workspace)
+    assert backup.read_text() == OWN_DATA
+
+
+def test_a_data_policy_that_cannot_be_edited_is_refused_before_anything_is_changed(old: Workspace) -> None:
+    path = old.root / "policies" / "data.yaml"
+    path.write_text('domains: {books: {"hold_out_by": source}}\n')
+    with pytest.raises(ConfigError, match="cannot edit hold_out_by as it is written there: write 'group: source'"):
         upgrade(old)
     assert Ledger(old.ledger_url).version() == "1" and backups(old) == []

@@ -27,6 +27,7 @@ from factory.core.workspace import Config, Workspace, code_root
 from factory.demo.demo import plain_kernels
 from factory.git import repository
 from factory.ingest import tokenizer
+from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
 from tests.support.git import git
 from trainer.contract.data.data_plan import DataPlan
@@ -136,7 +137,11 @@ def make() -> Made:
             tx.execute(
                 documents.insert().values(key=key, id=key, shard="a" * 64, row=number, domain=domain, fate="held_out")
             )
-            tx.execute(held_out.insert().values(key=key, domain=domain, source=key, content={"text": text}))
+            tx.execute(
+                held_out.insert().values(
+                    key=key, domain=domain, group_key=key, sealed=is_sealed(key), content={"text": text}
+                )
+            )
         tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
         tx.execute(
             segments.insert().values(

@@ -29,6 +29,7 @@ from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.evals.export_config import ExportError
 from factory.evals.export_parity import Made, _total, export_digests
+from factory.ingest.rules.split import is_sealed
 from factory.ingest.tokenizer import Tokenizer, train
 from factory.ledger.ledger import (
     Ledger,
@@ -160,7 +161,17 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
         )  # fmt: skip
         tx.execute(
             held_out.insert(),
-            [{"key": d.key, "domain": d.domain, "source": d.source, "content": d.content} for d in every if d.held],
+            [
+                {
+                    "key": d.key,
+                    "domain": d.domain,
+                    "group_key": d.source,
+                    "sealed": is_sealed(d.source),
+                    "content": d.content,
+                }
+                for d in every
+                if d.held
+            ],
         )
         plan = {
             "token_shards": [{"id": shard.id, "path": str(shard.path), "generation": 1}],

@@ -1,0 +1,124 @@
+"""The selection of what is held out, as a pure function: what holds for any shards in any order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from factory.ingest.rules.split import HALVES, Arrived, Before, Held, Wanted, select
+
+Row = tuple[str, int | None, bool]  # domain, number of the group, able
+
+
+@dataclass
+class Past:
+    """What the ledger would know."""
+
+    wanted: Wanted
+    held: dict[str, tuple[Arrived, Held]] = field(default_factory=dict)  # by key
+    trained: list[Arrived] = field(default_factory=list)
+    chosen: Counter[str] = field(default_factory=Counter)  # by domain, documents that were not of a group from before
+
+    def recorded(self) -> dict[str, bool]:
+        return {one.group: one.sealed for _, one in self.held.values()}
+
+    def before(self) -> dict[str, Before]:
+        of: dict[str, list[tuple[Arrived, Held]]] = defaultdict(list)
+        for arrived, held in self.held.values():
+            of[arrived.domain].append((arrived, held))
+        whole = lambda arrived, held: held.group == (arrived.group or arrived.key)
+        return {
+            domain: Before(
+                len(ones),
+                {half: frozenset(h.group for a, h in ones if h.sealed == half and whole(a, h)) for half in HALVES},
+                {half: sum(h.sealed == half and not whole(a, h) for a, h in ones) for half in HALVES},
+            )
+            for domain, ones in of.items()
+        }
+
+    def take(self, arrived: Sequence[Arrived]) -> dict[int, Held]:
+        recorded, trained = self.recorded(), {one.group for one in self.trained if one.group}
+        count = Counter(one.domain for one in self.trained)
+        call = (recorded, trained, self.before(), lambda _: self.wanted, lambda domain: count[domain])
+        held = select(arrived, *call)
+        assert held == select(arrived[::-1], *call), "in any order of rows"
+        taken = {one.group for one in held.values()} | recorded.keys()
+        for one in arrived:
+            if one.number in held:
+                self.held[one.key] = one, held[one.number]
+                self.chosen[one.domain] += held[one.number].group not in recorded
+            elif (one.group or one.key) not in taken:
+                self.trained.append(one)
+        return held
+
+
+def shard_of(rows: Sequence[Row], number: int) -> list[Arrived]:
+    return [
+        Arrived(
+            at, f"{number}:{at}", domain, None if group is None else f"g{group}",
+            hashlib.sha256(f"{number}:{at}".encode()).hexdigest(), able,
+        )
+        for at, (domain, group, able) in enumerate(rows)
+    ]  # fmt: skip
+
+
+a_row = st.tuples(
+    st.sampled_from("ab"), st.none() | st.integers(0, 6) | st.integers(10, 60), st.integers(0, 9).map(bool)
+)
+some_shards = st.lists(st.lists(a_row, min_size=1, max_size=60), min_size=1, max_size=6)
+wishes = st.builds(
+    lambda share, least, at_most: Wanted(share, min(least, at_most // 2), at_most),
+    st.sampled_from([1e-9, 0.05, 1.0]), st.integers(0, 8), st.sampled_from([1, 5, 24, 400]),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(some_shards, wishes)
+@example([[("a", 0, True)] * 30 + [("b", 1, True)] * 2, [("a", 0, True)] * 9], Wanted(1e-9, 8, 400))
+@example([[("a", 0, True)] * 8 + [("a", 1, True)] * 8], Wanted(1e-9, 8, 400))
+@example([[("a", 0, True)] * 12 + [("a", 1, True)] * 12], Wanted(1e-9, 8, 400))
+@example([[("a", None, True)] * 60], Wanted(1.0, 8, 400))
+def test_whole_groups_one_half_for_ever_and_at_most_half_of_a_domain(shards: list[list[Row]], wanted: Wanted) -> None:
+    past = Past(wanted)
+    for number, rows in enumerate(shards):
+        arrived, recorded = shard_of(rows, number), past.recorded()
+        trained = {one.group for one in past.trained if one.group}
+        held = past.take(arrived)
+        assert all(one.able for one in arrived if one.number in held)
+        for one in held.values():
+            assert recorded.get(one.group, one.sealed) == one.sealed, "its half was another one"
+            assert one.group not in trained, "it was trained on"
+        assert len(past.recorded()) == len({(one.group, one.sealed) for _, one in past.held.values()})
+        count = Counter(one.domain for one, _ in past.held.values())
+        assert all(n <= wanted.at_most for n in count.values())
+        whole = {one.group for one in held.values()}
+        for one in arrived:
+            if one.group in whole and one.able and one.number not in held:
+                assert one.group in recorded and count[one.domain] == wanted.at_most, "part of a group"
+        came = count + Counter(one.domain for one in past.trained)
+        for domain in came:
+            assert past.chosen[domain] <= max(16, came[domain] // 2), "more than half of a domain"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 8))
+def test_both_halves_have_a_document_from_the_first_shard_with_two_and_what_is_needed_in_time(
+    sizes: list[int], least: int
+) -> None:
+    """Halves of documents that are their own groups differ by one at most, and each has ``least`` once four times as many came."""
+    past = Past(Wanted(1e-9, least, 400))
+    came = 0
+    for number, size in enumerate(sizes):
+        past.take(shard_of([("a", None, True)] * size, number))
+        of = Counter(one.sealed for _, one in past.held.values())
+        came += size
+        assert abs(of[True] - of[False]) <= 1
+        if size >= 2 or number >= 2:
+            assert of[True] and of[False]
+        if came >= 4 * least + len(sizes):
+            assert of[True] == of[False] == least
