@@ -37,7 +37,7 @@ _ITEMS = TypeAdapter(EvalItem)
 RECORDED = (
     "look", "lost", "releasable", "not_releasable", "disputed", "anomalies", "sealed_looks", "fresh_documents", "older_documents", "on_fresh",
     "fresh_gap", "replicas", "replica_noise", "replica_target", "watched", "rise_since", "rise_dev", "rise_sealed", "rise_gap",
-    "trained_on",
+    "trained_on", "candidate",
 )  # fmt: skip
 _TASKS = TypeAdapter(TaskEvidence)
 _EVIDENCE = TypeAdapter(ReleaseEvidence)

@@ -13,7 +13,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import EvaluationRow, champion
-from factory.tasks.comparing import TaskEvidence, gains
+from factory.tasks.comparing import TaskEvidence, gains, sizes
 from factory.tasks.items import TaskError
 from factory.tasks.measuring import measure, measured_items
 from factory.tasks.policy import TasksPolicy
@@ -57,12 +57,14 @@ def _evidence(
     evidence = TaskEvidence(values=values, evaluations={name: [ours, theirs]})
     if theirs is None:
         return evidence
-    found = gains(measured_items(ledger, ours), measured_items(ledger, theirs), summary.get("costs", ()))
+    of_champion = measured_items(ledger, theirs)
+    found = gains(measured_items(ledger, ours), of_champion, summary.get("costs", ()))
     if found is None:
         words = f"Task {name}: candidate and champion were not measured on the same items."
         return evidence.with_other(TaskEvidence(problems=(words,)))
     margins = dict.fromkeys(found, policy.of(name).margin)
-    return evidence.with_other(TaskEvidence(gains=found, margins=margins))
+    items, variances = sizes(of_champion)
+    return evidence.with_other(TaskEvidence(gains=found, margins=margins, items=items, variances=variances))
 
 
 def changed_since_baseline(ledger: Ledger, task: EvalTask) -> str:

@@ -57,7 +57,9 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     looks = looks_before(ledger, candidate_id, suite)
     if looks >= policy.sealed_looks_max and evaluation_of(ledger, candidate_id, suite) is None:
         against = FIRST_RELEASE if champion_id is None else str(Subject("candidate", champion_id))
-        unread = ReleaseEvidence(against=against, domains=tuple(suite.domains), sealed_looks=looks)
+        unread = ReleaseEvidence(
+            against=against, domains=tuple(suite.domains), sealed_looks=looks, candidate=candidate_id
+        )
         evaluated: dict[str, Any] = {"candidate": None, "champion": None}
         return _record(ledger, policy, candidate_id, champion_id, suite, unread, TaskEvidence(), evaluated)
     ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
@@ -71,6 +73,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     other = not_releasable(licences, tokens)
     evidence = replace(
         evidence,
+        candidate=candidate_id,
         sealed_looks=looks,
         anomalies=_open_anomalies(workspace, ledger, candidate_id),
         releasable=1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
