@@ -75,7 +75,9 @@ def sides(right_MN: list[np.ndarray]) -> dict[str, float]:
     pairs = list(itertools.combinations(right_MN, 2))
     share = float(np.mean(right_MN))
     changed = float(np.mean([np.mean(one != other) for one, other in pairs]))
-    by_chance = float(np.mean([one.mean() * (1 - other.mean()) + other.mean() * (1 - one.mean()) for one, other in pairs]))
+    by_chance = float(
+        np.mean([one.mean() * (1 - other.mean()) + other.mean() * (1 - one.mean()) for one, other in pairs])
+    )
     return {"right": round(share, 3), "sides": round(changed, 3), "together": round(1 - changed / by_chance, 3)}
 
 
@@ -87,13 +89,12 @@ def corpus(root: Path) -> tuple[Tokenizer, torch.Tensor, Suite]:
     trained = [row for row in rows if not held(row)]
     tokenizer = train((text(row)[:4000] for row in trained[::4]), 2048, root / "tokenizer.json")
     ids = [
-        tokenizer.encode_text(row["text"])[0] if "text" in row else tokenizer.encode_messages(row["messages"])[0] for row in trained
+        tokenizer.encode_text(row["text"])[0] if "text" in row else tokenizer.encode_messages(row["messages"])[0]
+        for row in trained
     ]
     tokens = torch.tensor(np.concatenate(ids).astype("int64"))
     content = lambda row: {"text": row["text"]} if "text" in row else {"messages": row["messages"]}
-    documents = [
-        HeldOutDocument(row["id"], row["domain"], row["source"], content(row)) for row in rows if held(row)
-    ]
+    documents = [HeldOutDocument(row["id"], row["domain"], row["source"], content(row)) for row in rows if held(row)]
     documents.sort(key=lambda one: (one.domain, hashlib.sha256(one.key.encode()).hexdigest()))
     return tokenizer, tokens, Suite("", tuple(documents))
 

@@ -31,7 +31,7 @@ TAILS = 6.0  # κ: of a Student t with 5 degrees of freedom, as the calibration 
 NODES = 24  # of the distribution of a standard error
 MOST = 8.0  # bits per byte: no model gains more than a byte holds
 MOST_FAILED = 0.2  # of equally good models: a guard that fails more of them is set aside
-TOGETHER = 0.3  # ρ of right and wrong between equally good models: ``python -m benchmarks.judge.sides``
+TOGETHER = 0.5  # ρ of right and wrong between equally good models: ``python -m benchmarks.judge.sides``
 LARGEST = 10_000_000  # items that a guard may be said to need
 
 
@@ -143,9 +143,7 @@ def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:
     return {name: replace(guards[name], level=guards[name].level / (len(surest) - n)) for n, name in enumerate(surest)}
 
 
-def passes(
-    gain: float, needed: Sequence[Needed], guards: Mapping[str, Needed] | None = None, apart: str = ""
-) -> float:
+def passes(gain: float, needed: Sequence[Needed], guards: Mapping[str, Needed] | None = None, apart: str = "") -> float:
     """The chance that a candidate which is truly better by ``gain`` passes all bounds; as ``smallest_gain`` takes them."""
     steps = stepped(guards or {}, gain)
     bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
@@ -175,7 +173,11 @@ def smallest_gain(
 
 
 def times_needed(
-    gain: float, needed: Sequence[Needed], otherwise: float = 0.0, guards: Mapping[str, Needed] | None = None, apart: str = ""
+    gain: float,
+    needed: Sequence[Needed],
+    otherwise: float = 0.0,
+    guards: Mapping[str, Needed] | None = None,
+    apart: str = "",
 ) -> float | None:
     """How many times as many groups show ``gain`` with 80 %, to a tenth; 1 or less: these do. None: not even a thousand times as many.
 

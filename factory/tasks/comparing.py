@@ -20,10 +20,16 @@ class TaskEvidence:
     margins: Mapping[str, float] = field(default_factory=dict)  # by metric: what may be lost
     values: Mapping[str, float] = field(default_factory=dict)  # by metric, the candidate's
     problems: tuple[str, ...] = ()  # sentences: what could not be measured or compared
+    remedies: Mapping[str, str] = field(default_factory=dict)  # by problem: what a person can do
     evaluations: Mapping[str, Any] = field(default_factory=dict)  # by task: [the candidate's, the champion's]
     alpha: float = 0.05
     items: Mapping[str, int] = field(default_factory=dict)  # by metric
     variances: Mapping[str, float] = field(default_factory=dict)  # by metric, of an item's value, of the champion's
+
+    @classmethod
+    def problem(cls, words: str, remedy: str) -> TaskEvidence:
+        """Of a task that could not be measured or compared."""
+        return cls(problems=(words,), remedies={words: remedy})
 
     def __bool__(self) -> bool:
         return bool(self.evaluations or self.problems)
@@ -36,6 +42,7 @@ class TaskEvidence:
             margins={**self.margins, **other.margins},
             values={**self.values, **other.values},
             problems=(*self.problems, *other.problems),
+            remedies={**self.remedies, **other.remedies},
             evaluations={**self.evaluations, **other.evaluations},
             items={**self.items, **other.items},
             variances={**self.variances, **other.variances},
@@ -70,7 +77,7 @@ def _as_nats(item: EvalItem, costs: Sequence[str]) -> EvalItem:
 
 
 def sizes(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float]]:
-    """({metric: items}, {metric: variance of an item's value}) of the champion's items, of each metric whose items count alike and are from 0 to 1."""
+    """({metric: items}, {metric: variance of an item's value}) of the champion, of each metric whose items count alike and are from 0 to 1."""
     values: dict[str, list[float]] = {}
     other = set[str]()
     for item in champion:
@@ -135,7 +142,9 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         upper = gain.bound(evidence.alpha / len(names), above=True)
         few = gain.clusters is None or gain.clusters < clusters_min
         if name in apart and few:
-            facts.append(f"Task {name}: {_signed(gain.gain)} against the champion. {_small(apart[name], gain, clusters_min)}")
+            facts.append(
+                f"Task {name}: {_signed(gain.gain)} against the champion. {_small(apart[name], gain, clusters_min)}"
+            )
             continue
         if upper is None or gain.gain is None or few:
             missing.append(

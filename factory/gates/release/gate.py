@@ -5,8 +5,6 @@ The champion is measured on the candidate's suite if it was not yet. A verdict o
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,6 +27,7 @@ from factory.gates.release.licences import disputed_tokens, not_releasable, toke
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.recorded import evidence_sha256
 from factory.gates.release.replicas import newest_noise
 from factory.gates.release.watch import watched
 from factory.gates.release.with_tasks import with_tasks
@@ -157,12 +156,6 @@ def measured(
         guards=guards,
         **values,
     )
-
-
-def evidence_sha256(stored: Mapping[str, Any]) -> str:
-    """Of evidence as it is recorded, its own ``sha256`` left out."""
-    kept = {key: value for key, value in stored.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> tuple[str, ...]:

@@ -1,13 +1,12 @@
 """The guards of a release: what each must be shown to hold, which of them can tell harm at all, and how large a gain passes them.
 
 Bits per byte of each domain always guard it. Cloze is set aside where an equally good model would fail it more than once in five: it then informs,
-and still rejects where a loss is shown. Whether it is set aside follows from the suite, the policy and the champion alone (``factory.evals.power.Scored``):
-a candidate that changes many items has a wider interval, and would else take a guard away by that.
+and still rejects where a loss is shown. Whether it is set aside follows from the suite, the policy and the champion alone
+(``factory.evals.power.Scored``): a candidate that changes many items has a wider interval, and would else take a guard away by that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from factory.evals.power import TAILS, Needed, Scored, smallest_gain, times_needed, variance_of
@@ -40,7 +39,7 @@ def set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, Sco
 
 
 def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Scored | None:
-    """Cloze as far as no candidate moves it; None: something is not known. Its items and groups are the suite's, the share right is the champion's."""
+    """Cloze as far as no candidate moves it: items and groups of the suite, share right of the champion; None: something is not known."""
     guard = evidence.guards.get(CLOZE)
     items, right = number(evidence.cloze_items), number(evidence.champion_cloze)
     groups = number(guard.effective) if guard else None
@@ -143,5 +142,3 @@ def enough(gain: Gain | None, clusters_min: int) -> bool:
     """Are there groups enough behind an interval?"""
     clusters = number(gain.clusters) if gain else None
     return clusters is not None and clusters >= clusters_min
-
-

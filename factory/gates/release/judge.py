@@ -151,7 +151,7 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     )
     todo = (
         "if you have the right, say so under licences in data.yaml ('missing' is for documents that name none); where a licence is named wrongly, "
-        "'factory data relabel' names the right one; else take the documents out ('factory data remove --licence NAME') and train again."
+        "'factory data relabel' names the right one; else take the documents out ('factory data remove --license NAME') and train again."
     )
     if disputed:
         words += (
@@ -208,7 +208,12 @@ def _comparison(
 
 
 def _target(
-    policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, against: list[Reason], missing: list[Reason], facts: list[str]
+    policy: ReleasePolicy,
+    evidence: ReleaseEvidence,
+    champion: str,
+    against: list[Reason],
+    missing: list[Reason],
+    facts: list[str],
 ) -> None:
     """Is it better?"""
     target, look = evidence.target, evidence.look
@@ -254,9 +259,7 @@ def _memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[
         missing.append(Reason("halves_not_compared", words, todo))
     elif low > rules.halves_margin or high < -rules.halves_margin:
         why = "it has seen the sealed documents" if low > 0 else "it was fitted to the dev half"
-        words = (
-            f"It gains {signed(sealed)} bits per byte on the sealed half and {signed(dev)} on the dev half, which are drawn alike: {why}."
-        )
+        words = f"It gains {signed(sealed)} bits per byte on the sealed half and {signed(dev)} on the dev half, which are drawn alike: {why}."
         missing.insert(0, Reason("halves_apart", words, _ANOTHER))
     if evidence.watched is None:
         words = "Whether the dev half rose alone over the line of candidates was not looked up."
@@ -352,9 +355,7 @@ def _guards(
         elif upper < floor[name]:
             against.append(Reason("guard_violated", f"Guard violated: {words}; {allowed}."))
         elif name not in apart and not shown_above[name]:
-            words = (
-                f"Guard not shown to hold: {words}; {allowed}, and the bound, corrected for {len(stand)} guards, does not exclude a larger loss."
-            )
+            words = f"Guard not shown to hold: {words}; {allowed}, and the bound, corrected for {len(stand)} guards, does not exclude a larger loss."
             missing.append(Reason("guard_not_shown", words, _surer(name, guard, alpha, floor[name])))
         else:
             facts.append(f"{words}.")

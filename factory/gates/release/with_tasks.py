@@ -14,7 +14,7 @@ def with_tasks(policy: ReleasePolicy, verdict: Verdict, evidence: TaskEvidence) 
     """The verdict with what the tasks show: it never gets better by them."""
     shown, found = reasons(evidence, policy.clusters_min), verdict.found
     against = [Reason("task_violated", words) for words in shown.against]
-    missing = [Reason("task_not_measured", words, MEND) for words in shown.not_measured]
+    missing = [Reason("task_not_measured", words, evidence.remedies.get(words, "")) for words in shown.not_measured]
     missing += [Reason("task_not_shown", words, SHOW) for words in shown.not_shown]
     return decided(
         replace(
@@ -26,5 +26,4 @@ def with_tasks(policy: ReleasePolicy, verdict: Verdict, evidence: TaskEvidence) 
     )
 
 
-MEND = "mend the task, as the line on it says ('factory tasks check' looks at every file), or measure it no more (tier: never in tasks.yaml)."
 SHOW = "train on ('factory run'), or allow the task a wider margin (tasks.yaml)."

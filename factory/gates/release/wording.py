@@ -136,9 +136,7 @@ groups show one of 0.005.
     words = f"train on ('factory run'): {known}."
     if times is None or times <= 1:
         return words
-    return (
-        f"{words} Or bring shards ('factory ingest PATH'): {times:.1f} times as many held-out document groups show one of {gain:.3f}."
-    )
+    return f"{words} Or bring shards ('factory ingest PATH'): {times:.1f} times as many held-out document groups show one of {gain:.3f}."
 
 
 def noise_used(evidence: ReleaseEvidence) -> str:
