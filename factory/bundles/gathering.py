@@ -21,6 +21,7 @@ from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import every_anomaly
+from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import EvaluationRow, ReleaseRow, SegmentRow, VerdictRow
 from trainer.contract.strict import parse
@@ -122,6 +123,8 @@ def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[s
     judge = next((event.get("judge") for event in events if event.get("verdict") == verdict.id), None)
     if judge is not None:
         told["judge"] = judge
+    if over := override_on(ledger, verdict):
+        told["override"] = over
     return {
         "release": release.number,
         "candidate": release.candidate,

@@ -22,25 +22,21 @@ from factory.evals.statistics import Gain
 from factory.evals.suite import identity_sha256
 from factory.evals.tasks import EvalItem, ratio_bits
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
-from factory.gates.release.gate import evidence_sha256, measured
-from factory.gates.release.judge import judge
+from factory.gates.release.gate import measured
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.with_tasks import with_tasks
+from factory.gates.release.recorded import evidence_of, evidence_sha256, judged_again
 from factory.tasks.comparing import TaskEvidence, gains, scores
 from kernels.contract.files import finite
 from trainer.contract.strict import parse
 
 TOLERANCE = 1e-9  # relative: sums in another order, or on another machine
-BESIDE = {"suite_sha256", "evaluations", "policy", "tasks", "sha256"}  # what is recorded with the evidence
 _ITEMS = TypeAdapter(EvalItem)
 # Of the ledger, which a bundle does not have: taken as recorded, and signed.
 RECORDED = (
     "look", "lost", "releasable", "not_releasable", "disputed", "anomalies", "sealed_looks", "fresh_documents", "older_documents", "on_fresh",
     "fresh_gap", "replicas", "replica_noise", "replica_target", "watched", "rise_since", "rise_dev", "rise_sealed", "rise_gap",
-    "trained_on",
+    "trained_on", "candidate",
 )  # fmt: skip
-_TASKS = TypeAdapter(TaskEvidence)
-_EVIDENCE = TypeAdapter(ReleaseEvidence)
 
 
 def policy_problems(folder: BundleFolder) -> list[str]:
@@ -58,7 +54,7 @@ def evidence_problems(folder: BundleFolder) -> list[str]:
     stored = folder.object(layout.EVIDENCE)
     if stored.get("sha256") != evidence_sha256(stored):
         return ["the evidence does not have the hash that was recorded with it"]
-    evidence = _evidence(stored)
+    evidence, tasks = _evidence(stored)
     summaries, items = folder.object(layout.MEASUREMENTS), _items(folder)
     first = evidence.against == FIRST_RELEASE
     wanted = {layout.CANDIDATE} if first else {layout.CANDIDATE, layout.CHAMPION}
@@ -81,7 +77,7 @@ def evidence_problems(folder: BundleFolder) -> list[str]:
         del values[name], recorded[name]
     if words := difference(recorded, values, TOLERANCE):
         found.append(f"the evidence does not follow from the items and measurements: {words}")
-    if words := _task_problem(folder, _tasks(stored)):
+    if words := _task_problem(folder, tasks):
         found.append(f"the evidence of tasks does not follow from their items: {words}")
     return found
 
@@ -99,11 +95,13 @@ def verdict_words(folder: BundleFolder) -> str:
 def two_verdicts(folder: BundleFolder) -> TwoVerdicts:
     """What the verdict says, and what the judge says of this policy and evidence. Raises: BundleError."""
     stored = folder.object(layout.EVIDENCE)
-    evidence = _evidence(stored)
-    policy = _policy(folder)
-    verdict = with_tasks(policy, judge(policy, evidence), _tasks(stored))
+    evidence, _ = _evidence(stored)
+    try:
+        verdict = judged_again(_policy(folder), stored, layout.EVIDENCE)
+    except InputError as error:
+        raise BundleError(shown(str(error), 300)) from None
     against = None if evidence.against == FIRST_RELEASE else evidence.against
-    return TwoVerdicts(folder.object(layout.VERDICT), verdict, against)
+    return TwoVerdicts(folder.object(layout.VERDICT), verdict, against, str(stored.get("sha256")))
 
 
 def held_out_problems(folder: BundleFolder) -> list[str]:
@@ -197,21 +195,11 @@ def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
     return who, item
 
 
-def _tasks(stored: dict[str, Any]) -> TaskEvidence:
+def _evidence(stored: dict[str, Any]) -> tuple[ReleaseEvidence, TaskEvidence]:
     try:
-        return _TASKS.validate_json(json.dumps(stored.get("tasks") or {}), strict=True)
-    except ValidationError as error:
-        raise BundleError(f"{layout.EVIDENCE}: tasks: {_first(error)}") from None
-
-
-def _evidence(stored: dict[str, Any]) -> ReleaseEvidence:
-    own = {key: value for key, value in stored.items() if key not in BESIDE}
-    if unknown := sorted(own.keys() - {field.name for field in fields(ReleaseEvidence)}):
-        raise BundleError(f"{layout.EVIDENCE}: {shown(unknown[0])}: this factory's judge knows no such evidence")
-    try:
-        return _EVIDENCE.validate_json(json.dumps(own), strict=True)
-    except ValidationError as error:
-        raise BundleError(f"{layout.EVIDENCE}: {_first(error)}") from None
+        return evidence_of(stored, layout.EVIDENCE)
+    except InputError as error:
+        raise BundleError(shown(str(error), 300)) from None
 
 
 def _policy(folder: BundleFolder) -> ReleasePolicy:

@@ -14,13 +14,15 @@ from typing import Any
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, difference, shown
-from factory.gates.release.judge import PROMOTE, Verdict
+from factory.gates.release.judge import HOLD, PROMOTE, Verdict
 from factory.gates.release.judged_by import JudgedBy, judged_by
+from factory.gates.release.recorded import not_overridable
 from factory.gates.release.wording import SEEN
 
 NUMBER = re.compile(r"[+−-]?\d+(?:\.\d+)?")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAMED = 3  # reasons in a message
+OVERRIDE = {"by", "why", "sha256", "evidence_sha256"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,17 @@ class TwoVerdicts:
     recorded: Mapping[str, Any]
     again: Verdict
     against: str | None
+    evidence_sha256: str = ""
+
+    @cached_property
+    def override(self) -> dict[str, str] | None:
+        """Who released it though it was held, and why. Raises: BundleError."""
+        told = self.recorded.get("override")
+        if told is None:
+            return None
+        if not isinstance(told, dict) or told.keys() != OVERRIDE or not all(isinstance(v, str) for v in told.values()):
+            raise BundleError(f"{layout.VERDICT}: override: expected {', '.join(sorted(OVERRIDE))}")
+        return told
 
     @cached_property
     def by(self) -> JudgedBy | None:
@@ -66,17 +79,33 @@ class TwoVerdicts:
             found.append(f"judged again, a number is another: {words}")
         if found:
             return found if self.same_judge else [*found, self._judges()]
+        if self.override is not None:
+            return self._override_problems(self.override)
         return [] if here["outcome"] == PROMOTE else [f"the verdict is {here['outcome']}: nothing was to be released"]
+
+    def _override_problems(self, told: dict[str, str]) -> list[str]:
+        """What speaks against a person's override."""
+        if self.again.outcome != HOLD:
+            return [f"the verdict is {self.again.outcome}, and only a hold can be overridden"]
+        if not told["by"].strip() or not told["why"].strip():
+            return ["the override names nobody, or no reason"]
+        if (told["sha256"], told["evidence_sha256"]) != (self.recorded.get("subject_sha256"), self.evidence_sha256):
+            return ["the override is of another model, or of other evidence"]
+        words = not_overridable(self.again.found.missing)
+        return [f"it is held for what no person overrides: {shown(words, 300)}"] if words else []
 
     def words(self) -> str:
         """What is said where nothing speaks against it."""
+        it_is = "it is promoted"
+        if over := self.override:
+            it_is = f"it is held, with an override by {shown(over['by'])} ({shown(over['why'], 500)})"
         if self.same_judge:
-            return "judged again, it is promoted, in the same words"
+            return f"judged again, {it_is}, in the same words"
         if not self.otherwise:
-            return f"judged again, it is promoted, in the same words; {self._judges()}"
+            return f"judged again, {it_is}, in the same words; {self._judges()}"
         said = "; ".join(shown(reason) for reason in self.otherwise[:NAMED])
         return (
-            f"judged again, it is promoted, on the same numbers; {self._judges()}: {len(self.otherwise)} of {len(self.recorded['reasons'])} "
+            f"judged again, {it_is}, on the same numbers; {self._judges()}: {len(self.otherwise)} of {len(self.recorded['reasons'])} "
             f"reasons are worded otherwise here, which is not held against it{self._unsaid()}: {said}"
         )
 

@@ -9,9 +9,9 @@ pass in any one order, each at its step, all pass, so the order is the one that 
 ``make judge-calibration`` counts how many are promoted:
 80 % or more, the more the fewer sources a guard has (``benchmarks/judge/results.txt`` says why).
 
-Items that are right or wrong tell an error only by those that changed sides, and of few items two or three did, or none: an error that came out
-small by chance would state gains that are not promoted with 80 %. Such a guard is counted in with the error of as many changed sides as are not
-exceeded with 95 % (``cautious``).
+A guard whose items are right or wrong is told from what a candidate cannot move (``Scored``): how many items and groups there are, the margin, the
+level, and how many items change sides between two equally good models. One that an equally good model fails more than once in five tells no harm:
+it is set aside.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ POWER = 0.8
 TAILS = 6.0  # κ: of a Student t with 5 degrees of freedom, as the calibration draws items
 NODES = 24  # of the distribution of a standard error
 MOST = 8.0  # bits per byte: no model gains more than a byte holds
-SURE = 0.95  # that no more items change sides than a cautious error is made of
+MOST_FAILED = 0.2  # of equally good models: a guard that fails more of them is set aside
+TOGETHER = 0.5  # ρ of right and wrong between equally good models: ``python -m benchmarks.judge.sides``
+LARGEST = 10_000_000  # items that a guard may be said to need
 
 
 @dataclass(frozen=True)
@@ -59,22 +61,75 @@ class Needed:
         return float(ndtr(here_N[:, None] - there_N).mean())
 
 
-def cautious(bound: Needed, items: int) -> Needed:
-    """A bound on ``items`` that each change by -1, 0 or 1, with the error that it has where as many change as are not exceeded with ``SURE``.
+@dataclass(frozen=True)
+class Scored:
+    """A guard on items that are scored from 0 to 1, as far as no candidate moves it.
 
-    How many did is a count, so the error's bound is that of a Poisson mean (Garwood 1936).
+    ``variance``: of an item's value, of the champion's (``variance_of``). Two models as good as it differ on an item by 2 · variance · (1 − ρ): for
+    right and wrong that is the share of items that change sides, 2p(1 − p)(1 − ρ). ``level``: that of Holm's last step, at which a guard is tested
+    once all others have passed, so that it alone decides.
 
-    >>> none, two, many = (Needed(Gain(0.0, changed**0.5 / 24, 24, 24.0), 0.05, -0.15, moves=False) for changed in (0, 2, 20))
-    >>> [round((cautious(one, 24).measured.error * 24) ** 2, 1) for one in (none, two, many)]
-    [3.0, 6.3, 29.1]
+    >>> small = Scored(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
+    >>> round(small.error, 3), round(small.passed, 2), small.stands, small.needed()
+    (0.097, 0.44, False, 95)
+    >>> Scored(items=95, groups=95.0, variance=0.24, margin=0.15, level=0.05).stands
+    True
     """
-    if bound.measured.error is None:
-        return bound
-    from scipy.special import chdtri
 
-    changed = (bound.measured.error * items) ** 2
-    error = math.sqrt(float(chdtri(2 * changed + 2, 1 - SURE)) / 2) / items
-    return replace(bound, measured=replace(bound.measured, error=error))
+    items: int
+    groups: float  # as many of the same size say as much
+    variance: float
+    margin: float
+    level: float
+
+    @property
+    def error(self) -> float:
+        """Standard, of the difference of two equally good models."""
+        return math.sqrt(2 * self.variance * (1 - TOGETHER) / self.items)
+
+    @property
+    def passed(self) -> float:
+        """The share of equally good models that pass: their difference is drawn with ``error``, and tested with one that is estimated."""
+        if self.groups <= 1:
+            return 0.0  # one group has no spread
+        if not self.error:
+            return float(self.margin > 0)
+        from scipy.special import ndtr, stdtrit  # takes a moment, which only a comparison needs to wait for
+
+        freedom = self.groups - 1
+        tested_N = float(stdtrit(freedom, 1 - self.level)) * _errors(round(freedom, 1), 0.0)
+        return float(ndtr(self.margin / self.error - tested_N).mean())
+
+    @property
+    def stands(self) -> bool:
+        """Does it fail at most one in five equally good models?"""
+        return self.passed >= 1 - MOST_FAILED
+
+    def needed(self) -> int | None:
+        """The items with which it stands, as many to a group as now; None: no number is enough."""
+        low, high = 1, max(self.items, 2)
+        while not self._of(high).stands:
+            low, high = high, 2 * high
+            if high > LARGEST:
+                return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._of(middle).stands else (middle, high)
+        return high
+
+    def _of(self, items: int) -> Scored:
+        return replace(self, items=items, groups=self.groups * items / self.items)
+
+
+def variance_of(values: Sequence[float]) -> float:
+    """Of an item's value from 0 to 1, one right item and one wrong one added: of few items, none right is no proof that none will be.
+
+    >>> round(variance_of([1.0] * 9 + [0.0] * 9), 3), round(variance_of([0.0] * 18), 3)
+    (0.25, 0.048)
+    """
+    added = [*values, 0.0, 1.0]
+    mean = math.fsum(added) / len(added)
+    return math.fsum((value - mean) ** 2 for value in added) / len(added)
 
 
 def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:
@@ -86,6 +141,13 @@ def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:
 
     surest = sorted(guards, key=doubt)
     return {name: replace(guards[name], level=guards[name].level / (len(surest) - n)) for n, name in enumerate(surest)}
+
+
+def passes(gain: float, needed: Sequence[Needed], guards: Mapping[str, Needed] | None = None, apart: str = "") -> float:
+    """The chance that a candidate which is truly better by ``gain`` passes all bounds; as ``smallest_gain`` takes them."""
+    steps = stepped(guards or {}, gain)
+    bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
+    return math.prod(one.chance(gain) for one in bounds)
 
 
 def smallest_gain(
@@ -100,19 +162,52 @@ def smallest_gain(
     >>> round(smallest_gain([Needed(target, 0.025)]), 4), smallest_gain([Needed(target, 0.025), Needed(target, 0.05, 0.01, moves=False)])
     (0.0281, None)
     """
-
-    def passed(gain: float) -> bool:
-        steps = stepped(guards or {}, gain)
-        bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
-        return math.prod(one.chance(gain) for one in bounds) >= POWER + otherwise
-
+    enough = lambda gain: passes(gain, needed, guards, apart) >= POWER + otherwise
     low, high = 0.0, MOST
-    if not passed(high):
+    if not enough(high):
         return None
     while high - low > max(high / 100, 1e-6):
         middle = (low + high) / 2
-        low, high = (low, middle) if passed(middle) else (middle, high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high
+
+
+def times_needed(
+    gain: float,
+    needed: Sequence[Needed],
+    otherwise: float = 0.0,
+    guards: Mapping[str, Needed] | None = None,
+    apart: str = "",
+) -> float | None:
+    """How many times as many groups show ``gain`` with 80 %, to a tenth; 1 or less: these do. None: not even a thousand times as many.
+
+    >>> target = Gain(0.0, 0.01, 2001, 2001.0)
+    >>> round(times_needed(0.014, [Needed(target, 0.025)]), 1)  # half the gain of above
+    4.0
+    """
+
+    def enough(times: float) -> bool:
+        wider = {name: _with_groups(one, times) for name, one in (guards or {}).items()}
+        return passes(gain, [_with_groups(one, times) for one in needed], wider, apart) >= POWER + otherwise
+
+    low, high = 0.0, 1.0
+    while not enough(high):
+        low, high = high, 2 * high
+        if high > 1000:
+            return None
+    while high - low > 0.05 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _with_groups(bound: Needed, times: float) -> Needed:
+    """The bound of so many times as many groups."""
+    measured = bound.measured
+    if measured.error is None or measured.effective is None:
+        return bound
+    error, effective = measured.error / math.sqrt(times), max(measured.effective * times, 1.1)
+    return replace(bound, measured=replace(measured, error=error, effective=effective))
 
 
 @functools.lru_cache(maxsize=4096)

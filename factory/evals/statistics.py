@@ -1,6 +1,6 @@
-"""Paired comparison of two candidates on the same items: t intervals whose errors are clustered by source document.
+"""Paired comparison of two candidates on the same items: t intervals whose errors are clustered by document group.
 
-Items of one source (its code, its docs, its chat pairs) rise and fall together, so whole sources count, not items. A measure is a ratio of
+Items of one group (a document's, or those of one source) rise and fall together, so whole groups count, not items. A measure is a ratio of
 sums (nats over bytes; right answers over questions) and its gain is champion minus candidate for costs, candidate minus champion for scores:
 positive is better. Its standard error is that of a ratio over clusters, each residual divided by one minus its cluster's share ("CR3",
 Bell & McCaffrey 2002), and its degrees of freedom are the effective number of clusters, 1/Σp² of their shares p, less one (Carter, Schnepel &
@@ -29,7 +29,7 @@ class Gain:
 
     gain: float | None = None
     error: float | None = None  # standard
-    clusters: int | None = None  # source documents
+    clusters: int | None = None  # document groups
     effective: float | None = None  # as many clusters of the same size say as much
 
     def bound(self, level: float, above: bool = False) -> float | None:

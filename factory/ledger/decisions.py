@@ -1,4 +1,4 @@
-"""What people decided about promoted candidates, and which candidates still wait for them. Read from the ledger alone.
+"""What people decided about candidates, and which candidates still wait for them. Read from the ledger alone.
 
 A decision is an event about a verdict, bound to the hash of what was judged. A rejection stays: no later approval of the same verdict counts.
 """
@@ -11,13 +11,14 @@ from factory.ledger.anomalies import rewound_in
 from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, Subject, VerdictRow, champion
 
 APPROVED, REJECTED = "approved", "rejected"  # events about a verdict: {sha256, by, why}
+OVERRIDDEN = "overridden"  # event about a verdict that holds, released all the same: {sha256, evidence_sha256, by, why}
 REFUSED = "approval_refused"  # event about a candidate: what a person asked for in MLflow, and why it was not done
 BY_POLICY = "policy"  # who approved a release for which the verdict was enough
 
 
 @dataclass(frozen=True)
 class Decision:
-    word: str  # APPROVED | REJECTED
+    word: str  # APPROVED | REJECTED | OVERRIDDEN
     by: str
     why: str
 
@@ -26,15 +27,25 @@ class Decision:
 
 
 def decision_on(db: Reads, verdict: VerdictRow) -> Decision | None:
-    """The rejection of exactly what a verdict judged, else its newest approval; None: nobody decided."""
+    """The rejection of exactly what a verdict judged, else its newest approval or override; None: nobody decided."""
     newest = None
-    sql = "SELECT kind, detail FROM events WHERE kind IN (:yes, :no) AND subject = :subject ORDER BY id"
-    for row in db.read(sql, yes=APPROVED, no=REJECTED, subject=str(Subject("verdict", verdict.id))):
+    sql = "SELECT kind, detail FROM events WHERE kind IN (:yes, :no, :over) AND subject = :subject ORDER BY id"
+    for row in db.read(sql, yes=APPROVED, no=REJECTED, over=OVERRIDDEN, subject=str(Subject("verdict", verdict.id))):
         if row["detail"]["sha256"] == verdict.subject_sha256:
             newest = Decision(row["kind"], str(row["detail"]["by"]), str(row["detail"].get("why", "")))
             if newest.word == REJECTED:
                 return newest
     return newest
+
+
+def override_on(db: Reads, verdict: VerdictRow) -> dict[str, str] | None:
+    """{by, why, sha256 of the export, evidence_sha256} of a person's override of exactly what a verdict judged; None: there is none."""
+    sql = "SELECT detail FROM events WHERE kind = :over AND subject = :subject ORDER BY id DESC"
+    for row in db.read(sql, over=OVERRIDDEN, subject=str(Subject("verdict", verdict.id))):
+        detail = row["detail"]
+        if detail["sha256"] == verdict.subject_sha256:
+            return {key: str(detail[key]) for key in ("by", "why", "sha256", "evidence_sha256")}
+    return None
 
 
 def rejected_before(db: Reads, verdict: VerdictRow) -> bool:

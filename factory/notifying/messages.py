@@ -8,7 +8,7 @@ from typing import Any
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import ASKED, DEV_ALONE, DIAGNOSED, REWOUND, AnomalyRow
-from factory.ledger.decisions import REFUSED, REJECTED, undecided
+from factory.ledger.decisions import OVERRIDDEN, REFUSED, REJECTED, undecided
 from factory.ledger.files import DISK_LOW, DISK_WELL
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
@@ -86,6 +86,7 @@ def _said(
         "rolled_back": ("release", f"{name} is champion again", f"release {detail.get('from')} was taken back"),
         "withdrawn": ("release", f"{name} is withdrawn", why),
         REJECTED: ("release", f"{name} was rejected by {detail.get('by')}", why),
+        OVERRIDDEN: ("release", f"{name} is released though it was held, by {detail.get('by')}", why),
         REFUSED: ("approval", f"{detail.get('word')!r} for {name} was refused", why),
         DIAGNOSED: ("anomaly", f"{name}: {' or '.join(map(str, detail.get('causes') or []))}", why),
         DEV_ALONE: ("anomaly", f"{name}: better on the dev half alone", why),

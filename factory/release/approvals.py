@@ -9,7 +9,15 @@ from __future__ import annotations
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.policy import ReleasePolicy
-from factory.ledger.decisions import APPROVED, BY_POLICY, REJECTED, decision_on, rejected_before
+from factory.ledger.decisions import (
+    APPROVED,
+    BY_POLICY,
+    OVERRIDDEN,
+    REJECTED,
+    decision_on,
+    override_on,
+    rejected_before,
+)
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
@@ -133,6 +141,8 @@ def decided(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
     release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=verdict.number)
     if release:
         by = release.approved_by or BY_POLICY
+        if over := override_on(ledger, VerdictRow.get(ledger, release.verdict)):
+            return OVERRIDDEN, f"released as {release.number}, though it was held, by {over['by']}: {over['why']}"
         return None if by == BY_POLICY else (APPROVED, f"released as {release.number}, approved by {by}")
     decision = decision_on(ledger, verdict)
     return (REJECTED, str(decision)) if decision and decision.word == REJECTED else None

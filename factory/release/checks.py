@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from factory.core.errors import InputError
 from factory.ledger.anomalies import rewound_in
+from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Reads, Subject, VerdictRow, champion
 from factory.release.registry import check_export, newest_verdict
@@ -22,6 +23,14 @@ def promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
         why = "; ".join(verdict.reasons)
         raise InputError(f"verdict {verdict_id} on {verdict.subject} is {verdict.outcome!r}, not 'promote': {why}")
     return verdict
+
+
+def releasable(ledger: Ledger, verdict_id: int) -> VerdictRow:
+    """A verdict of the release gate that promotes, or that a person overrode. Raises: InputError."""
+    verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
+    if verdict is not None and verdict.outcome == "hold" and override_on(ledger, verdict):
+        return verdict
+    return promotion(ledger, verdict_id)
 
 
 def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:

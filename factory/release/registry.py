@@ -16,6 +16,7 @@ from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.evals.statistics import interval_of
+from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
@@ -178,7 +179,8 @@ def _places(
     assert mine is not None, "its run was made"
     against = place(Subject.parse(verdict.against)) if verdict.against else None
     number = int(tags["release"]) if "release" in tags else None
-    return Places(mine, place(Subject("segment", segment.id)), against, number, tags.get("bundle"), pictures)
+    over = f"{tags['overridden_by']}: {tags['override_reason']}" if "overridden_by" in tags else None
+    return Places(mine, place(Subject("segment", segment.id)), against, number, tags.get("bundle"), pictures, over)
 
 
 def bundle(ledger: Ledger, release: int) -> str | None:
@@ -219,6 +221,8 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "removed_data": removed_data(ledger, release.number) if release else None,
         **averaged_tag(segment.result),
     }
+    if over := override_on(ledger, verdict):
+        tags |= {"overridden_by": over["by"], "override_reason": over["why"]}
     bpb = evaluation.summary.get("bpb", {}) if evaluation else {}
     tags |= {f"bpb.{domain}": f"{value:.4f}" for domain, value in bpb.items() if isinstance(value, int | float)}
     return {key: str(value) for key, value in tags.items() if value is not None}

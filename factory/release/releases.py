@@ -19,6 +19,7 @@ from typing import Any
 from factory.core.errors import InputError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
+from factory.ledger.decisions import OVERRIDDEN, override_on
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
 from factory.ledger.snapshot import Snapshot
@@ -31,8 +32,9 @@ from factory.release.checks import (
     check_current,
     check_judged,
     check_not_rewound,
-    promotion,
+    releasable,
 )
+from factory.release.overriding import override_of, reason_of
 from factory.release.registry import (
     CHAMPION,
     MODEL,
@@ -42,6 +44,7 @@ from factory.release.registry import (
     check_export,
     find_version,
     is_whole,
+    newest_verdict,
     register,
     removed_data,
     write_report,
@@ -67,7 +70,7 @@ def release(
     Raises: InputError when the verdict does not promote, is out of date, or the export is not what was judged;
     ApprovalNeeded when the policy wants a person first. MLflow is not waited for: ``reconcile`` shows there later what it misses.
     """
-    verdict = promotion(ledger, verdict_id)
+    verdict = releasable(ledger, verdict_id)
     candidate = verdict.number
     with waiting_lock(workspace, "release"):
         saga = _Saga(workspace, ledger, progress)
@@ -79,6 +82,36 @@ def release(
             if approved_by:
                 approve(ledger, verdict_id, approved_by)
             number = _decide(ledger, verdict, approver(workspace, ledger, verdict))
+        else:
+            number = known.number
+        saga.advance(number)
+    return number
+
+
+def override(
+    workspace: Workspace, ledger: Ledger, candidate: int, by: str, why: str, progress: Progress = SILENT
+) -> int:
+    """Release a candidate that is held, by a person's decision; safe to call again, finishes what was begun. Returns the release's number.
+
+    The override is recorded with the release in one transaction, bound to the hashes of what was judged and of the evidence.
+
+    Raises: InputError without a reason, for a candidate that is not held, or held for what no person overrides, and as ``release`` does.
+    """
+    why = reason_of(why)
+    with waiting_lock(workspace, "release"):
+        saga = _Saga(workspace, ledger, progress)
+        saga.finish_others(candidate)
+        known = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate)
+        if known is None:
+            verdict = newest_verdict(ledger, candidate)
+            detail = override_of(ledger, verdict, by, why)
+            check_current(ledger, verdict)
+            check_judged(ledger, verdict)
+            number = _decide(ledger, verdict, by, detail)
+        elif override_on(ledger, VerdictRow.get(ledger, known.verdict)) is None:
+            raise InputError(
+                f"candidate {candidate} is release {known.number} already, and was not held; nothing was changed"
+            )
         else:
             number = known.number
         saga.advance(number)
@@ -263,12 +296,14 @@ class _Saga:
 
 
 # -- deciding -----------------------------------------------------------------------------------------------------------
-def _decide(ledger: Ledger, verdict: VerdictRow, by: str) -> int:
-    """The first step, and the only one that chooses: a row in ``releases``. Returns its number."""
+def _decide(ledger: Ledger, verdict: VerdictRow, by: str, override: dict[str, str] | None = None) -> int:
+    """The first step, and the only one that chooses: a row in ``releases``, and a person's override with it. Returns its number."""
     candidate = verdict.number
     values = {"candidate": candidate, "verdict": verdict.id, "state": "decided", "approved_by": by}
     with ledger.begin() as tx:
         check_not_rewound(Snapshot(tx, ledger.root), verdict)  # a person may rewind at any moment
+        if override is not None:
+            record(tx, OVERRIDDEN, Subject("verdict", verdict.id), dict(override))
         number = insert(tx, releases, number=next_key(tx, releases), created_at=time.time(), **values)
         record(tx, "release_decided", Subject("release", number), {"candidate": candidate, "verdict": verdict.id})
     return number

@@ -41,6 +41,7 @@ class Places:
     release: int | None = None
     bundle: str | None = None  # its folder
     pictures: Mapping[str, str] = field(default_factory=dict)  # their titles by name
+    overridden: str | None = None  # who released it though it was held, and why
 
 
 def page(
@@ -61,6 +62,7 @@ def page(
         "",
         " · ".join(_links(segment, verdict, places)),
         "",
+        *([f"**Released though it was held**, by {_plain(places.overridden)}", ""] if places.overridden else []),
         *_to_do(verdict, places),
         "Why:",
         "",

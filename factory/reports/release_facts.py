@@ -8,7 +8,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.evals.statistics import compare, interval_of
 from factory.git import repository
-from factory.ledger.decisions import decision_on, undecided
+from factory.ledger.decisions import decision_on, override_on, undecided
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
 from factory.reports.provenance import made_of
@@ -58,6 +58,7 @@ def _listed(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None,
         "against": verdict and verdict.against,
         "gain": interval(evidence.get(TARGET)),
         "approved_by": release and release.approved_by,
+        "override": override_on(ledger, verdict) if verdict else None,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.core.pages import number, render
+from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger, shards, token_shards
 from factory.ledger.removals import mark_in_words, marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
@@ -32,6 +33,7 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
     trained, quarantined = _data(ledger, lineage[-1])
     against = verdict.against if verdict else None
     found = summary.get("samples")
+    over = override_on(ledger, verdict) if verdict else None
     return render(
         TEMPLATE,
         name=f"Release {release.number}" if release else f"Candidate {candidate_id}",
@@ -41,6 +43,7 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
             "AgainstChampion with": against.replace(":", " ") if against else "absolute floors (no champion yet)",
             "Judged": _date(verdict.created_at) if verdict else "not yet",
             "Approved by": (release and release.approved_by) or "–",
+            **({"Released though it was held, by": f"{over['by']}: {over['why']}"} if over else {}),
             "Export": candidate.export_sha256[:16],
         },
         bits_per_byte=bits_per_byte(ledger, compared),

@@ -1,4 +1,4 @@
-"""Scores of tasks, and what they say of a candidate against a champion: paired, item by item, with errors clustered by source document."""
+"""Scores of tasks, and what they say of a candidate against a champion: paired, item by item, with errors clustered by document group."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from factory.evals.power import MOST_FAILED, Scored, variance_of
 from factory.evals.statistics import Gain, compare, holm
 from factory.evals.tasks import EvalItem
 
@@ -19,8 +20,16 @@ class TaskEvidence:
     margins: Mapping[str, float] = field(default_factory=dict)  # by metric: what may be lost
     values: Mapping[str, float] = field(default_factory=dict)  # by metric, the candidate's
     problems: tuple[str, ...] = ()  # sentences: what could not be measured or compared
+    remedies: Mapping[str, str] = field(default_factory=dict)  # by problem: what a person can do
     evaluations: Mapping[str, Any] = field(default_factory=dict)  # by task: [the candidate's, the champion's]
     alpha: float = 0.05
+    items: Mapping[str, int] = field(default_factory=dict)  # by metric
+    variances: Mapping[str, float] = field(default_factory=dict)  # by metric, of an item's value, of the champion's
+
+    @classmethod
+    def problem(cls, words: str, remedy: str) -> TaskEvidence:
+        """Of a task that could not be measured or compared."""
+        return cls(problems=(words,), remedies={words: remedy})
 
     def __bool__(self) -> bool:
         return bool(self.evaluations or self.problems)
@@ -33,7 +42,10 @@ class TaskEvidence:
             margins={**self.margins, **other.margins},
             values={**self.values, **other.values},
             problems=(*self.problems, *other.problems),
+            remedies={**self.remedies, **other.remedies},
             evaluations={**self.evaluations, **other.evaluations},
+            items={**self.items, **other.items},
+            variances={**self.variances, **other.variances},
         )
 
 
@@ -64,27 +76,81 @@ def _as_nats(item: EvalItem, costs: Sequence[str]) -> EvalItem:
     return replace(item, task="bpb", item=f"{item.task}\0{item.item}", domain=item.task, value=value)
 
 
-def reasons(evidence: TaskEvidence, clusters_min: int) -> tuple[list[str], list[str], list[str]]:
-    """(what speaks against a candidate, what is missing, what was shown), in sentences. Pure.
+def sizes(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float]]:
+    """({metric: items}, {metric: variance of an item's value}) of the champion, of each metric whose items count alike and are from 0 to 1."""
+    values: dict[str, list[float]] = {}
+    other = set[str]()
+    for item in champion:
+        values.setdefault(item.task, []).append(item.value)
+        if item.weight != 1 or not 0 <= item.value <= 1:
+            other.add(item.task)
+    known = {name: ones for name, ones in values.items() if name not in other}
+    return {name: len(ones) for name, ones in known.items()}, {name: variance_of(ones) for name, ones in known.items()}
 
-    A metric is a guard: its gain must be shown to be above −margin, all metrics together at ``alpha`` (Holm).
+
+@dataclass(frozen=True)
+class TaskReasons:
+    """Sentences: what speaks against a candidate, what could not be measured or compared, what was not shown, and what was."""
+
+    against: tuple[str, ...] = ()
+    not_measured: tuple[str, ...] = ()
+    not_shown: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+
+
+def set_aside(evidence: TaskEvidence, clusters_min: int) -> dict[str, Scored]:
+    """Metrics that cannot tell harm: an equally good model would fail them more than once in five, or they are of too few groups. One of which too
+    little is known stands. It follows from the items and the champion alone: a candidate that changes many answers sets none aside.
+
+    >>> of = lambda items: TaskEvidence({"t/acc": Gain(0.05, 0.08, items, items)}, {"t/acc": 0.1}, items={"t/acc": items}, variances={"t/acc": 0.25})
+    >>> [sorted(set_aside(of(items), 8)) for items in (40, 400)]
+    [['t/acc'], []]
+    """
+    found = {}
+    for name, gain in evidence.gains.items():
+        items, variance = evidence.items.get(name), evidence.variances.get(name)
+        known = (items, variance, gain.clusters, gain.effective)
+        if any(value is None or not math.isfinite(value) or value < 0 for value in known):
+            continue
+        assert items and variance is not None and gain.clusters is not None and gain.effective is not None
+        scored = Scored(items, gain.effective, variance, evidence.margins[name], evidence.alpha)
+        if gain.clusters < clusters_min or not scored.stands:
+            found[name] = scored
+    return found
+
+
+def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
+    """What the tasks say of a candidate. Pure.
+
+    A metric is a guard: its gain must be shown to be above −margin, all that stand together at ``alpha`` (Holm). One that is set aside informs, and
+    speaks against a candidate where a loss is shown.
     """
     against: list[str] = []
-    missing = list(evidence.problems)
+    missing: list[str] = []
+    open_: list[str] = []
     facts: list[str] = []
     names = sorted(evidence.gains)
+    apart = set_aside(evidence, clusters_min)
 
     def above(name: str, shared: int) -> bool:
         bound = evidence.gains[name].bound(evidence.alpha / shared)
         return bound is not None and bound > -evidence.margins[name]
 
-    shown = holm(names, above)
+    shown = holm([name for name in names if name not in apart], above)
     for name in names:
         gain, margin = evidence.gains[name], evidence.margins[name]
         upper = gain.bound(evidence.alpha / len(names), above=True)
-        if upper is None or gain.gain is None or gain.clusters is None or gain.clusters < clusters_min:
+        few = gain.clusters is None or gain.clusters < clusters_min
+        if name in apart and few:
+            facts.append(
+                f"Task {name}: {_signed(gain.gain)} against the champion. {_small(apart[name], gain, clusters_min)}"
+            )
+            continue
+        if upper is None or gain.gain is None or few:
             missing.append(
-                f"Task {name}: could not be compared: {gain.clusters or 0} source documents, at least {clusters_min} are needed."
+                f"Task {name}: could not be compared: {gain.clusters or 0} document groups, at least {clusters_min} are needed."
+                if few
+                else f"Task {name}: could not be compared: a number is missing or not finite."
             )
             continue
         low, high = gain.bound(0.025), gain.bound(0.025, above=True)
@@ -93,13 +159,28 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> tuple[list[str], list[
         )
         if upper < -margin:
             against.append(f"{words}; a loss of at most {margin:.3f} is allowed.")
+        elif name in apart:
+            facts.append(f"{words}. {_small(apart[name], gain, clusters_min)}")
         elif not shown[name]:
-            missing.append(
+            open_.append(
                 f"{words}; a loss of at most {margin:.3f} is allowed, and the bound does not exclude a larger one."
             )
         else:
             facts.append(f"{words}.")
-    return against, missing, facts
+    return TaskReasons(tuple(against), (*evidence.problems, *missing), tuple(open_), tuple(facts))
+
+
+def _small(known: Scored, gain: Gain, clusters_min: int) -> str:
+    """Why a task does not guard, and the size that it needs."""
+    clusters = gain.clusters or 0
+    if clusters < clusters_min:
+        return f"It informs and does not guard: {clusters} document groups, and {clusters_min} are needed."
+    needed = known.needed()
+    size = f"about {needed} are needed" if needed else "no number is enough for its margin"
+    return (
+        f"It informs and does not guard: {known.items} items hold {100 * (1 - known.passed):.0f} of 100 models that are as good, at most "
+        f"{100 * MOST_FAILED:.0f} are allowed, and {size} (margin {known.margin:.3f}, tasks.yaml)."
+    )
 
 
 def _signed(value: float | None) -> str:

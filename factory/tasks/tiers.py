@@ -13,7 +13,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import EvaluationRow, champion
-from factory.tasks.comparing import TaskEvidence, gains
+from factory.tasks.comparing import TaskEvidence, gains, sizes
 from factory.tasks.items import TaskError
 from factory.tasks.measuring import measure, measured_items
 from factory.tasks.policy import TasksPolicy
@@ -32,7 +32,9 @@ def measure_due(
     evidence = TaskEvidence(alpha=policy.guards_alpha)
     for name in sorted(set(policy.tasks) - set(names)):
         words = f"Task {name}: tasks.yaml names it, and there is no {task_folder(workspace) / name}.yaml."
-        evidence = evidence.with_other(TaskEvidence(problems=(words,)))
+        evidence = evidence.with_other(
+            TaskEvidence.problem(words, f"write that file, or take {name} out of tasks.yaml.")
+        )
     for name in names:
         if policy.of(name).due(candidate, would_promote):
             evidence = evidence.with_other(_evidence(workspace, ledger, candidate, name, policy, progress))
@@ -46,23 +48,27 @@ def _evidence(
         task = load_named(workspace, name, policy)
         best = champion(ledger)
         if changed := changed_since_baseline(ledger, task):
-            return TaskEvidence(problems=(changed,))
+            todo = f"take the change of task {name} back, or make it the new baseline: 'factory tasks run {name} --baseline'."
+            return TaskEvidence.problem(changed, todo)
         ours = measure(workspace, ledger, candidate, task, policy, progress)
         theirs = measure(workspace, ledger, best.candidate, task, policy, progress) if best else None
     except (TaskError, IsolationError) as error:
-        todo = f"once that is mended, 'factory evaluate {candidate}' judges it again"
-        return TaskEvidence(problems=(f"Task {name} could not be measured: {str(error).removesuffix('.')}; {todo}.",))
+        todo = f"mend task {name} ('factory tasks check FILE' looks at it), then 'factory evaluate {candidate}'; or measure it no more (tier: never in tasks.yaml)."
+        return TaskEvidence.problem(f"Task {name} could not be measured: {str(error).removesuffix('.')}.", todo)
     summary = EvaluationRow.get(ledger, ours).summary
     values = {metric: row["value"] for metric, row in summary["metrics"].items()}
     evidence = TaskEvidence(values=values, evaluations={name: [ours, theirs]})
     if theirs is None:
         return evidence
-    found = gains(measured_items(ledger, ours), measured_items(ledger, theirs), summary.get("costs", ()))
+    of_champion = measured_items(ledger, theirs)
+    found = gains(measured_items(ledger, ours), of_champion, summary.get("costs", ()))
     if found is None:
         words = f"Task {name}: candidate and champion were not measured on the same items."
-        return evidence.with_other(TaskEvidence(problems=(words,)))
+        todo = f"measure both again: 'factory evaluate {candidate}' once nothing changes {name}'s items."
+        return evidence.with_other(TaskEvidence.problem(words, todo))
     margins = dict.fromkeys(found, policy.of(name).margin)
-    return evidence.with_other(TaskEvidence(gains=found, margins=margins))
+    items, variances = sizes(of_champion)
+    return evidence.with_other(TaskEvidence(gains=found, margins=margins, items=items, variances=variances))
 
 
 def changed_since_baseline(ledger: Ledger, task: EvalTask) -> str:

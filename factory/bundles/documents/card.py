@@ -64,10 +64,15 @@ def _summary(facts: Facts) -> str:
         "trained": f"{len(facts.segments)} segments, steps {first['first_step']} to {last['last_step']}",
         "code": f"commit {last['code_commit']}",
         "machine": ", ".join(machines),
-        "released": f"{facts.released_at}, approved by {facts.verdict['approved_by'] or 'policy'}",
+        "released": f"{facts.released_at}, approved by {facts.verdict['approved_by'] or 'policy'}{_overridden(facts)}",
         "licence of the weights": "not stated by the publisher" if licence == NO_ASSERTION else licence,
     }
     return _table(["", ""], [[name, value] for name, value in rows.items()])
+
+
+def _overridden(facts: Facts) -> str:
+    over = facts.verdict.get("override")
+    return f", though the release gate held it: {over['why']}" if over else ""
 
 
 def _data(facts: Facts) -> str:
@@ -118,7 +123,11 @@ def _evaluation(facts: Facts) -> str:
         lines.append(
             f"Cloze: {cloze['share_right']:.3f} of {cloze['items']} items right (chance {cloze['chance']:.2f}).\n"
         )
-    lines.append(f"The release gate said **{facts.verdict['outcome']}**:\n")
+    over = facts.verdict.get("override")
+    words = (
+        f"; {_plain(over['by'])} released it all the same: {_plain(over['why'])}. What the gate said" if over else ""
+    )
+    lines.append(f"The release gate said **{facts.verdict['outcome']}**{words}:\n")
     lines += [f"- {_plain(reason)}" for reason in facts.verdict["reasons"]]
     names = f"`{layout.POLICY}`, `{layout.EVIDENCE}`, `{layout.ITEMS}`"
     lines.append(

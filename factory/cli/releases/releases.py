@@ -36,6 +36,7 @@ def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
             f"{row['verdict'] or '–'} {'over ' + row['against'].replace(':', ' ') if row['against'] else ''}".strip()
         )
         mark = "champion" if row["champion"] else ""
+        mark += f"  though held, by {row['override']['by']}" if row["override"] else ""
         words = [f"{name:<11} candidate {row['candidate']:<3} {row['state']:<18} {local(row['at'])}", f"{judged:<24}"]
         terminal.line("  ".join(["", *words, f"{_gain(row['gain']):<42}", mark]).rstrip())
     if not found:
@@ -94,7 +95,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
         share = one["supervised_tokens"] / total
         lines.append(f"  synthetic  by {one['maker']}: {one['supervised_tokens']:,} supervised tokens, {share:.1%}")
     decision = found["decision"]
-    if decision:
+    if found["override"]:
+        lines.append(f"  overridden by {found['override']['by']}, though it was held: {found['override']['why']}")
+    elif decision:
         lines.append(
             f"  decided    {decision['word']} by {decision['by']}" + (f": {decision['why']}" if decision["why"] else "")
         )
@@ -190,6 +193,33 @@ def reject_candidate(
         print_json({"candidate": candidate, "verdict": verdict.id, "rejected_by": person(), "why": why})
     else:
         terminal.line(f"  candidate {candidate} is rejected (verdict {verdict.id})")
+
+
+@commands.command("override")
+def override_hold(
+    candidate: Candidate,
+    where: Where = DEFAULT,
+    reason: Annotated[
+        str, typer.Option(help="Why, kept on record with your name and handed on with the release.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Release a candidate that the gate holds because too little was shown. Never one that failed a check, or that licences forbid."""
+    from factory.core.progress import SILENT
+    from factory.ledger.rows import champion
+    from factory.release.releases import override
+
+    workspace, ledger, terminal = open_workspace(where)
+    number = override(workspace, ledger, candidate, person(), reason, SILENT if as_json else terminal)
+    best = champion(ledger)
+    is_champion = best is not None and best.number == number
+    if as_json:
+        print_json({"release": number, "candidate": candidate, "champion": is_champion, "overridden_by": person()})
+    else:
+        terminal.line(
+            f"  release {number} {'is champion' if is_champion else 'is published, but another one is champion'}; released by {person()}, though it "
+            "was held"
+        )
 
 
 @commands.command("rollback")

@@ -60,6 +60,7 @@ class ReleaseEvidence:
     not_releasable: Numbers = field(default_factory=dict)  # by other licence, its share: for words alone
     disputed: float | None = None  # of that share, what also came under a licence that allows it: for words alone
     trained_on: Numbers = field(default_factory=dict)  # by domain, its share of the supervised tokens: for words alone
+    candidate: int | None = None  # its number: for words alone
     anomalies: tuple[str, ...] | None = None  # of the training that it comes from: open ones, rewound segments
 
     def to_json(self) -> dict[str, Any]:

@@ -5,8 +5,6 @@ The champion is measured on the candidate's suite if it was not yet. A verdict o
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,6 +27,7 @@ from factory.gates.release.licences import disputed_tokens, not_releasable, toke
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.recorded import evidence_sha256
 from factory.gates.release.replicas import newest_noise
 from factory.gates.release.watch import watched
 from factory.gates.release.with_tasks import with_tasks
@@ -57,7 +56,9 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     looks = looks_before(ledger, candidate_id, suite)
     if looks >= policy.sealed_looks_max and evaluation_of(ledger, candidate_id, suite) is None:
         against = FIRST_RELEASE if champion_id is None else str(Subject("candidate", champion_id))
-        unread = ReleaseEvidence(against=against, domains=tuple(suite.domains), sealed_looks=looks)
+        unread = ReleaseEvidence(
+            against=against, domains=tuple(suite.domains), sealed_looks=looks, candidate=candidate_id
+        )
         evaluated: dict[str, Any] = {"candidate": None, "champion": None}
         return _record(ledger, policy, candidate_id, champion_id, suite, unread, TaskEvidence(), evaluated)
     ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
@@ -71,6 +72,7 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
     other = not_releasable(licences, tokens)
     evidence = replace(
         evidence,
+        candidate=candidate_id,
         sealed_looks=looks,
         anomalies=_open_anomalies(workspace, ledger, candidate_id),
         releasable=1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
@@ -154,12 +156,6 @@ def measured(
         guards=guards,
         **values,
     )
-
-
-def evidence_sha256(stored: Mapping[str, Any]) -> str:
-    """Of evidence as it is recorded, its own ``sha256`` left out."""
-    kept = {key: value for key, value in stored.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> tuple[str, ...]:

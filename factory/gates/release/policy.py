@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 
@@ -24,14 +24,14 @@ class Target(StrictPolicy):
 
 
 class Guards(StrictPolicy):
-    """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected, must be above −δ."""
+    """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected over those that stand, must be above −δ.
+    Cloze stands where an equally good model fails it at most once in five; else it informs, and rejects where a loss is shown."""
 
     bits_per_byte_margin: NotNegative = 0.02
     """A loss smaller than this, in bits per byte, is allowed, counted from the best release of the line; where twice the replicas' noise
     is larger, that is. δ is what is left of it, or twice the noise floor of the measurement, whichever is larger."""
     cloze_margin: NotNegative = 0.15
-    """Share of cloze items. About 100 items of which 15 % change sides have a standard error of 0.04: this margin lets nine of ten
-    equally good models pass, 0.1 only half of them."""
+    """Share of cloze items. Of how many items cloze stands at it is told by the verdict, and follows from the champion's share right."""
     alpha: Level = 0.05
     """Chance of passing any guard wrongly, all guards together."""
     noise_floor_max: NotNegative = 0.02
@@ -81,8 +81,8 @@ class ReleasePolicy(StrictPolicy):
     """manual: a person approves a 'promote' before anything is released; the approval binds to the hash of what was judged."""
     documents_min: Count = 8
     """Held-out documents in every domain; fewer is no evidence."""
-    clusters_min: Count = 8
-    """Source documents behind every interval."""
+    clusters_min: int = 8
+    """Document groups behind every interval; at least 2, as one has no spread."""
     not_releasable_max: Share = 0.0
     """Of the supervised tokens that a candidate was trained on: share from documents whose licence does not allow the release of a model,
     as ``licences`` in data.yaml says now."""
@@ -94,6 +94,13 @@ class ReleasePolicy(StrictPolicy):
     target: Target = Field(default_factory=Target)
     guards: Guards = Field(default_factory=Guards)
     first_release: FirstRelease = Field(default_factory=FirstRelease)
+
+    @field_validator("clusters_min")
+    @classmethod
+    def _spread(cls, groups: int) -> int:
+        if groups < 2:
+            raise ValueError("at least 2: one document group has no spread, so nothing could be compared")
+        return groups
 
     @classmethod
     def load(cls, path: Path) -> ReleasePolicy:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
+from dataclasses import replace
+
+from factory.gates.release.judge import Verdict, decided
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.reasons import Reason
 from factory.tasks.comparing import TaskEvidence, reasons
 
 
 def with_tasks(policy: ReleasePolicy, verdict: Verdict, evidence: TaskEvidence) -> Verdict:
     """The verdict with what the tasks show: it never gets better by them."""
-    against, missing, facts = reasons(evidence, policy.clusters_min)
-    if against:
-        return Verdict(REJECT, (*against, *verdict.reasons, *missing, *facts))
-    if missing and verdict.outcome == PROMOTE:
-        return Verdict(HOLD, (*missing, *verdict.reasons, *facts))
-    return Verdict(verdict.outcome, (*verdict.reasons, *missing, *facts))
+    shown, found = reasons(evidence, policy.clusters_min), verdict.found
+    against = [Reason("task_violated", words) for words in shown.against]
+    missing = [Reason("task_not_measured", words, evidence.remedies.get(words, "")) for words in shown.not_measured]
+    missing += [Reason("task_not_shown", words, SHOW) for words in shown.not_shown]
+    return decided(
+        replace(
+            found,
+            against=(*against, *found.against),
+            missing=(*missing, *found.missing),
+            facts=(*found.facts, *shown.facts),
+        )
+    )
+
+
+SHOW = "train on ('factory run'), or allow the task a wider margin (tasks.yaml)."

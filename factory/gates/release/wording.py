@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from factory.evals.power import MOST, POWER, SURE, Needed, cautious, stepped
+from factory.evals.power import MOST, MOST_FAILED, POWER, Needed, Scored, stepped
 from factory.evals.statistics import CLOZE, Gain, of_recipe
 from factory.gates.release.evidence import Numbers, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
@@ -60,50 +60,83 @@ def another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain
     return f"{words}: these weights are better, but the gain is within that noise and may be this draw's, not the recipe's or the data's."
 
 
-def seen(gain: float, words: str) -> str:
-    """The gain that is promoted with 80 %, and which guards that counts."""
-    return f"A gain of {gain:.3f} in every domain {SEEN} {100 * POWER:.0f} %, {words}"
+def seen(gain: float | None, target: Needed, guards: Mapping[str, Needed], look: int, cloze: Scored | None) -> str:
+    """The gain that is promoted with 80 %, and beside it how often cloze, where it stands, lets a model through that is as good there.
 
-
-def unless_held(guards: Mapping[str, Needed], gain: float, items: int) -> str:
-    """Why cloze is not counted in, and what is known of it.
-
-    >>> print(unless_held({CLOZE: Needed(Gain(-0.04, 0.06, 27, 10.4), 0.05, -0.15, moves=False)}, 0.06, 27))
-    cloze aside: a gain in bits per byte is not counted on to move it, and its 27 items tell too little of how often it holds a candidate that is \
-as good as the champion there (about 71 % pass by their standard error, 0.060; at least 39 % do, with 95 %; a loss of 0.150 must be excluded)
+    >>> target = Needed(Gain(0.1, 0.009, 40, 38.2), 0.025)
+    >>> print(seen(0.0284, target, {}, 1, Scored(90, 40.0, 0.24, 0.15, 0.05)))
+    A gain of 0.028 in every domain would have been seen with 80 % (look 1 against this champion, so at 2.50 %; 38 document groups of one size). \
+Cloze lets 80 of 100 models through that are as good there.
+    >>> print(seen(None, Needed(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
+    No gain would have been seen with 80 %: of the largest that there is, 45 % pass the bound of the target (look 1 against this champion, so at \
+2.50 %; 2 document groups of one size).
     """
-    cloze = stepped(guards, gain)[CLOZE]
-    return (
-        f"{CLOZE} aside: a gain in bits per byte is not counted on to move it, and its {items} items tell too little of how often it holds a "
-        f"candidate that is as good as the champion there (about {100 * cloze.chance(gain):.0f} % pass by their standard error, "
-        f"{cloze.measured.error:.3f}; at least {100 * cautious(cloze, items).chance(gain):.0f} % do, with {100 * SURE:.0f} %; a loss of "
-        f"{-cloze.floor:.3f} must be excluded)"
-    )
+    effective = target.measured.effective or 0.0
+    looks = f"look {look} against this champion, so at {target.level:.2%}; {effective:.0f} document groups of one size"
+    looks = looks.replace("%", " %")
+    if gain is None:
+        return f"No gain {SEEN} {100 * POWER:.0f} %: {_why_none(target, guards)} ({looks})."
+    words = f"A gain of {gain:.3f} in every domain {SEEN} {100 * POWER:.0f} % ({looks})."
+    if cloze is not None:
+        words += f" Cloze lets {100 * cloze.passed:.0f} of 100 models through that are as good there."
+    return words
 
 
-def unseen(target: Needed, guards: Mapping[str, Needed]) -> str:
-    """Why no gain can be said to be promoted with 80 %, however large: by the bound that is then passed least often.
-
-    >>> print(unseen(Needed(Gain(0.1, 0.9, 3, 2.1), 0.025), {}))
-    Of no gain in bits per byte, however large, can it be said that 80 % are promoted: of the largest that there is, about 45 % pass the bound of \
-the target (standard error 0.900 from 2 effective source documents). So more of the good ones are held; one that is promoted has passed every \
-bound at its full level
-    """
-    needed = {"the target": target} | stepped(guards, MOST)
-    compared = {
-        name: bound for name, bound in needed.items() if bound.moves or bound.measured.bound(bound.level) is None
-    }
-    chances = {name: bound.chance(MOST) for name, bound in compared.items()}
+def _why_none(target: Needed, guards: Mapping[str, Needed]) -> str:
+    """The bound that even the largest gain passes least often."""
+    needed = {"the target": target} | {name: one for name, one in stepped(guards, MOST).items() if one.moves}
+    chances = {name: one.chance(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
-    measured = needed[name].measured
-    words = f"Of no gain in bits per byte, however large, can it be said that {100 * POWER:.0f} % are promoted"
-    if measured.bound(needed[name].level) is None:
-        return f"{words}: {name} could not be compared"
-    words += (
-        f": of the largest that there is, about {100 * chances[name]:.0f} % pass the bound of {name} (standard error {measured.error:.3f} from "
-        f"{measured.effective:.0f} effective source documents)"
+    if needed[name].measured.bound(needed[name].level) is None:
+        return f"{name} could not be compared"
+    return f"of the largest that there is, {100 * chances[name]:.0f} % pass the bound of {name}"
+
+
+def aside(name: str, known: Scored, clusters: float, clusters_min: int, unit: str = "items") -> str:
+    """That a guard is set aside, and the size that it needs.
+
+    >>> print(aside("cloze", Scored(36, 30.0, 0.24, 0.15, 0.05), 30, 8))
+    cloze is set aside: of 100 models that are as good there, 36 items hold 56, and at most 20 are allowed. About 96 items are needed. It informs, \
+and rejects where a loss of more than 0.150 is shown.
+    >>> print(aside("cloze", Scored(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
+    cloze is set aside: 36 items of 3 document groups, and 8 groups are needed. It informs alone.
+    """
+    if clusters < clusters_min:
+        groups = "1 document group" if clusters == 1 else f"{clusters:.0f} document groups"
+        return f"{name} is set aside: {known.items} {unit} of {groups}, and {clusters_min} groups are needed. It informs alone."
+    held = 100 * (1 - known.passed)
+    needed = known.needed()
+    size = f"About {needed} {unit} are needed." if needed else f"No number of {unit} is enough for its margin."
+    return (
+        f"{name} is set aside: of 100 models that are as good there, {known.items} {unit} hold {held:.0f}, and at most {100 * MOST_FAILED:.0f} "
+        f"are allowed. {size} It informs, and rejects where a loss of more than {known.margin:.3f} is shown."
     )
-    return f"{words}. So more of the good ones are held; one that is promoted has passed every bound at its full level"
+
+
+def more_groups(domain: str, more: str) -> str:
+    """What a person does to get more document groups of a domain."""
+    return (
+        f"hold out {more} document groups of {domain}: 'factory ingest PATH' with new documents of it; where one source names all that there is, "
+        f"'factory data relabel --domain {domain} --group document'."
+    )
+
+
+def train_on(gain: float | None, seen_gain: float | None, times: float | None) -> str:
+    """What a person does about a candidate that is not shown to be better.
+
+    >>> print(train_on(0.005, 0.016, 9.4))
+    train on ('factory run'): a gain of 0.016 in every domain is seen. Or bring shards ('factory ingest PATH'): 9.4 times as many held-out document \
+groups show one of 0.005.
+    >>> print(train_on(-0.002, 0.016, None))
+    train on ('factory run'), or change data or recipe: it gained nothing, and a gain of 0.016 in every domain is seen.
+    """
+    known = f"a gain of {seen_gain:.3f} in every domain is seen" if seen_gain else "these documents show no gain"
+    if gain is None or gain <= 0:
+        return f"train on ('factory run'), or change data or recipe: it gained nothing, and {known}."
+    words = f"train on ('factory run'): {known}."
+    if times is None or times <= 1:
+        return words
+    return f"{words} Or bring shards ('factory ingest PATH'): {times:.1f} times as many held-out document groups show one of {gain:.3f}."
 
 
 def noise_used(evidence: ReleaseEvidence) -> str:

@@ -20,7 +20,7 @@ from factory.bundles.judging_again import two_verdicts
 from factory.bundles.verifying import ask
 from factory.evals.parity import Check
 from factory.gates.release import judged_by
-from factory.gates.release.gate import evidence_sha256
+from factory.gates.release.recorded import evidence_sha256
 from tests.support.paths import ROOT
 
 Change = Callable[[dict[str, Any]], object]

@@ -7,9 +7,10 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 from scipy.stats import nct
 
-from factory.evals.power import POWER, TAILS, Needed, cautious, smallest_gain, stepped
+from factory.evals.power import POWER, TAILS, TOGETHER, Needed, Scored, smallest_gain, stepped, times_needed
 from factory.evals.statistics import Gain
 
 MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
@@ -67,14 +68,37 @@ def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None
     assert math.prod(passed) >= POWER > math.prod(one.chance(8.0) for one in stepped(guards, 0.0).values())
 
 
-@pytest.mark.parametrize("changing", [0.02, 0.1, 0.3])
-def test_a_cautious_error_is_seldom_below_the_true_one(changing: float) -> None:
-    rng, items = np.random.default_rng(0), 24
-    true = math.sqrt(changing / items)
-    sides = rng.choice((-1.0, 0.0, 1.0), p=(changing / 2, 1 - changing, changing / 2), size=(2000, items))
-    told = sides.std(axis=1, ddof=1) / math.sqrt(items)
-    taken = [cautious(Needed(Gain(0.0, float(one), items, float(items)), 0.05), items).measured.error for one in told]
-    assert np.mean([error is None or error < true for error in taken]) <= 0.05 < np.mean(told < true)
+@pytest.mark.parametrize(("items", "right"), [(24, 0.3), (36, 0.5), (60, 0.5), (120, 0.6), (400, 0.1)])
+def test_so_many_equally_good_models_pass_as_are_told(items: int, right: float) -> None:
+    """Against drawn pairs: an item is as easy for both, with the correlation that is assumed."""
+    rng = np.random.default_rng(items)
+    guard = Scored(items, float(items), right * (1 - right), 0.15, 0.05)
+    both = right * (1 - right) * TOGETHER + right**2  # chance that both are right
+    only = right - both
+    change = rng.choice((-1.0, 0.0, 1.0), p=(only, 1 - 2 * only, only), size=(4000, items))
+    assert np.mean(change**2) == pytest.approx(2 * right * (1 - right) * (1 - TOGETHER), rel=0.05)
+    error = change.std(axis=1, ddof=1) / math.sqrt(items)
+    passed = change.mean(axis=1) - stdtrit(items - 1, 0.95) * error > -0.15
+    assert np.mean(passed) == pytest.approx(guard.passed, abs=0.05)
+
+
+def test_a_guard_stands_from_the_size_that_it_is_said_to_need() -> None:
+    for variance, margin in ((0.25, 0.15), (0.05, 0.02), (0.25, 0.02)):
+        small = Scored(30, 30.0, variance, margin, 0.05)
+        needed = small.needed()
+        assert not small.stands and needed is not None
+        assert [Scored(n, float(n), variance, margin, 0.05).stands for n in (needed - 1, needed)] == [False, True]
+    assert Scored(30, 30.0, 0.25, 0.0, 0.05).needed() is None
+    assert Scored(30, 1.0, 0.0, 0.15, 0.05).passed == 0.0, "one group has no spread"
+
+
+def test_as_many_groups_as_are_said_show_the_gain() -> None:
+    few = Gain(0.005, 0.01, 20, 20.0)
+    times = times_needed(0.005, [Needed(few, 0.025)])
+    assert times is not None and times > 1
+    more = Gain(0.0, 0.01 / math.sqrt(times), 20, 20.0 * times)
+    assert smallest_gain([Needed(more, 0.025)]) == pytest.approx(0.005, rel=0.05)
+    assert times_needed(0.0, [Needed(few, 0.025)]) is None and (times_needed(0.1, [Needed(few, 0.025)]) or 9) <= 1
 
 
 def test_a_guard_that_is_set_aside_keeps_its_step() -> None:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from factory.evals.statistics import Gain
+from factory.core.errors import ConfigError
+from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence
+from factory.gates.release.guards import bounds, set_aside
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy, Target
+from factory.gates.release.reasons import may_be_overridden
 from tests.support.gates.release_evidence import DOMAINS, FIRST, POLICY, changed, evidence, gain
+
+
+def small(cloze: Gain | None = None) -> ReleaseEvidence:
+    """Better, with 24 cloze items, which hold too many of equally good models."""
+    base = replace(evidence(), cloze_items=24)
+    return replace(base, guards={**base.guards, "cloze": cloze or Gain(0.0, None, None, None)})
+
 
 CASES = [
     ("promote", FIRST, "first release"),
@@ -51,7 +62,12 @@ CASES = [
         "hold",
         replace(evidence(), releasable=0.575, not_releasable={"CC-BY-NC-4.0": 0.3, "no licence": 0.125}),
         "42.5% of the supervised tokens that it was trained on are of documents whose licence does not allow the release of a model, at most 0.0% "
-        "is allowed: CC-BY-NC-4.0 30.0%, no licence 12.5%. If you have the right",
+        "is allowed: CC-BY-NC-4.0 30.0%, no licence 12.5%.",
+    ),
+    (
+        "hold",
+        replace(evidence(), releasable=0.575, not_releasable={"CC-BY-NC-4.0": 0.3, "no licence": 0.125}),
+        "To do: if you have the right, say so under licences in data.yaml",
     ),
     (
         "hold",
@@ -76,34 +92,57 @@ CASES = [
     (
         "promote",
         evidence(target=0.011),
-        "in every domain would have been seen with 80 %, all guards passed (look 1 against this champion",
+        "in every domain would have been seen with 80 % (look 1 against this champion, so at 2.50 %; 40 document groups of one size). Cloze lets ",
     ),
     (
-        "promote",
-        changed(evidence(), "guards", "cloze", gain(0.05, 0.14)),
-        "A gain of 0.016 in every domain would have been seen with 80 %, cloze aside: a gain in bits per byte is not counted on to move it, and its "
-        "90 items tell too little of how often it holds a candidate that is as good as the champion there (about 68 % pass by their standard error, "
-        "0.069; at least 58 % do, with 95 %; a loss of 0.150 must be excluded) (look 1 against",
-    ),
-    (
-        "promote",
-        replace(changed(evidence(), "guards", "cloze", gain(0.0, 0.0)), cloze_items=24),
-        "in every domain would have been seen with 80 %, cloze aside",  # none changed sides here, which is no proof that none will
-    ),
-    (
-        "promote",
-        replace(changed(evidence(), "guards", "cloze", gain(0.0, 0.0)), cloze_items=96),
-        "in every domain would have been seen with 80 %, all guards passed (look 1",
+        "hold",
+        changed(
+            evidence(), "guards", "cloze", gain(0.05, 0.3)
+        ),  # wide by what the candidate changed: that sets nothing aside
+        "Guard not shown to hold: cloze: 0.550 → 0.600 of cloze items right",
     ),
     (
         "hold",
         changed(evidence(), "guards", "cloze", Gain()),
-        "Of no gain in bits per byte, however large, can it be said that 80 % are promoted: cloze could not be compared (look 1",
+        "cloze: could not be compared: how many document groups it is of is not known.",
     ),
     (
         "hold",
         changed(evidence(), "guards", "code", Gain()),
-        "Of no gain in bits per byte, however large, can it be said that 80 % are promoted: code could not be compared (look 1",
+        "No gain would have been seen with 80 %: code could not be compared (look 1",
+    ),
+    ("hold", small(), "cloze: could not be compared"),
+    (
+        "promote",
+        small(cloze=gain(-0.05, 0.2, 20)),
+        "cloze is set aside: of 100 models that are as good there, 24 items hold ",
+    ),
+    (
+        "promote",
+        small(cloze=gain(-0.05, 0.2, 20)),
+        "cloze: 0.550 → 0.600 of cloze items right (−0.050, 95 % between −0.257 and +0.157).",
+    ),
+    ("reject", small(cloze=gain(-0.3, 0.1, 20)), "Guard violated: cloze: 0.550 → 0.600 of cloze items right (−0.300"),
+    ("reject", replace(small(cloze=gain(-0.3, 0.1, 20)), target=gain(0.001)), "cloze is set aside"),
+    (
+        "promote",
+        small(cloze=gain(-0.3, 0.1, clusters=3)),
+        "cloze is set aside: 24 items of 3 document groups, and 8 groups are needed.",
+    ),
+    (
+        "promote",
+        small(cloze=Gain(0.0, math.nan, 1, 1.0)),
+        "cloze is set aside: 24 items of 1 document group, and 8 groups are needed.",
+    ),
+    (
+        "hold",
+        small(cloze=Gain(0.0, None, 24, 24.0)),
+        "cloze: could not be compared: a number is missing or not finite.",
+    ),
+    (
+        "hold",
+        changed(evidence(), "guards", "code", Gain(0.05, math.nan, 1, 1.0)),
+        "code: could not be compared: one document group has no spread.",
     ),
     (
         "promote",
@@ -145,8 +184,7 @@ CASES = [
     (
         "hold",
         replace(evidence(), champion_failed={"finite_loss": "1 of 60 documents have no finite loss, first a:7"}),
-        "Nothing can be compared with the champion, candidate 1: check finite_loss failed: 1 of 60 documents have no finite loss, first a:7. "
-        "'factory release --rollback N'",
+        "Nothing can be compared with the champion, candidate 1: check finite_loss failed: 1 of 60 documents have no finite loss, first a:7.",
     ),
     ("hold", replace(evidence(), watched=None), "rose alone over the line of candidates was not looked up"),
     (
@@ -175,7 +213,7 @@ CASES = [
     (
         "hold",
         changed(evidence(), "guards", "code", gain(0.05, clusters=3)),
-        "3 source documents, at least 8 are needed",
+        "3 document groups, at least 8 are needed",
     ),
     ("hold", replace(evidence(), target=gain(math.nan)), "could not be measured: a number is missing or not finite"),
     ("hold", replace(evidence(), target=None), "could not be measured"),
@@ -227,7 +265,84 @@ def test_a_person_reads_the_change_not_the_gain() -> None:
 
 def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:
     verdict = judge(ReleasePolicy(target=Target(weights={"law": 1.0})), evidence())
-    assert verdict.outcome == "hold" and "law" in verdict.reasons[0]
+    assert verdict.outcome == "hold" and "To do: bring shards with documents of law" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize("given_", [given_ for outcome, given_, _ in CASES if outcome == "hold"])
+def test_a_hold_says_first_what_to_do_and_who_may_override(given_: ReleaseEvidence) -> None:
+    verdict = judge(POLICY, replace(given_, candidate=7))
+    held_by = verdict.found.missing
+    todo = [reason for reason in verdict.reasons if reason.startswith(("To do: ", "Or: "))]
+    assert todo and list(verdict.reasons[: len(todo)]) == todo and todo[0].startswith("To do: ")
+    assert "'factory " in " ".join(todo) or "gates/release.yaml" in " ".join(todo)
+    assert any("factory releases override 7 --reason" in one for one in todo) == may_be_overridden(held_by)
+    if may_be_overridden(held_by):
+        assert not any("factory evaluate" in one for one in todo), "the same items say the same"
+
+
+NOT_BY_A_PERSON = {
+    "check_not_made": changed(evidence(), "checks", "smoke", (None, "no end after 600 s")),
+    "licences": replace(evidence(), releasable=0.5, not_releasable={"no licence": 0.5}),
+    "licences_unknown": replace(evidence(), releasable=None),
+    "anomaly": replace(evidence(), anomalies=("loss_spike at step 4 of segment 2 (anomaly 1)",)),
+    "halves_apart": replace(evidence(target=0.64), on_dev=gain(0.01), halves_gap=gain(0.63)),
+    "halves_not_compared": replace(evidence(), halves_gap=None),
+    "sealed_spent": replace(evidence(), sealed_looks=200.0),
+    "look_unknown": replace(evidence(), look=None),
+}
+
+
+@pytest.mark.parametrize("code", NOT_BY_A_PERSON)
+def test_what_no_person_overrides(code: str) -> None:
+    found = judge(POLICY, NOT_BY_A_PERSON[code]).found.missing
+    assert code in [reason.code for reason in found] and not may_be_overridden(found)
+    beside = judge(POLICY, replace(NOT_BY_A_PERSON[code], target=gain(0.005))).found.missing
+    assert not may_be_overridden(beside), "nor where something else holds it too"
+
+
+def test_more_groups_are_asked_for_by_number() -> None:
+    reasons = judge(POLICY, evidence(target=0.005)).reasons
+    assert reasons[0].startswith("To do: train on ('factory run'): a gain of 0.0") and "times as many" in reasons[0]
+    reasons = judge(POLICY, evidence(code=-0.015)).reasons
+    assert reasons[0].startswith("To do: train on, on more of code (mixture.weights of the recipe): it lost there.")
+    reasons = judge(POLICY, changed(evidence(), "guards", "code", gain(0.0, 0.05, 8))).reasons
+    assert "To do: hold out about " in reasons[0] and "(of one size; now 8) document groups of code" in reasons[0]
+    assert "'factory data relabel --domain code --group document'" in reasons[0]
+
+
+@pytest.mark.parametrize("width", [0.0, 0.05, 0.15, 0.5, 2.0, 1e6])
+@pytest.mark.parametrize("middle", [-0.4, -0.1, 0.0, 0.3])
+def test_a_candidate_that_changes_many_items_takes_no_guard_away(middle: float, width: float) -> None:
+    for items, stands in ((24, False), (96, True)):
+        given_ = replace(changed(evidence(), "guards", "cloze", gain(middle, width, 20)), cloze_items=items)
+        assert (CLOZE in set_aside(POLICY, given_)) is not stands
+        assert bounds(POLICY, given_).guards.keys() == {*DOMAINS, *([CLOZE] if stands else [])}
+    told = judge(POLICY, given_)
+    assert (told.outcome == "promote") == (middle - 1.729 * width / 2.02 > -0.15), (
+        told.reasons
+    )  # t of 19 degrees of freedom
+
+
+@pytest.mark.parametrize("given_", [evidence(), small(gain(0.0, 0.1, 20)), FIRST])
+def test_bits_per_byte_of_every_domain_always_guard(given_: ReleaseEvidence) -> None:
+    for groups in (1, 2, 8, 40):
+        few = replace(given_, guards=given_.guards | dict.fromkeys(DOMAINS, gain(0.0, 0.5, groups)))
+        assert not set(set_aside(POLICY, few)) & set(DOMAINS)
+
+
+def test_earlier_losses_set_no_guard_aside() -> None:
+    """Else a line of releases that each lose a little would take the guard away that counts them."""
+    lost = changed(replace(evidence(), cloze_items=96), "lost", "cloze", 0.149)
+    assert (
+        not set_aside(POLICY, lost) and judge(POLICY, changed(lost, "guards", "cloze", gain(-0.003))).outcome == "hold"
+    )
+
+
+def test_one_group_is_refused_by_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "release.yaml").write_text("clusters_min: 1\n")
+    with pytest.raises(ConfigError, match="key 'clusters_min': at least 2: one document group has no spread") as error:
+        ReleasePolicy.load(tmp_path / "release.yaml")
+    assert "\n" not in str(error.value)
 
 
 def test_only_domains_that_it_was_trained_on_are_named_as_not_guarded() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from factory.evals.parity import CHECKS
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
+from factory.gates.release.guards import set_aside
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import Guards, ReleasePolicy
 from tests.support.gates.release_evidence import DOMAINS, FIRST, MEASURES, POLICY, evidence, gain
@@ -24,7 +25,7 @@ later = st.builds(
         base, target=target, guards=dict(zip(MEASURES, guards)), noise_floor=dict(zip(DOMAINS, noise)),
         checks={name: (ok, "") for name, ok in zip(CHECKS, checks)}, documents=dict.fromkeys(DOMAINS, count),
     ),
-    st.just(evidence()), gains, st.tuples(*[gains] * 4), st.lists(st.integers(0, 30).map(bool), min_size=len(CHECKS), max_size=len(CHECKS)),
+    st.sampled_from([evidence(), replace(evidence(), cloze_items=24), replace(evidence(), cloze_items=60)]), gains, st.tuples(*[gains] * 4), st.lists(st.integers(0, 30).map(bool), min_size=len(CHECKS), max_size=len(CHECKS)),
     st.tuples(*[st.floats(0, 0.025)] * 3), st.integers(6, 40),
 )  # fmt: skip
 first = st.builds(
@@ -77,6 +78,29 @@ def test_taking_evidence_away_never_promotes(
     poorer = judge(policy, evidence_of(tree))
     if judge(policy, given_).outcome != "promote":
         assert poorer.outcome != "promote", poorer.reasons
+
+
+@given(some_policy, later, st.data())
+def test_taking_evidence_away_or_numbers_sets_no_guard_aside(
+    policy: ReleasePolicy, given_: ReleaseEvidence, data: st.DataObject
+) -> None:
+    tree = tree_of(given_)
+    path = data.draw(st.sampled_from(leaves(tree)))
+    if not isinstance(at(tree, path)[path[-1]], float):
+        del at(tree, path)[path[-1]]
+    else:
+        at(tree, path)[path[-1]] = math.nan
+    assert set_aside(policy, evidence_of(tree)).keys() <= set_aside(policy, given_).keys()
+    assert judge(policy, given_).outcome == "promote" or judge(policy, evidence_of(tree)).outcome != "promote"
+
+
+@given(some_policy, later, st.floats(-1, 1), st.floats(0, 10))
+def test_no_measurement_of_a_candidate_sets_a_guard_aside(
+    policy: ReleasePolicy, given_: ReleaseEvidence, middle: float, width: float
+) -> None:
+    cloze = replace(given_.guards["cloze"], gain=middle, error=width)
+    other = replace(given_, guards={**given_.guards, "cloze": cloze}, cloze=0.1, bits_per_byte={}, target=gain(middle))
+    assert set_aside(policy, other) == set_aside(policy, given_)
 
 
 def test_every_single_piece_of_evidence_is_needed() -> None:

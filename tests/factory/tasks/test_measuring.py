@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +15,19 @@ import torch
 from factory.core.errors import DamagedExportError, InputError
 from factory.core.progress import SILENT
 from factory.evals.tasks import EvalItem
+from factory.gates.release.judge import judge
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.with_tasks import with_tasks
 from factory.ledger.ledger import eval_items, evaluations, ngrams
 from factory.ledger.rows import EvaluationRow
-from factory.tasks.comparing import TaskEvidence, gains, reasons, scores
+from factory.tasks.comparing import TaskEvidence, gains, reasons, scores, set_aside, sizes
 from factory.tasks.items import TaskError
 from factory.tasks.measuring import measure, measured_items, trained_on
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import load_task
 from tests.support.factory.exports import Plant, save_export, tiny_model
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
+from tests.support.gates.release_evidence import evidence
 
 POLICY = TasksPolicy()
 
@@ -93,10 +99,63 @@ def test_a_task_is_a_guard(ours: float, margin: float, against: int, missing: in
     champion = [EvalItem("t/acc", str(n), "t", str(n), float(n % 10 < 5), 1.0) for n in range(200)]
     candidate = [EvalItem("t/acc", str(n), "t", str(n), float(n % 20 < 20 * ours), 1.0) for n in range(200)]
     found = gains(candidate, champion)
-    evidence = TaskEvidence(gains=found or {}, margins={"t/acc": margin})
-    assert tuple(map(len, reasons(evidence, 8))) == (against, missing, facts)
-    assert len(reasons(evidence, 201)[1]) == 1  # too few sources
-    assert len(reasons(TaskEvidence(problems=("a", "b")), 8)[1]) == 2
+    task = TaskEvidence(gains=found or {}, margins={"t/acc": margin})  # how large it is, is not known: it stands
+    told = reasons(task, 8)
+    assert tuple(map(len, (told.against, (*told.not_measured, *told.not_shown), told.facts))) == (
+        against,
+        missing,
+        facts,
+    )
+    assert len(reasons(task, 201).not_measured) == 1  # too few groups
+    assert len(reasons(TaskEvidence(problems=("a", "b")), 8).not_measured) == 2
+
+
+def of_size(items: int, before: float, after: float, margin: float = 0.1) -> TaskEvidence:
+    """A task on which the champion is right on the first share of its items, and the candidate on another, of the same order."""
+    side = lambda share: [EvalItem("t/acc", str(n), "t", str(n), float(n < share * items), 1.0) for n in range(items)]
+    found = gains(side(after), side(before))
+    assert found is not None
+    many, variances = sizes(side(before))
+    return TaskEvidence(gains=found, margins={"t/acc": margin}, items=many, variances=variances)
+
+
+@pytest.mark.parametrize(
+    ("items", "before", "after", "outcome", "words"),
+    [
+        (40, 0.5, 0.55, "promote", "It informs and does not guard: 40 items hold "),
+        (40, 0.5, 0.35, "promote", "It informs and does not guard: 40 items hold "),
+        (40, 0.9, 0.3, "reject", "a loss of at most 0.100 is allowed"),
+        (400, 0.5, 0.5, "promote", "Task t/acc: +0.000 against the champion"),
+        (400, 0.5, 0.4, "hold", "and the bound does not exclude a larger one"),
+        (4, 0.5, 0.75, "promote", "It informs and does not guard: 4 document groups, and 8 are needed."),
+        (1, 1.0, 1.0, "promote", "It informs and does not guard: 1 document groups, and 8 are needed."),
+    ],
+)
+def test_a_small_task_informs_and_a_large_one_guards(
+    items: int, before: float, after: float, outcome: str, words: str
+) -> None:
+    task = of_size(items, before, after)
+    verdict = with_tasks(ReleasePolicy(), judge(ReleasePolicy(), evidence()), task)
+    assert verdict.outcome == outcome and any(words in reason for reason in verdict.reasons), verdict.reasons
+    assert (outcome == "hold") == (
+        verdict.reasons[0] == "To do: train on ('factory run'), or allow the task a wider margin (tasks.yaml)."
+    )
+
+
+def test_the_size_that_a_task_needs_is_said_and_is_enough() -> None:
+    said = reasons(of_size(40, 0.5, 0.55), 8).facts[0]
+    needed = int(re.findall(r"about (\d+) are needed", said)[0])
+    assert set_aside(of_size(needed - 2, 0.5, 0.5), 8) and not set_aside(of_size(needed + 2, 0.5, 0.5), 8)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.2, 0.5, 0.9, 1.0])
+def test_what_a_candidate_answers_sets_no_task_aside(after: float) -> None:
+    hostile = of_size(400, 0.5, after)
+    assert not set_aside(hostile, 8)
+    wide = {name: replace(gain, error=9.0) for name, gain in hostile.gains.items()}
+    assert not set_aside(replace(hostile, gains=wide), 8)
+    for nothing in ({"items": {}}, {"variances": {}}, {"variances": {"t/acc": math.nan}}):
+        assert not set_aside(replace(of_size(40, 0.5, after), **nothing), 8), "of unknown size it stands"
 
 
 def test_a_model_without_finite_numbers_is_not_recorded(plant: Plant, tmp_path: Path) -> None:

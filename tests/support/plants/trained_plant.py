@@ -82,7 +82,7 @@ def lenient(policy: str) -> str:
     data |= {
         "documents_min": 1,
         "not_releasable_max": 1.0,
-        "clusters_min": 1,
+        "clusters_min": 2,
         "first_release": {"bits_per_byte_max": 99.0, "below_trigram_by": -99.0},
     }
     return yaml.safe_dump(data)

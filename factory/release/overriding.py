@@ -1,0 +1,42 @@
+"""A person's override of a hold: what may be released all the same, by whom and why (``factory releases override N --reason "…"``).
+
+Only what was held because too little was shown (``factory.gates.release.reasons.NOTHING_SHOWN``) may be. The judge is asked again, of the evidence
+and the policy that the verdict recorded, so what a person overrides is what was judged.
+"""
+
+from __future__ import annotations
+
+from factory.core.errors import InputError
+from factory.gates.release.recorded import held_by, not_overridable
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import VerdictRow
+
+LONGEST_REASON = 2000
+
+
+def reason_of(words: str) -> str:
+    """A person's reason, on one line. Raises: InputError for none."""
+    why = " ".join("".join(letter if letter.isprintable() else " " for letter in words).split())
+    if not why:
+        raise InputError('an override needs a reason, which stays on record: --reason "…"; nothing was released')
+    if len(why) > LONGEST_REASON:
+        raise InputError(
+            f"a reason has at most {LONGEST_REASON:,} characters, this one has {len(why):,}; nothing was released"
+        )
+    return why
+
+
+def override_of(ledger: Ledger, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
+    """The event's detail. Raises: InputError for a verdict that does not hold, or holds for what no person overrides."""
+    name = f"verdict {verdict.id} on {verdict.subject}"
+    if verdict.outcome != "hold":
+        instead = {
+            "promote": f"'factory releases approve {verdict.number}' releases it",
+            "reject": "it was shown to be worse or broken, and no person overrides that",
+        }
+        raise InputError(f"{name} is {verdict.outcome!r}, not 'hold': {instead[verdict.outcome]}; nothing was released")
+    stored = verdict.evidence(ledger)
+    held = held_by(stored, verdict.policy_sha256, name)
+    if words := not_overridable(held):
+        raise InputError(f"{name} holds for what no person overrides: {words} Nothing was released")
+    return {"sha256": verdict.subject_sha256, "evidence_sha256": str(stored["sha256"]), "by": by, "why": why}
