@@ -26,9 +26,10 @@ from factory.ingest.rules.task_items import item_files, read_items
 from factory.tasks.items import TaskError, TaskItem, read_records
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
+from factory.tasks.reply import stops_of
 from trainer.contract.strict import parse
 
-VERSION = 1  # of what is measured: another number makes every task a new one
+VERSION = 2  # of what is measured: another number makes every task a new one
 FOLDER = "policies/tasks"
 CLOZE_PROMPT = "Question: {question}\nAnswer:"
 LETTER_PROMPT = "{question}\n{choices}\nAnswer:"
@@ -53,7 +54,7 @@ class TaskFile(StrictPolicy):
     max_tokens: Count = 256
     """The longest generated answer."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=20)] | None = None
-    """What ends a generated answer. Default: the next question of maths; of code what stands at the left margin after the function."""
+    """What ends a generated answer. Default: the next question of maths, in the prompt's own form; of code what stands at the left margin after the function."""
     samples: Annotated[int, Field(ge=1, le=1000)] = 1
     """Generated answers to each item."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -98,7 +99,7 @@ class TaskFile(StrictPolicy):
             return tuple(self.stop)
         if self.kind == "code":
             return ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al. 2021, §2.1, for functions
-        return ("Question:",)
+        return stops_of(self.template)
 
 
 @dataclass(frozen=True)
