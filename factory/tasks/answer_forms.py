@@ -103,8 +103,10 @@ def same(gold: Value, said: Value, library: Library) -> bool:
     """Is what was said the gold answer?"""
     if isinstance(gold, Named) and isinstance(said, Named):
         return gold.name == said.name and same(gold.value, said.value, library)
+    if _is_equation(gold) or _is_equation(said):  # x + y = 5 is y = 5 - x
+        gold, said = _equation(gold), _equation(said)
     if isinstance(said, Named):
-        return "=" not in _tex(gold) and same(gold, said.value, library)
+        return same(gold, said.value, library)
     if isinstance(gold, Named):  # "5" is x = 5; "2x + 1" is not the line y = 2x + 1
         return not isinstance(gold.value, Formula) and same(gold.value, said, library)
     if isinstance(gold, Items) or isinstance(said, Items):
@@ -166,6 +168,15 @@ def _matched(equal: list[list[bool]]) -> bool:
         return False
 
     return all(place(row, set()) for row in range(len(equal)))
+
+
+def _is_equation(value: Value) -> bool:
+    return isinstance(value, Formula) and re.search(r"[=<>]|\\[lg]e", value.tex) is not None
+
+
+def _equation(value: Value) -> Value:
+    named = isinstance(value, Named) and isinstance(value.value, Formula | Number)
+    return Formula(f"{value.name}={_tex(value.value)}") if isinstance(value, Named) and named else value
 
 
 def _tex(value: Value) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from factory.tasks.answer_forms import LONGEST, Formula, Library, Value, is_words, read, same
+from factory.tasks.answer_forms import LONGEST, Formula, Library, Literal, Value, is_words, read, same
 from factory.tasks.units import UNITS
 
 TAIL = 20_000  # characters of a text that are looked through
@@ -68,8 +68,9 @@ def _is_answer(text: str) -> bool:
     value: Value | None = read(text)
     if value is None or isinstance(value, Formula):
         return value is not None
-    if is_words(value):
-        return len(text) <= MOST_WORDS and not re.search(r"\d|\\|[.!?]\s|[.!?]$", text) and len(text.split()) <= 2
+    if isinstance(value, Literal) and is_words(value):
+        words = value.text
+        return len(words) <= MOST_WORDS and not re.search(r"\d|\\|[.!?]\s|[.!?]$", words) and len(words.split()) <= 2
     return not _prose(text)
 
 

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import sys
 from typing import Any
@@ -55,6 +56,9 @@ def apart(gold: str, said: str, cpu_seconds: int) -> str:
 def equal(gold: str, said: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
 
+    letters = set(re.sub(r"\\[a-zA-Z]+", "", gold + said))
+    if any(letter != letter.lower() and letter.lower() in letters for letter in letters):
+        return False  # A and a, which the library would take for one
     one, other = (
         parse(
             f"${tex}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True
