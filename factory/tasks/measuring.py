@@ -28,6 +28,7 @@ from factory.ledger.writing import insert
 from factory.tasks.comparing import scores
 from factory.tasks.generation import generate_and_check
 from factory.tasks.items import TaskError
+from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.lm_eval_run import run_lm_eval
 from factory.tasks.model import Advance, TaskModel
 from factory.tasks.multiple_choice import choose
@@ -111,6 +112,8 @@ def _run(
             return choose(task, model, advance), {}
         if task.kind == "lm-eval":
             return run_lm_eval(task, model, policy, advance)
+        if task.kind == "code":
+            refuse_missing_libraries(task.items, policy.running)
         return generate_and_check(task, model, policy.running, advance)
     except TaskError as error:
         where = f"task {task.name}"

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from factory.evals.tasks import EvalItem
-from factory.tasks.items import LETTERS, ChoiceItem
+from factory.tasks.items import LETTERS, ChoiceItem, examples_for
 from factory.tasks.model import Advance, TaskModel
 from factory.tasks.task_file import EvalTask, TaskFile
 
 
 def prompt_of(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem]) -> str:
     """The question as it is asked, after the examples with their answers."""
-    shown = [f"{_question(file, one)} {_choices(file, one)[one.right]}" for one in examples[: file.shots]]
-    return "\n\n".join([*shown, _question(file, item)])
+    known = examples_for(item, examples, file.shots)
+    shown = [f"{_question(file, one)} {_choices(file, one)[one.right]}" for one in known]
+    return file.header.format(subject=item.subject) + "\n\n".join([*shown, _question(file, item)])
 
 
 def choose(task: EvalTask, model: TaskModel, advance: Advance) -> list[EvalItem]:

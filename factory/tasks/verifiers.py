@@ -54,7 +54,7 @@ def check_solutions(items: Sequence[CodeItem], running: TaskLimits) -> None:
     """Raises: TaskError naming the first item whose own solution fails its tests."""
     mine = [item for item in items if item.solution is not None]
     for item, found in zip(
-        mine, check_programs([(item.prompt + (item.solution or ""), item.tests) for item in mine], running), strict=True
+        mine, check_programs([(item.program(item.solution or ""), item.tests) for item in mine], running), strict=True
     ):
         if not found.right:
             how = f"stopped: over its {found.stopped} limit" if found.stopped else found.why
