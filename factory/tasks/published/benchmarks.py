@@ -33,14 +33,13 @@ class Items:
 
 
 def recognised(records: Sequence[Mapping[str, Any]]) -> Benchmark | None:
-    """The benchmark whose fields the first record has; None: no known one."""
+    """The benchmark whose record the first one is; None: of no known one."""
     for benchmark in BENCHMARKS.values() if records else ():
-        if (form := _form(benchmark, records[0])) is not None:
-            try:
-                if form.model_validate(records[0]).fits():
-                    return benchmark
-            except ValidationError:
-                continue
+        try:
+            if _read(benchmark, records[0]).fits():
+                return benchmark
+        except PublishedError:
+            continue
     return None
 
 
@@ -49,23 +48,12 @@ def items_of(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: s
     found = Items([], [])
     about, _ = split_of(stem)
     for number, record in enumerate(records, 1):
-        form = _form(benchmark, record)
-        if form is None:
-            nearest = min(benchmark.forms, key=lambda one: len(one.fields() - set(record)))
-            missing = ", ".join(sorted(nearest.fields() - set(record)))
-            raise PublishedError(f"record {number}: it is none of {benchmark.name}: {missing} is missing")
         try:
-            read = form.model_validate(record)
+            read = _read(benchmark, record)
             if read.use() == TESTED:
                 found.tested.append((number, read.item(number, about)))
             elif read.use() == SHOWN:
                 found.shown.append((number, read.example(number, about)))
-        except ValidationError as invalid:
-            first = invalid.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            raise PublishedError(
-                f"record {number}: key {key!r}: {first['msg']} (got {str(first['input'])[:60]!r})"
-            ) from None
         except ValueError as error:
             raise PublishedError(f"record {number}: {error}") from None
     return found
@@ -82,5 +70,19 @@ def split_of(stem: str) -> tuple[str, str]:
     return (stem[: found.start()], found[1].lower()) if found else (stem, "")
 
 
-def _form(benchmark: Benchmark, record: Mapping[str, Any]) -> type[Form] | None:
-    return next((form for form in benchmark.forms if form.fields() <= set(record)), None)
+def _read(benchmark: Benchmark, record: Mapping[str, Any]) -> Form:
+    """The record in the first form that it has. Raises: PublishedError saying what it lacks to be one of the benchmark's."""
+    wrong = ""
+    for form in benchmark.forms:
+        if form.fields() <= set(record):
+            try:
+                return form.model_validate(record)
+            except ValidationError as invalid:
+                first = invalid.errors()[0]
+                key = ".".join(map(str, first["loc"]))
+                wrong = wrong or f"key {key!r}: {first['msg']} (got {str(first['input'])[:60]!r})"
+    if not wrong:
+        nearest = min(benchmark.forms, key=lambda form: len(form.fields() - set(record)))
+        missing = ", ".join(sorted(nearest.fields() - set(record)))
+        wrong = f"it is none of {benchmark.name}: {missing} is missing"
+    raise PublishedError(wrong)
