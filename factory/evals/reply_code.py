@@ -33,7 +33,9 @@ def fenced(text: str, defines: str = "") -> str | None:
     if not blocks:
         return None
     if defines:
-        name = re.compile(rf"^(?:(?:async\s+)?def|class)\s+{re.escape(defines)}\b|^{re.escape(defines)}\s*=", re.MULTILINE)
+        name = re.compile(
+            rf"^(?:(?:async\s+)?def|class)\s+{re.escape(defines)}\b|^{re.escape(defines)}\s*=", re.MULTILINE
+        )
         for _, code in blocks:
             if name.search(code):
                 return code

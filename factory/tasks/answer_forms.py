@@ -84,15 +84,21 @@ _SIGNS = {
     "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "√": r"\sqrt ", "÷": "/", "\u00a0": " ", "，": ", ",
 }  # fmt: skip
 _BLANKS = r"(?:\{,\}\\?!?|,\\!|\\,|\\!|\\ |[\u2009\u202f])"  # between thousands, in TeX and in print
-_PROSE = set("am an as at be by do go he if in is it me my no of on or so to up us we".split())  # no products of two letters
-_FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp sqrt pi max min gcd lcm".split()
+_PROSE = {  # no products of two letters
+    "am", "an", "as", "at", "be", "by", "do", "go", "he", "if", "in", "is", "it", "me", "my", "no", "of", "on", "or", "so", "to", "up",
+    "us", "we",
+}  # fmt: skip
+_FUNCTIONS = [
+    "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "max",
+    "min", "gcd", "lcm",
+]  # fmt: skip
 
 
 def read(text: str) -> Value | None:
     """What an answer says; None when it says nothing.
 
-    >>> read(r"1\\frac12").figure, read("1{,}200").figure, read("(1,200)").form, read("60 percent"), read("not 18")
-    (Fraction(3, 2), Fraction(1200, 1), '()', Number(figure=Fraction(60, 1), percent=True, beside=Beside(unit='', size=Fraction(1, 1), times=1, nouns=frozenset())), Literal(text='not 18'))
+    >>> read(r"1\\frac12").figure, read("1{,}200").figure, read("(1,200)").form, read("60 percent").percent, read("not 18")
+    (Fraction(3, 2), Fraction(1200, 1), '()', True, Literal(text='not 18'))
     """
     if len(text) > 4 * LONGEST or len(plain := _plain(text)) > 2 * LONGEST:
         return Literal(text.strip())
@@ -203,17 +209,29 @@ def _plain(text: str) -> str:
         text = text.replace(sign, plain)
     text = re.sub(rf"(?<![\d.])\d{{1,3}}(?:{_BLANKS}\d{{3}})+(?!\d)", lambda found: re.sub(r"\D", "", found[0]), text)
     text = unicodedata.normalize("NFKC", text)
-    text = re.sub(r"\*\*|__|`|\\displaystyle|\\(?:left|right|[Bb]igg?[lr]?)(?![a-zA-Z])", "", text).strip().strip("*_\"'“”")
+    text = (
+        re.sub(r"\*\*|__|`|\\displaystyle|\\(?:left|right|[Bb]igg?[lr]?)(?![a-zA-Z])", "", text)
+        .strip()
+        .strip("*_\"'“”")
+    )
     text = re.sub(r"\\\[|\\\]|\\\(|\\\)|\$\$", "", text)
     text = re.sub(r"(?<!\\)\$(?=\S)([^$]*[^$\s\\])\$(?!\d)", r"\1", text)  # $x$; "$5 and $6" is money
     text = text.replace(r"\$", "$").replace(r"\%", "%")
     text = re.sub(r"(?i)\bper\s?cent\b|\bpercent(?:age)?\b", "%", text)
     text = re.sub(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}", r"«\1»", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree", "« degrees»", text)
-    text = re.sub(r"degrees»\s*(«?)\s*([CF])(?![a-z])", lambda f: f"degrees {'Celsius' if f[2] == 'C' else 'Fahrenheit'}»{f[1]}", text)
+    text = re.sub(
+        r"degrees»\s*(«?)\s*([CF])(?![a-z])",
+        lambda f: f"degrees {'Celsius' if f[2] == 'C' else 'Fahrenheit'}»{f[1]}",
+        text,
+    )
     text = re.sub(r"\\[,;:! ]|\\q?quad(?![a-zA-Z])|~", " ", text)
     text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
-    text = re.sub(r"\\frac\s*(\{[^{}]*\}|\d)\s*(\{[^{}]*\}|\d)", lambda f: rf"\frac{{{f[1].strip('{}')}}}{{{f[2].strip('{}')}}}", text)
+    text = re.sub(
+        r"\\frac\s*(\{[^{}]*\}|\d)\s*(\{[^{}]*\}|\d)",
+        lambda f: rf"\frac{{{f[1].strip('{}')}}}{{{f[2].strip('{}')}}}",
+        text,
+    )
     text = re.sub(r"\s+", " ", text).strip().removeprefix("=").strip()
     return re.sub(r"(?<=[^.])[.,;:]+$", "", text).strip()
 
@@ -263,7 +281,9 @@ def _bracketed(text: str, depth: int) -> Value | None:
 
 def _named(text: str, depth: int) -> Value | None:
     """``x = 5``, ``f(x) = x^2``, ``x \\in [0, 1]``; of ``3 + 4 = 7`` the last side."""
-    if len(parts := re.split(r"(?<![<>!\\=])=(?!=)|\\in(?![a-zA-Z])", text)) < 2 or not all(part.strip() for part in parts):
+    if len(parts := re.split(r"(?<![<>!\\=])=(?!=)|\\in(?![a-zA-Z])", text)) < 2 or not all(
+        part.strip() for part in parts
+    ):
         return None
     if len(_split(text)) > 1 or re.search(r"[\s»](?:and|or)[\s«]", text):
         return None
@@ -337,7 +357,9 @@ def _figure(found: re.Match[str]) -> Fraction | None:
         part = _ratio(above, below)
         return Fraction(whole) + part if part is not None and 0 <= part < 1 else None
     if text := found["times"]:
-        parts = re.fullmatch(rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*|x)\s*)?(?:{_POWER})|({_DECIMAL})[eE]([-+]?\d+)", text)
+        parts = re.fullmatch(
+            rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*|x)\s*)?(?:{_POWER})|({_DECIMAL})[eE]([-+]?\d+)", text
+        )
         assert parts is not None
         power = int(parts[2] or parts[3] or parts[5])
         ten = Fraction(10) ** power if abs(power) <= LARGEST_POWER else None
@@ -360,7 +382,11 @@ def _ratio(above: str, below: str) -> Fraction | None:
 
 def _formula(text: str) -> Value:
     """TeX for the library, without decimals and with braces where TeX would take one digit; words where a text is no formula."""
-    text = re.sub(r"«[^«»]*»\s*$", "", text) if re.search(r"[^\s«»].*«[^«»]*»\s*$", text) and not re.match(r"\s*«", text) else text
+    text = (
+        re.sub(r"«[^«»]*»\s*$", "", text)
+        if re.search(r"[^\s«»].*«[^«»]*»\s*$", text) and not re.match(r"\s*«", text)
+        else text
+    )
     bare = re.sub(r"\\[a-zA-Z]+", " ", text)
     words = [word for word in re.findall(r"[^\W\d_]+", bare) if len(word) > 1]
     unknown = [

@@ -33,7 +33,7 @@ def answer_of(text: str) -> str | None:
     After its last ``####``; in its last ``\\boxed{}``; the text itself, where it is no more than an answer; after its last "the answer is"; else its
     last number, tuple or formula in dollars.
 
-    >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("That makes $1,200 in all."), answer_of("I do not know.")
+    >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("We pay $1,200."), answer_of("I do not know.")
     ('7', '\\\\frac{1}{2}', '$1,200', None)
     """
     if "####" in text:

@@ -8,10 +8,10 @@ from collections import Counter
 from typing import Any
 
 from factory.evals.tasks import EvalItem
-from factory.tasks.items import CodeItem, MathsItem
+from factory.tasks.items import CodeItem, MathsItem, examples_for
 from factory.tasks.model import Advance, Drawing, TaskModel
 from factory.tasks.policy import TaskLimits
-from factory.tasks.reply import first_answer, program_of
+from factory.tasks.reply import first_answer
 from factory.tasks.task_file import EvalTask, TaskFile
 from factory.tasks.verifiers import AnswerCheck, check_maths, check_programs
 
@@ -41,7 +41,7 @@ def generate_and_check(
     seeds = [_seed(file.seed, task.name, item.key, number) for item, _, number in asked]
     drawn = model.generate([prompt for _, prompt, _ in asked], how, seeds, advance)
     if task.kind == "code":
-        programs = [(_program(item, one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)]
+        programs = [(item.program(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)]
         checked = check_programs(programs, running)
     else:
         texts = [first_answer(one.text, file.template) for one in drawn]
@@ -70,14 +70,13 @@ def generate_and_check(
 
 
 def _prompt(file: TaskFile, item: CodeItem | MathsItem, task: EvalTask) -> str:
+    examples = examples_for(item, task.examples, file.shots)
     if isinstance(item, CodeItem):
-        return item.prompt
-    shown = [f"{file.template.format(question=one.question)} {one.answer}" for one in task.examples[: file.shots]]
-    return "\n\n".join([*shown, file.template.format(question=item.question)])
-
-
-def _program(item: CodeItem, text: str) -> str:
-    return program_of(item.prompt, text, getattr(item, "entry_point", None) or "")
+        return "\n\n".join([*(one.prompt + (one.solution or "") for one in examples), item.prompt])
+    shown = [f"{file.template.format(question=one.question)} {one.answer}" for one in examples]
+    return file.header.format(subject=item.subject) + "\n\n".join(
+        [*shown, file.template.format(question=item.question)]
+    )
 
 
 def _seed(*parts: object) -> int:

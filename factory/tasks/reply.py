@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 
 from factory.evals.reply_code import fenced
 
@@ -45,8 +47,11 @@ def first_answer(text: str, template: str) -> str:
     return text
 
 
-def program_of(prompt: str, text: str, entry_point: str = "") -> str:
-    """The program of a code item's prompt and a reply that goes on with it, or that holds the whole function in a fence.
+def program_of(prompt: str, text: str) -> str:
+    """The program of a code item's prompt and a reply that goes on with it, or that holds it in a fence.
+
+    Of several fences the first counts that defines the prompt's last function or class; else the first of Python. A reply that goes on with the
+    prompt as Python is taken as it stands: a docstring may hold fences.
 
     >>> program_of("import math\\ndef f():\\n", "```python\\ndef f():\\n    return 1\\n```\\nDone.")
     'import math\\n\\ndef f():\\n    return 1\\n'
@@ -54,11 +59,19 @@ def program_of(prompt: str, text: str, entry_point: str = "") -> str:
     'def f():\\n    return 1'
     """
     defined = list(re.finditer(r"^(?:async\s+)?(?:def|class)\s+(\w+)", prompt, re.MULTILINE))
-    entry_point = entry_point or (defined[-1][1] if defined else "")
-    code = fenced(text, entry_point)
-    if code is None:
+    entry_point = defined[-1][1] if defined else ""
+    if (code := fenced(text, entry_point)) is None or _is_python(prompt + text):
         return prompt + text
     if entry_point and re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(entry_point)}\b", code, re.MULTILINE):
         head = next((prompt[: one.start()] for one in defined if one[1] == entry_point), prompt)
         return f"{head}\n{code}" if head else code
     return prompt + code
+
+
+def _is_python(program: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the program's own escapes
+            ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

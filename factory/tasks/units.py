@@ -22,16 +22,19 @@ UNITS = {word: (what, Fraction(size)) for words, (what, size) in _TABLE.items() 
 TIMES = {
     "dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
-_SILENT = set(
-    "a about again all altogether an answer approximately are around as asked at be by days' each equals every exactly final finally for from "
-    "had has have he her his hence i in is it its left made of on only our per result she so sum that the their them there therefore they this "
-    "thus to total totally was we were which will with would you your".split()
-)
+_SILENT = {
+    "a", "about", "again", "all", "altogether", "an", "answer", "approximately", "are", "around", "as", "asked", "at", "be", "by", "days'",
+    "each", "equals", "every", "exactly", "final", "finally", "for", "from", "had", "has", "have", "he", "her", "his", "hence", "i", "in",
+    "is", "it", "its", "left", "made", "of", "on", "only", "our", "per", "result", "she", "so", "sum", "that", "the", "their", "them",
+    "there", "therefore", "they", "this", "thus", "to", "total", "totally", "was", "we", "were", "which", "will", "with", "would", "you",
+    "your",
+}  # fmt: skip
 # With one of these a number is not the answer that it stands in.
-_ALTERS = set(
-    "above below between cubed divided either except fewer fifth fifths fourth fourths half halves least less minus more most negative neither "
-    "never no non nor not or over plus quarter quarters squared tenth tenths than third thirds times twice under unless unlike without".split()
-)
+_ALTERS = {
+    "above", "below", "between", "cubed", "divided", "either", "except", "fewer", "fifth", "fifths", "fourth", "fourths", "half", "halves",
+    "least", "less", "minus", "more", "most", "negative", "neither", "never", "no", "non", "nor", "not", "or", "over", "plus", "quarter",
+    "quarters", "squared", "tenth", "tenths", "than", "third", "thirds", "times", "twice", "under", "unless", "unlike", "without",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

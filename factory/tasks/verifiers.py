@@ -21,7 +21,7 @@ from factory.core.left_files import open_file
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 from factory.tasks.exact_answer import answer_of, same_answer
-from factory.tasks.items import MathsItem, TaskError
+from factory.tasks.items import CodeItem, MathsItem, TaskError
 from factory.tasks.model import Advance
 from factory.tasks.policy import TaskLimits
 
@@ -85,8 +85,18 @@ def check_programs(
         return list(pool.map(one, programs))
 
 
+def check_solutions(items: Sequence[CodeItem], running: TaskLimits, advance: Advance = lambda n: None) -> None:
+    """Raises: TaskError naming the first item whose own solution fails its tests."""
+    mine = [item for item in items if item.solution is not None]
+    programs = [(item.program(item.solution or ""), item.tests) for item in mine]
+    for item, found in zip(mine, check_programs(programs, running, advance), strict=True):
+        if not found.right:
+            how = f"stopped: over its {found.stopped} limit" if found.stopped else found.why
+            raise TaskError(f"item {item.key!r}: its own solution does not pass its tests: {how}")
+
+
 def _compare(pairs: list[Pair], running: TaskLimits) -> dict[Pair, str]:
-    """"yes", "no" or "cpu" of each pair, by math-verify."""
+    """ "yes", "no" or "cpu" of each pair, by math-verify."""
     if not pairs:
         return {}
     workers = min(len(os.sched_getaffinity(0)), len(pairs))

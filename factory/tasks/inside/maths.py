@@ -3,8 +3,8 @@
 FOLDER/pairs.json is a list of [gold, said], in TeX without decimals; FOLDER/equal.json gets for each "yes", "no" or "cpu". Each pair is compared in
 a process of its own: what hangs, or takes its process over, says nothing of the others.
 
-math-verify rounds, compares numbers to 15 digits and leaves letters' case out. What it calls equal must also agree as it stands: formulas at random points
-to 30 digits, equations as the same one up to a factor.
+math-verify rounds, compares numbers to 15 digits and leaves letters' case out. What it calls equal must also agree as it stands: formulas at random
+points to 30 digits, equations as the same one up to a factor.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ def equal(gold: str, said: str) -> bool:
         return False  # A and a, which the library would take for one
     one, other = (
         parse(
-            f"${tex}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True
+            f"${tex}$",
+            [LatexExtractionConfig()],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+            raise_on_error=True,
         )
         for tex in (gold, said)
     )
@@ -98,7 +102,8 @@ def same_relation(one: Any, other: Any) -> bool:
 
 
 def factor(one: Any, other: Any) -> Any:
-    """By which number ``one`` is ``other``, to 30 digits, at each of some random points; None when there is none, or no point where both have a value."""
+    """By which number ``one`` is ``other``, to 30 digits, at each of some random points; None when there is none, or no point where both
+    have a value."""
     from sympy import Abs, Float, Rational
 
     names = sorted(one.free_symbols | other.free_symbols, key=str)

@@ -46,7 +46,8 @@ FORMS = [
     ("1/2", "0.50", SAME), ("1/3", "0.333", OTHER), ("1/3", "0.3333333333333333", OTHER), ("2/6", "1/3", SAME), ("1/2", "1/0", OTHER),
     # units
     ("5 cm", "5 cm", SAME), ("5 cm", r"5\text{ cm}", SAME), ("5 cm", r"5\,\mathrm{cm}", SAME), ("5 cm", "5", SAME), ("5", "5 cm", SAME),
-    ("5 cm", "5 m", OTHER), ("500 cm", "5 m", SAME), ("5 cm", "5 centimeters", SAME), ("5 cm^2", "5 cm", OTHER), ("5 cm^2", "5 square centimetres", SAME),
+    ("5 cm", "5 m", OTHER), ("500 cm", "5 m", SAME), ("5 cm", "5 centimeters", SAME), ("5 cm^2", "5 cm", OTHER),
+    ("5 cm^2", "5 square centimetres", SAME),
     ("60 km/h", "60 kilometers per hour", SAME), ("60 km/h", "60 km", OTHER), ("90", r"90^\circ", SAME), (r"90^{\circ}", "90 degrees", SAME),
     ("1 hour", "60 minutes", SAME), ("1 hour", "1 minute", OTHER), ("$5", "€5", OTHER), ("$0.50", "50 cents", SAME), ("$5", "5 dollars", SAME),
     ("5 cm", "5 apples", OTHER), ("5 dogs", "5 cats", OTHER), ("5 dogs", "5 dogs", SAME), ("5000000", "5 million", SAME), ("5", "5 million", OTHER),
@@ -57,16 +58,20 @@ FORMS = [
     ("1200", "1.2e3", SAME), ("1.23", "1.2e3", OTHER), ("0.001", "10^{-3}", SAME), ("2", "2^{10}", OTHER), ("210", "210^{3}", OTHER),
     ("7", r"\boxed{3+4}", OTHER), ("7", r"\boxed{3+4=7}", SAME), ("10", "10^{5000000}", OTHER),
     # ratios, dates, numbers with a base
-    ("3:4", "3:4", SAME), ("3:4", "4:3", OTHER), ("3/4", "3:4", OTHER), ("34", "3:4", OTHER), ("4", "at 3:04", OTHER), ("2020", "on 12/25/2020", OTHER),
-    ("12/25", "12/25/2020", OTHER), ("12/25/2020", "12/25/2020", SAME), ("1010_2", "1010_{2}", SAME), ("1010_2", "1010", OTHER), ("13", "13_5", OTHER),
+    ("3:4", "3:4", SAME), ("3:4", "4:3", OTHER), ("3/4", "3:4", OTHER), ("34", "3:4", OTHER), ("4", "at 3:04", OTHER),
+    ("2020", "on 12/25/2020", OTHER),
+    ("12/25", "12/25/2020", OTHER), ("12/25/2020", "12/25/2020", SAME), ("1010_2", "1010_{2}", SAME), ("1010_2", "1010", OTHER),
+    ("13", "13_5", OTHER),
     # names, tuples, intervals, sets, lists
     ("5", "x=5", SAME), ("x=5", "5", SAME), ("x=5", "y=5", OTHER), ("y=2x+1", "2x+1", OTHER), ("2x+1", "y=2x+1", SAME), ("5", "x=6", OTHER),
-    ("(1,2)", "(2,1)", OTHER), ("(1,2)", "[1,2]", OTHER), ("[1,2)", "[1,2)", SAME), ("[1,2)", "[1,2]", OTHER), (r"(\frac12,3)", r"\left(0.5, 3\right)", SAME),
+    ("(1,2)", "(2,1)", OTHER), ("(1,2)", "[1,2]", OTHER), ("[1,2)", "[1,2)", SAME), ("[1,2)", "[1,2]", OTHER),
+    (r"(\frac12,3)", r"\left(0.5, 3\right)", SAME),
     (r"\{1,2\}", r"\{2,1\}", SAME), (r"\{1,2\}", "1, 2", SAME), ("1, 2", "2 and 1", SAME), ("1, 2", "1", OTHER), ("1, 2", "1, 2, 3", OTHER),
     (r"\{1,2\}", "(1,2)", OTHER), ("1, 1, 2", "1, 2, 2", OTHER), ("x=1, x=2", "x=2 or x=1", SAME), (r"\pm 2", "2, -2", SAME), ("2", r"\pm 2", OTHER),
     (r"(-\infty, 3]", r"(-∞,3]", SAME), (r"(-\infty, 3]", r"(\infty, 3]", OTHER), (r"[0,1]\cup[2,3]", r"[2,3]\cup[0,1]", SAME),
     # words
-    (r"\text{Monday}", "monday", SAME), ("Monday", "Tuesday", OTHER), ("A", "(A)", SAME), ("A", "B", OTHER), ("x", "X", OTHER), ("even", r"\boxed{\text{even}}", SAME),
+    (r"\text{Monday}", "monday", SAME), ("Monday", "Tuesday", OTHER), ("A", "(A)", SAME), ("A", "B", OTHER), ("x", "X", OTHER),
+    ("even", r"\boxed{\text{even}}", SAME),
 ]  # fmt: skip
 
 # Formulas, which math-verify compares in the sandbox.
@@ -74,8 +79,10 @@ FORMULAS = [
     (r"x^2+2x+1", r"\boxed{(x+1)^2}", SAME), (r"x^2+2x+1", r"\boxed{(x+1)^3}", OTHER), (r"\frac{\sqrt{3}}{3}", r"$\frac{1}{\sqrt 3}$", SAME),
     (r"2\sqrt2", r"\sqrt{8}", SAME), (r"\sqrt{2}", r"1.41421356", OTHER), (r"\pi", "3.14159265358979", OTHER), (r"\frac{\pi}{2}", r"\pi/2", SAME),
     (r"2\pi", r"2\pi\text{ cm}", SAME), ("2^{10}", "1024", SAME), ("2A", "2a", OTHER), ("p-q", "q-p", OTHER), ("0.5x", r"\frac{x}{2}", SAME),
-    (r"10^{-20}x", r"10^{-30}x", OTHER), (r"\sqrt{x^2}", "x", OTHER), ("x < 3", "3 > x", SAME), ("x < 3", r"x \le 3", OTHER), ("x < 3", "x > 3", OTHER),
-    ("x+y=5", "y=5-x", SAME), ("x+y=5", "x+y=6", OTHER), (r"\{\sqrt2, -\sqrt2\}", r"\pm\frac{2}{\sqrt2}", SAME), (r"(\sqrt4, \sqrt9)", "(2, 3)", SAME),
+    (r"10^{-20}x", r"10^{-30}x", OTHER), (r"\sqrt{x^2}", "x", OTHER), ("x < 3", "3 > x", SAME), ("x < 3", r"x \le 3", OTHER),
+    ("x < 3", "x > 3", OTHER),
+    ("x+y=5", "y=5-x", SAME), ("x+y=5", "x+y=6", OTHER), (r"\{\sqrt2, -\sqrt2\}", r"\pm\frac{2}{\sqrt2}", SAME),
+    (r"(\sqrt4, \sqrt9)", "(2, 3)", SAME),
     (r"(\sqrt4, \sqrt9)", "(3, 2)", OTHER), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", OTHER),
     (r"x!", r"__import__('os').system('true')", OTHER), (r"x^{10}", "x^10", SAME), ("x", r"\boxed{\frac{x}", OTHER),
 ]  # fmt: skip
@@ -110,7 +117,10 @@ def test_formulas_are_compared_by_the_library_in_the_sandbox() -> None:
 def test_what_would_never_end_is_not_equal_and_counted() -> None:
     """Beside it a pair of another gold, which is not harmed."""
     slow, other = "9^{9^{9^{9}}}+x", "9^{9^{9^{8}}}+x"
-    found = check_maths([(item(slow), f"\\boxed{{{other}}}"), (item("x+1"), r"\boxed{1+x}")], LIMITS.model_copy(update={"formula_cpu_seconds": 1}))
+    found = check_maths(
+        [(item(slow), f"\\boxed{{{other}}}"), (item("x+1"), r"\boxed{1+x}")],
+        LIMITS.model_copy(update={"formula_cpu_seconds": 1}),
+    )
     assert [(one.right, one.stopped) for one in found] == [(False, "cpu"), (True, "")]
 
 

@@ -178,7 +178,7 @@ def test_maths_and_code_are_read_and_hold_what_they_must(workspace: Workspace) -
 
 def test_an_answer_is_a_place_a_letter_or_the_text(workspace: Workspace) -> None:
     answers = {0: 0, 1: "A", 2: "one", 3: 2, 4: "C", 5: "three", 6: 1, 7: "B"}
-    asked = [{"id": n, "question": "?", "choices": ["one", "B", "three"], "answer": a} for n, a in answers.items()]
+    asked = [{"id": n, "question": f"{n}?", "choices": ["one", "B", "three"], "answer": a} for n, a in answers.items()]
     assert [item.right for item in load_task(write_task(workspace, "asked", asked), POLICY).items] == [
         0,
         0,
