@@ -82,7 +82,7 @@ AS_PYTHON = {
         "import typing\nassert P.__annotations__ == {'x': 'int'} and typing.get_type_hints(P) == {'x': int}", True,
     ),
     "doctest": (
-        "def f():\n  \"\"\">>> f()\n  1\"\"\"\n  return 1",
+        "def f():\n  '''\n  >>> f()\n  1\n  '''\n  return 1",
         "import doctest\nassert doctest.testmod().failed == 0 and doctest.testmod().attempted == 1", True,
     ),
     "source": ("import inspect\ndef f(): return 1", "assert 'return 1' in inspect.getsource(f)", True),
