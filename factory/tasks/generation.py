@@ -8,9 +8,10 @@ from collections import Counter
 from typing import Any
 
 from factory.evals.tasks import EvalItem
-from factory.tasks.items import CodeItem, MathsItem
+from factory.tasks.items import CodeItem, MathsItem, examples_for
 from factory.tasks.model import Advance, Drawing, TaskModel
 from factory.tasks.policy import TaskLimits
+from factory.tasks.reply import first_answer
 from factory.tasks.task_file import EvalTask, TaskFile
 from factory.tasks.verifiers import AnswerCheck, check_maths, check_programs
 
@@ -40,10 +41,11 @@ def generate_and_check(
     seeds = [_seed(file.seed, task.name, item.key, number) for item, _, number in asked]
     drawn = model.generate([prompt for _, prompt, _ in asked], how, seeds, advance)
     if task.kind == "code":
-        programs = [(item.prompt + one.text, item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)]
+        programs = [(item.program(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)]
         checked = check_programs(programs, running)
     else:
-        checked = [check_maths(item, one.text) for (item, _, _), one in zip(asked, drawn, strict=True)]
+        texts = [first_answer(one.text, file.template) for one in drawn]
+        checked = check_maths([(item, text) for (item, _, _), text in zip(asked, texts, strict=True)], running)
     right: Counter[str] = Counter()
     for (item, _, _), found in zip(asked, checked, strict=True):
         right[item.key] += found.right
@@ -68,10 +70,13 @@ def generate_and_check(
 
 
 def _prompt(file: TaskFile, item: CodeItem | MathsItem, task: EvalTask) -> str:
+    examples = examples_for(item, task.examples, file.shots)
     if isinstance(item, CodeItem):
-        return item.prompt
-    shown = [f"{file.template.format(question=one.question)} {one.answer}" for one in task.examples[: file.shots]]
-    return "\n\n".join([*shown, file.template.format(question=item.question)])
+        return "\n\n".join([*(one.prompt + (one.solution or "") for one in examples), item.prompt])
+    shown = [f"{file.template.format(question=one.question)} {one.answer}" for one in examples]
+    return file.header.format(subject=item.subject) + "\n\n".join(
+        [*shown, file.template.format(question=item.question)]
+    )
 
 
 def _seed(*parts: object) -> int:

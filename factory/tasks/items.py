@@ -6,13 +6,14 @@ import ast
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from factory.core.errors import FactoryError
 from factory.core.policy_file import StrictPolicy
 from factory.tasks.exact_answer import answer_of
+from factory.tasks.reply import program_of
 from trainer.contract.strict import parse
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -33,6 +34,8 @@ class TaskItem(StrictPolicy):
     """Of the item, once in its file."""
     source: Name = ""
     """The document that it was made from: items of one source are right and wrong together, and count as one cluster. Default: the id."""
+    subject: Name = ""
+    """What it is about: examples are shown to items of their own subject, and the task's ``header`` can name it."""
 
     @property
     def key(self) -> str:
@@ -41,6 +44,24 @@ class TaskItem(StrictPolicy):
     @property
     def cluster(self) -> str:
         return self.source or self.key
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """What is asked: two items that ask the same are one question."""
+        raise NotImplementedError
+
+    @property
+    def gold(self) -> str:
+        """The right answer, to be compared and shown."""
+        raise NotImplementedError
+
+
+Item = TypeVar("Item", bound=TaskItem)
+
+
+def examples_for(item: TaskItem, examples: Sequence[Item], shots: int) -> Sequence[Item]:
+    """The first ``shots`` examples of the item's subject, which are shown before it."""
+    return [one for one in examples if one.subject == item.subject][:shots]
 
 
 class ChoiceItem(TaskItem):
@@ -64,6 +85,14 @@ class ChoiceItem(TaskItem):
             raise ValueError(f"answer {self.answer!r} names {'no' if not named else 'more than one'} choice")
         return named[0]
 
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return (self.question, *self.choices)
+
+    @property
+    def gold(self) -> str:
+        return self.choices[self.right]
+
 
 class MathsItem(TaskItem):
     """A question whose answer is a number or a short expression."""
@@ -71,6 +100,14 @@ class MathsItem(TaskItem):
     question: Text
     answer: Text | int | float
     """The last number after '####', in \\boxed{}, or the whole text."""
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return (self.question,)
+
+    @property
+    def gold(self) -> str:
+        return str(self.answer)
 
 
 class CodeItem(TaskItem):
@@ -81,6 +118,22 @@ class CodeItem(TaskItem):
     """Python that is run after the program, and raises where it is wrong."""
     solution: Text | None = None
     """A right continuation: 'factory tasks check' holds the tests to it."""
+    begins: str | None = None
+    """What the program begins with, before what the model wrote. Default: the prompt, which is code then."""
+    libraries: list[Name] = []
+    """What the tests and the solution import beside the standard library."""
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return (self.prompt, self.tests)
+
+    @property
+    def gold(self) -> str:
+        return self.tests  # programs that pass them are right, whatever their text
+
+    def program(self, written: str) -> str:
+        """The program that a model's continuation makes, or the one that stands in its fences."""
+        return program_of(self.prompt if self.begins is None else self.begins, written)
 
 
 KINDS: dict[str, type[TaskItem]] = {"multiple_choice": ChoiceItem, "maths": MathsItem, "code": CodeItem}
@@ -90,23 +143,57 @@ def read_records(kind: str, records: Sequence[Any], where: str) -> list[Any]:
     """The items of a file. Raises: TaskError naming the record and the key; a doubled id or item; an answer or tests that are none."""
     items: list[Any] = []
     ids: dict[str, int] = {}
-    asked: dict[str, int] = {}
+    asked: dict[tuple[str, ...], int] = {}
     for number, record in enumerate(records, 1):
         item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
         if (first := ids.setdefault(item.key, number)) != number:
             raise TaskError(f"{where}: id {item.key!r} appears twice, in records {first} and {number}")
-        first = asked.setdefault(item.model_dump_json(exclude={"id", "source"}), number)
-        if items and first != number and items[first - 1].cluster != item.cluster:
-            raise TaskError(
-                f"{where}: records {first} and {number} ask the same: remove one, or give both one 'source', so that they count as one"
-            )
-        if words := _fault(item):
+        if words := _fault(item, doubled_choices=False):
             raise TaskError(f"{where}, record {number}: {words}")
+        first = asked.setdefault(item.asks, number)
+        if first != number:
+            _refuse_doubled(items[first - 1], item, f"{where}: records {first} and {number} ask the same")
         items.append(item)
     return items
 
 
-def _fault(item: TaskItem) -> str:
+def read_published(
+    kind: str, records: Sequence[tuple[int, Any]], where: str, doubled_choices: bool
+) -> tuple[list[Any], list[str]]:
+    """(the items of a published file, what is to be said of them), from (number of the record, the record as ours).
+
+    What such a file asks twice is measured twice, so that scores compare with those of others, and counts as one for errors. In letter format
+    ``doubled_choices`` harm nothing. Raises: TaskError as ``read_records``.
+    """
+    items: list[Any] = []
+    ids: dict[str, int] = {}
+    asked: dict[tuple[str, ...], Any] = {}
+    again: list[str] = []
+    for number, record in records:
+        item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
+        if (first := ids.setdefault(item.key, number)) != number:
+            raise TaskError(f"{where}: id {item.key!r} appears twice, in records {first} and {number}")
+        if words := _fault(item, doubled_choices):
+            raise TaskError(f"{where}, record {number}: {words}")
+        other = asked.setdefault(item.asks, item)
+        if other is not item:
+            two = "" if other.gold == item.gold else ", with another answer"
+            again.append(f"{item.key!r} asks what {other.key!r} does{two}")
+            item = item.model_copy(update={"source": other.cluster})
+        items.append(item)
+    more = f", and {len(again) - 1} more" if len(again) > 1 else ""
+    return items, [f"item {again[0]}{more}: they count as one"] if again else []
+
+
+def _refuse_doubled(first: TaskItem, second: TaskItem, where: str) -> None:
+    if first.gold != second.gold:
+        said = f"{first.gold[:60]!r} and {second.gold[:60]!r}"
+        raise TaskError(f"{where} and have two answers, {said}: remove the one that is wrong")
+    if first.cluster != second.cluster:
+        raise TaskError(f"{where}: remove one, or give both one 'source', so that they count as one")
+
+
+def _fault(item: TaskItem, doubled_choices: bool) -> str:
     """Why an item with all its keys is none; '': it is one."""
     if isinstance(item, CodeItem):
         return _no_tests(item.tests)
@@ -115,7 +202,7 @@ def _fault(item: TaskItem) -> str:
     if isinstance(item, ChoiceItem):
         if not all(choice.strip() for choice in item.choices):
             return "a choice is blank"
-        if len(set(item.choices)) < len(item.choices):
+        if len(set(item.choices)) < len(item.choices) and not doubled_choices:
             return "two of its choices are the same"
         try:
             item.right  # noqa: B018  (it raises)

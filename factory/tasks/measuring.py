@@ -28,10 +28,12 @@ from factory.ledger.writing import insert
 from factory.tasks.comparing import scores
 from factory.tasks.generation import generate_and_check
 from factory.tasks.items import TaskError
+from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.lm_eval_run import run_lm_eval
 from factory.tasks.model import Advance, TaskModel
 from factory.tasks.multiple_choice import choose
 from factory.tasks.policy import TasksPolicy
+from factory.tasks.proving import is_proven, prove
 from factory.tasks.task_file import EvalTask
 from kernels.contract.files import finite
 
@@ -57,6 +59,7 @@ def measure(
             f"{policy.contaminated_max:.0%} is allowed (contaminated_max); first: record {contaminated[0][0] + 1}, in document {contaminated[0][1]}"
         )
     refuse_damaged(candidate)
+    _prove(ledger, task, policy, progress)
     started = time.monotonic()
     model = TaskModel.load(Path(candidate.export_path), tokenizer, policy.batch_tokens, policy.device)
     with progress.task(f"task {task.name}, candidate {candidate_id}", None) as bar:
@@ -111,10 +114,20 @@ def _run(
             return choose(task, model, advance), {}
         if task.kind == "lm-eval":
             return run_lm_eval(task, model, policy, advance)
+        if task.kind == "code":
+            refuse_missing_libraries(task.items, policy.running)
         return generate_and_check(task, model, policy.running, advance)
     except TaskError as error:
         where = f"task {task.name}"
         raise TaskError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+
+
+def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> None:
+    try:
+        if not is_proven(ledger, task):
+            prove(ledger, task, policy, progress)
+    except TaskError as error:
+        raise TaskError(f"task {task.name} is not sound: {error}; 'factory tasks check' says so too") from error
 
 
 def _known(ledger: Ledger, candidate: int, identity: str) -> int | None:

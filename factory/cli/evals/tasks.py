@@ -23,7 +23,7 @@ def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     from factory.ledger.rows import EvaluationRow
     from factory.tasks.items import TaskError
     from factory.tasks.policy import TasksPolicy
-    from factory.tasks.task_file import load_named, task_folder, task_names
+    from factory.tasks.task_file import load_named, look_into, task_folder
 
     workspace, ledger, terminal = open_workspace(where)
     policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
@@ -32,7 +32,8 @@ def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
         for row in EvaluationRow.select(ledger, "WHERE suite_sha256 LIKE 'task:%' ORDER BY id")
     }
     found: list[dict[str, Any]] = []
-    for name in task_names(task_folder(workspace)):
+    folder = look_into(task_folder(workspace))
+    for name in folder.tasks:
         row: dict[str, Any] = {"task": name, **policy.of(name).model_dump()}
         try:
             row |= _described(load_named(workspace, name, policy))
@@ -42,7 +43,7 @@ def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
             row |= {"candidate": newest[name].candidate, "metrics": newest[name].summary["metrics"]}
         found.append(row)
     if as_json:
-        print_json(found)
+        print_json(found + [{"file": name, "problem": why} for name, why in folder.others.items()])
         return
     for row in found:
         tier = f"every {row['every']}." if row["tier"] == "every" else row["tier"]
@@ -50,33 +51,44 @@ def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
         terminal.line(f"{row['task']}  {tier}  {about}")
         if "metrics" in row:
             terminal.line(f"    candidate {row['candidate']}: {_scores(row['metrics'])}")
+    for name, why in folder.others.items():
+        terminal.line(f"{name}: {why}")
     if not found:
         terminal.line(f"  no task file in {task_folder(workspace)}: docs/TASKS.md says how to write one")
 
 
 @commands.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="A task's YAML file.")], where: Where = DEFAULT, as_json: AsJson = False
+    file: Annotated[Path, typer.Argument(help="A task's YAML file, or a published benchmark's.")],
+    where: Where = DEFAULT,
+    as_json: AsJson = False,
 ) -> None:
-    """Read a task file with all its items; hold the tests of code items to their solutions; look for items in the training data."""
+    """Prove a task: right answers score 1, empty ones 0 or chance, tests can fail, no item is an example; look for items in the training data."""
+    from dataclasses import asdict
+
+    from factory.core.progress import SILENT
     from factory.tasks.measuring import trained_on
     from factory.tasks.policy import TasksPolicy
-    from factory.tasks.task_file import load_task
-    from factory.tasks.verifiers import check_solutions
+    from factory.tasks.proving import prove
+    from factory.tasks.task_file import load_task, look_into, task_folder
 
     workspace, ledger, terminal = open_workspace(where)
     policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
     task = load_task(file, policy)
-    if task.kind == "code":
-        check_solutions(task.items, policy.running)
+    proof = prove(ledger, task, policy, SILENT if as_json else terminal)
     hits = trained_on(workspace, ledger, task)
     found = {"task": task.name, **_described(task), "contaminated": len(hits), "in": [key for _, key in hits[:20]]}
+    found |= {"proof": asdict(proof), "notes": list(task.notes)}
     if as_json:
         print_json(found)
         return
     terminal.line(
         f"  {task.name}: {task.format}, {found['items']} items of {found['clusters'] or 'unknown'} sources: sound"
     )
+    if said := proof.words():
+        terminal.line(f"  proven: {'; '.join(said)}")
+    for words in (*task.notes, *(f"{name}: {why}" for name, why in look_into(task_folder(workspace)).others.items())):
+        terminal.line(f"  {words}")
     if hits:
         terminal.line(
             f"  {len(hits)} items stand in training data that was there before them (first: {hits[0][1]}); at most "

@@ -1,15 +1,17 @@
 """The items of evaluation tasks, as far as ingest must know them: every string in every data file of ``policies/tasks/``.
 
 No schema is asked for, so that a task file of any kind is kept out of training data from the moment it lies in the folder, also one that no
-task reads yet. Items are read here for the tasks too, so that both see the same records.
+task reads yet. Items are read here for the tasks too, so that both see the same records. What cannot be read so is named (``not_read``).
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,25 +23,57 @@ from factory.core.errors import InputError
 from factory.ingest.rules.decontaminate import ngrams
 from factory.ingest.rules.words import Hashes, word_hashes
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-LARGEST = 256 << 20  # bytes of a file
+PLAIN = (".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (*PLAIN, *(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet"))
+BESIDE = (".yaml", ".py", ".pyc", ".md")  # what lies beside items and holds none
+LARGEST = 256 << 20  # bytes of a file, unpacked
+HEADLESS = (
+    "question",
+    "A",
+    "B",
+    "C",
+    "D",
+    "answer",
+)  # the columns of MMLU's files, which have no header (Hendrycks et al. 2021)
 DEPTH = 32  # of lists in lists
 
 
 @dataclass(frozen=True)
 class ItemFile:
-    """One data file: its path, the hash of its content, its records."""
+    """One data file: its path, the hash of its content (unpacked), its records."""
 
     path: Path
     sha256: str
     records: list[dict[str, Any]]
 
 
+def suffix_of(path: Path) -> str:
+    """Of a data file, with its ``.gz``; empty: it is none.
+
+    >>> suffix_of(Path("HumanEval.jsonl.gz")), suffix_of(Path("arc.csv")), suffix_of(Path("MATH.tar"))
+    ('.jsonl.gz', '.csv', '')
+    """
+    return max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default="")
+
+
 def item_files(folder: Path) -> list[Path]:
     """The data files of a folder and those below it, in order."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    return [path for path in _files(folder) if suffix_of(path)]
+
+
+def not_read(folder: Path) -> list[Path]:
+    """The files of a folder and those below it that may hold items and are of no kind that is read here: they are not kept out of training data."""
+    return [
+        path
+        for path in _files(folder)
+        if not suffix_of(path)
+        and path.suffix not in BESIDE
+        and not path.name.startswith(("_", ".", "README", "LICENSE"))
+    ]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
 
 
 def read_items(path: Path) -> ItemFile:
@@ -47,18 +81,19 @@ def read_items(path: Path) -> ItemFile:
     try:
         if path.stat().st_size > LARGEST:
             raise InputError(f"{path}: more than {LARGEST >> 20} MiB")
-        data = path.read_bytes()
-        if path.suffix == ".parquet":
-            records = _parquet(data)
-        else:
-            text = _decoded(data)
-            records = {".jsonl": _lines, ".json": _json, ".csv": _csv}[path.suffix](text)
+        data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
+        suffix = suffix_of(path).removesuffix(".gz")
+        records = (
+            _parquet(data)
+            if suffix == ".parquet"
+            else {".jsonl": _lines, ".json": _json, ".csv": _csv}[suffix](_decoded(data))
+        )
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except _BadItems as error:
         raise InputError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as {path.suffix[1:]}: {str(error)[:200]}") from error
+        raise InputError(f"{path} cannot be read as {suffix_of(path)[1:]}: {str(error)[:200]}") from error
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
             raise InputError(f"{path}: record {number} is {type(record).__name__}, expected keys with values")
@@ -74,6 +109,17 @@ def item_ngrams(record: Any, n: int) -> Hashes:
 
 class _BadItems(Exception):
     """What is wrong inside a file."""
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            data = file.read(LARGEST + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _BadItems(f"cannot be unpacked: {error}") from None
+    if len(data) > LARGEST:
+        raise _BadItems(f"more than {LARGEST >> 20} MiB, unpacked")
+    return data
 
 
 def _strings(value: Any, depth: int) -> Iterator[str]:
@@ -124,13 +170,20 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _csv(text: str) -> list[Any]:
     try:
-        rows = list(csv.DictReader(io.StringIO(text), strict=True))
+        found = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
+        names = HEADLESS if found and all(_headless(row) for row in found) else None
+        rows = list(csv.DictReader(io.StringIO(text), names, strict=True))
     except csv.Error as error:
         raise _BadItems(str(error)) from None
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise _BadItems(f"row {number} has another number of fields than the first line")
     return rows
+
+
+def _headless(row: list[str]) -> bool:
+    """Is the row an item of MMLU, so that as a first line it is no header? The letter of an answer names no column."""
+    return len(row) == len(HEADLESS) and row[-1] in HEADLESS[1:-1]
 
 
 def _parquet(data: bytes) -> list[Any]:

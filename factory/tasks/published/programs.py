@@ -1,0 +1,168 @@
+"""HumanEval, MBPP and BigCodeBench: programs to write, and their tests."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from typing import Any
+
+from factory.tasks.published.form import LEFT_OUT, SHOWN, TESTED, Benchmark, Form
+
+# BigCodeBench's tests are a TestCase that nothing starts. This starts it, and says in one line what failed.
+RUN_TEST_CASES = """
+def _run_test_cases():
+    import unittest
+
+    found = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(TestCases).run(found)
+    assert found.testsRun, "TestCases has no test"
+    for test, why in [*found.errors, *found.failures]:
+        raise AssertionError(f"{test}: {why.strip().splitlines()[-1]}")
+
+
+_run_test_cases()
+"""
+
+
+class HumanEval(Form):
+    """``HumanEval.jsonl`` of OpenAI's repository, and the Parquet file of ``openai/openai_humaneval`` (Chen et al. 2021)."""
+
+    task_id: str
+    prompt: str
+    canonical_solution: str
+    test: str
+    entry_point: str
+
+    def item(self, number: int, about: str) -> dict[str, Any]:
+        return {
+            "id": self.task_id,
+            "prompt": self.prompt,
+            "solution": self.canonical_solution,
+            "tests": f"{self.test}\ncheck({self.entry_point})\n",
+        }
+
+
+class _Mbpp(Form):
+    """One task of MBPP (Austin et al. 2021). Its numbers say what it is for: 11–510 are tested, 2, 3 and 4 are shown."""
+
+    task_id: int
+    code: str
+    test_list: list[str]
+
+    @property
+    def said(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def before_tests(self) -> list[str]:
+        raise NotImplementedError
+
+    def use(self) -> str:
+        if self.task_id in (2, 3, 4):
+            return SHOWN
+        return TESTED if 11 <= self.task_id <= 510 else LEFT_OUT
+
+    def item(self, number: int, about: str) -> dict[str, Any]:
+        if not self.test_list:
+            raise ValueError("test_list is empty")
+        seen = "\n".join(self.test_list[:3])
+        asked = f"You are an expert Python programmer, and here is your task: {self.said} Your code should pass these tests:"
+        return {
+            "id": self.task_id,
+            "prompt": f"{asked}\n\n{seen}\n[BEGIN]\n",
+            "begins": "",
+            "solution": self.code,
+            "tests": "\n".join([*filter(None, self.before_tests), *self.test_list]),
+        }
+
+    def example(self, number: int, about: str) -> dict[str, Any]:
+        return self.item(number, about) | {"solution": f"{self.code}\n[DONE]"}
+
+
+class Mbpp(_Mbpp):
+    """``mbpp.jsonl`` of Google's repository, and the Parquet files of the configuration ``full``."""
+
+    text: str
+    test_setup_code: str
+
+    @property
+    def said(self) -> str:
+        return self.text
+
+    @property
+    def before_tests(self) -> list[str]:
+        return [self.test_setup_code]
+
+
+class SanitizedMbpp(_Mbpp):
+    """``sanitized-mbpp.json``, and the Parquet files of the configuration ``sanitized``."""
+
+    prompt: str
+    test_imports: list[str]
+
+    @property
+    def said(self) -> str:
+        return self.prompt
+
+    @property
+    def before_tests(self) -> list[str]:
+        return self.test_imports
+
+
+class BigCodeBench(Form):
+    """The JSON lines and Parquet files of BigCodeBench (Zhuo et al. 2024), in its form Complete: the docstring is gone on with."""
+
+    task_id: str
+    complete_prompt: str
+    canonical_solution: str
+    test: str
+    entry_point: str
+    libs: str | list[str]
+
+    def item(self, number: int, about: str) -> dict[str, Any]:
+        return {
+            "id": self.task_id,
+            "prompt": self.complete_prompt,
+            "solution": self.canonical_solution,
+            "tests": f"{self.test}\n{RUN_TEST_CASES}",
+            "libraries": sorted({lib.partition(".")[0] for lib in self._named()} - sys.stdlib_module_names),
+        }
+
+    def _named(self) -> list[str]:
+        """The list, which the files hold as its text.
+
+        Raises: ValueError.
+        """
+        try:
+            found = ast.literal_eval(self.libs) if isinstance(self.libs, str) else self.libs
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            found = None
+        if not isinstance(found, list) or not all(isinstance(lib, str) and lib for lib in found):
+            raise ValueError(f"libs is no list of names: {str(self.libs)[:80]!r}")
+        return found
+
+
+PROGRAMS = (
+    Benchmark(
+        "humaneval", "code", (HumanEval,), {"max_tokens": 1024}
+    ),  # lm-eval: humaneval/humaneval.yaml; our default stops are its own
+    Benchmark("mbpp", "code", (Mbpp, SanitizedMbpp), {"stop": ["[DONE]"]}, shown=3),  # lm-eval: mbpp/mbpp.yaml
+    Benchmark(
+        "bigcodebench",  # its own evaluation: bigcodebench/provider/utility.py
+        "code",
+        (BigCodeBench,),
+        {
+            "max_tokens": 1280,
+            "stop": [
+                "\nif __name__",
+                "\ndef main(",
+                "\nprint(",
+                "\ndef ",
+                "\nclass ",
+                "\nimport ",
+                "\nfrom ",
+                "\nassert ",
+            ],
+        },
+    ),
+)

@@ -1,0 +1,294 @@
+"""The files of eight benchmarks, as published: dropped into policies/tasks/, each is a task, with the prompts of its paper."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.tasks.generation import _prompt as generation_prompt
+from factory.tasks.items import CodeItem, TaskError
+from factory.tasks.libraries import refuse_missing_libraries
+from factory.tasks.multiple_choice import prompt_of
+from factory.tasks.policy import TaskLimits, TasksPolicy
+from factory.tasks.task_file import VERSIONS, EvalTask, TaskFile, load_named, load_task, look_into, task_folder
+from factory.tasks.verifiers import check_maths, check_programs, check_solutions
+from tests.support.factory import published_files as published
+from tests.support.factory.task_files import choice_items, sums, write_task
+
+POLICY = TasksPolicy()
+LIMITS = TaskLimits(code_cpu_seconds=5, code_seconds=60.0, code_printed_kib=64)
+
+
+def dropped(workspace: Workspace, name: str, records: list[Any]) -> Path:
+    return published.write(task_folder(workspace) / name, records)
+
+
+def alone(workspace: Workspace, name: str, records: list[Any]) -> EvalTask:
+    return load_task(dropped(workspace, name, records), POLICY)
+
+
+def prompts(task: EvalTask) -> list[str]:
+    assert isinstance(task.file, TaskFile)
+    if task.kind == "multiple_choice":
+        return [prompt_of(task.file, item, task.examples) for item in task.items]
+    return [generation_prompt(task.file, item, task) for item in task.items]
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(TaskError) as found:
+        load_task(path, POLICY)
+    said = str(found.value)
+    assert "\n" not in said
+    return said
+
+
+def test_each_file_is_a_task_from_the_moment_it_lies_there(workspace: Workspace) -> None:
+    for name, (_, records) in published.FILES.items():
+        dropped(workspace, name, records)
+    found = look_into(task_folder(workspace))
+    assert not found.others and len(found.tasks) == len(published.FILES)
+    for name, path in found.tasks.items():
+        assert path.name.startswith(name)
+        benchmark, records = published.FILES[path.name]
+        task = load_named(workspace, name, POLICY)
+        assert isinstance(task.file, TaskFile) and (task.name, task.file.published) == (name, benchmark)
+        assert len(task.items) == (12 if benchmark == "mbpp" else len(records)) and not task.notes
+        assert task.format.startswith(f"{benchmark} as published, ") and len(set(prompts(task))) == len(task.items)
+    packed, plain = found.tasks["BigCodeBench"], dropped(workspace, "plain.jsonl", published.big_code_bench())
+    assert load_task(packed, POLICY).items_sha256 == load_task(plain, POLICY).items_sha256
+
+
+def test_what_is_asked_and_what_is_right(workspace: Workspace) -> None:
+    """The first prompt of each, letter for letter, and the right answer of an item."""
+    task = alone(workspace, "harbour_law_test.csv", published.mmlu_rows())
+    assert prompts(task)[0] == (
+        "The following are multiple choice questions (with answers) about harbour law.\n\n"
+        "On which shelf does the catalogue\nkeep volume 0, as counted from zero?\nA. shelf 0\nB. shelf 1\nC. shelf 2\nD. shelf 3\nAnswer:"
+    )
+    assert [item.right for item in task.items] == [n % 4 for n in range(9)]  # the first line is an item, not a header
+    task = alone(workspace, "ARC-Easy-Test.jsonl", published.arc_lines())
+    assert prompts(task)[0] == "Question: Which lamp of harbour 0 burns when a ship may enter?\nAnswer:"
+    assert [item.right for item in task.items] == [n % 4 for n in range(9)] and task.items[3].key == "Harbour_3"
+    assert prompts(alone(workspace, "arc.parquet", published.arc_table())) == prompts(task)
+    task = alone(workspace, "hellaswag_val.jsonl", published.hella_swag())
+    assert prompts(task)[0] == "Mending a net: A fisherman sits on crate 0. He looks for the hole. The man"
+    assert task.items[0].choices[:2] == ["ties the torn threads together. Then he rests.", "paints the crate blue."]
+    assert [item.right for item in task.items] == [n % 4 for n in range(9)]
+    assert len({item.cluster for item in task.items}) == 5  # two items of one video count as one
+    task = alone(workspace, "gsm8k_test.jsonl", published.gsm8k())
+    assert prompts(task)[2].startswith("Question: A ferry carries 2 cars") and prompts(task)[2].endswith("\nAnswer:")
+    replies = [(task.items[2], "2 * 3 is 6.\n#### 6"), (task.items[2], "#### 5")]
+    assert [one.right for one in check_maths(replies, LIMITS)] == [True, False]
+    task = alone(workspace, "math.jsonl", published.hendrycks_math())
+    assert prompts(task)[2] == "Problem:\nWhat is $2 + \\frac{1}{2}$?\n\nSolution:"
+    assert isinstance(task.file, TaskFile) and task.file.stops == ("Problem:",)
+    task = alone(workspace, "HumanEval.jsonl", published.human_eval())
+    assert prompts(task)[0] == published.human_eval()[0]["prompt"]
+    task = alone(workspace, "BigCodeBench.jsonl", published.big_code_bench())
+    assert prompts(task)[0] == published.big_code_bench()[0]["complete_prompt"]
+
+
+def test_mbpp_shows_its_first_tasks_and_tests_those_of_its_test_split(workspace: Workspace) -> None:
+    records = published.mbpp()
+    task = alone(workspace, "mbpp.jsonl", records)
+    asked = lambda n: (
+        f"You are an expert Python programmer, and here is your task: {records[n - 1]['text']} Your code should pass these tests:\n\n"
+        + "\n".join(records[n - 1]["test_list"])
+        + "\n[BEGIN]\n"
+    )
+    shown = [f"{asked(n)}{records[n - 1]['code']}\n[DONE]" for n in (2, 3, 4)]
+    assert prompts(task)[0] == "\n\n".join([*shown, asked(11)])
+    assert [item.id for item in task.items] == list(range(11, 23)) and "3 shots" in task.format
+    assert prompts(alone(workspace, "sanitized-mbpp.json", published.sanitized_mbpp())) == prompts(task)
+    without = alone(workspace, "others.jsonl", published.mbpp(11))  # as in the Parquet file of one split
+    assert "0 shots" in without.format and prompts(without)[0] == asked(11)
+
+
+def test_prompts_of_mbpp_are_those_of_lm_eval(workspace: Workspace) -> None:
+    """Its template, as the installed package has it; the task itself wants code from the network."""
+    lm_eval = pytest.importorskip("lm_eval")
+    import yaml
+    from jinja2 import Environment
+
+    from factory.tasks.lm_eval_file import _Loader
+
+    text = (Path(lm_eval.__file__).parent / "tasks" / "mbpp" / "mbpp.yaml").read_text(encoding="utf-8")
+    template = Environment().from_string(yaml.load(text, _Loader)["doc_to_text"])  # noqa: S506 - a SafeLoader
+    without = alone(workspace, "mbpp.jsonl", published.mbpp(11))
+    # jinja drops one newline at the end of a template; lm-eval keeps it
+    assert [one.removesuffix("\n") for one in prompts(without)] == [
+        template.render(**one) for one in published.mbpp(11)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "wrong"),
+    [
+        ("HumanEval.jsonl.gz", published.human_eval()[2:5], "    return values\n"),
+        ("mbpp.jsonl", published.mbpp(11, 13), "def raised_11(x):\n  return x\n"),
+        ("sanitized-mbpp.json", published.sanitized_mbpp()[10:13], "raised_11 = lambda x: 11"),
+        ("BigCodeBench.jsonl.gz", published.big_code_bench()[1:4], "    return '{}'\n"),
+    ],
+)
+def test_solutions_pass_their_own_tests_and_wrong_programs_fail(
+    workspace: Workspace, name: str, records: list[Any], wrong: str
+) -> None:
+    """In the real sandbox. What only defines its tests would let the wrong program pass."""
+    path = dropped(workspace, name, records)
+    items: list[CodeItem] = list(load_task(path, TasksPolicy(items_min=2)).items)
+    assert len(items) == 3
+    check_solutions(items, LIMITS)
+    empty = {"mbpp": "", "sanitized-mbpp": ""}.get(path.name.partition(".")[0], "    return None\n")
+    found = check_programs([(items[0].program(text), items[0].tests) for text in (wrong, empty)], LIMITS)
+    assert [one.right for one in found] == [False, False]
+    assert any(word in found[0].why for word in ("AssertionError", "NameError")), found[0]
+    with pytest.raises(TaskError, match="its own solution does not pass its tests"):
+        check_solutions([items[1].model_copy(update={"solution": wrong})], LIMITS)
+
+
+def test_libraries_that_programs_do_not_have_are_named(workspace: Workspace) -> None:
+    records = published.big_code_bench("['json', 'no_such_library.part', 'nor_this']")
+    items = alone(workspace, "BigCodeBench.jsonl", [*records[:2], *published.big_code_bench()[2:]]).items
+    with pytest.raises(
+        TaskError, match="2 of 9 items need libraries that programs here do not have: no_such_library, nor_this"
+    ):
+        refuse_missing_libraries(items, LIMITS)
+    refuse_missing_libraries(items[2:], LIMITS)
+    broken = dropped(
+        workspace, "BigCodeBench.jsonl", [*published.big_code_bench(), {**records[0], "task_id": "x", "libs": "json,"}]
+    )
+    assert "record 10: libs is no list of names: 'json,'" in refused(broken)
+
+
+def test_examples_of_mmlu_are_of_the_subject_of_the_question(workspace: Workspace) -> None:
+    subjects = ("harbour_law", "tides")
+    dropped(workspace, "mmlu.parquet", published.mmlu_table(subjects))
+    dropped(workspace, "mmlu_dev.parquet", published.mmlu_table(subjects, 100, 5))
+    path = task_folder(workspace) / "mmlu.yaml"
+    path.write_text("published: mmlu\nitems: mmlu.parquet\nexamples: mmlu_dev.parquet\nshots: 5\n")
+    task = load_named(workspace, "mmlu", POLICY)
+    last = prompts(task)[-1]
+    assert last.count("(tides)") == 6 and "(harbour_law)" not in last and last.count("Answer:") == 6
+    assert last.startswith("The following are multiple choice questions (with answers) about tides.\n\nOn which shelf")
+    dropped(workspace, "mmlu_dev.parquet", published.mmlu_table(subjects[:1], 100, 5))
+    assert "mmlu_dev.parquet: 0 examples of tides, 5 are to be shown (shots)" in refused(path)
+
+
+def test_a_yaml_file_changes_what_the_benchmark_says(workspace: Workspace) -> None:
+    dropped(workspace, "test.jsonl", published.gsm8k())
+    dropped(workspace, "train.jsonl", published.gsm8k(100))
+    found = look_into(task_folder(workspace))
+    assert list(found.tasks) == ["gsm8k"]
+    assert found.others == {
+        "train.jsonl": "kept out of training data, but no task: the train split of gsm8k; a YAML file can name it in 'examples'"
+    }
+    path = task_folder(workspace) / "sums.yaml"
+    path.write_text("published: gsm8k\nitems: test.jsonl\nexamples: train.jsonl\nshots: 2\nmax_tokens: 64\n")
+    task = load_named(workspace, "sums", POLICY)
+    assert isinstance(task.file, TaskFile) and (task.kind, task.file.max_tokens) == ("maths", 64)
+    first = published.gsm8k(100)[0]
+    assert prompts(task)[0].startswith(f"Question: {first['question']}\nAnswer: {first['answer']}\n\nQuestion: ")
+    assert look_into(task_folder(workspace)).others == {}  # both files are named now
+    path.write_text("published: gsm8k\nkind: code\nitems: test.jsonl\n")
+    assert "kind code: gsm8k is of kind maths" in refused(path)
+    path.write_text("published: gsm8\nitems: test.jsonl\nkind: maths\n")
+    assert "key 'published'" in refused(path)
+    path.write_text("published: humaneval\nitems: test.jsonl\n")
+    assert (
+        "record 1: it is none of humaneval: canonical_solution, entry_point, prompt, task_id, test is missing"
+        in refused(path)
+    )
+
+
+def with_record(records: list[Any], number: int, **changes: Any) -> list[Any]:
+    return [record | (changes if at == number else {}) for at, record in enumerate(records)]
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "says"),
+    [
+        ("HumanEval.jsonl", published.human_eval()[:1], "1 items, at least 8 are needed (items_min in tasks.yaml)"),
+        ("HumanEval.jsonl", with_record(published.human_eval(), 3, task_id="HumanEval/2"), "id 'HumanEval/2' appears twice, in records 3 and 4"),
+        ("HumanEval.jsonl", with_record(published.human_eval(), 3, test=7), "record 4: key 'test': Input should be a valid string (got '7')"),
+        ("HumanEval.jsonl", [*published.human_eval(), {"task_id": "x"}], "record 10: it is none of humaneval: canonical_solution"),
+        ("mbpp.jsonl", with_record(published.mbpp(), 14, test_list=[]), "record 15: test_list is empty"),
+        ("mbpp.jsonl", with_record(published.mbpp(), 14, test_list=["assert ("]), "its tests are no Python"),
+        ("gsm8k.jsonl", with_record(published.gsm8k(), 3, answer="twelve"), "record 4: its answer has no ####"),
+        ("gsm8k.jsonl", with_record(published.gsm8k(), 3, answer="so #### "), "record 4: it has no answer"),
+        ("math.jsonl", with_record(published.hendrycks_math(), 3, solution="It is 5."), "record 4: its solution has no \\boxed answer"),
+        ("mmlu.parquet", with_record(published.mmlu_table(("tides",)), 3, answer=4), "record 4: answer 4 names no choice"),
+        ("arc.jsonl", with_record(published.arc_lines(), 3, answerKey="E"), "record 4: answerKey 'E' is not one of the labels 1, 2, 3, 4"),
+        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, label=4), "record 4: label '4' names none of 4 endings"),
+        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, label=""), "record 4: label '' names none of 4 endings"),
+        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, endings=["a", "a", "b", "c"]), "record 4: two of its choices are the same"),
+    ],
+)  # fmt: skip
+def test_a_published_file_that_is_wrong_is_refused_in_one_line(
+    workspace: Workspace, name: str, records: list[Any], says: str
+) -> None:
+    said = refused(dropped(workspace, name, records))
+    assert says in said and name in said
+
+
+def test_items_that_a_published_file_has_twice_are_measured_and_count_as_one(workspace: Workspace) -> None:
+    records = published.mmlu_table(("tides",))
+    again = {**records[1], "answer": 3}
+    double = {
+        **records[2],
+        "question": "Which?",
+        "choices": ["one", "one", "two", "three"],
+        "answer": 2,
+    }  # harmless: letters are scored
+    task = alone(workspace, "mmlu.parquet", [*records, records[0], again, double])
+    assert len(task.items) == 12 and len({item.cluster for item in task.items}) == 10
+    assert task.notes == ("item '10' asks what '1' does, and 1 more: they count as one",)
+
+
+def test_an_own_item_with_two_answers_is_refused(workspace: Workspace) -> None:
+    items = sums()
+    path = write_task(workspace, "sums", [*items, {**items[3], "id": "again", "answer": 8}], kind="maths")
+    assert "records 4 and 11 ask the same and have two answers, '7' and '8': remove the one that is wrong" in refused(
+        path
+    )
+
+
+def test_no_file_is_ignored_without_a_word(workspace: Workspace) -> None:
+    folder = task_folder(workspace)
+    write_task(workspace, "asked", choice_items())
+    dropped(workspace, "HumanEval.jsonl", published.human_eval())
+    dropped(workspace, "HumanEval.jsonl.gz", published.human_eval())
+    dropped(workspace, "unknown.jsonl", [{"prompt": "x", "label": 1}])
+    dropped(workspace, "below/HumanEval.jsonl", published.human_eval())
+    (folder / "broken.jsonl.gz").write_bytes(b"\x1f\x8b\x08 no more")
+    (folder / "MATH.tar").write_bytes(b"not read")
+    (folder / "README.md").write_text("About these.")
+    found = look_into(folder)
+    assert list(found.tasks) == ["HumanEval", "asked", "broken"]
+    assert refused(found.tasks["broken"]).startswith(f"{folder / 'broken.jsonl.gz'}: cannot be unpacked: ")
+    assert found.others == {
+        "MATH.tar": "not read (.jsonl, .json, .csv, .parquet, .jsonl.gz, .json.gz, .csv.gz are), and not kept out of training data",
+        "HumanEval.jsonl.gz": "kept out of training data, but no task: HumanEval.jsonl is task HumanEval already: rename one, or remove it",
+        "below/HumanEval.jsonl": "kept out of training data, but no task: no task file names it",
+        "unknown.jsonl": "kept out of training data, but no task: no published benchmark has its fields (label, prompt); a YAML file with "
+        "'kind' and 'items: unknown.jsonl' makes it one",
+    }
+    assert "no task: no published benchmark has its fields (label, prompt)" in refused(folder / "unknown.jsonl")
+
+
+def test_tasks_that_were_there_before_keep_their_protocol(workspace: Workspace) -> None:
+    """Keys that came later do not hold a line of releases: the hash is of the keys that there were."""
+    items = [{"id": n, "question": f"Which is {n}?", "choices": ["a", "b"], "answer": 0} for n in range(8)]
+    write_task(workspace, "shown", [{**items[0], "question": "Which is it?"}])
+    task = load_task(write_task(workspace, "asked", items, examples="shown.jsonl", shots=1), POLICY)
+    keys = (
+        '{"kind":"multiple_choice","items":"","format":"cloze","prompt":"","examples":"","shots":1,"max_tokens":256,"stop":null,"samples":1,'
+        '"temperature":0.0,"pass_at":[1],"seed":0}'
+    )
+    shown = [{"id": 0, "source": "", "question": "Which is it?", "choices": ["a", "b"], "answer": 0}]
+    whole = [VERSIONS["multiple_choice"], "multiple_choice", hashlib.sha256(keys.encode()).hexdigest(), shown]
+    assert task.protocol == hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
