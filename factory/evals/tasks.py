@@ -21,6 +21,7 @@ import torch
 
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
+from factory.evals.reply_code import fenced
 from factory.evals.suite import HeldOutDocument, Suite, order
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
@@ -283,10 +284,9 @@ def chat_items(samples: Sequence[Sample]) -> list[EvalItem]:
 
 
 def code_in(text: str) -> str | None:
-    """The code of an answer: its fenced blocks (an unclosed one too), all of it when it opens as Python does, or None."""
-    blocks = re.findall(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
-    if blocks:
-        return "\n".join(blocks)
+    """The code of an answer: that in its fences, all of it when it opens as Python does, or None."""
+    if (code := fenced(text)) is not None:
+        return code
     return (
         text
         if re.match(

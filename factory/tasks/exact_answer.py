@@ -1,68 +1,95 @@
-"""The answer of a worked solution in mathematics, and whether two are the same: exactly, as numbers where both are."""
+"""The answer that a text ends with: one extractor for what a model writes and for a gold that is a worked solution."""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
-LONGEST = 200  # characters of an answer; no digits are counted beyond
-_NUMBER = re.compile(r"[-+−]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?%?")
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+from factory.tasks.answer_forms import LONGEST, Formula, Library, Literal, Value, is_words, read, same
+from factory.tasks.units import UNITS
+
+TAIL = 20_000  # characters of a text that are looked through
+MOST_WORDS = 60  # characters of an answer in words
+
+_FRACTION = r"\\[dtc]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)"
+_DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}\\?!?|,\\!|\\,|\\!|[\u2009\u202f])\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_POWER = r"10\s*\^\s*(?:\{\s*[-+]?\d+\s*\}|[-+]?\d+)|10[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"
+_UNIT = "|".join(sorted((re.escape(word) for word in UNITS if word.isalpha() and word != "in"), key=len, reverse=True))
+_LAST = re.compile(
+    r"(?<!\\)\$\$.+?\$\$|\\\(.+?\\\)|\\\[.+?\\\]|(?<![\\$])\$(?=[^\s$])[^$\n]*[^$\s\\]\$(?![\d$])"  # TeX
+    r"|\\?[(\[{]\s*[^()\[\]{}\n]*\d[^()\[\]{}\n]*[,;][^()\[\]{}\n]*[)\]}]"  # a tuple, an interval, a set
+    r"|\d+(?:[/-]\d+){2,}|\d+(?:\.\d+){2,}|\d+(?::\d+)+"  # a date, a version, a ratio
+    rf"|(?:(?<![\w)}}\]])[-+−]\s?)?(?:\\?[$€£¥₹][-−]?)?(?:(?:\d+\s*)?{_FRACTION}|\d+\s+\d+/\d+|\d*[½¼¾⅓⅔]|(?:{_DIGITS})\s*(?:\\times|×|\*|x)\s*(?:{_POWER})"
+    rf"|{_POWER}|(?<![\w.])(?:{_DIGITS})[eE][-+]?\d+|(?:{_DIGITS})\s*/\s*(?:{_DIGITS})|(?<![A-Za-z_^\\])(?:{_DIGITS}))"
+    r"(?:\s*(?:\\?%|per\s?cent\b|°|\^\s*\{?\s*\\circ\s*\}?"
+    rf"|\\(?:text|mathrm)\s*\{{[^{{}}]*\}}|(?:(?:square|cubic)\s)?(?:{_UNIT})(?:s|es)?(?![A-Za-z])(?:\s?\^?[23](?!\d))?))?",
+    re.DOTALL,
+)
+_SAID = re.compile(r"(?i)(?:\banswer\b[\s*_»:]*(?:is|=|:|are)[\s*_:]*)(.+)")
 
 
 def answer_of(text: str) -> str | None:
-    """The answer that a text ends with: after its last ``####``, in its last ``\\boxed{}``, else its last number; None without any.
+    """The answer that a text ends with; None without any.
 
-    >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("That makes $1,200 in all."), answer_of("no idea")
+    After its last ``####``; in its last ``\\boxed{}``; the text itself, where it is no more than an answer; after its last "the answer is"; else its
+    last number, tuple or formula in dollars.
+
+    >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("We pay $1,200."), answer_of("I do not know.")
     ('7', '\\\\frac{1}{2}', '$1,200', None)
     """
     if "####" in text:
-        said = text.rsplit("####", 1)[1].strip()
-        return said.splitlines()[0].strip()[:LONGEST] if said else None
+        line = text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
+        return (_boxed(line) or line)[: 4 * LONGEST] or None
     if (boxed := _boxed(text)) is not None:
-        return boxed.strip()[:LONGEST] or None
-    numbers = _NUMBER.findall(text[-20_000:])
-    return numbers[-1][:LONGEST] if numbers else None
+        return boxed.strip()[: 4 * LONGEST] or None
+    whole = text.strip()
+    if "\n" not in whole and len(whole) <= LONGEST and _is_answer(whole):
+        return whole
+    tail = text[-TAIL:]
+    if said := _SAID.findall(tail):
+        first = re.split(r"(?<=[^\d])\.\s|\.\s+(?=[A-Z])|\n|\. I hope|\.$", said[-1].strip())[0].strip()
+        if len(first) <= LONGEST and _is_answer(first):
+            return first
+    found = [one[0].strip() for one in _LAST.finditer(tail)]
+    return found[-1][: 4 * LONGEST] if found else None
 
 
-def same_answer(said: str, right: str) -> bool:
-    """Are two answers equal, as numbers or else letter for letter, blanks and TeX's dollars apart?
+def same_answer(said: str, right: str, library: Library = lambda gold, said: False) -> bool:
+    """Are two answers, as ``answer_of`` gives them, the same? ``library`` is asked of formulas.
 
     >>> same_answer("1,200.0", "$1200"), same_answer("1/2", "0.5"), same_answer("x + 1", "x+1"), same_answer("0.3333", "1/3")
     (True, True, True, False)
     """
-    ours, theirs = number_of(said), number_of(right)
-    if ours is not None or theirs is not None:
-        return ours == theirs
-    return _plain(said) == _plain(right)
+    ours, theirs = read(right), read(said)
+    return ours is not None and theirs is not None and same(ours, theirs, library)
 
 
-def number_of(text: str) -> Fraction | None:
-    """The number that a whole text writes; None when it is none."""
-    plain = _FRACTION.sub(r"(\1)/(\2)", _plain(text)[:LONGEST]).replace("−", "-").lstrip("+")
-    plain = plain.replace("(", "").replace(")", "").replace("$", "").replace("\\%", "%").removesuffix(".")
-    share = plain.endswith("%")
-    plain = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", plain.removesuffix("%"))
-    if not re.fullmatch(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?", plain):
-        return None
-    above, _, below = plain.partition("/")
-    if below and not int(below):
-        return None
-    return Fraction(above) / Fraction(below or 1) / (100 if share else 1)
+def _is_answer(text: str) -> bool:
+    """Is a text no more than an answer: a value, or a few words without a number?"""
+    value: Value | None = read(text)
+    if value is None or isinstance(value, Formula):
+        return value is not None
+    if isinstance(value, Literal) and is_words(value):
+        words = value.text
+        return len(words) <= MOST_WORDS and not re.search(r"\d|\\|[.!?]\s|[.!?]$", words) and len(words.split()) <= 2
+    return not _prose(text)
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"\s+|\\[,;!]|\\left|\\right", "", text).strip("$")
+def _prose(text: str) -> bool:
+    """Does a text hold more than three words?"""
+    return len(re.findall(r"[^\W\d_]{2,}", re.sub(r"\\[a-zA-Z]+", " ", text))) > 3
 
 
 def _boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{…}`` that is closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for at in range(start + 6, len(text)):
-        depth += (text[at] == "{") - (text[at] == "}")
-        if depth == 0:
-            return text[start + 7 : at]
+    """What stands in the last ``\\boxed{…}`` that is closed, or after a ``\\boxed`` without braces."""
+    for found in reversed(list(re.finditer(r"\\f?boxed\s*(\{?)", text))):
+        if not found[1]:
+            if single := re.match(r"\s*([^\s${}\\]+)", text[found.end() :]):
+                return single[1]
+            continue
+        depth = 0
+        for at in range(found.end() - 1, len(text)):
+            if text[at - 1] != "\\" or text[at - 2 : at] == "\\\\":
+                depth += (text[at] == "{") - (text[at] == "}")
+            if depth == 0:
+                return text[found.end() : at]
     return None

@@ -11,6 +11,7 @@ from factory.evals.tasks import EvalItem
 from factory.tasks.items import CodeItem, MathsItem, examples_for
 from factory.tasks.model import Advance, Drawing, TaskModel
 from factory.tasks.policy import TaskLimits
+from factory.tasks.reply import first_answer
 from factory.tasks.task_file import EvalTask, TaskFile
 from factory.tasks.verifiers import AnswerCheck, check_maths, check_programs
 
@@ -43,7 +44,8 @@ def generate_and_check(
         programs = [(item.program(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)]
         checked = check_programs(programs, running)
     else:
-        checked = [check_maths(item, one.text) for (item, _, _), one in zip(asked, drawn, strict=True)]
+        texts = [first_answer(one.text, file.template) for one in drawn]
+        checked = check_maths([(item, text) for (item, _, _), text in zip(asked, texts, strict=True)], running)
     right: Counter[str] = Counter()
     for (item, _, _), found in zip(asked, checked, strict=True):
         right[item.key] += found.right

@@ -13,6 +13,7 @@ from pydantic import Field
 from factory.core.errors import FactoryError
 from factory.core.policy_file import StrictPolicy
 from factory.tasks.exact_answer import answer_of
+from factory.tasks.reply import program_of
 from trainer.contract.strict import parse
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -131,8 +132,8 @@ class CodeItem(TaskItem):
         return self.tests  # programs that pass them are right, whatever their text
 
     def program(self, written: str) -> str:
-        """The program that a model's continuation makes."""
-        return (self.prompt if self.begins is None else self.begins) + written
+        """The program that a model's continuation makes, or the one that stands in its fences."""
+        return program_of(self.prompt if self.begins is None else self.begins, written)
 
 
 KINDS: dict[str, type[TaskItem]] = {"multiple_choice": ChoiceItem, "maths": MathsItem, "code": CodeItem}

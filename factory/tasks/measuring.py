@@ -33,6 +33,7 @@ from factory.tasks.lm_eval_run import run_lm_eval
 from factory.tasks.model import Advance, TaskModel
 from factory.tasks.multiple_choice import choose
 from factory.tasks.policy import TasksPolicy
+from factory.tasks.proving import is_proven, prove
 from factory.tasks.task_file import EvalTask
 from kernels.contract.files import finite
 
@@ -58,6 +59,7 @@ def measure(
             f"{policy.contaminated_max:.0%} is allowed (contaminated_max); first: record {contaminated[0][0] + 1}, in document {contaminated[0][1]}"
         )
     refuse_damaged(candidate)
+    _prove(ledger, task, policy, progress)
     started = time.monotonic()
     model = TaskModel.load(Path(candidate.export_path), tokenizer, policy.batch_tokens, policy.device)
     with progress.task(f"task {task.name}, candidate {candidate_id}", None) as bar:
@@ -118,6 +120,14 @@ def _run(
     except TaskError as error:
         where = f"task {task.name}"
         raise TaskError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+
+
+def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> None:
+    try:
+        if not is_proven(ledger, task):
+            prove(ledger, task, policy, progress)
+    except TaskError as error:
+        raise TaskError(f"task {task.name} is not sound: {error}; 'factory tasks check' says so too") from error
 
 
 def _known(ledger: Ledger, candidate: int, identity: str) -> int | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from factory.evals.tasks import EvalItem
 from factory.tasks.items import LETTERS, ChoiceItem, examples_for
-from factory.tasks.model import Advance, TaskModel
+from factory.tasks.model import Advance, Scored
 from factory.tasks.task_file import EvalTask, TaskFile
 
 
@@ -19,8 +21,17 @@ def prompt_of(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem]) 
     return file.header.format(subject=item.subject) + "\n\n".join([*shown, _question(file, item)])
 
 
-def choose(task: EvalTask, model: TaskModel, advance: Advance) -> list[EvalItem]:
-    """Per item ``acc`` (1: the right choice has the highest log-probability) and, in cloze format, ``acc_norm`` (… per character)."""
+class Scorer(Protocol):
+    """A ``TaskModel``, as far as it is asked here."""
+
+    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[Scored]: ...
+
+
+def choose(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalItem]:
+    """Per item ``acc`` (1: the right choice has the highest log-probability) and, in cloze format, ``acc_norm`` (… per character).
+
+    Of n choices that share the highest each has 1/n: a model that tells none apart scores chance, wherever the right ones stand.
+    """
     assert isinstance(task.file, TaskFile)
     pairs: list[tuple[str, str]] = []
     begins: list[int] = []
@@ -32,15 +43,20 @@ def choose(task: EvalTask, model: TaskModel, advance: Advance) -> list[EvalItem]
     rows = []
     for item, begin in zip(task.items, begins, strict=True):
         values = np.array([one.log_probability for one in scored[begin : begin + len(item.choices)]])
-        right = {"acc": values.argmax() == item.right}
+        right = {"acc": _share(values, item.right)}
         if task.file.format == "cloze":
             lengths = np.array([len(choice) for choice in item.choices])
-            right["acc_norm"] = (values / lengths).argmax() == item.right
+            right["acc_norm"] = _share(values / lengths, item.right)
         rows += [
-            EvalItem(f"{task.name}/{metric}", item.key, task.name, item.cluster, float(is_right), 1.0)
-            for metric, is_right in right.items()
+            EvalItem(f"{task.name}/{metric}", item.key, task.name, item.cluster, share, 1.0)
+            for metric, share in right.items()
         ]
     return rows
+
+
+def _share(values: npt.NDArray[np.float64], right: int) -> float:
+    best = values == values.max()
+    return float(best[right]) / float(best.sum())
 
 
 def _question(file: TaskFile, item: ChoiceItem) -> str:

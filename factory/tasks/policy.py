@@ -41,6 +41,10 @@ class TaskLimits(StrictPolicy):
     """Memory of one answer with its tests."""
     code_printed_kib: Count = 256
     """What one answer with its tests may print."""
+    formula_cpu_seconds: Count = 5
+    """CPU time of comparing one formula with its gold (math-verify); what takes more is not equal, and counted."""
+    formula_memory_mib: Count = 2048
+    """Memory of comparing formulas."""
     lm_eval_seconds: Positive = 6 * 3600.0
     """Time limit of one task of lm-eval, the model's own time included."""
     lm_eval_memory_mib: Count = 8192

@@ -27,6 +27,7 @@ from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.policy_file import Count, StrictPolicy
 from factory.core.workspace import Workspace, load_yaml
 from factory.ingest.rules.task_items import SUFFIXES, ItemFile, item_files, not_read, read_items, suffix_of
+from factory.tasks.file_rules import in_one_way, refuse_shown_items, refuse_shown_records
 from factory.tasks.items import TaskError, TaskItem, read_published, read_records
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
@@ -40,9 +41,12 @@ from factory.tasks.published.benchmarks import (
     split_of,
 )
 from factory.tasks.published.form import Benchmark
+from factory.tasks.reply import stops_of
 from trainer.contract.strict import parse
 
-VERSION = 1  # of what is measured: another number makes every task a new one
+# Of what is measured: another number makes every task of the kind a new one. 2: ties have their share; answers are read by their forms; programs run
+# as Python runs them.
+VERSIONS = {"multiple_choice": 2, "maths": 2, "code": 2, "lm-eval": 1}
 FOLDER = "policies/tasks"
 CLOZE_PROMPT = "Question: {question}\nAnswer:"
 LETTER_PROMPT = "{question}\n{choices}\nAnswer:"
@@ -72,7 +76,8 @@ class TaskFile(StrictPolicy):
     max_tokens: Count = 256
     """The longest generated answer."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=20)] | None = None
-    """What ends a generated answer. Default: the next question of maths; of code what stands at the left margin after the function."""
+    """What ends a generated answer. Default: the next question of maths, in the prompt's own form; of code what stands at the left margin after
+    the function."""
     samples: Annotated[int, Field(ge=1, le=1000)] = 1
     """Generated answers to each item."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -114,7 +119,7 @@ class TaskFile(StrictPolicy):
             return tuple(self.stop)
         if self.kind == "code":
             return ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al. 2021, §2.1, for functions
-        return ("Question:",)
+        return stops_of(self.template)
 
 
 def _names(key: str, template: str) -> set[str]:
@@ -166,18 +171,22 @@ class EvalTask:
         else:
             said = _file_sha256(self.file.model_copy(update={"items": "", "examples": ""}))
         examples = [_told(item, LATER_OF_ITEMS) for item in self.shown]
-        return _sha256([VERSION, self.kind, said, examples])
+        return _sha256([VERSIONS[self.kind], self.kind, said, examples])
 
     @property
     def shown(self) -> tuple[Any, ...]:
         """The examples that stand before some question: of each subject as many as there are shots."""
-        shots = self.file.shots
-        subjects = dict.fromkeys(item.subject for item in self.examples)
-        return tuple(one for subject in subjects for one in [o for o in self.examples if o.subject == subject][:shots])
+        return shown_examples(self.examples, self.file.shots)
 
     def identity(self, tokenizer_sha256: str) -> str:
         """What an evaluation of this task is known by: two of the same are on the same items, measured alike."""
         return "task:" + _sha256([self.name, self.protocol, self.items_sha256, tokenizer_sha256])
+
+
+def shown_examples(examples: Sequence[Any], shots: int) -> tuple[Any, ...]:
+    """The examples that stand before some question."""
+    subjects = dict.fromkeys(item.subject for item in examples)
+    return tuple(one for subject in subjects for one in [o for o in examples if o.subject == subject][:shots])
 
 
 def task_folder(workspace: Workspace) -> Path:
@@ -266,6 +275,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
             _enough(path, len(records), policy)
             for one in data:
                 check_records(file, one.records, str(one.path))
+            refuse_shown_records([(one.path.name, one.records) for one in data], file.shots)
             return EvalTask(path.stem, path, file, tuple(one.sha256 for one in data), records=records)
         said = load_yaml(path)
         keys: dict[str, Any] = said if isinstance(said, dict) else {}
@@ -275,11 +285,11 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         shown = read_items(beside(path, "examples", ours.examples)) if ours.examples else None
         if benchmark:
             return _published(path, benchmark, ours, items, shown, policy, "shots" in keys)
-        found = read_records(ours.kind, items.records, str(items.path))
+        found = in_one_way(read_records(ours.kind, items.records, str(items.path)), str(items.path))
         _enough(items.path, len(found), policy)
         if shown and ours.kind == "code":
             raise TaskError(f"{path}: examples: a task of kind code shows none")
-        examples = read_records(ours.kind, shown.records, str(shown.path)) if shown else []
+        examples = in_one_way(read_records(ours.kind, shown.records, str(shown.path)), str(shown.path)) if shown else []
     except (ConfigError, InputError) as error:
         raise TaskError(str(error)) from error
     if shown:
@@ -344,6 +354,7 @@ def _records(benchmark: Benchmark, file: ItemFile, lenient: bool) -> tuple[list[
 
 
 def _enough_shown(file: TaskFile, examples: Sequence[TaskItem], items: Sequence[TaskItem], where: Path) -> None:
+    refuse_shown_items(items, shown_examples(examples, file.shots), str(where))
     for subject in dict.fromkeys(item.subject for item in items):
         count = sum(one.subject == subject for one in examples)
         if count < file.shots:

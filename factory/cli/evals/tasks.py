@@ -63,27 +63,30 @@ def check(
     where: Where = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Read a task file with all its items; hold the tests of code items to their solutions; look for items in the training data."""
-    from factory.tasks.libraries import refuse_missing_libraries
+    """Prove a task: right answers score 1, empty ones 0 or chance, tests can fail, no item is an example; look for items in the training data."""
+    from dataclasses import asdict
+
+    from factory.core.progress import SILENT
     from factory.tasks.measuring import trained_on
     from factory.tasks.policy import TasksPolicy
+    from factory.tasks.proving import prove
     from factory.tasks.task_file import load_task, look_into, task_folder
-    from factory.tasks.verifiers import check_solutions
 
     workspace, ledger, terminal = open_workspace(where)
     policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
     task = load_task(file, policy)
-    if task.kind == "code":
-        refuse_missing_libraries(task.items, policy.running)
-        check_solutions(task.items, policy.running)
+    proof = prove(ledger, task, policy, SILENT if as_json else terminal)
     hits = trained_on(workspace, ledger, task)
     found = {"task": task.name, **_described(task), "contaminated": len(hits), "in": [key for _, key in hits[:20]]}
+    found |= {"proof": asdict(proof), "notes": list(task.notes)}
     if as_json:
         print_json(found)
         return
     terminal.line(
         f"  {task.name}: {task.format}, {found['items']} items of {found['clusters'] or 'unknown'} sources: sound"
     )
+    if said := proof.words():
+        terminal.line(f"  proven: {'; '.join(said)}")
     for words in (*task.notes, *(f"{name}: {why}" for name, why in look_into(task_folder(workspace)).others.items())):
         terminal.line(f"  {words}")
     if hits:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from factory.tasks.exact_answer import answer_of, number_of, same_answer
 from factory.tasks.generation import generate_and_check, pass_at_k
 from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.model import Drawing, TaskModel
@@ -31,44 +27,6 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_hold_a_right_on
         assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so 3 + 4 = 7.\n#### 7", "7"),
-        ("#### 1,234\nQuestion: 5", "1,234"),
-        (r"thus \boxed{\frac{3}{4}} and 9 more", r"\frac{3}{4}"),
-        (r"\boxed{1 and \boxed{2", "2"),
-        ("it costs $1,200.50.", "$1,200.50"),
-        ("minus -3", "-3"),
-        ("none at all", None),
-        ("####", None),
-        ("", None),
-    ],
-)  # fmt: skip
-def test_the_answer_of_a_text(text: str, answer: str | None) -> None:
-    assert answer_of(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("said", "right", "same"),
-    [
-        ("1,200", "1200.0", True), ("$3", "3", True), (r"\frac{1}{2}", "0.5", True), ("50%", "1/2", True), ("7.", "7", True),
-        ("0.33", "1/3", False), ("1,20", "120", False), ("12", "21", False), ("x + 1", "x+1", True), ("x", "1", False), ("1/0", "1/0", True),
-        ("9" * 5000, "1", False), ("-0", "0", True), ("−2", "-2", True),
-    ],
-)  # fmt: skip
-def test_answers_are_compared_as_numbers_where_they_are(said: str, right: str, same: bool) -> None:
-    assert same_answer(said, right) is same
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text(max_size=60), st.fractions(max_denominator=999))
-def test_any_text_has_an_answer_or_none(text: str, value: Fraction) -> None:
-    found = answer_of(text)
-    assert found is None or isinstance(same_answer(found, "1"), bool)
-    assert number_of(str(value)) == value
-
-
 def test_programs_that_misbehave_are_wrong_and_say_why() -> None:
     """Each in the sandbox: what hangs, floods, fails, leaves early or breaks out of its tests has not passed."""
     cases = {
@@ -82,12 +40,69 @@ def test_programs_that_misbehave_are_wrong_and_say_why() -> None:
         "x = bytearray(1 << 31)\n": (False, "", "MemoryError"),
         "import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')\n": (False, "", "URLError"),
         "print('\\ud800')\ndef f(): return 1\n": (False, "", "UnicodeEncodeError"),
-        "f = '\ud800'": (False, "", "UnicodeDecodeError"),
+        "f = '\ud800'": (False, "", "'utf-8' codec can't decode"),
+        "import sys\ndef f(): sys.exit(0)\n": (False, "", "it ended before its tests did"),
+        "def f(): exit()\n": (False, "", "it ended before its tests did"),
     }
     found = check_programs([(program, "assert f() == 1") for program in cases], LIMITS)
     for one, (program, (right, stopped, why)) in zip(found, cases.items(), strict=True):
         assert (one.right, one.stopped) == (right, stopped), (program, one)
         assert why in one.why, (program, one)
+
+
+UNITTEST = """
+import unittest
+class Tests(unittest.TestCase):
+    def test(self):
+        self.assertEqual(f(), 1)
+if __name__ == "__main__":
+    unittest.main()
+"""
+
+# (program, tests, whether plain Python ends with code 0 after its tests)
+AS_PYTHON = {
+    "annotations": ("def f(x: int): return x", "assert f.__annotations__['x'] is int", True),
+    "a module's annotations": ("x: int = 1", "assert __annotations__ == {'x': int} and __name__ == '__main__'", True),
+    "pickle": ("import pickle\nclass A: x = 1", "assert pickle.loads(pickle.dumps(A())).x == 1", True),
+    "a pool": (
+        "import multiprocessing\ndef g(x): return x * x\ndef f(xs):\n  with multiprocessing.Pool(2) as p: return p.map(g, xs)",
+        "assert f([1, 2]) == [1, 4]", True,
+    ),
+    "processes that are spawned": (
+        "import multiprocessing as m\ndef g(x): return x * x\ndef f(xs):\n  with m.get_context('spawn').Pool(1) as p: return p.map(g, xs)",
+        "assert f([1, 2]) == [1, 4]", True,
+    ),
+    "unittest": ("def f(): return 1", UNITTEST, True),
+    "unittest that fails": ("def f(): return 2", UNITTEST, False),
+    "unittest, and the program exits": ("import sys\ndef f(): sys.exit(0)", UNITTEST, False),
+    "unittest in the program": ("def f(): return 1" + UNITTEST, "assert f() == 2", False),
+    "tests that exit with 1": ("", "import sys\nsys.exit(1)", False),
+    "future annotations": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n  x: int",
+        "import typing\nassert P.__annotations__ == {'x': 'int'} and typing.get_type_hints(P) == {'x': int}", True,
+    ),
+    "doctest": (
+        "def f():\n  '''\n  >>> f()\n  1\n  '''\n  return 1",
+        "import doctest\nassert doctest.testmod().failed == 0 and doctest.testmod().attempted == 1", True,
+    ),
+    "source": ("import inspect\ndef f(): return 1", "assert 'return 1' in inspect.getsource(f)", True),
+    "arguments": ("import sys", "assert len(sys.argv) == 1 and sys.argv[0].endswith('program.py')", True),
+    "main": ("x = 0\nif __name__ == '__main__':\n  x = 1", "assert x == 1", True),
+    "what is left to the end": ("import atexit\natexit.register(print, 'bye')\ndef f(): return 1", "assert f() == 1", True),
+    "packages": ("import numpy\ndef f(): return int(numpy.arange(4).sum())", "assert f() == 6", True),
+    "carriage returns": ("def f():\r\n    return 1\r\n", "assert f() == 1", True),
+    "the word": ("import os\ndef f(): return os.path.exists('word')", "assert not f()", True),
+}  # fmt: skip
+
+
+def test_programs_run_as_python_runs_them() -> None:
+    found = check_programs(
+        [(program, tests) for program, tests, _ in AS_PYTHON.values()],
+        LIMITS.model_copy(update={"code_cpu_seconds": 5}),
+    )
+    assert {name: one.right for name, one in zip(AS_PYTHON, found, strict=True)} == {
+        name: right for name, (_, _, right) in AS_PYTHON.items()
+    }
 
 
 def test_a_program_that_sleeps_is_stopped() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from factory.tasks.lm_eval_run import answer_of_model, run_lm_eval
-from factory.tasks.model import TaskModel
+from factory.tasks.model import Scored, TaskModel
 from factory.tasks.multiple_choice import choose
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import load_task
@@ -102,3 +103,23 @@ def test_log_probabilities_equal_those_of_lm_eval(plant: Plant, export: Path) ->
         == drawn
     )
     assert any(drawn)
+
+
+@pytest.mark.parametrize("format", ["cloze", "letter"])
+def test_choices_that_share_the_highest_log_probability_share_the_item(plant: Plant, format: str) -> None:
+    """A model that tells none apart scores chance wherever the right ones stand, also at the first place."""
+    items = [{**item, "answer": 0} for item in choice_items(12)]
+    task = load_task(write_task(plant.workspace, "ties", items, format=format), POLICY)
+
+    class Same:
+        def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Any) -> list[Scored]:
+            return [Scored(self.values[at % 4], False) for at in range(len(pairs))]
+
+        def __init__(self, *values: float) -> None:
+            self.values = values
+
+    score = lambda *values: {row.value for row in choose(task, Same(*values), lambda n: None) if row.task == "ties/acc"}
+    assert score(-3, -3, -3, -3) == {0.25} and score(-3, -3, -5, -5) == {0.5}
+    assert score(-3, -4, -5, -3.5) == {1.0} and score(-3, -2, -2, -5) == {0.0}
+    normed = [row.value for row in choose(task, Same(0, 0, 0, 0), lambda n: None) if row.task == "ties/acc_norm"]
+    assert normed == ([0.25] * 12 if format == "cloze" else [])

@@ -15,7 +15,7 @@ from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.multiple_choice import prompt_of
 from factory.tasks.policy import TaskLimits, TasksPolicy
-from factory.tasks.task_file import EvalTask, TaskFile, load_named, load_task, look_into, task_folder
+from factory.tasks.task_file import VERSIONS, EvalTask, TaskFile, load_named, load_task, look_into, task_folder
 from factory.tasks.verifiers import check_maths, check_programs, check_solutions
 from tests.support.factory import published_files as published
 from tests.support.factory.task_files import choice_items, sums, write_task
@@ -82,7 +82,8 @@ def test_what_is_asked_and_what_is_right(workspace: Workspace) -> None:
     assert len({item.cluster for item in task.items}) == 5  # two items of one video count as one
     task = alone(workspace, "gsm8k_test.jsonl", published.gsm8k())
     assert prompts(task)[2].startswith("Question: A ferry carries 2 cars") and prompts(task)[2].endswith("\nAnswer:")
-    assert check_maths(task.items[2], "2 * 3 is 6.\n#### 6").right and not check_maths(task.items[2], "#### 5").right
+    replies = [(task.items[2], "2 * 3 is 6.\n#### 6"), (task.items[2], "#### 5")]
+    assert [one.right for one in check_maths(replies, LIMITS)] == [True, False]
     task = alone(workspace, "math.jsonl", published.hendrycks_math())
     assert prompts(task)[2] == "Problem:\nWhat is $2 + \\frac{1}{2}$?\n\nSolution:"
     assert isinstance(task.file, TaskFile) and task.file.stops == ("Problem:",)
@@ -282,11 +283,12 @@ def test_no_file_is_ignored_without_a_word(workspace: Workspace) -> None:
 def test_tasks_that_were_there_before_keep_their_protocol(workspace: Workspace) -> None:
     """Keys that came later do not hold a line of releases: the hash is of the keys that there were."""
     items = [{"id": n, "question": f"Which is {n}?", "choices": ["a", "b"], "answer": 0} for n in range(8)]
-    task = load_task(write_task(workspace, "asked", items, examples="asked.jsonl", shots=1), POLICY)
+    write_task(workspace, "shown", [{**items[0], "question": "Which is it?"}])
+    task = load_task(write_task(workspace, "asked", items, examples="shown.jsonl", shots=1), POLICY)
     keys = (
         '{"kind":"multiple_choice","items":"","format":"cloze","prompt":"","examples":"","shots":1,"max_tokens":256,"stop":null,"samples":1,'
         '"temperature":0.0,"pass_at":[1],"seed":0}'
     )
-    shown = [{"id": 0, "source": "", "question": "Which is 0?", "choices": ["a", "b"], "answer": 0}]
-    whole = [1, "multiple_choice", hashlib.sha256(keys.encode()).hexdigest(), shown]
+    shown = [{"id": 0, "source": "", "question": "Which is it?", "choices": ["a", "b"], "answer": 0}]
+    whole = [VERSIONS["multiple_choice"], "multiple_choice", hashlib.sha256(keys.encode()).hexdigest(), shown]
     assert task.protocol == hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

@@ -120,7 +120,7 @@ def test_items_that_ask_the_same_and_have_one_source_are_one_cluster(workspace: 
         ({"items": "https://host/x.jsonl"}, "lies outside"),
         ({"items": "other.jsonl"}, "no file 'other.jsonl' of items there; did you mean"),
         ({"shots": 2}, "which file the examples are of is missing"),
-        ({"shots": 20, "examples": "asked.jsonl"}, "12 examples, 20 are to be shown"),
+        ({"shots": 20, "examples": "shown.jsonl"}, "3 examples, 20 are to be shown"),
         ({"prompt": "Q: {questoin}"}, "prompt: it must hold {question}"),
         ({"prompt": "Q: {question.__class__}"}, "prompt: it must hold {question}"),
         ({"prompt": "Q: {question"}, "prompt: expected '}'"),
@@ -131,6 +131,7 @@ def test_items_that_ask_the_same_and_have_one_source_are_one_cluster(workspace: 
     ],
 )  # fmt: skip
 def test_keys_that_are_wrong_are_named(workspace: Workspace, keys: dict[str, Any], says: str) -> None:
+    write_task(workspace, "shown", choice_items(15)[12:])
     path = write_task(workspace, "asked", choice_items(), **keys)
     with pytest.raises(TaskError) as found:
         load_task(path, POLICY)
@@ -177,25 +178,20 @@ def test_maths_and_code_are_read_and_hold_what_they_must(workspace: Workspace) -
 
 
 def test_an_answer_is_a_place_a_letter_or_the_text(workspace: Workspace) -> None:
-    answers = {0: 0, 1: "A", 2: "one", 3: 2, 4: "C", 5: "three", 6: 1, 7: "B"}
-    asked = [{"id": n, "question": f"{n}?", "choices": ["one", "B", "three"], "answer": a} for n, a in answers.items()]
-    assert [item.right for item in load_task(write_task(workspace, "asked", asked), POLICY).items] == [
-        0,
-        0,
-        0,
-        2,
-        2,
-        2,
-        1,
-        1,
-    ]
+    for answers in ([0, 2, 1], ["A", "C", "B"], ["one", "three", "B"]):
+        asked = [
+            {"id": n, "question": f"{n}?", "choices": ["one", "B", "three"], "answer": answers[n % 3]} for n in range(9)
+        ]
+        items = load_task(write_task(workspace, "asked", asked), POLICY).items
+        assert [item.right for item in items] == [0, 2, 1] * 3
 
 
 def test_the_protocol_is_all_but_the_items(workspace: Workspace) -> None:
     first = load_task(write_task(workspace, "asked", choice_items()), POLICY)
+    write_task(workspace, "shown", choice_items(15)[12:])
     fewer = load_task(write_task(workspace, "asked", choice_items()[:9]), POLICY)
     assert first.protocol == fewer.protocol and first.identity("t") != fewer.identity("t")
-    for changed in ({"format": "letter"}, {"prompt": "Q: {question}"}, {"shots": 1, "examples": "asked.jsonl"}):
+    for changed in ({"format": "letter"}, {"prompt": "Q: {question}"}, {"shots": 1, "examples": "shown.jsonl"}):
         other = load_task(write_task(workspace, "asked", choice_items(), **changed), POLICY)
         assert other.protocol != first.protocol and other.identity("t") != first.identity("t")
     assert first.identity("t") != first.identity("another tokenizer")

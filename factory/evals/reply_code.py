@@ -1,0 +1,46 @@
+"""The code in a reply: what stands between its fences."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+_OPENS = re.compile(r"^[ \t]*(?:[-*+>]\s+)?(`{3,}|~{3,})[ \t]*([^`]*)$")
+
+
+def fenced(text: str, defines: str = "") -> str | None:
+    """The code of a reply's fences of backticks or tildes, as CommonMark has them (§4.5); None without any.
+
+    Of several the first counts that defines the name ``defines``; else the first that names Python or no language; else the first. A fence that is
+    not closed holds the rest. Indented fences and those after a list's mark are taken, and their code is moved to the margin.
+
+    >>> fenced("So:\\n```python3\\nx = 1\\n```\\nThat sets it."), fenced("~~~\\nx = 1\\n~~~"), fenced("x = 1")
+    ('x = 1\\n', 'x = 1\\n', None)
+    """
+    blocks: list[tuple[str, str]] = []  # (language, code)
+    mark, language, held = "", "", [""]
+    for line in re.split(r"\r\n|\n|\r", text):
+        if not mark:
+            if found := _OPENS.match(line):
+                mark, language, held = found[1], found[2].strip().casefold(), []
+        elif re.fullmatch(rf"[ \t]*{re.escape(mark[0])}{{{len(mark)},}}[ \t]*", line):
+            blocks.append((language, _code(held)))
+            mark = ""
+        else:
+            held.append(line)
+    if mark:
+        blocks.append((language, _code(held)))
+    if not blocks:
+        return None
+    if defines:
+        name = re.compile(
+            rf"^(?:(?:async\s+)?def|class)\s+{re.escape(defines)}\b|^{re.escape(defines)}\s*=", re.MULTILINE
+        )
+        for _, code in blocks:
+            if name.search(code):
+                return code
+    return next((code for language, code in blocks if re.match(r"\{?\.?(?:i?python|py|$)", language)), blocks[0][1])
+
+
+def _code(lines: list[str]) -> str:
+    return textwrap.dedent("".join(f"{line}\n" for line in lines))

@@ -1,0 +1,130 @@
+"""Are formulas equal? By math-verify, in the sandbox: ``python -I maths.py FOLDER CPU_SECONDS``. Imports nothing of the factory.
+
+FOLDER/pairs.json is a list of [gold, said], in TeX without decimals; FOLDER/equal.json gets for each "yes", "no" or "cpu". Each pair is compared in
+a process of its own: what hangs, or takes its process over, says nothing of the others.
+
+math-verify rounds, compares numbers to 15 digits and leaves letters' case out. What it calls equal must also agree as it stands: formulas at random
+points to 30 digits, equations as the same one up to a factor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import resource
+import sys
+from typing import Any
+
+DIGITS = 40
+AGREE = 30
+POINTS = 3
+
+
+def main(folder: str, cpu_seconds: str) -> None:
+    from math_verify import parse
+
+    logging.disable(logging.CRITICAL)
+    parse("$x+1$", parsing_timeout=None)  # what is loaded once is loaded before the processes part
+    with open(os.path.join(folder, "pairs.json"), encoding="utf-8") as file:
+        pairs = json.load(file)
+    found = [apart(gold, said, int(cpu_seconds)) for gold, said in pairs]
+    with open(os.path.join(folder, "equal.json"), "w", encoding="utf-8") as file:
+        json.dump(found, file)
+
+
+def apart(gold: str, said: str, cpu_seconds: int) -> str:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+            os.write(write, b"1" if equal(gold, said) else b"0")
+        except BaseException:  # noqa: BLE001 - whatever it raises, the two were not found equal
+            os.write(write, b"0")
+        finally:
+            os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    said_so = os.read(read, 1)
+    os.close(read)
+    return "yes" if said_so == b"1" and status == 0 else "cpu" if os.WIFSIGNALED(status) else "no"
+
+
+def equal(gold: str, said: str) -> bool:
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    letters = set(re.sub(r"\\[a-zA-Z]+", "", gold + said))
+    if any(letter != letter.lower() and letter.lower() in letters for letter in letters):
+        return False  # A and a, which the library would take for one
+    one, other = (
+        parse(
+            f"${tex}$",
+            [LatexExtractionConfig()],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+            raise_on_error=True,
+        )
+        for tex in (gold, said)
+    )
+    if len(one) != 1 or len(other) != 1 or not verify(one[0], other[0], timeout_seconds=None, raise_on_error=True):
+        return False
+    return agree(one[0], other[0])
+
+
+def agree(one: Any, other: Any) -> bool:
+    from sympy import Expr, MatrixBase
+    from sympy.core.relational import Relational
+
+    if isinstance(one, MatrixBase) and isinstance(other, MatrixBase):
+        return one.shape == other.shape and all(agree(a, b) for a, b in zip(one, other))
+    if isinstance(one, Relational) and isinstance(other, Relational):
+        return same_relation(one, other)
+    if isinstance(one, Expr) and isinstance(other, Expr):
+        return bool(factor(one, other) == 1)
+    return type(one) is type(other) and bool(one == other)
+
+
+def same_relation(one: Any, other: Any) -> bool:
+    from sympy import Eq, Ne
+
+    if any(not (relation.lhs - relation.rhs).free_symbols for relation in (one, other)):
+        return bool(one == other)  # neither x = x + 1 nor x = x + 2 has a solution
+    if type(one) is type(other) is Eq or type(one) is type(other) is Ne:
+        return factor(one.lhs - one.rhs, other.lhs - other.rhs) is not None
+    below = [(r.lts - r.gts, r.rel_op in ("<", ">")) for r in (one, other) if hasattr(r, "lts")]
+    if len(below) != 2 or below[0][1] != below[1][1]:
+        return False
+    by = factor(below[0][0], below[1][0])
+    return by is not None and bool(by > 0)
+
+
+def factor(one: Any, other: Any) -> Any:
+    """By which number ``one`` is ``other``, to 30 digits, at each of some random points; None when there is none, or no point where both
+    have a value."""
+    from sympy import Abs, Float, Rational
+
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    drawn = random.Random(0)
+    found: list[Any] = []
+    for _ in range(8 * POINTS if names else 1):
+        point = {name: Rational(drawn.randint(1, 10**6), drawn.randint(1, 10**5)) for name in names}
+        a, b = (side.doit().subs(point).evalf(DIGITS, maxn=400) for side in (one, other))
+        if not (a.is_finite and b.is_finite):
+            continue
+        if b == 0 or a == 0:
+            if names or a != b:
+                return None
+            return 1
+        found.append((a / b).evalf(DIGITS))
+        if len(found) == (POINTS if names else 1):
+            break
+    if not found or any(Abs(by - found[0]) > Abs(found[0]) * Float(10) ** -AGREE for by in found[1:]):
+        return None
+    return 1 if Abs(found[0] - 1) < Float(10) ** -AGREE else found[0]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

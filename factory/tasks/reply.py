@@ -1,0 +1,77 @@
+"""What of a reply counts: up to where a model begins to ask itself the next question; of a reply with fences the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+
+from factory.evals.reply_code import fenced
+
+
+def stops_of(template: str) -> tuple[str, ...]:
+    """What ends a reply by default: the words that stand before the question in the prompt's own form; none where there are none.
+
+    >>> stops_of("Problem: {question}\\nSolution:"), stops_of("Solve it.\\nQ: {question}\\nA:"), stops_of("{question}\\nAnswer:")
+    (('Problem:',), ('\\nQ:',), ())
+    """
+    before, _, _ = template.partition("{question}")
+    last = before.strip().rsplit("\n", 1)[-1].strip()
+    if not re.search(r"\w", last):
+        return ()
+    # A mark that is a word and a colon stands in no sentence; any other ends a reply at the beginning of a line alone.
+    return (last,) if re.fullmatch(r"\w{4,}:", last) else (f"\n{last}",)
+
+
+def first_answer(text: str, template: str) -> str:
+    """A reply up to the first place where the prompt's own form begins again.
+
+    >>> first_answer("#### 5\\n\\nProblem: 3+4?\\n#### 7", "Problem: {question}\\nSolution:")
+    '#### 5'
+    >>> first_answer("It is 5.\\n\\nWhat is 3 + 4?\\nAnswer: 7", "{question}\\nAnswer:")
+    'It is 5.'
+    """
+    before, _, after = template.partition("{question}")
+    first = before.strip().rsplit("\n", 1)[-1].strip()
+    mark = after.strip().split("\n", 1)[0].strip()
+    if re.search(r"\w", first):
+        wherever = "" if re.fullmatch(r"\w{4,}:", first) else r"\n[ \t]*"
+        again = re.compile(wherever + re.escape(first))
+    elif re.search(r"\w", mark):  # the form's question has no mark: its paragraph is what ends in the mark after it
+        again = re.compile(rf"\n[ \t]*\n(?:(?!\n[ \t]*\n).)*?\n?{re.escape(mark)}", re.DOTALL)
+    else:
+        return text
+    for found in again.finditer(text):
+        if text[: found.start()].strip():  # a reply may begin by saying the question again
+            return text[: found.start()].rstrip()
+    return text
+
+
+def program_of(prompt: str, text: str) -> str:
+    """The program of a code item's prompt and a reply that goes on with it, or that holds it in a fence.
+
+    Of several fences the first counts that defines the prompt's last function or class; else the first of Python. A reply that goes on with the
+    prompt as Python is taken as it stands: a docstring may hold fences.
+
+    >>> program_of("import math\\ndef f():\\n", "```python\\ndef f():\\n    return 1\\n```\\nDone.")
+    'import math\\n\\ndef f():\\n    return 1\\n'
+    >>> program_of("def f():\\n", "    return 1")
+    'def f():\\n    return 1'
+    """
+    defined = list(re.finditer(r"^(?:async\s+)?(?:def|class)\s+(\w+)", prompt, re.MULTILINE))
+    entry_point = defined[-1][1] if defined else ""
+    if (code := fenced(text, entry_point)) is None or _is_python(prompt + text):
+        return prompt + text
+    if entry_point and re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(entry_point)}\b", code, re.MULTILINE):
+        head = next((prompt[: one.start()] for one in defined if one[1] == entry_point), prompt)
+        return f"{head}\n{code}" if head else code
+    return prompt + code
+
+
+def _is_python(program: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the program's own escapes
+            ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

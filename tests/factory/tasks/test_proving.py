@@ -1,0 +1,215 @@
+"""A task is proven before it counts: what would make its numbers worthless is refused, with the item."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.progress import SILENT
+from factory.ledger.ledger import events
+from factory.tasks.items import CodeItem, TaskError
+from factory.tasks.measuring import measure
+from factory.tasks.policy import TasksPolicy
+from factory.tasks.proving import EVENT, empty_programs, is_proven, prove
+from factory.tasks.task_file import load_task
+from tests.support.factory.exports import Plant
+from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
+
+POLICY = TasksPolicy()
+
+
+def refusal(plant: Plant, items: list[dict[str, Any]], **keys: Any) -> str:
+    """In words, of a task that is not proven, or not even read."""
+    with pytest.raises(TaskError) as found:
+        prove(plant.ledger, load_task(write_task(plant.workspace, "asked", items, **keys), POLICY), POLICY, SILENT)
+    return str(found.value)
+
+
+def test_what_is_right_scores_1_and_what_tells_nothing_scores_chance(plant: Plant) -> None:
+    choices = choice_items(12, 4)
+    for keys in ({}, {"format": "letter"}):
+        found = prove(
+            plant.ledger, load_task(write_task(plant.workspace, "c", choices, **keys), POLICY), POLICY, SILENT
+        )
+        assert (found.gold, found.chance) == (1.0, 0.25)
+        assert found.blind["always the first"] == sum(item["answer"] == 0 for item in choices) / 12
+    mixed = [{**item, "choices": item["choices"][: 2 + n % 2], "answer": n % 2} for n, item in enumerate(choices)]
+    found = prove(plant.ledger, load_task(write_task(plant.workspace, "c", mixed), POLICY), POLICY, SILENT)
+    assert found.chance == pytest.approx((1 / 2 + 1 / 3) / 2)
+    answers = [
+        5,
+        5,
+        "1/2",
+        r"\frac{3}{4}",
+        "x^2+1",
+        r"It is \boxed{(1,2)}",
+        "9 - 1 = 8\n#### 8",
+        "18 dollars",
+        "no solution",
+        r"\text{Monday}",
+    ]
+    golds = [{**item, "answer": answer} for item, answer in zip(sums(), answers)]
+    found = prove(
+        plant.ledger, load_task(write_task(plant.workspace, "m", golds, kind="maths"), POLICY), POLICY, SILENT
+    )
+    assert (found.gold, found.empty, found.blind) == (1.0, 0.0, {"always '5'": 0.2})
+    half = [{k: v for k, v in item.items() if k != "solution" or n % 2} for n, item in enumerate(programs())]
+    found = prove(plant.ledger, load_task(write_task(plant.workspace, "p", half, kind="code"), POLICY), POLICY, SILENT)
+    assert (found.gold, found.empty, found.without_solution) == (None, 0.0, 4)
+
+
+# Tests that test nothing, in a file of tests that do, and what they are of a program that returns None.
+CASES = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add3(1), 99)\n"
+TESTS = [
+    "def check(candidate):\n    assert candidate(1) == 99\n",
+    CASES,
+    f"{CASES}unittest.main(argv=['x'], exit=False)\n",
+    "import sys\nsys.exit(0)\nassert add3(1) == 99\n",
+    "def test_add():\n    assert add3(1) == 99\n",
+    "try:\n    assert add3(1) == 99\nexcept Exception:\n    pass\n",
+    "assert callable(add3)\n",
+]
+
+
+def test_tests_that_test_nothing_are_refused_with_their_item(plant: Plant) -> None:
+    whole = load_task(write_task(plant.workspace, "asked", programs(), kind="code"), POLICY)
+    for tests in TESTS:
+        task = replace(whole, items=(whole.items[3].model_copy(update={"tests": tests}),))
+        with pytest.raises(TaskError, match="item 'add3': its tests test nothing: a program that .* passes them"):
+            prove(plant.ledger, task, POLICY, SILENT)
+
+
+def test_tests_that_are_run_are_proven(plant: Plant) -> None:
+    main = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add3(1), 4)\nunittest.main()\n"
+    called = "def check(candidate):\n    assert candidate(1) == 5\ncheck(add4)\n"
+    items = [{**item, "tests": {"add3": main, "add4": called}.get(item["id"], item["tests"])} for item in programs()]
+    found = prove(plant.ledger, load_task(write_task(plant.workspace, "p", items, kind="code"), POLICY), POLICY, SILENT)
+    assert (found.gold, found.empty) == (1.0, 0.0)
+
+
+def test_empty_programs_are_programs() -> None:
+    """Python reads each, so that it fails by its tests and not by its form."""
+    for prompt, begins, solution in (
+        ("def f(x):\n", None, "    return x\n"), ("def f(x):\n    '''Doc.'''\n", None, "    return x\n"),
+        ("Write f.", "", "def f(x):\n    return x\n"),
+        ("def f(x):\n\t", None, "return x\n"), ("class A:\n    def f(self):\n", None, "        return 1\n"), ("def f(x):\n", None, None),
+    ):  # fmt: skip
+        item = CodeItem(id=1, prompt=prompt, begins=begins, tests="f(1)", solution=solution)
+        found = dict(empty_programs(item))
+        compile(found["returns None"], "program", "exec")
+        compile(found["raises"], "program", "exec")
+        run: dict[str, Any] = {}
+        exec(found["returns None"], run)
+        if "f" in run:
+            assert run["f"](1) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "items", "says"),
+    [
+        ({"format": "letter"}, [{**item, "choices": [item["choices"][item["answer"]], "x", "y"], "answer": 0} for item in choice_items()],
+         "all 12 right choices stand at place 0"),
+        ({}, [{**item, "choices": ["x", item["choices"][item["answer"]]], "answer": 1} for item in choice_items()],
+         "always the longest choice is right in each of 12 items"),
+        ({"kind": "maths"}, [{**item, "answer": 5} for item in sums()], "all 10 items have the answer '5'"),
+        ({"kind": "maths"}, [{**item, "answer": "no answer" if item["id"] == 4 else 7} for item in sums()],
+         "item '4': the reply 'no answer' is right, which says nothing"),
+        ({"kind": "maths"}, [{**item, "answer": r"\frac{1" if item["id"] == 4 else 7} for item in sums()], "item '4': its own answer is wrong"),
+    ],
+)  # fmt: skip
+def test_what_could_not_tell_models_apart_is_refused(
+    plant: Plant, keys: dict[str, Any], items: list[dict[str, Any]], says: str
+) -> None:
+    assert says in refusal(plant, items, **keys)
+
+
+def copies(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**item, "id": f"copy of {item['id']}", "question": f" {item['question'].upper()} "} for item in items]
+
+
+def test_an_example_that_is_a_tested_item_is_refused_by_content(plant: Plant) -> None:
+    """Also a copy under another id, in other letters; whoever reads the task, not the check alone."""
+    for shown in (
+        sums(),
+        copies(sums()),
+        [{"id": "new", "question": "What is 77 + 1?", "answer": 78}, *copies(sums())[5:]],
+    ):
+        write_task(plant.workspace, "shown", shown, kind="maths")
+        path = write_task(plant.workspace, "asked", sums(), kind="maths", examples="shown.jsonl", shots=3)
+        with pytest.raises(
+            TaskError, match=r"example '.*' asks what the tested item '\d' asks, so the prompts would hold its answer"
+        ):
+            load_task(path, POLICY)
+        write_task(plant.workspace, "asked", sums(), kind="maths", examples="shown.jsonl", shots=0)
+        assert load_task(path, POLICY).items
+    choices = [
+        {**item, "choices": item["choices"][::-1], "answer": 3 - item["answer"], "id": f"c{n}"}
+        for n, item in enumerate(choice_items())
+    ]
+    write_task(plant.workspace, "shown", choices)
+    with pytest.raises(TaskError, match="example 'c0' asks what the tested item 'q0' asks"):
+        load_task(write_task(plant.workspace, "asked", choice_items(), examples="shown.jsonl", shots=1), POLICY)
+
+
+def test_a_record_of_lm_eval_that_could_be_shown_to_itself_is_refused(plant: Plant) -> None:
+    items = choice_items()
+    write_task(plant.workspace, "train", [{**item, "id": f"t{item['id']}"} for item in items[3:]])
+    split = {
+        "dataset_kwargs": {"data_files": {"test": "asked.jsonl", "train": "train.jsonl"}},
+        "fewshot_split": "train",
+    }
+    path = write_lm_eval_task(plant.workspace, "asked", items, num_fewshot=2, **split)
+    with pytest.raises(TaskError, match=r"record 1 of train.jsonl is record 4 of asked.jsonl under another id"):
+        load_task(path, POLICY)
+    assert load_task(write_lm_eval_task(plant.workspace, "asked", items, **split), POLICY).records
+
+
+@pytest.mark.parametrize(
+    ("choices", "answers", "says"),
+    [
+        (["one", "two", "three"], [0, "B", 1], "the answer of record 2, 'B', is a letter, and those before it are a place from 0"),
+        (["one", "two", "three"], ["one", "C", "two"], "the answer of record 2, 'C', is a letter, and those before it are the text of a choice"),
+        (["B", "A", "C"], ["A", "B", "C"], "the answer of record 1, 'A', names 'B' as a letter and 'A' as the text of a choice"),
+        (["1", "2", "0"], [1, 0, 2], "the answer of record 1, 1, names '2' as a place from 0 and '1' as the text of a choice"),
+    ],
+)  # fmt: skip
+def test_answers_of_a_file_are_read_in_one_way(plant: Plant, choices: list[str], answers: list[Any], says: str) -> None:
+    asked = [{"id": n, "question": f"{n}?", "choices": choices, "answer": answers[n % 3]} for n in range(9)]
+    assert says in refusal(plant, asked)
+
+
+def test_what_reads_one_way_alone_is_taken(plant: Plant) -> None:
+    """A letter that is a choice's text somewhere, and numbers that are no place."""
+    for choices, answers, right in (
+        (["A", "B", "C"], ["A", "C", "B"], [0, 2, 1]),
+        (["B", "A", "x"], ["B", "A", "x"], [0, 1, 2]),
+        (["10", "20", "30"], [0, 2, 1], [0, 2, 1]),
+        (["10", "20", "30"], ["10", "30", "20"], [0, 2, 1]),
+    ):
+        asked = [{"id": n, "question": f"{n}?", "choices": choices, "answer": answers[n % 3]} for n in range(9)]
+        items = load_task(write_task(plant.workspace, "asked", asked), POLICY).items
+        assert [item.right for item in items] == right * 3
+
+
+def test_a_task_is_proven_once_before_it_is_first_measured(plant: Plant, export: Path) -> None:
+    candidate = plant.add_candidate(export)
+    count = lambda: len(
+        plant.ledger.rows(sa.select(events).where(events.c.kind == EVENT, events.c.subject == "task:once"))
+    )
+    task = load_task(write_task(plant.workspace, "once", choice_items()), POLICY)
+    measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    assert count() == 1 and is_proven(plant.ledger, task)
+    measure(plant.workspace, plant.ledger, plant.add_candidate(export), task, POLICY, SILENT)
+    assert count() == 1
+    other = load_task(write_task(plant.workspace, "once", choice_items()[:9]), POLICY)
+    assert not is_proven(plant.ledger, other)
+    same = load_task(
+        write_task(plant.workspace, "once", [{**item, "answer": 5} for item in sums()], kind="maths", max_tokens=8),
+        POLICY,
+    )
+    with pytest.raises(TaskError, match="task once is not sound: all 10 items have the answer '5'"):
+        measure(plant.workspace, plant.ledger, candidate, same, POLICY, SILENT)

@@ -1,0 +1,97 @@
+"""What of a reply counts: its first answer, and the code in its fences."""
+
+from __future__ import annotations
+
+import pytest
+
+from factory.evals.reply_code import fenced
+from factory.evals.tasks import parses_as_code
+from factory.tasks.exact_answer import answer_of
+from factory.tasks.reply import first_answer, program_of, stops_of
+from factory.tasks.task_file import TaskFile
+
+PROBLEM = "Problem: {question}\nSolution:"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stops"),
+    [
+        ("", ("Question:",)), (PROBLEM, ("Problem:",)), ("Problem:\n{question}\n\nSolution:", ("Problem:",)), ("Q: {question}\nA:", ("\nQ:",)),
+        ("Solve it.\n\nTask: {question}\nAnswer:", ("Task:",)), ("{question}\nAnswer:", ()), ("{question}", ()), ("## {question}", ()),
+        ("### Exercise {question}\n", ("\n### Exercise",)),
+    ],
+)  # fmt: skip
+def test_the_stop_follows_the_prompts_own_form(prompt: str, stops: tuple[str, ...]) -> None:
+    assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt).stops == stops
+    assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt, stop=["."]).stops == (".",)
+    assert stops_of("Problem: {question}") == ("Problem:",)
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "answer"),
+    [
+        (PROBLEM, "#### 5\n\nProblem: 3+4?\n#### 7", "5"),
+        (PROBLEM, "2 + 3 is 5.\nProblem: 3+4?\nSolution: 7", "5"),
+        (PROBLEM, "Problem: 2+3?\nSolution: 5", "5"),
+        (PROBLEM, "#### 5", "5"),
+        ("Question: {question}\nAnswer:", "#### 5\n\nQuestion: 3+4?\nAnswer: #### 7", "5"),
+        ("Q: {question}\nA:", "It is 5.\n\nQ: 3+4?\nA: 7", "It is 5."),
+        ("Q: {question}\nA:", "By the FAQ: it is\n7", "7"),
+        ("{question}\nAnswer:", "We add.\n\nIt is 5.\n\nWhat is 3+4?\nAnswer: 7", "5."),
+        ("{question}", "It is 5.\n\nIt is 7.", "7"),
+    ],
+)
+def test_what_a_model_asks_itself_afterwards_does_not_count(template: str, reply: str, answer: str) -> None:
+    assert (answer_of(first_answer(reply, template)) or "").rstrip(".") == answer.rstrip(".")
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("```python3\nx = 1\n```\nThat sets it.", "x = 1\n"),
+        ("Do so:\n\n1. This:\n   ```python\n   x = 1\n   ```\nThat sets it.", "x = 1\n"),
+        ("    ```py\n    x = 1\n    ```", "x = 1\n"),
+        ("~~~\nx = 1\n~~~\nThat sets it.", "x = 1\n"),
+        ("~~~~python\nx = '''\n~~~\n'''\n~~~~", "x = '''\n~~~\n'''\n"),
+        ("```python\r\nx = 1\r\n```\r\nThat sets it.\r\n", "x = 1\n"),
+        ("``` python title=\"x.py\"\nx = 1\n```", "x = 1\n"),
+        ("```{.python .numberLines}\nx = 1\n```", "x = 1\n"),
+        ("```bash\npip install x\n```\n```python\nx = 1\n```\n```\ny = 2\n```", "x = 1\n"),
+        ("```python\nx = 1", "x = 1\n"),
+        ("```python\nx = 1\n  y\n```", "x = 1\n  y\n"),
+        ("```js\nlet x\n```", "let x\n"),
+        ("x = 1", None),
+        ("use `x = 1` or ```x = 1```", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_the_code_of_a_reply_stands_in_its_fences(reply: str, code: str | None) -> None:
+    assert fenced(reply) == code
+
+
+def test_of_several_fences_the_one_that_defines_the_function_counts() -> None:
+    reply = "```python\nimport math\n```\nNow:\n```python\ndef f(x):\n    return x\n```\nUse it:\n```python\nprint(f(1))\n```"
+    assert fenced(reply, "f") == "def f(x):\n    return x\n" and fenced(reply, "g") == "import math\n"
+    assert parses_as_code("```python3\nx = 1\n```\nThat sets it.") and not parses_as_code(
+        "```python3\nx = = 1\n```\nx = 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply"),
+    [
+        ("def f(x):\n", "    return x + 1\n"),
+        ("def f(x):\n    '''Adds one.'''\n", "    return x + 1\n\nif 1:\n    pass\n"),
+        (
+            "import math\n\ndef f(x):\n    '''Adds one.'''\n",
+            "```python\ndef f(x):\n    return x + math.floor(1.5)\n```\nThat adds one.",
+        ),
+        ("def g():\n    return 1\n\ndef f(x):\n", "So:\n~~~\ndef f(x):\n    return x + g()\n~~~"),
+        ("", "Here:\n```python\ndef f(x):\n    return x + 1\n```\nand `f(1)` is 2."),
+        ("def f(x):\n", "    '''\n    ```python\n    f(1)\n    ```\n    '''\n    return x + 1\n"),
+    ],
+)
+def test_a_program_is_the_prompt_gone_on_with_or_what_stands_in_the_fence(prompt: str, reply: str) -> None:
+    run: dict[str, object] = {}
+    exec(program_of(prompt, reply), run)
+    assert run["f"](1) == 2  # type: ignore[operator]
