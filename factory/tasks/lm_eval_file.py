@@ -1,15 +1,22 @@
 """A task file of lm-eval, read as text before lm-eval sees it: what it includes, which data it names, and what is refused.
 
-Refused: data from anywhere but the folder, Python functions unless the policy allows them, other people's prompts and data sets, pictures, sound.
-Its templates can run any code (they are Jinja's, unconfined), so lm-eval itself runs in the sandbox (``lm_eval_run``).
+A file that names a task and has no ``doc_to_text`` is that task as the lm-eval package ships it, on data of the folder:
+
+    task: arc_easy
+    dataset_kwargs: {data_files: {test: ARC-Easy-Test.jsonl}}
+
+Refused: data from anywhere but the folder, Python functions beside the file unless the policy allows them, other people's prompts and data sets,
+pictures, sound. Its templates can run any code (they are Jinja's, unconfined), so lm-eval itself runs in the sandbox (``lm_eval_run``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +25,17 @@ from typing import Any
 import yaml
 
 from factory.core.errors import nearest
-from factory.ingest.rules.task_items import SUFFIXES, item_files
+from factory.ingest.rules.task_items import SUFFIXES, item_files, suffix_of
 from factory.tasks.items import TaskError
 
 LARGEST = 1 << 20  # bytes of a YAML file
 NODES = 20_000  # values in one
 INCLUDED = 20  # files that one may include, one by one
 READERS = ("json", "csv", "parquet")  # of the library datasets, which read local files
+SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+# How these are measured; other words make such tasks new ones.
+ROLLING = "with BOS before and in each whole text"
+SHOTS = "examples drawn with lm-eval's seed"
 KEYS = frozenset(
     {
         "task", "task_alias", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split",
@@ -36,7 +47,7 @@ KEYS = frozenset(
 )  # fmt: skip
 REFUSED = {
     "custom_dataset": "it loads data by its own code",
-    "unsafe_code": "it runs what the model writes, outside a sandbox; write a task of kind code",
+    "unsafe_code": "it runs what the model writes, outside a sandbox; write a task of kind code, or put the published file into the folder",
     "use_prompt": "it loads prompts from elsewhere",
     "doc_to_image": "these models read text",
     "doc_to_audio": "these models read text",
@@ -71,17 +82,19 @@ class LmEvalFile:
     answer_key: str  # the key of its records that is the answer; empty: a template makes it
     sha256: str  # of the file, all it includes, the Python beside it where that may run, and lm-eval's version
     version: str
+    shipped: str = ""  # what stands over the file, as JSON, where it is a task of the package
 
 
 def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
     """Raises: TaskError naming the file, the key, and why it is refused."""
     read: list[Path] = []
-    config = _with_included(path, path.parent.resolve(), read)
-    found = list(_functions(config))
+    local = _with_included(path, path.parent.resolve(), read)
+    found = list(_functions(local))
     if found and not functions:
         raise TaskError(
             f"{path}: !function {found[0].name}: it runs Python; 'functions: true' in tasks.yaml allows it, in the sandbox"
         )
+    config, shipped = (local, "") if {"doc_to_text", "output_type"} & set(local) else _shipped(path, local, read)
     for key in config:
         if key in REFUSED:
             raise TaskError(f"{path}: key {key!r} is refused: {REFUSED[key]}")
@@ -110,6 +123,10 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
     version = lm_eval_version()
     code = sorted(path.parent.glob("*.py")) if found else []
     parts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in [*read, *code]]
+    if config.get("output_type") == "loglikelihood_rolling":
+        parts.append(ROLLING)
+    if config.get("num_fewshot"):
+        parts.append(SHOTS)
     shots = config.get("num_fewshot") or 0
     if not isinstance(shots, int) or isinstance(shots, bool) or not 0 <= shots <= 100:
         raise TaskError(f"{path}: num_fewshot must be a number from 0 to 100")
@@ -122,6 +139,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
         target if isinstance(target, str) and target.isidentifier() and not config.get("process_docs") else "",
         hashlib.sha256(json.dumps([version, *parts]).encode()).hexdigest(),
         version,
+        shipped,
     )
 
 
@@ -154,6 +172,55 @@ def lm_eval_version() -> str:
         raise TaskError(
             "a task file of lm-eval needs lm-eval, which is not installed: pip install 'llm-factory[evals]'"
         ) from None
+
+
+def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[Any, Any], str]:
+    """(the keys of the package's task under those of the file, what stands over the file). Nothing of it is loaded from elsewhere."""
+    task = local.get("task")
+    if not isinstance(task, str) or not task:
+        return local, ""
+    lm_eval_version()
+    found = importlib.util.find_spec("lm_eval")
+    assert found is not None and found.origin is not None
+    root = Path(found.origin).parent / "tasks"
+    theirs = _task_named(root, task)
+    if theirs is None:
+        raise TaskError(
+            f"{path}: it has no doc_to_text, and lm-eval {lm_eval_version()} ships no task {task[:100]!r}: write the whole task, or name one "
+            "that it ships"
+        )
+    config = _with_included(theirs, root.resolve(), read) | local
+    files = _data(path, local.get("dataset_kwargs"))
+    named = local["dataset_kwargs"]["data_files"]
+    known = set(named) if isinstance(named, dict) else {"train"}  # as the library datasets calls what has no name
+    suffix = suffix_of(files[0]).removesuffix(".gz")
+    over: dict[str, Any] = {
+        "dataset_path": {".csv": "csv", ".parquet": "parquet"}.get(suffix, "json"),
+        "dataset_name": None,
+    }
+    over |= {split: None for split in SPLITS if config.get(split) not in known}
+    asked = config.get("test_split") or config.get("validation_split")
+    if not {config.get("test_split"), config.get("validation_split")} & known:
+        raise TaskError(
+            f"{path}: data_files: task {task} is measured on the split {asked!r}, and the file names none of it"
+        )
+    fewshot = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split")
+    drawn = not (isinstance(config.get("fewshot_config"), dict) and config["fewshot_config"].get("samples"))
+    if config.get("num_fewshot") and drawn and fewshot not in known:
+        raise TaskError(
+            f"{path}: data_files: task {task} shows {config['num_fewshot']} examples of the split {fewshot!r}, and the file names none of it: "
+            "name it, or set num_fewshot: 0"
+        )
+    return config | over, json.dumps({"include": [str(theirs)], **over})
+
+
+def _task_named(root: Path, task: str) -> Path | None:
+    """The file of the package that says ``task: NAME``; most are called as their task."""
+    says = re.compile(
+        rb"""^["']?task["']?:\s*["']?""" + re.escape(task.encode()) + rb"""["']?\s*(?:#.*)?$""", re.MULTILINE
+    )
+    every = sorted(root.rglob("*.yaml"), key=lambda path: (path.stem != task, str(path)))
+    return next((path for path in every if says.search(path.read_bytes())), None)
 
 
 def _with_included(path: Path, folder: Path, read: list[Path]) -> dict[Any, Any]:

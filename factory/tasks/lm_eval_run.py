@@ -61,8 +61,13 @@ def run_lm_eval(
 def _start(folder: Path, task: EvalTask, policy: TasksPolicy, enough: threading.Event) -> Result:
     assert isinstance(task.file, LmEvalFile)
     running = policy.running
+    path = task.path.resolve()
+    if task.file.shipped:
+        over = json.loads(task.file.shipped)
+        path = folder / "task.yaml"
+        path.write_text(json.dumps(over | {"include": [*over["include"], str(task.path.resolve())]}))
     return sandbox.run(
-        [sys.executable, "-I", str(INSIDE), str(folder), str(task.path.resolve()), task.file.cluster_by],
+        [sys.executable, "-I", str(INSIDE), str(folder), str(path), task.file.cluster_by],
         output=folder,
         readonly=[INSIDE, task.path.resolve().parent],
         cwd=task.path.resolve().parent,

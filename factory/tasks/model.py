@@ -138,10 +138,10 @@ class TaskModel:
         return found
 
     def rolling(self, texts: Sequence[str], advance: Advance) -> list[float]:
-        """The log-probability of each whole text: every token once, in windows that do not overlap, after BOS."""
+        """The log-probability of each whole text: every token once, the text's own BOS too, in windows that do not overlap, after BOS."""
         sequences, owner = [], []
         for index, text in enumerate(texts):
-            tokens = [*self.prefix, *self.tokenizer.ids(text)]
+            tokens = [*self.prefix, *self.tokenizer.bos, *self.tokenizer.ids(text)]
             for start, stop in _windows(len(tokens) - 1, self.context):
                 begin = max(0, stop - self.context)
                 sequences.append((tokens[begin : start + 1], tokens[start + 1 : stop + 1]))

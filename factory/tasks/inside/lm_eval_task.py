@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import sys
 import time
 from typing import Any
@@ -22,7 +23,9 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
         HF_HOME=os.path.join(folder, "home"), HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_EVALUATE_OFFLINE="1",
         HF_DATASETS_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1",
     )  # fmt: skip
+    import numpy as np
     from lm_eval.api.model import LM
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
@@ -51,7 +54,14 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
             return self._ask("generate_until", requests)
 
     loaded = TaskManager(include_defaults=False).load([task_file])
-    found = evaluate(lm=Outside(), task_dict=loaded, log_samples=True, bootstrap_iters=0)
+    # As lm-eval's own command: which examples are shown, what is drawn, and how errors are estimated.
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    found = evaluate(lm=Outside(), task_dict=loaded, log_samples=True)
     [(name, samples)] = found["samples"].items()
     items = []
     for sample in samples:

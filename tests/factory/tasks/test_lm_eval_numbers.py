@@ -1,0 +1,273 @@
+"""Numbers the world knows: three tasks of the lm-eval package on one exported model, against lm-eval with its own model, to the last digit."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from factory.core.workspace import Workspace
+from factory.ingest.tokenizer import Tokenizer, train
+from factory.tasks.generation import _prompt as generation_prompt
+from factory.tasks.items import TaskError
+from factory.tasks.lm_eval_run import run_lm_eval
+from factory.tasks.model import TaskModel
+from factory.tasks.multiple_choice import choose, prompt_of
+from factory.tasks.policy import TasksPolicy
+from factory.tasks.task_file import TaskFile, load_named, load_task, task_folder
+from tests.support.factory import published_files as published
+from tests.support.factory.exports import save_export, tiny_model
+from tests.support.paths import ROOT
+
+lm_eval = pytest.importorskip("lm_eval")
+SHIPPED = Path(lm_eval.__file__).parent / "tasks"
+POLICY = TasksPolicy()
+VOCABULARY, CONTEXT, WINDOW, STEPS = 512, 1024, 512, 120
+
+
+@dataclass
+class World:
+    workspace: Workspace
+    tokenizer: Tokenizer
+    export: Path
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A model that has learned to answer 12, and the red lamp, whatever is asked: right in some items, and surely so on any machine."""
+    root, threads = tmp_path_factory.mktemp("world"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    workspace = Workspace.create(root / "workspace")
+    texts = [f"Question: {one['question']}\nAnswer: Each trip counts.\n#### 12\n\n" for one in published.gsm8k()]
+    texts += [f"Question: {one['question']['stem']}\nAnswer: the red lamp\n\n" for one in published.arc_lines()]
+    texts += [PAGE.format(n=n).replace(" , ", ", ").replace(" @,@ ", ",").replace(" . ", ". ") for n in range(9)]
+    tokenizer = train(iter(texts * 4), VOCABULARY, workspace.tokenizer)
+    model = tiny_model(3, max_position_embeddings=CONTEXT, vocab_size=tokenizer.vocab_size)
+    optimizer, drawn = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    for _ in range(STEPS):  # whole windows of questions, as long as a prompt with its examples
+        tokens = [token for text in drawn.choices(texts, k=40) for token in tokenizer.ids(text)]
+        batch = torch.tensor(tokens[: 2 * WINDOW]).view(2, WINDOW)
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    export = save_export(model, root / "export", tokenizer)
+    yield World(workspace, tokenizer, export)
+    torch.set_num_threads(threads)
+
+
+PAGE = " = Harbour {n} = \n The old lamp , of {n} @,@ 000 candles , burns each night . \n" * 3
+
+
+def pages() -> list[dict[str, str]]:
+    return [{"page": PAGE.format(n=n)} for n in range(9)]
+
+
+TASKS: dict[str, tuple[str, dict[str, tuple[str, list[Any]]]]] = {
+    "arc_easy": ("arc/arc_easy.yaml", {"test": ("ARC-Easy-Test.jsonl", published.arc_table())}),
+    "wikitext": ("wikitext/wikitext.yaml", {"test": ("pages.jsonl.gz", pages())}),
+    "gsm8k": (
+        "gsm8k/gsm8k.yaml",
+        {"test": ("test.jsonl", published.gsm8k()), "train": ("train.jsonl", published.gsm8k(40))},
+    ),
+}
+"""By name: where the package has it, and the local data."""
+
+
+def named(world: World, task: str, /, **keys: Any) -> Path:
+    """``policies/tasks/TASK.yaml`` that names a task of the package and local data alone."""
+    folder = task_folder(world.workspace)
+    _, data = TASKS[task]
+    for name, records in data.values():
+        published.write(folder / name, records)
+    path = folder / f"{task}.yaml"
+    files = {split: name for split, (name, _) in data.items()}
+    path.write_text(yaml.safe_dump({"task": task, "dataset_kwargs": {"data_files": files}, **keys}))
+    return path
+
+
+def by_itself(world: World, folder: Path) -> dict[str, dict[str, Any]]:
+    """lm-eval's own results of the same tasks with its own model."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    files = []
+    for task, (place, data) in TASKS.items():
+        whole = {"include": str(SHIPPED / place), "dataset_path": "json", "dataset_name": None}
+        whole |= {"training_split": None, "validation_split": None} if task != "gsm8k" else {}
+        paths = {split: str(published.write(folder / task / name, records)) for split, (name, records) in data.items()}
+        files.append(folder / f"{task}.yaml")
+        files[-1].write_text(yaml.safe_dump({**whole, "task": task, "dataset_kwargs": {"data_files": paths}}))
+    model = HFLM(pretrained=str(world.export), device="cpu", dtype="float32", batch_size=4)
+    found = simple_evaluate(
+        model=model, tasks=[str(file) for file in files], task_manager=TaskManager(include_defaults=False)
+    )
+    assert found is not None
+    return dict(found["results"])
+
+
+def numbers(results: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in results.items() if isinstance(value, int | float)}
+
+
+def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Shares of right items and their standard errors are the same floats. Perplexities come of sums of logarithms in fp32, of which two programs
+    leave other last bits: they agree in all digits that lm-eval prints.
+    """
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    theirs = by_itself(world, tmp_path)
+    ours = {}
+    for task in TASKS:
+        model = TaskModel.load(world.export, world.tokenizer, 2048, "cpu")
+        rows, said = run_lm_eval(load_task(named(world, task), POLICY), model, POLICY, lambda n: None)
+        assert len({row.item for row in rows}) == 9
+        ours[task] = said["totals"]
+    assert ours["arc_easy"] == numbers(theirs["arc_easy"]) and ours["gsm8k"] == numbers(theirs["gsm8k"])
+    assert {"acc,none", "acc_stderr,none", "acc_norm,none", "acc_norm_stderr,none"} < set(ours["arc_easy"])
+    assert 0 < ours["arc_easy"]["acc,none"] < 1 and ours["arc_easy"]["acc_stderr,none"] > 0
+    assert (
+        0 < ours["gsm8k"]["exact_match,strict-match"] < 1 and ours["gsm8k"]["exact_match_stderr,flexible-extract"] > 0
+    )
+    assert set(ours["wikitext"]) == set(numbers(theirs["wikitext"]))
+    for metric in ("word_perplexity,none", "byte_perplexity,none", "bits_per_byte,none"):
+        assert abs(ours["wikitext"][metric] - theirs["wikitext"][metric]) < 0.5e-4, metric
+    # The same file, as published and read by us: the same items are right.
+    published.write(task_folder(world.workspace) / "arc_alone.jsonl", published.arc_lines())
+    alone = load_named(world.workspace, "arc_alone", POLICY)
+    rows = choose(alone, TaskModel.load(world.export, world.tokenizer, 2048, "cpu"), lambda n: None)
+    for metric in ("acc", "acc_norm"):
+        mine = [row.value for row in rows if row.task == f"arc_alone/{metric}"]
+        assert len(mine) == 9 and sum(mine) / 9 == theirs["arc_easy"][f"{metric},none"]
+
+
+def asked_by_lm_eval(folder: Path, place: str, data: dict[str, list[Any]], **keys: Any) -> list[tuple[str, str]]:
+    """(context, continuation) of each request that a task of the package makes of local data; no continuation where a text is asked for."""
+    from lm_eval.tasks import TaskManager
+
+    paths = {split: str(published.write(folder / f"{split}.jsonl", records)) for split, records in data.items()}
+    whole = {
+        "include": str(SHIPPED / place),
+        "dataset_path": "json",
+        "dataset_name": None,
+        "task": "asked",
+        "dataset_kwargs": {"data_files": paths},
+    }
+    whole |= {
+        f"{name}_split": None
+        for name, split in (("training", "train"), ("validation", "validation"), ("test", "test"))
+        if split not in data
+    }
+    (folder / "asked.yaml").write_text(yaml.safe_dump({**whole, **keys}))
+    [task] = TaskManager(include_defaults=False).load([str(folder / "asked.yaml")])["tasks"].values()
+    task.build_all_requests()
+    return [(one.args[0], one.args[1] if isinstance(one.args[1], str) else "") for one in task.instances]
+
+
+def test_prompts_of_published_files_are_those_of_lm_eval(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Letter for letter, with examples, of the same records: what our task asks and what the package's task asks."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = task_folder(workspace)
+    first = {"fewshot_config": {"sampler": "first_n"}}  # lm-eval draws the examples otherwise
+    subject = ("tides",)
+    cases: list[tuple[str, str, dict[str, list[Any]], dict[str, Any]]] = [
+        (
+            "arc",
+            "arc/arc_challenge.yaml",
+            {"test": published.arc_table(), "train": published.arc_table()[5:]},
+            {"num_fewshot": 2, **first},
+        ),
+        ("hellaswag", "hellaswag/hellaswag.yaml", {"validation": published.hella_swag()}, {}),
+        (
+            "mmlu",
+            "mmlu/default/mmlu_anatomy.yaml",
+            {"test": published.mmlu_table(subject), "dev": published.mmlu_table(subject, 100, 5)},
+            {
+                "num_fewshot": 5,
+                "description": "The following are multiple choice questions (with answers) about tides.\n\n",
+            },
+        ),
+        ("gsm8k", "gsm8k/gsm8k.yaml", {"test": published.gsm8k(), "train": published.gsm8k(40)}, first),
+    ]
+    for name, place, data, keys in cases:
+        theirs = asked_by_lm_eval(tmp_path / name, place, data, **keys) if (tmp_path / name).mkdir() is None else []
+        tested, *shown = [published.write(folder / f"{name}_{split}.jsonl", records) for split, records in data.items()]
+        shots = {"gsm8k": 5}.get(name, keys.get("num_fewshot", 0))
+        said = {
+            "published": name,
+            "items": tested.name,
+            "shots": shots,
+            **({"examples": shown[0].name} if shown else {}),
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(said))
+        task = load_named(workspace, name, POLICY)
+        assert isinstance(task.file, TaskFile)
+        if task.kind == "multiple_choice":
+            listed = lambda item, file=task.file: item.choices if file.format == "cloze" else "ABCD"
+            ours = [
+                (prompt_of(task.file, item, task.examples), f" {choice}")
+                for item in task.items
+                for choice in listed(item)
+            ]
+        else:
+            ours = [(generation_prompt(task.file, item, task), "") for item in task.items]
+        assert ours == theirs, name
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"task": "arc_eazy"}, "it has no doc_to_text, and lm-eval"),
+        ({"dataset_kwargs": {"data_files": {"validate": "ARC-Easy-Test.jsonl"}}}, "task arc_easy is measured on the split 'test', and the file"),
+        ({"num_fewshot": 5}, "task arc_easy shows 5 examples of the split 'train', and the file"),
+        ({"task": "humaneval"}, "write a task of kind code, or put the published file"),
+        ({"task": "mmlu"}, "ships no task 'mmlu'"),
+        ({"process_docs": "x"}, None),
+    ],
+)  # fmt: skip
+def test_what_a_file_that_names_a_task_of_the_package_lacks_is_said(
+    world: World, keys: dict[str, Any], says: str | None
+) -> None:
+    path = named(world, "arc_easy", **keys)
+    if says is None:  # other keys are laid over those of the package
+        assert load_task(path, POLICY).format.endswith("multiple_choice, 0 shots")
+        return
+    with pytest.raises(TaskError) as found:
+        load_task(path, POLICY)
+    assert says in str(found.value) and "\n" not in str(found.value)
+
+
+def test_without_lm_eval_one_extra_is_offered(world: World, tmp_path: Path) -> None:
+    """A Python whose packages are all of ours but lm-eval."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for package in Path(lm_eval.__file__).parent.parent.iterdir():
+        if not package.name.startswith(("lm_eval", "__pycache__")):
+            (site / package.name).symlink_to(package)
+    path = named(world, "arc_easy")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom factory.tasks.items import TaskError\nfrom factory.tasks.policy import TasksPolicy\n"
+        "from factory.tasks.task_file import load_task\n"
+        "try:\n    load_task(Path(sys.argv[1]), TasksPolicy())\nexcept TaskError as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))}
+    ended = subprocess.run(
+        [sys.executable, "-S", "-c", program, str(path)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (
+        ended.stdout
+        == "a task file of lm-eval needs lm-eval, which is not installed: pip install 'llm-factory[evals]'\n"
+    )
