@@ -110,7 +110,7 @@ class Run:
             self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each whole and halved
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
-        """One update. Returns the record of the step, without rates and times."""
+        """One update. Returns the record of the step, without rates and times. A step without targets makes none and has no loss."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
         self.signals.begin(self.monitor.layer_at(batch.step))
@@ -118,7 +118,8 @@ class Run:
         gradients = self.optimizer.gradients()
         sums, squares_P, stop = self._over_ranks(sums, squares(gradients) * self.monitor.shares)
         norm = squares_P.sum().sqrt()
-        divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, self.detector.grad_norm_limit())
+        targets, limit = sums.supervised_D.sum(), self.detector.grad_norm_limit()
+        divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, limit, targets)
         update = Update(batch.step, gradients, squares_P, load)
         for hook in self.hooks:
             hook.before_update(update)
@@ -132,7 +133,8 @@ class Run:
         (grad_norm,), (skipped,), (stop_asked,) = host["grad_norm"], map(bool, host["skipped"]), host["stop"]
         (total,), (in_half,) = host["loss"], host["supervised_in_half"]
         by_domain = list(zip(self.order.domains, host["nll_D"], host["supervised_D"], strict=True))
-        loss = sum(host["nll_D"]) / max(1.0, sum(host["supervised_D"]))
+        counted = sum(host["supervised_D"])
+        loss = sum(host["nll_D"]) / max(1.0, counted)
         outcome = Outcome(batch.supervised, in_half, skipped, {name: count for name, _, count in by_domain})
         self.stop_asked = bool(stop_asked)
         self.counters["tokens"] += batch.used
@@ -145,8 +147,7 @@ class Run:
             "kind": spec.kind,
             "tokens": self.counters["tokens"],
             "supervised_tokens": self.counters["supervised_tokens"],
-            "loss": loss,
-            "z_loss": total - loss,
+            **({"loss": loss, "z_loss": total - loss} if counted else {}),
             **{f"loss/{name}": nll / count for name, nll, count in by_domain if count},
             "grad_norm": grad_norm,
         }

@@ -208,6 +208,7 @@ def _data_plan(
     rows = ledger.read("SELECT id, domains FROM token_shards")
     held = {domain for row in rows if row["id"] in ids for domain in row["domains"]}
     plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
+    plan = plan.model_copy(update={"targets_in_every_batch": True})
     with _fits(recipe):
         plan, left_out = plan.of_arrived(held, first, last)
     plan = DataPlan.from_json(with_contents(ledger, json.loads(plan.to_json())))
