@@ -16,6 +16,7 @@ from trainer.checkpoint_writer import Writer
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Regions, Skipped, Tensors
 from trainer.contract.checkpoint.region import Region
+from trainer.contract.checkpoint.same_function import refuse_other_function
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES
@@ -272,6 +273,10 @@ class Run:
 
     def _restore(self, start: Path) -> dict[str, Any]:
         """Returns the state. Raises: CheckpointError naming the first parameter that doesn't fit."""
+        state = checkpoints.read_state(start)
+        trained = (state.get("recipe") or {}).get("model")
+        if trained:  # an older checkpoint, or one made by hand, may not say: planning then compares what the ledger has
+            refuse_other_function(trained, self.recipe.model, self.recipe.accept_changes, start)
         regions = self.regions()
         names = self.optimizer.parameters.keys() | {name for name, _ in self.model.named_buffers()}
         model = checkpoints.read_tensors(start, "model", regions)
@@ -291,7 +296,6 @@ class Run:
             self.optimizer.load_state_tensors(optimizer)
         except KeyError as missing:
             raise CheckpointError(f"recipe.optimizer does not fit the checkpoint: it has no {missing}") from None
-        state = checkpoints.read_state(start)
         for hook in self.hooks:
             if hook.key in state:
                 hook.load_state_dict(state[hook.key])

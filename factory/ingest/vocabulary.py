@@ -21,6 +21,7 @@ from factory.ingest.document import BadRow, Row, flat
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.vocabulary_size import refuse_vocabulary_to_be
 from factory.ingest.worker import FinishTask, read_row, spool_contents
 from factory.ledger.ledger import Ledger, tokenizers
 
@@ -38,7 +39,8 @@ def frozen_tokenizer(
     path: Path,
     progress: Progress,
 ) -> Tokenizer:
-    """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded."""
+    """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; ConfigError before one is trained that the
+    recipe's model has no room for."""
     recorded = ledger.one(sa.select(tokenizers))
     if recorded:
         advice = "the daemon puts it back from a backup or an export; 'factory doctor --repair' does so where none runs"
@@ -52,6 +54,7 @@ def frozen_tokenizer(
                 f"(SHA-256 {recorded['sha256'][:16]}…): {advice}"
             )
         return tokenizer
+    refuse_vocabulary_to_be(workspace)
     others = _other_shards(workspace, path)
     share = policy.tokenizer.sample_bytes // (len(others) + 1)
     with progress.task("train the tokenizer") as bar:
