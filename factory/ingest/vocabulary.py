@@ -39,8 +39,9 @@ def frozen_tokenizer(
     path: Path,
     progress: Progress,
 ) -> Tokenizer:
-    """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; ConfigError before one is trained that the
-    recipe's model has no room for."""
+    """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; ConfigError before a shard is
+    made of more entries than the recipe's model has room for."""
+    refuse_vocabulary_to_be(workspace)
     recorded = ledger.one(sa.select(tokenizers))
     if recorded:
         advice = "the daemon puts it back from a backup or an export; 'factory doctor --repair' does so where none runs"
@@ -54,7 +55,6 @@ def frozen_tokenizer(
                 f"(SHA-256 {recorded['sha256'][:16]}…): {advice}"
             )
         return tokenizer
-    refuse_vocabulary_to_be(workspace)
     others = _other_shards(workspace, path)
     share = policy.tokenizer.sample_bytes // (len(others) + 1)
     with progress.task("train the tokenizer") as bar:

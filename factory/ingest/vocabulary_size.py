@@ -35,8 +35,8 @@ def refuse_vocabulary(workspace: Workspace, ledger: Ledger, recipe: Recipe) -> N
 
 
 def refuse_vocabulary_to_be(workspace: Workspace) -> None:
-    """The same before the workspace has a tokenizer, when the first shard would freeze one. One that is smaller than the embedding is for
-    planning to refuse: then the recipe can still follow it. Raises: ConfigError."""
+    """The same before a shard is made, the first of which freezes the tokenizer. A vocabulary smaller than the embedding is for planning to
+    refuse: the recipe can still follow it. Raises: ConfigError."""
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
