@@ -117,6 +117,8 @@ def code_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plant(tmp_path: Path, code_repository: Path) -> Workspace:
     """A workspace with a ledger, the tiny recipe, and code of its own to train with."""
     workspace = Workspace.create(tmp_path / "plant", Config(recipe="tiny", repository=str(code_repository)))
+    shipped = (ROOT / "policies" / "data.yaml").read_text()
+    (workspace.root / "policies" / "data.yaml").write_text(shipped.replace("vocab_size: 4096", "vocab_size: 512"))
     Ledger.create(workspace.ledger_url)
     return workspace
 

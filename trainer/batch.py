@@ -51,8 +51,8 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
     """Move ``order`` one step on and read the rows of ``rank``: every ``ranks``-th, from ``rank`` on.
 
     A loss is Σ weight · nll. A weight is 1 / (supervised targets of the global batch), 0 where the target carries no loss,
-    so that the sum over rows, micro-batches and ranks is the mean over the batch's supervised tokens. A text of 5 tokens and
-    a chat of 4, of which only the last two carry loss, in one row of 8 positions:
+    so that the sum over rows, micro-batches and ranks is the mean over the batch's supervised tokens; in a batch without any
+    (of an old plan, or masked) all are 0. A text of 5 tokens and a chat of 4, of which only the last two carry loss, in one row of 8 positions:
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -97,7 +97,7 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
             place = np.s_[b, at : at + piece.positions]
             pair = order.streams[piece.stream].tokens(piece)
             tokens[place], targets[place] = pair[:-1], pair[1:]
-            weights[place] = order.streams[piece.stream].target_mask(piece) / np.float32(supervised)
+            weights[place] = order.streams[piece.stream].target_mask(piece) / np.float32(max(1, supervised))
             positions[place] = counted[: piece.positions]
             documents[place] = number
             domains[place] = domain_numbers[piece.stream]

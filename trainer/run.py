@@ -16,6 +16,7 @@ from trainer.checkpoint_writer import Writer
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Regions, Skipped, Tensors
 from trainer.contract.checkpoint.region import Region
+from trainer.contract.checkpoint.same_function import refuse_other_function
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES
@@ -110,7 +111,7 @@ class Run:
             self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each whole and halved
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
-        """One update. Returns the record of the step, without rates and times."""
+        """One update. Returns the record of the step, without rates and times. A step without targets makes none and has no loss."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
         self.signals.begin(self.monitor.layer_at(batch.step))
@@ -118,7 +119,8 @@ class Run:
         gradients = self.optimizer.gradients()
         sums, squares_P, stop = self._over_ranks(sums, squares(gradients) * self.monitor.shares)
         norm = squares_P.sum().sqrt()
-        divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, self.detector.grad_norm_limit())
+        targets, limit = sums.supervised_D.sum(), self.detector.grad_norm_limit()
+        divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, limit, targets)
         update = Update(batch.step, gradients, squares_P, load)
         for hook in self.hooks:
             hook.before_update(update)
@@ -132,7 +134,8 @@ class Run:
         (grad_norm,), (skipped,), (stop_asked,) = host["grad_norm"], map(bool, host["skipped"]), host["stop"]
         (total,), (in_half,) = host["loss"], host["supervised_in_half"]
         by_domain = list(zip(self.order.domains, host["nll_D"], host["supervised_D"], strict=True))
-        loss = sum(host["nll_D"]) / max(1.0, sum(host["supervised_D"]))
+        counted = sum(host["supervised_D"])
+        loss = sum(host["nll_D"]) / max(1.0, counted)
         outcome = Outcome(batch.supervised, in_half, skipped, {name: count for name, _, count in by_domain})
         self.stop_asked = bool(stop_asked)
         self.counters["tokens"] += batch.used
@@ -145,8 +148,7 @@ class Run:
             "kind": spec.kind,
             "tokens": self.counters["tokens"],
             "supervised_tokens": self.counters["supervised_tokens"],
-            "loss": loss,
-            "z_loss": total - loss,
+            **({"loss": loss, "z_loss": total - loss} if counted else {}),
             **{f"loss/{name}": nll / count for name, nll, count in by_domain if count},
             "grad_norm": grad_norm,
         }
@@ -271,6 +273,10 @@ class Run:
 
     def _restore(self, start: Path) -> dict[str, Any]:
         """Returns the state. Raises: CheckpointError naming the first parameter that doesn't fit."""
+        state = checkpoints.read_state(start)
+        trained = (state.get("recipe") or {}).get("model")
+        if trained:  # an older checkpoint, or one made by hand, may not say: planning then compares what the ledger has
+            refuse_other_function(trained, self.recipe.model, self.recipe.accept_changes, start)
         regions = self.regions()
         names = self.optimizer.parameters.keys() | {name for name, _ in self.model.named_buffers()}
         model = checkpoints.read_tensors(start, "model", regions)
@@ -290,7 +296,6 @@ class Run:
             self.optimizer.load_state_tensors(optimizer)
         except KeyError as missing:
             raise CheckpointError(f"recipe.optimizer does not fit the checkpoint: it has no {missing}") from None
-        state = checkpoints.read_state(start)
         for hook in self.hooks:
             if hook.key in state:
                 hook.load_state_dict(state[hook.key])

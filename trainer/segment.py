@@ -166,7 +166,7 @@ def write_result(folder: Path, run: Run, apart: list[str]) -> None:
         "manifest_sha256": checkpoints.manifest_sha256(path),
         "tokens": spent["tokens"],
         "supervised_tokens": spent["supervised_tokens"],
-        "first_loss": every[0]["loss"],
+        "first_loss": next((line["loss"] for line in every if "loss" in line), None),
         "loss": mean("loss"),
         "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if mean(f"loss/{n}") is not None},
         "documents_seen": spent["documents"],

@@ -172,7 +172,7 @@ def values_of(points: Sequence[StepPoint], quantity: str) -> list[float]:
 
 
 def points(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
-    """Lines of metrics.jsonl, by step; of a step that was done twice the later line.
+    """Lines of metrics.jsonl, by step; of a step that was done twice the later line. A step without targets has no loss, and is none of them.
 
     >>> points([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
     [StepPoint(step=4, loss=2.0, grad_norm=inf, parts={'loss/code': 1.5})]
@@ -180,6 +180,8 @@ def points(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
     number = lambda value: float(value) if isinstance(value, int | float) and math.isfinite(value) else math.inf
     found = {}
     for line in lines:
+        if "loss" not in line:
+            continue
         parts = {key: number(value) for key, value in line.items() if "/" in key and key.partition("/")[0] in PARTS}
         found[line["step"]] = StepPoint(line["step"], number(line.get("loss")), number(line.get("grad_norm")), parts)
     return [found[step] for step in sorted(found)]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
-from factory.core.errors import InputError, WorkspaceError, nearest
-from factory.core.workspace import Config, Workspace, code_root
+from factory.core.errors import InputError, WorkspaceError
+from factory.core.workspace import Workspace
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -20,23 +20,32 @@ if TYPE_CHECKING:
 @app.command()
 def init(
     where: Where = DEFAULT,
-    recipe: Annotated[str, typer.Option(help="A recipe of policies/recipes/.")] = "demo",
+    preset: Annotated[
+        str,
+        typer.Option(help="laptop, one-gpu or eight-gpus: recipe, vocabulary and data policy that fit one another."),
+    ] = "",
+    recipe: Annotated[str, typer.Option(help="A recipe of policies/recipes/ (default: demo).")] = "",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face tokenizer.json, or its folder (default: the first ingest trains one)."),
+    ] = None,
+    vocabulary: Annotated[
+        int, typer.Option(help="Entries of the vocabulary, of recipe and tokenizer both (default: the recipe's).")
+    ] = 0,
     repository: Annotated[
         str, typer.Option(help="Git repository whose code is trained with and patched (default: this factory's own).")
     ] = "",
     tune: Annotated[bool, typer.Option(help="Time the registered kernels on this machine (as 'factory tune').")] = True,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also what is too large for this machine: another one will train.")
+    ] = False,
 ) -> None:
     """Make a workspace: one folder that holds all state of one factory. Safe to run again."""
-    from factory.backups.backups import make_ledger
     from factory.core.console import Terminal
+    from factory.presets.making import Asked, make
 
-    known = {path.stem for path in code_root().glob("policies/recipes/*.yaml")}
-    if recipe not in known and not (where / "policies" / "recipes" / f"{recipe}.yaml").exists():
-        raise InputError(f"no recipe {recipe!r}{nearest(recipe, known)}")
-    workspace = Workspace.create(
-        where, Config(recipe=recipe, repository=str(Path(repository).resolve()) if repository else "")
-    )
-    make_ledger(workspace)
+    code = Path(repository).resolve() if repository else None
+    workspace = make(where, Asked(preset, recipe, vocabulary, tokenizer, force), code)
     if tune:
         from factory.training.tuning import tune_if_new
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import ConfigError, WorkspaceError, nearest
 from factory.core.file_lock import LockedError, file_lock
+from kernels.contract.files import write_atomically
 from kernels.contract.strict_yaml import read_yaml
 
 VERSION = 1
@@ -138,8 +139,9 @@ class Workspace:
 
     # -- making and finding -----------------------------------------------------------------------------------------
     @classmethod
-    def create(cls, root: Path, config: Config | None = None) -> Workspace:
-        """Make the folders and ``factory.yaml``; a workspace that is already there is opened, never overwritten."""
+    def create(cls, root: Path, config: Config | None = None, policies: Mapping[str, str] | None = None) -> Workspace:
+        """Make the folders, its own copies of policies (place in ``policies/`` → text) and, last, ``factory.yaml``; a workspace that is already
+        there is opened, never overwritten."""
         root = root.expanduser().resolve()
         _refuse_odd_name(root)
         if (root / "factory.yaml").exists():
@@ -157,6 +159,9 @@ class Workspace:
         try:
             for folder in FOLDERS:
                 (root / folder).mkdir(parents=True, exist_ok=True)
+            for name, text in (policies or {}).items():
+                (root / "policies" / name).parent.mkdir(exist_ok=True)
+                write_atomically(root / "policies" / name, text)
             _write_config(root / "factory.yaml", config)
         except OSError as error:
             raise WorkspaceError(f"{root} cannot be made: {error.strerror}") from error

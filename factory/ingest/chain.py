@@ -205,7 +205,7 @@ def _run(
         token_shard = write_token_shard(
             workspace.shards,
             train_documents(),
-            vocab_size=policy.tokenizer.vocab_size,
+            vocab_size=max(policy.tokenizer.vocab_size, tokenizer.vocab_size),
             tokenizer_sha256=tokenizer.sha256,
         )
     if token_shard.manifest["documents"] == 0:

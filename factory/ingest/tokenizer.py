@@ -83,6 +83,23 @@ _SEGMENT = re.compile(r"(?<=\n)(?=\S)")
 _PIECES_AT_MOST = 300_000  # pieces in the table; then it is cleared
 _LONGEST_PIECE = 64  # characters; longer pieces are not put in the table
 
+# The corners in which split patterns and normalisers differ: contractions, numbers, blanks, line ends, composed letters, scripts.
+PROBES = (
+    "I'll say it's DON'T, they've; we'RE here 'twas",
+    "in 2024 the 1234567 of 12.5% and v1.0.3, ½ x² Ⅷ ٣٤٥",
+    "def f(x):\n    return x  # twice\n\n\n\tdone\r\n   \n  end  ",
+    "  leading, two  inner,   three and trailing   ",
+    "http://a.b/c?d=e_f&g=--h!!! ...\n\n(*[]{}*)<|>\x0b\x0c",
+    "naïve café cafe\u0301 ſ \u212b ﬁ straße Ωμέγα",
+    "日本語の文章です。中文字符，한국어 ไทย हिन्दी עברית",
+    "emoji 👩‍👩‍👧 ☃\ufe0f\u00a0nbsp\u2003em\u200bzero\u2028line",
+    "CamelCaseHTTPServer snake_case_42 ALLCAPS iOS x1y2",
+    "\n",
+    " ",
+    "",
+)
+_ADDED_AT_MOST = 256  # added tokens whose spelling is tried
+
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
@@ -121,7 +138,29 @@ class Tokenizer:
             raise InputError(
                 f"{path} is not a tokenizer of this factory: documents must begin with {END} or with nothing"
             )
-        return cls(folder, inner, hashlib.sha256(data).hexdigest())
+        tokenizer = cls(folder, inner, hashlib.sha256(data).hexdigest())
+        if wrong := tokenizer.misread():
+            raise InputError(f"{path} is not a tokenizer of this factory: {wrong}")
+        return tokenizer
+
+    def misread(self) -> str:
+        """How this factory would read the tokenizer otherwise than its own library does; empty: not at all.
+
+        Both encode ``PROBES`` and the spelling of every token that is added to the vocabulary: another split pattern, a normaliser, a blank put
+        before the text, or words that are matched whole give other ids in some of them, or another text back.
+        """
+        added = [token.content for token in self._inner.get_added_tokens_decoder().values()]
+        for text in (*PROBES, *(f"a {word} b{word}" for word in added[:_ADDED_AT_MOST])):
+            theirs, ours = self._inner.encode(text, add_special_tokens=False).ids, self._ids(text)
+            if theirs != ours:
+                return f"of {text[:40]!r} it makes the ids {_shown(theirs)}, which would be read as {_shown(ours)} here (another split pattern?)"
+            if self.decode(ours) != text:
+                return f"of {text[:40]!r} its ids give back {self.decode(ours)[:40]!r}"
+        return ""
+
+    def has_gaps(self) -> bool:
+        """Are its ids other than 0 to ``vocab_size`` − 1? Then an embedding of that many rows lacks some."""
+        return sorted(self._inner.get_vocab().values()) != list(range(self.vocab_size))
 
     @property
     def chat_template(self) -> str:
@@ -268,26 +307,37 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
+    write_files(inner.to_str(pretty=True), True, folder)
+    return Tokenizer.load(folder)
+
+
+def write_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
+    """The files that a tokenizer.json of this text is used with, each one whole or not at all, and itself last."""
+    template = CHAT_TEMPLATE if has_bos else TEMPLATE_WITHOUT_BOS
+    bos: dict[str, Any] = {"bos_token": END} if has_bos else {}
+    names = {**bos, "eos_token": IM_END, "pad_token": END, "additional_special_tokens": [IM_START]}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END,
+        **bos,
         "eos_token": IM_END,
         "pad_token": END,
         "unk_token": None,
         "additional_special_tokens": [IM_START],
-        "add_bos_token": True,
+        "add_bos_token": has_bos,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 20,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
-    names = {"bos_token": END, "eos_token": IM_END, "pad_token": END, "additional_special_tokens": [IM_START]}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "chat_template.jinja", CHAT_TEMPLATE)
+    write_atomically(folder / "chat_template.jinja", template)
     write_atomically(folder / "special_tokens_map.json", json.dumps(names, indent=1))
     write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=1))
-    write_atomically(folder / "tokenizer.json", inner.to_str(pretty=True))
-    return Tokenizer.load(folder)
+    write_atomically(folder / "tokenizer.json", tokenizer)
+
+
+def _shown(ids: list[int]) -> str:
+    return f"[{', '.join(map(str, ids[:6]))}{', …' if len(ids) > 6 else ''}]"
 
 
 def _write_json(path: Path, content: dict[str, Any], indent: int) -> None:

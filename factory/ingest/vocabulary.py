@@ -22,6 +22,7 @@ from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.vocabulary_size import refuse_vocabulary_to_be
 from factory.ingest.worker import FinishTask, read_row, spool_contents
 from factory.ledger.ledger import Ledger, tokenizers
 
@@ -39,7 +40,9 @@ def frozen_tokenizer(
     path: Path,
     progress: Progress,
 ) -> Tokenizer:
-    """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded."""
+    """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; ConfigError before a shard is
+    made of more entries than the recipe's model has room for."""
+    refuse_vocabulary_to_be(workspace)
     recorded = ledger.one(sa.select(tokenizers))
     if recorded:
         advice = "the daemon puts it back from a backup or an export; 'factory doctor --repair' does so where none runs"

@@ -129,6 +129,7 @@ def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progr
     aside = workspace.shards / f".again-{os.getpid()}"
     found: list[str] = []
     for policy in _policies(workspace):
+        tokenizer = Tokenizer.load(workspace.tokenizer)
         remove(aside)
         (aside / "spool").mkdir(parents=True)
         try:
@@ -139,8 +140,8 @@ def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progr
             made = write_token_shard(
                 aside,
                 documents,
-                vocab_size=policy.tokenizer.vocab_size,
-                tokenizer_sha256=Tokenizer.load(workspace.tokenizer).sha256,
+                vocab_size=max(policy.tokenizer.vocab_size, tokenizer.vocab_size),
+                tokenizer_sha256=tokenizer.sha256,
             )
             found.append(made.id)
             if made.id == expected:

@@ -32,6 +32,7 @@ from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
 from factory.retrying.rewound import newest_decision, refuse_decided, refuse_rewound
 from factory.retrying.tries import refuse_parked
+from factory.training.fitting import refuse_misfit
 from factory.training.overrides import override_of
 from trainer.contract.errors import TrainerError
 
@@ -67,6 +68,7 @@ def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -
     new = sum(1 for shard in shards if shard[0] not in seen)
     if not shards:
         return Trunk(0, 0, wanted, needs(1))
+    refuse_misfit(workspace, ledger, recipe, last)
     plan, _ = _data_plan(ledger, recipe, "trunk", shards, first, first + wanted, _licences(workspace))
     left = _data_order(ledger, recipe, plan, last).positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
@@ -208,6 +210,7 @@ def _data_plan(
     rows = ledger.read("SELECT id, domains FROM token_shards")
     held = {domain for row in rows if row["id"] in ids for domain in row["domains"]}
     plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
+    plan = plan.model_copy(update={"targets_in_every_batch": True})
     with _fits(recipe):
         plan, left_out = plan.of_arrived(held, first, last)
     plan = DataPlan.from_json(with_contents(ledger, json.loads(plan.to_json())))
@@ -275,6 +278,7 @@ def _plan(
     if parent is not None:
         refuse_rewound(ledger, parent.id)
     recipe = load_recipe(workspace)
+    notes = refuse_misfit(workspace, ledger, recipe, parent)
     first = parent.last_step if parent else 0
     overridden = override_of(ledger, kind, parent.id if parent else None)
     if overridden is not None:
@@ -286,9 +290,10 @@ def _plan(
     _refuse_padding(ledger, recipe, plan, parent, first + length)
     commit = live_commit(workspace.repository)
     kernels = file_text(workspace.repository, commit, KERNELS)
-    recipe, computed, notes = computing.decide(
+    recipe, computed, of_computing = computing.decide(
         workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
     )
+    notes += of_computing
     for note in notes:
         progress.line(f"  {note}")
     plan = type(plan).from_json(

@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
@@ -20,6 +20,21 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 AUTO = "auto"
 GROUPED_MULTIPLE = 8  # torch's grouped_mm wants rows of 16 bytes; of bf16 that is 8
+
+
+# Keys of ``model`` that change what is computed and no weight's shape: alone, or as the two numbers of a pair.
+Acceptable = Literal[
+    "rope_theta",
+    "norm_eps",
+    "nope_every",
+    "across_documents",
+    "base_d_model",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "experts.per_token",
+]
+ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
 
 
 class ExpertsRecipe(Strict):
@@ -361,6 +376,17 @@ class Recipe(Strict):
     schedule: ScheduleRecipe
     stability: StabilityRecipe = StabilityRecipe()
     parallel: ParallelRecipe = ParallelRecipe()
+    # Keys of ``model`` that may be other than in the checkpoint that is gone on from: its weights then learn another function, from where
+    # they are. Without a word only what changes no function goes on.
+    accept_changes: list[Acceptable] = []
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without ``accept_changes`` where it says nothing: older code can read such a recipe, and its hash stays."""
+        found: dict[str, Any] = dump(self)
+        if not found.get("accept_changes"):
+            found.pop("accept_changes", None)
+        return found
 
     @classmethod
     def load(cls, path: Path | str) -> Recipe:

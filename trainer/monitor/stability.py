@@ -147,6 +147,8 @@ class Detector(Hook):
         return {}
 
     def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
+        if "loss" not in record:
+            return []  # a step without targets: nothing to judge, and nothing that later steps are judged by
         found = {name: (record[f"loss/{name}"], tokens) for name, tokens in self._tokens.items() if tokens}
         return self.observe(record["step"], record["loss"], record["grad_norm"], record["skipped"], found)
 
@@ -305,9 +307,17 @@ class ThroughputDetector(Hook):
             self.low = state["low"]
 
 
-def clip_and_skip(loss: Tensor, grad_norm: Tensor, clip: float, limit: float) -> tuple[Tensor, Tensor]:
-    """(what to divide the gradients by, 1.0 where the update must be skipped), fp32 scalars, left on the device."""
+def clip_and_skip(
+    loss: Tensor, grad_norm: Tensor, clip: float, limit: float, targets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(what to divide the gradients by, 1.0 where the update must be skipped), fp32 scalars, left on the device.
+
+    ``targets``: tokens of the global batch that carry loss. Without any there is nothing to learn, and an update would move the weights all
+    the same: by what is left of older gradients, and by the decay.
+    """
     sound = torch.isfinite(loss) & torch.isfinite(grad_norm) & (grad_norm <= limit)
+    if targets is not None:
+        sound &= targets > 0
     skip = torch.where(sound, 0.0, 1.0)
     divide_by = torch.where(sound, (grad_norm / clip).clamp(min=1.0), 1.0)
     return divide_by, skip

@@ -56,6 +56,7 @@ from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe
 
 FORMAT = 2  # of the state
+REHEARSED_ROWS = 512  # that are packed to see how many hold no target
 
 Row = tuple[Piece, ...]
 
@@ -92,6 +93,9 @@ class DataOrder:
         self.documents_begun = 0  # documents whose first position was put in a batch
         self.cursors: dict[str, Cursor] = {}
         self.pending: list[Piece] = []  # drawn and not trained on, oldest first
+        self.passed_over = (
+            0  # positions of rows that were left out because they hold no target, since this object was made
+        )
         self._shares: tuple[int, dict[str, float]] = -1, {}
         self._available: tuple[int, dict[str, float]] | None = None  # until a step or an epoch ends
         if state is not None:
@@ -107,8 +111,20 @@ class DataOrder:
     def next_rows(self) -> list[Row]:
         """The rows of the next step's global batch: ``batch.sequences_at(step)`` of them, none empty.
 
+        With ``plan.targets_in_every_batch`` some of their tokens carry loss: a packing that cuts can leave a row nothing but a question, of
+        which nothing is learned. Rows that together hold no more are passed over, and the next ones take their place.
+
         Raises: DataPlanError when every epoch is used up.
         """
+        rows = self._pack()
+        while self.plan.targets_in_every_batch and not any(piece.supervised for row in rows for piece in row):
+            self.passed_over += sum(piece.positions for row in rows for piece in row)
+            rows = self._pack()
+        self.step += 1
+        return rows
+
+    def _pack(self) -> list[Row]:
+        """Rows for the step, of the pieces that wait and of new ones. Raises: DataPlanError."""
         wanted = self.batch.sequences_at(self.step)
         strategy = STRATEGIES[self.batch.packing]
         lengths = [piece.positions for piece in self.pending]
@@ -130,7 +146,6 @@ class DataOrder:
         rows = [tuple(map(part_of, row)) for row in packed]
         self.pending = [part_of(part) for part in left]
         self.documents_begun += sum(piece.start == 0 for row in rows for piece in row)
-        self.step += 1
         return rows
 
     def shares(self) -> dict[str, float]:
@@ -140,8 +155,30 @@ class DataOrder:
         return self._shares[1]
 
     def positions_left(self) -> int:
-        """Positions that can still be drawn under the epoch cap: an upper bound on what is left to train on."""
-        return sum(piece.positions for piece in self.pending) + sum(self._left(name) for name in self.shares())
+        """Positions that can still be drawn under the epoch cap: an upper bound on what is left to train on.
+
+        What will be passed over for want of targets is estimated, and left out.
+        """
+        left = sum(piece.positions for piece in self.pending) + sum(self._left(name) for name in self.shares())
+        return round(left * self._kept_share())
+
+    def _kept_share(self) -> float:
+        """Share of the positions to come that no batch without targets takes away; with two standard errors of caution.
+
+        As the next steps have it, which are walked in a copy: none but plans with partly masked documents need that.
+        """
+        if not self.plan.targets_in_every_batch or all(stream.unmasked.all() for stream in self.streams.values()):
+            return 1.0
+        twin, kept, batches = self.fork(), 0, 0
+        for _ in range(max(8, REHEARSED_ROWS // self.batch.sequences)):
+            try:
+                rows = twin.next_rows()
+            except DataPlanError:
+                break
+            kept, batches = kept + sum(piece.positions for row in rows for piece in row), batches + 1
+        lost = twin.passed_over - self.passed_over
+        passed = lost * batches / kept if kept else 0.0  # batches' worth
+        return kept / (kept + lost * (1 + 2 / passed**0.5)) if passed else 1.0
 
     def _left(self, name: str) -> int:
         stream, cursor = self.streams[name], self.cursors[name]
@@ -155,7 +192,8 @@ class DataOrder:
         mixture take its share; where all have, the run ends.
         """
         left = {name: float(self._left(name)) for name in self.streams}
-        spare, filled = float(sum(piece.positions for piece in self.pending)), 0.0
+        spare, filled, kept = float(sum(piece.positions for piece in self.pending)), 0.0, self._kept_share()
+        left = {name: positions * kept for name, positions in left.items()}
         for mixture in self.plan.mixtures():
             first, last = max(self.step, mixture.start), min(last_step, mixture.stop)
             if first >= last:

@@ -15,6 +15,8 @@ from trainer.contract.errors import DataPlanError, nearest
 from trainer.contract.recipe import MixtureRecipe, Phase, Positive, Share
 from trainer.contract.strict import Strict, parse
 
+LATER_KEYS = ("masked", "reshuffled", "targets_in_every_batch")  # of a plan: the first plans did not have them
+
 
 class PlannedShard(Strict):
     """A token shard and the generation it joined with."""
@@ -62,6 +64,9 @@ class DataPlan(Strict):
         str
     ] = []  # keys of documents that carry no loss: rows, order and the loss's denominator stay as without it
     reshuffled: Annotated[int, Field(ge=0)] = 0  # another number: other documents are next; a sampler state stays valid
+    # Rows that would make a batch without any token that carries loss are passed over. False in plans from before December 2026, whose order
+    # stays as it was; a step of such a batch makes no update.
+    targets_in_every_batch: bool = False
 
     @model_validator(mode="after")
     def _possible(self) -> DataPlan:
@@ -96,9 +101,9 @@ class DataPlan(Strict):
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:
-        """Canonical: equal plans give equal text. ``masked``, ``reshuffled`` and a shard's ``content`` are left out where they say nothing:
-        older code can read such a plan too."""
-        plan = self.model_dump(exclude={key for key in ("masked", "reshuffled") if not getattr(self, key)})
+        """Canonical: equal plans give equal text. ``LATER_KEYS`` and a shard's ``content`` are left out where they say nothing: older code can
+        read such a plan too."""
+        plan = self.model_dump(exclude={key for key in LATER_KEYS if not getattr(self, key)})
         for shard in plan["token_shards"]:
             if not shard["content"]:
                 del shard["content"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ from trainer.contract.data.packing import pieces_in
 from trainer.contract.data.permutation import BLOCK, Permutation
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import DataPlanError, TokenShardError
+
+READ_AT_ONCE = 1 << 24  # tokens whose masks are looked at together
 
 
 class Piece(NamedTuple):
@@ -63,11 +66,15 @@ class Stream:
         self.masked: frozenset[int] = frozenset()  # documents that the plan masks: counted as ever, and without weight
         self.ends = np.cumsum(pieces_in(self.length, context))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
-        self.positions = int(np.maximum(0, self.length - 1).sum())
         self.fingerprint = hashlib.sha256(":".join([str(seed), *identities]).encode()).hexdigest()[:16]
         self._tokens: list[npt.NDArray[Any] | None] = [None] * len(shards)
         self._order: tuple[int, Permutation | None] = -1, None
         self._block: tuple[tuple[int, int], list[tuple[int, int, int, int, int, bool]]] = (-1, -1), []
+
+    @cached_property
+    def positions(self) -> int:
+        """Positions of an epoch, in pieces that carry loss: the others are never drawn."""
+        return sum(positions_with_loss(str(shard.path), self.domain, self.context) for shard in self.shards)
 
     def piece_at(self, place: int) -> Piece:
         """The whole piece at a place."""
@@ -148,6 +155,35 @@ class Stream:
             self.unmasked[document],
         )
         return list(zip(*(column.tolist() for column in columns)))
+
+
+@lru_cache(maxsize=1 << 14)  # the daemon asks again and again, and a shard never changes
+def positions_with_loss(path: str, domain: str, context: int) -> int:
+    """Positions of a token shard's documents of a domain that lie in pieces which carry loss.
+
+    Pieces of documents without a mask all do. Of the others the masks are read, ``READ_AT_ONCE`` tokens at a time.
+    """
+    shard = TokenShard(path)
+    table = dict(_tables(shard))[domain]
+    start, length = table["start"], table["length"]
+    masked = np.flatnonzero((table["supervised_tokens"] < length) & (length > 1))
+    found = int(np.maximum(0, length - 1).sum() - (length[masked] - 1).sum())
+    while len(masked):
+        ends = start[masked] + length[masked]
+        count = max(1, int(np.searchsorted(ends, start[masked[0]] + READ_AT_ONCE)))
+        block, masked = masked[:count], masked[count:]
+        first = int(start[block[0]])
+        before = np.concatenate(([0], np.cumsum(shard.loss_mask(first, int(ends[count - 1])), dtype=np.int64)))
+        pieces = pieces_in(length[block], context)
+        number = np.arange(pieces.sum()) - np.repeat(
+            np.cumsum(pieces) - pieces, pieces
+        )  # of each piece in its document
+        stop = np.repeat(length[block] - 1, pieces)
+        begin = number * context
+        positions = np.minimum(context, stop - begin)
+        target = np.repeat(start[block] - first, pieces) + begin + 1
+        found += int(positions[before[target + positions] > before[target]].sum())
+    return found
 
 
 def domain_of(stream: str) -> str:

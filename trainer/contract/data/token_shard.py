@@ -149,12 +149,20 @@ class TokenShard:
 
     @cached_property
     def tokens(self) -> npt.NDArray[Any]:
-        """All tokens, memory-mapped, shape [tokens]."""
-        if self.manifest["tokens"] == 0:
-            return np.zeros(0, self.manifest["dtype"])
-        return np.memmap(
-            self.path / "tokens.bin", dtype=self.manifest["dtype"], mode="r", shape=(self.manifest["tokens"],)
-        )
+        """All tokens, memory-mapped, shape [tokens], read-only.
+
+        Arrow's map outlives its file, which is closed here: Python's own (``np.memmap``) keeps a descriptor as long as it lives, and a plan
+        may have thousands of shards.
+        """
+        dtype, count = self.manifest["dtype"], self.manifest["tokens"]
+        if count == 0:
+            return np.zeros(0, dtype)
+        path = self.path / "tokens.bin"
+        with pa.memory_map(str(path)) as file:
+            mapped = file.read_buffer()
+        if mapped.size < count * np.dtype(dtype).itemsize:
+            raise TokenShardError(f"{path}: {mapped.size} bytes, its manifest says {count} tokens of {dtype}")
+        return np.frombuffer(mapped, dtype, count)
 
     @cached_property
     def _mask_bits(self) -> npt.NDArray[np.uint8]:

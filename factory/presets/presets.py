@@ -1,0 +1,99 @@
+"""The presets of ``factory init``, and whether a recipe fits into the memory of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from factory.core.launching import GPU_DEVICES
+from trainer.contract.errors import RecipeError
+from trainer.contract.plan.sizing import GB, Layout, memory_parts, needed
+from trainer.contract.recipe import Recipe
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A size of factory. The recipe is the file of the same name in ``policies/recipes/``."""
+
+    gpus: int  # that its recipe is for; 0: CPU cores
+    what: str
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(  # the smallest first
+    {
+        "laptop": Preset(0, "12.6 M weights, two CPU cores"),
+        "one-gpu": Preset(1, "214 M weights, one GPU"),
+        "eight-gpus": Preset(8, "1.04 B weights, eight GPUs"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What trains here."""
+
+    gpus: tuple[float, ...]  # bytes of each
+    memory: float  # bytes of the host's
+    ranks: int  # that share a step
+
+    @classmethod
+    def here(cls) -> Machine:
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        with suppress(OSError, ValueError):  # no control group, or 'max'
+            memory = min(memory, float(CGROUP.read_text()))
+        gpus: tuple[float, ...] = ()
+        if any(found for name in GPU_DEVICES for found in Path("/dev").glob(name)):  # torch takes a second to import
+            import torch
+
+            devices = range(torch.cuda.device_count())
+            gpus = tuple(float(torch.cuda.get_device_properties(number).total_memory) for number in devices)
+        return cls(gpus, memory, max(1, len(gpus)))
+
+    def __str__(self) -> str:
+        if self.gpus:
+            return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)} of {min(self.gpus) / GB:.0f} GB"
+        return f"no GPU and {self.memory / GB:.0f} GB of memory"
+
+
+def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> float:
+    """Bytes that each of ``ranks`` devices of ``memory`` bytes needs under the recipe's own layout (``trainer.contract.plan.sizing``), all
+    logits of a micro-batch at one time. Raises: RecipeError when so many cannot share the recipe's step."""
+    data = recipe.parallel.data_ranks(ranks, recipe.model)
+    recipe.batch.check_ranks(data)
+    micro = recipe.batch.micro_sequences or recipe.batch.sequences // data
+    layout = Layout(ranks, recipe.parallel.tensor, micro, recipe.parallel.recompute, recipe.parallel.replicas)
+    parts = memory_parts(
+        recipe.model, layout, memory, optimizer=recipe.optimizer.name, itemsize=itemsize, logit_rows=None
+    )
+    return needed(parts)
+
+
+def too_large(recipe: Recipe, machine: Machine, gpus: int = 0) -> str:
+    """Why a recipe cannot be trained on a machine; empty: it can. ``gpus``: how many it is for, as its preset says."""
+    if gpus and not machine.gpus:
+        size = memory_needed(recipe, gpus, 0.0, 2)
+        return f"needs {size / GB:.1f} GB of {'a GPU' if gpus == 1 else f'each of {gpus} GPUs'}; this machine has {machine}"
+    there = min(machine.gpus, default=machine.memory)
+    try:
+        size = memory_needed(recipe, machine.ranks, there, 2 if machine.gpus and recipe.precision != "fp32" else 4)
+    except RecipeError as error:
+        return f"cannot be shared: {error}; this machine has {machine}"
+    if size <= there:
+        return ""
+    return f"needs {size / GB:.1f} GB of {'each GPU' if machine.gpus else 'memory'}; this machine has {machine}"
+
+
+def fitting(machine: Machine, folder: Path) -> str:
+    """The largest preset that fits a machine; empty: none does. ``folder``: of the recipes."""
+    found = [
+        name
+        for name, preset in PRESETS.items()
+        if not too_large(Recipe.load(folder / f"{name}.yaml"), machine, preset.gpus)
+    ]
+    return found[-1] if found else ""

@@ -1,0 +1,134 @@
+"""Tokenizers that somebody brings: this factory makes their own ids of a text, or refuses them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import tokenizers as library
+
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ingest.chain import ingest_shard
+from factory.ingest.tokenizer import PATTERN, SPECIAL, Tokenizer, train
+from factory.ledger.ledger import Ledger, tokenizers
+from factory.presets.given_tokenizer import install, opened
+from tests.support.factory.made_up_text import prose
+
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+CODE = "def f(x):\n    return x[0] + 12 * 345  # it's\n\n"
+Change = Callable[[dict[str, Any]], None]
+
+
+def whole_bytes(**change: Any) -> dict[str, Any]:
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return split | change
+
+
+def setting(**keys: Any) -> Change:
+    return lambda raw: raw.update(keys)
+
+
+def added(raw: dict[str, Any]) -> None:
+    like = raw["added_tokens"][0]
+    raw["added_tokens"].append(like | {"id": 600, "content": "<file>", "special": False})
+
+
+def renumbered(raw: dict[str, Any]) -> None:
+    names = {token: number for number, token in enumerate(reversed(raw["model"]["vocab"]))}
+    raw["model"]["vocab"] = names
+    raw["added_tokens"] = [token | {"id": names[token["content"]]} for token in raw["added_tokens"]]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    texts = [f"{prose(i)}\n{CODE * 3}" for i in range(60)]
+    return train(iter(texts), 600, tmp_path_factory.mktemp("ours"))
+
+
+def changed(ours: Tokenizer, folder: Path, change: Change) -> Path:
+    raw = json.loads((ours.folder / "tokenizer.json").read_text())
+    change(raw)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (setting(pre_tokenizer=GPT2), "another split pattern"),
+        (
+            setting(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}),
+            "another split pattern",
+        ),
+        (setting(pre_tokenizer=GPT2 | {"add_prefix_space": True}), "another split pattern"),
+        (setting(normalizer={"type": "Lowercase"}), "another split pattern"),
+        (setting(normalizer={"type": "NFC"}), "its ids give back"),
+        (added, "of 'a <file> b<file>' it makes the ids"),
+        (renumbered, "ids 0, 1, 2 must be <|endoftext|>"),
+        (setting(model={"type": "BPE"}), "is not a tokenizer"),
+    ],
+    ids=["GPT-2", "digits", "a blank before", "lower case", "NFC", "an added word", "other ids", "broken"],
+)  # fmt: skip
+def test_a_tokenizer_that_would_be_read_otherwise_is_refused(
+    ours: Tokenizer, tmp_path: Path, change: Change, said: str
+) -> None:
+    path = changed(ours, tmp_path, change)
+    with pytest.raises(InputError, match="--tokenizer") as refused, opened(path):
+        pass
+    line = str(refused.value)
+    assert said in line and str(path) in line and "\n" not in line and "/tmp/tmp" not in line
+
+
+def test_of_400_texts_an_accepted_tokenizer_gives_its_own_ids(ours: Tokenizer, tmp_path: Path) -> None:
+    """And the refused one of the report would have given others in most of them. A pattern that splits otherwise only where the vocabulary joins
+    nothing gives the same ids, and is accepted."""
+    texts = [f"{prose(1000 + i, 30)}\n\n{CODE}  {i * 7919} naïve ☃ it's" for i in range(400)]
+    three = r"\p{N}{1,3}"
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": PATTERN.replace(r"|\p{N}|", f"|{three}|")},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    same = changed(ours, tmp_path, setting(pre_tokenizer={"type": "Sequence", "pretokenizers": [split, whole_bytes()]}))
+    own = library.Tokenizer.from_file(str(same))
+    with opened(same) as tokenizer:
+        assert [tokenizer.ids(text) for text in texts] == [
+            own.encode(text, add_special_tokens=False).ids for text in texts
+        ]
+    foreign = library.Tokenizer.from_file(str(changed(ours, tmp_path, setting(pre_tokenizer=GPT2))))
+    assert [foreign.token_to_id(token) for token in SPECIAL] == [0, 1, 2], "which alone was looked at before"
+    theirs = [foreign.encode(text, add_special_tokens=False).ids for text in texts]
+    assert sum(ours.ids(text) != ids for text, ids in zip(texts, theirs, strict=True)) == 400
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_it_is_frozen_before_the_first_shard_which_is_made_of_its_ids(
+    ours: Tokenizer, plant: Workspace, tmp_path: Path, bos: bool
+) -> None:
+    path = changed(ours, tmp_path, (lambda raw: None) if bos else setting(post_processor=None))
+    ledger = Ledger.open(plant.ledger_url)
+    with opened(path) as given:
+        install(plant, ledger, given)
+        install(plant, ledger, given)  # again: the same
+        sha256 = given.sha256
+    (row,) = ledger.rows(sa.select(tokenizers))
+    assert (row["sha256"], row["vocab_size"]) == (sha256, 600)
+    frozen = Tokenizer.load(plant.tokenizer)
+    assert frozen.bos == ((0,) if bos else ())
+    template = json.loads((plant.tokenizer / "tokenizer_config.json").read_text())["chat_template"]
+    assert template == (plant.tokenizer / "chat_template.jinja").read_text() == frozen.chat_template
+    lines = [json.dumps({"id": str(i), "text": prose(2000 + i), "domain": "docs", "license": "MIT"}) for i in range(40)]
+    shard = plant.inbox / "shard.jsonl"
+    shard.write_text("\n".join(lines) + "\n")
+    assert ingest_shard(plant, ledger, shard, SILENT, workers=0).state == "ingested"
+    assert len(ledger.rows(sa.select(tokenizers))) == 1 and Tokenizer.load(plant.tokenizer).sha256 == sha256
+    made = ledger.rows(sa.text("SELECT tokenizer FROM token_shards"))
+    assert {entry["tokenizer"] for entry in made} == {sha256}

@@ -1,0 +1,80 @@
+"""The presets' recipes: their sizes, the product's own plan of them, and the machines that they fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from factory.presets.presets import PRESETS, Machine, fitting, memory_needed, too_large
+from kernels.contract.registry import bind
+from tests.support.paths import ROOT
+from trainer.contract.plan.run_plan import GPUS, Ask, plan_run
+from trainer.contract.recipe import Recipe
+from trainer.model.transformer import Decoder
+
+RECIPES = ROOT / "policies" / "recipes"
+LAPTOP = Machine((), 8e9, 1)
+WEIGHTS = {"laptop": 12_588_672, "one-gpu": 213_945_344, "eight-gpus": 1_040_267_776}
+
+
+def machine(gpus: int, gigabytes: float) -> Machine:
+    return Machine((gigabytes * 1e9,) * gpus, 64e9, gpus)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_recipe_is_a_model_of_its_size_that_can_be_exported(name: str) -> None:
+    recipe = Recipe.load(RECIPES / f"{name}.yaml")
+    assert recipe.model.parameters == WEIGHTS[name] and recipe.model.warnings() == [] and recipe.precision == "auto"
+    with torch.device("meta"):
+        model = Decoder(recipe.model, bind({}, "cpu", torch.float32), torch.float32)
+    assert sum(parameter.numel() for parameter in model.parameters()) == WEIGHTS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gpu", "tokens"), [("one-gpu", 1, "rtx-4090", 4e9), ("eight-gpus", 8, "a100-40", 20e9)]
+)
+def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: int, gpu: str, tokens: float) -> None:
+    recipe = Recipe.load(RECIPES / f"{name}.yaml")
+    found = plan_run(Ask(recipe.model, tokens, gpus, GPUS[gpu], recipe.batch, logit_rows=None))
+    assert found.layout.recompute == "none" and found.sequences == recipe.batch.sequences
+    assert found.layout.micro_sequences >= (recipe.batch.micro_sequences or 0)
+    assert memory_needed(recipe, gpus, GPUS[gpu].memory, 2) <= GPUS[gpu].memory
+
+
+@pytest.mark.parametrize(
+    ("here", "fits"),
+    [
+        (LAPTOP, "laptop"),
+        (Machine((), 2e9, 1), "laptop"),
+        (Machine((), 5e8, 1), ""),
+        (machine(1, 16), "one-gpu"),
+        (machine(1, 12), "laptop"),
+        (machine(1, 80), "eight-gpus"),  # slowly
+        (machine(8, 40), "eight-gpus"),
+        (machine(8, 16), "one-gpu"),
+        (machine(3, 80), ""),  # three do not share a step of 256, 128 or 16 rows
+    ],
+)
+def test_the_largest_preset_that_fits_a_machine(here: Machine, fits: str) -> None:
+    assert fitting(here, RECIPES) == fits
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "said"),
+    [
+        ("one-gpu", LAPTOP, r"needs 11\.8 GB of a GPU; this machine has no GPU and 8 GB of memory"),
+        ("eight-gpus", LAPTOP, r"needs 21\.3 GB of each of 8 GPUs; this machine has no GPU"),
+        ("one-gpu", machine(1, 8), r"needs 12\.6 GB of each GPU; this machine has 1 GPU of 8 GB"),
+        ("eight-gpus", machine(2, 24), r"needs 29\.9 GB of each GPU; this machine has 2 GPUs of 24 GB"),
+        ("one-gpu", machine(3, 80), r"cannot be shared: batch\.sequences \(128\) is not a multiple of .* ranks \(3\); .*3 GPUs"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_with_the_number(name: str, here: Machine, said: str) -> None:
+    assert re.match(said, too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus))
+
+
+def test_this_machine_is_seen() -> None:
+    found = Machine.here()
+    assert found.memory > 5e8 and found.ranks == max(1, len(found.gpus))

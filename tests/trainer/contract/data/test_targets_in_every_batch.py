@@ -1,0 +1,130 @@
+"""Chats whose loss lies at their start or their end alone: cut into rows, some rows hold nothing that is learned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.trainer.segments import plan_of
+from trainer.batch import make_batch
+from trainer.contract.data.data_order import DataOrder, documents_at
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.document_stream import READ_AT_ONCE
+from trainer.contract.data.packing import STRATEGIES
+from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
+from trainer.contract.errors import DataPlanError
+from trainer.contract.recipe import BatchRecipe
+
+CONTEXT = 32
+
+
+def one_sided_chats(count: int, seed: int = 0) -> list[TokenizedDocument]:
+    """Of 20 to 159 tokens; 2 to 9 of them, at the start or at the end, carry loss."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        length, answer = int(rng.integers(20, 160)), int(rng.integers(3, 10))
+        mask = np.zeros(length, bool)
+        mask[slice(-answer, None) if i % 2 else slice(1, answer)] = True
+        ids = rng.integers(3, 512, length).astype(np.uint32)
+        made.append(TokenizedDocument(f"chat-{seed}-{i}", str(i), "chat", "test", "MIT", ids, mask))
+    return made
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> DataPlan:
+    shard = write_token_shard(tmp_path, one_sided_chats(300), vocab_size=512, tokenizer_sha256="test")
+    return plan_of(shard, weights={"chat": 1.0}, max_epochs=1)
+
+
+def order_of(plan: DataPlan, packing: str, state: dict | None = None) -> DataOrder:
+    batch = BatchRecipe.model_validate({"sequences": 1, "packing": packing})
+    return DataOrder(plan, context=CONTEXT, batch=batch, vocab_size=512, state=state)
+
+
+def targets(order: DataOrder) -> list[int]:
+    """Of every batch until the data ends; no weight is NaN, and those of a batch sum to one where it has targets."""
+    found = []
+    while True:
+        try:
+            batch = make_batch(order)
+        except DataPlanError:
+            return found
+        assert float(batch.weights_BT.sum()) == pytest.approx(1.0 if batch.supervised else 0.0)
+        found.append(batch.supervised)
+
+
+@pytest.mark.parametrize("packing", STRATEGIES)
+def test_every_batch_of_a_new_plan_has_targets_and_no_target_is_lost(plan: DataPlan, packing: str) -> None:
+    old, new = (
+        targets(order_of(plan.model_copy(update={"targets_in_every_batch": each}), packing)) for each in (False, True)
+    )
+    assert 0 not in new and sum(new) >= sum(old) - max(old)  # the last batch may lack the pieces to fill it
+    if packing == "truncate-and-concatenate":
+        assert old.count(0) >= 20 and new == [count for count in old if count]
+
+
+def test_the_order_of_an_older_plan_is_what_it_was(plan: DataPlan) -> None:
+    """SHA-256 of 200 batches as code from before ``targets_in_every_batch`` made them."""
+    assert "targets_in_every_batch" not in json.loads(plan.to_json())
+    order, digest = order_of(plan, "truncate-and-concatenate"), hashlib.sha256()
+    for _ in range(200):
+        batch = make_batch(order)
+        digest.update(batch.tokens_BT.numpy().tobytes() + batch.targets_BT.numpy().tobytes())
+    assert digest.hexdigest() == "b2645b9a1b3406af940d626cd178e72092b47a2951c7dc0a92ed637c5024e722"
+
+
+def test_what_is_passed_over_is_the_same_after_a_resume(plan: DataPlan) -> None:
+    plan = plan.model_copy(update={"targets_in_every_batch": True})
+    order, seen = order_of(plan, "truncate-and-concatenate"), []
+    for _ in range(60):
+        state = json.loads(json.dumps(order.state_dict()))
+        rows = order.next_rows()
+        seen.append((state, rows))
+    assert order.passed_over > 0
+    for step, (state, rows) in enumerate(seen):
+        assert order_of(plan, "truncate-and-concatenate", state).next_rows() == rows
+        resumed = order_of(plan, "truncate-and-concatenate", seen[0][0])
+        if step % 20 == 19:
+            keys = {resumed.streams[p.stream].key(p.document) for row in rows for p in row}
+            assert documents_at(resumed, step) == sorted(keys)
+
+
+@pytest.mark.parametrize("packing", STRATEGIES)
+def test_the_positions_left_are_those_that_can_be_trained_on(plan: DataPlan, packing: str) -> None:
+    """A plan of as many steps as they allow does not run out of data; two of three positions of these chats carry no loss and are skipped."""
+    plan = plan.model_copy(update={"targets_in_every_batch": True})
+    order = order_of(plan, packing)
+    (stream,) = order.streams.values()
+    left, used = order.positions_left(), 0
+    assert stream.positions < 0.4 * (stream.length - 1).sum()
+    while True:
+        try:
+            used += sum(piece.positions for row in order.next_rows() for piece in row)
+        except DataPlanError:
+            break
+    waiting = sum(piece.positions for piece in order.pending)
+    assert 0.9 * (used + waiting) < left <= used + waiting
+
+
+def test_masks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few tokens are looked at together, the sum is the one that the pieces themselves give."""
+    from trainer.contract.data import document_stream
+
+    documents = one_sided_chats(80) + [
+        TokenizedDocument("text", "t", "chat", "test", "MIT", np.arange(3, 80, dtype=np.uint32), np.ones(77, bool))
+    ]
+    shard = write_token_shard(tmp_path, documents, vocab_size=512, tokenizer_sha256="test")
+    wanted = 0
+    for document in documents:
+        for start in range(0, len(document.tokens) - 1, CONTEXT):
+            held = document.loss_mask[start + 1 : start + 1 + CONTEXT]
+            wanted += len(held) * bool(held.any())
+    for size in (1, 300, READ_AT_ONCE):
+        monkeypatch.setattr(document_stream, "READ_AT_ONCE", size)
+        document_stream.positions_with_loss.cache_clear()
+        assert document_stream.positions_with_loss(str(shard.path), "chat", CONTEXT) == wanted
