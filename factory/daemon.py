@@ -230,6 +230,7 @@ def reconcile(
 
     ``attempts``: what becomes of an action that fails; without it, it is raised, as is why training waits for a person.
     """
+    from factory.releasable.recorded import refresh
     from factory.repairs.mending import with_mending
     from factory.retention.watching import training_waits
 
@@ -252,6 +253,7 @@ def reconcile(
             with_mending(workspace, ledger, progress, partial(take, workspace, ledger, action.subject, progress))
             done += 1
             continue
+        attempts.attempt("looking whether the data can be released", lambda: refresh(workspace, ledger, progress))
         repeats = repeats + 1 if action == previous else 0
         done += attempts.attempt(str(action), _action(workspace, ledger, action, progress, repeats))
         previous = action

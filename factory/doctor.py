@@ -60,6 +60,7 @@ def examine(workspace: Workspace | None, deep: bool = False, progress: Progress 
             ("policies", lambda: _policies(opened)),
             ("ledger", lambda: _ledger(opened)),
             ("backups", lambda: _backups(opened)),
+            ("releasable", lambda: _releasable(opened)),
             *([("signing key", lambda: _key(opened))] if (opened.root / "keys").is_dir() else []),
             *((kind, partial(_work, opened, kind, deep, progress)) for kind in (*KINDS, "mlflow")),
         ]
@@ -82,6 +83,18 @@ def _machine() -> tuple[bool | None, str]:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return memory >= 3.5, f"{cores} cores, {memory:.1f} GiB, {platform.system()} {platform.release()}"
+
+
+def _releasable(workspace: Workspace) -> tuple[bool | None, str]:
+    """Could what is ingested be released?"""
+    from factory.ledger.ledger import Ledger
+    from factory.releasable.gathering import describe, look, verdict
+
+    lines = look(workspace, Ledger.open(workspace.ledger_url, workspace.root))
+    if not lines:
+        return None, "no data yet"
+    # What is missing is data, or a word of a person's: nothing is wrong with the workspace.
+    return (None if any(line.ok is False for line in lines) else True), "\n".join([verdict(lines), *describe(lines)])
 
 
 def _compiler() -> tuple[bool | None, str]:

@@ -107,6 +107,7 @@ def ingest(
     from factory.daemon import LOCK
     from factory.ingest.filing import ask_again
     from factory.ingest.inbox import describe_shard, ingest_path
+    from factory.releasable.recorded import refresh
 
     workspace, ledger, terminal = open_workspace(where)
     if not paths and not again:
@@ -134,6 +135,7 @@ def ingest(
             reports.append(vars(report))
             if not as_json:
                 terminal.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
+        refresh(workspace, ledger, SILENT if as_json else terminal)
     if as_json:
         print_json(reports)
     elif not files:

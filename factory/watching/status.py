@@ -12,6 +12,7 @@ from factory.ledger.anomalies import every_anomaly
 from factory.ledger.files import low_disk
 from factory.ledger.reader import Reader
 from factory.ledger.rows import Reads
+from factory.releasable.recorded import newest
 from factory.retention.disk import FLOOR_BYTES, Room, hours_left, samples
 from factory.retrying.pausing import local
 from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, lines_of, what_waits
@@ -38,6 +39,7 @@ def facts(workspace: Workspace) -> dict[str, Any]:
             "open_verdicts": open_verdicts(db),
             "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in every_anomaly(db)),
             "data_ahead": data_ahead(db),
+            "releasable": newest(db),
             "disk": disk(workspace, db, now),
             "spend": spend(db, now),
         }
@@ -90,6 +92,7 @@ def screen(found: dict[str, Any]) -> list[str]:
     lines = [f"{first}   ({local(found['at'])})", *_daemon_lines(found), *_training_lines(found)]
     for one in found["waiting_for_a_person"]:
         lines.append(f"waits     for you: {one['what']} → {one['command']}")
+    lines += _releasable_lines(found)
     lines += lines_of(found | {"parked": None, "paused": None})  # these are among what waits
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest
@@ -126,6 +129,15 @@ def _training_lines(found: dict[str, Any]) -> list[str]:
             f"training  too little data: at least {ahead['missing_tokens']:,} tokens more are needed; drop shards into the inbox"
         )
     return lines
+
+
+def _releasable_lines(found: dict[str, Any]) -> list[str]:
+    """What holds releases, with what to do; what only tells less than it could is in 'factory data list'."""
+    if (report := found["releasable"]) is None:
+        return []
+    holding = [line for line in report["lines"] if line["ok"] is False]
+    lines = [f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding]
+    return lines or ["release   nothing would hold one: 'factory data list' has the report"]
 
 
 def _disk_line(found: dict[str, Any]) -> str:

@@ -23,15 +23,21 @@ def list_data(
     most: Annotated[int, typer.Option(min=1, help="So many sources, domains and licences, the largest first.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Documents and tokens by shard, domain, source and licence, and what was taken out."""
+    """Documents and tokens by shard, domain, source and licence, what was taken out, and what stands between these data and a release."""
     from factory.data.listing import lines, listed
+    from factory.releasable.gathering import describe, look, verdict
 
-    _, ledger, terminal = open_workspace(where)
+    workspace, ledger, terminal = open_workspace(where)
     found = listed(ledger, most)
+    report = look(workspace, ledger)
     if as_json:
-        print_json(found)
+        print_json(found | {"releasable": [line.to_json() for line in report]})
         return
     for line in lines(found):
+        terminal.line(f"  {line}")
+    if report:
+        terminal.line(f"  {verdict(report)}")
+    for line in describe(report):
         terminal.line(f"  {line}")
 
 

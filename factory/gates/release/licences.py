@@ -13,15 +13,17 @@ from factory.ledger.rows import SegmentRow
 NONE = "no licence"  # of documents that name none
 
 
-def tokens_by_licence(ledger: Ledger, segment: int, policy: Licences | None = None) -> dict[str, int]:
-    """Supervised tokens of each licence in the token shards of a segment and of all before it; '' where a document names none.
+def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | None = None) -> dict[str, int]:
+    """Supervised tokens of each licence in the token shards of a segment and of all before it (None: of all that there are to train on); '' where a
+    document names none.
 
     Documents that were trained on and are quarantined or removed since count too. With a ``policy`` a text that came under several licences
     counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``); without one under the licence of the row that stayed.
     """
-    used = token_shards_of(ledger, segment)
-    sql = """SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
-        WHERE fate IN ('train', 'quarantined', 'removed') AND token_shard IS NOT NULL GROUP BY token_shard, license"""
+    used = token_shards_of(ledger, segment) if segment is not None else every_token_shard(ledger)
+    fates = "('train', 'quarantined', 'removed')" if segment is not None else "('train')"
+    sql = f"""SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
+        WHERE fate IN {fates} AND token_shard IS NOT NULL GROUP BY token_shard, license"""
     found: Counter[str] = Counter()
     for group in ledger.read(sql):
         if group["token_shard"] in used:
@@ -58,6 +60,10 @@ def token_shards_of(ledger: Ledger, segment: int) -> set[str]:
         plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
         used |= {shard["id"] for shard in plan["token_shards"]}
     return used
+
+
+def every_token_shard(ledger: Ledger) -> set[str]:
+    return {row["id"] for row in ledger.read("SELECT id FROM token_shards")}
 
 
 def not_releasable(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:

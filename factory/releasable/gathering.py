@@ -1,0 +1,198 @@
+"""What stands between the data that is there and a release: held-out groups, the gain that would be seen, licences, tasks, vocabulary, recipe.
+
+The numbers are the release gate's own (``factory.gates.release.releasability``), on the gate's own suite; here they are gathered and worded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from factory.core.errors import ConfigError, FactoryError
+from factory.core.workspace import Workspace
+from factory.evals.policy import EvalPolicy
+from factory.evals.statistics import CLOZE
+from factory.evals.suite import Suite, build_suite
+from factory.evals.tasks import build_cloze
+from factory.gates.release.licences import NONE, not_releasable, tokens_by_licence
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.releasability import Domain, GuardSize, Sizes, Task, releasability, spreads
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger
+from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, champion
+from factory.tasks.policy import TasksPolicy
+from factory.tasks.task_file import EvalTask, load_named, task_folder, task_names
+
+NAMED = 4  # licences in a line
+
+
+@dataclass(frozen=True)
+class ReleasableLine:
+    """``ok``: False, it holds every release; None, it tells less than it could, or is only said. ``todo``: what to do, with commands."""
+
+    name: str  # a domain, 'gain', 'cloze', 'licences', 'recipe', or a task
+    ok: bool | None
+    text: str
+    todo: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look(workspace: Workspace, ledger: Ledger) -> list[ReleasableLine]:
+    """The report, what holds releases first. Empty before the first shard. Raises: ConfigError for a policy that cannot be read."""
+    if not ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
+        return []
+    lines = [*_held_out(workspace, ledger), *_licences(workspace, ledger), *_recipe(workspace, ledger)]
+    return sorted(lines, key=lambda line: (line.ok is not False, line.ok is not None))
+
+
+def describe(lines: list[ReleasableLine]) -> list[str]:
+    """For a person: a line each, with its remedy below."""
+    said = []
+    for line in lines:
+        mark = {True: "✓", None: "–", False: "✗"}[line.ok]
+        said.append(f"{mark} {line.name}: {line.text}")
+        said += [f"    to do: {line.todo}"] if line.todo else []
+    return said
+
+
+def verdict(lines: list[ReleasableLine]) -> str:
+    """In a word or two: what the lines say together."""
+    holding = [line.name for line in lines if line.ok is False]
+    return f"releases would be held: {', '.join(holding)}" if holding else "nothing would hold a release"
+
+
+def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
+    try:
+        tokenizer = Tokenizer.load(workspace.tokenizer)
+    except FactoryError:
+        return  # the first shard has not been made yet
+    policy, measured = ReleasePolicy.load(workspace.policy("gates/release.yaml")), EvalPolicy.load(workspace.policy("evals.yaml"))
+    suite = build_suite(ledger, measured, tokenizer.sha256)
+    known = spreads(ledger)
+    trained = {
+        row["domain"]: row["documents"]
+        for row in ledger.read("SELECT domain, COUNT(*) AS documents FROM documents WHERE fate = 'train' GROUP BY domain")
+    }
+    domains = {name: _domain(suite, name, known.get(name)) for name in sorted({*trained, *suite.domains})}
+    tasks, wrong = _tasks(workspace)
+    newest = champion(ledger)
+    right = _cloze_right(ledger, newest.candidate) if newest else None
+    sizes = Sizes(
+        {name: one for name, one in domains.items() if one.documents},
+        cloze_items=len(build_cloze(suite, tokenizer, measured)),
+        **({} if right is None else {"cloze_right": right}),
+        tasks={name: _size(task, margin) for name, (task, margin) in tasks.items()},
+        tasks_alpha=TasksPolicy.load(workspace.policy("tasks.yaml")).guards_alpha,
+    )
+    found = releasability(policy, sizes)
+    guards = {guard.name: guard for guard in found.guards}
+    for name, domain in domains.items():
+        yield _domain_line(policy, name, domain, guards.get(name), trained.get(name, 0))
+    if CLOZE in guards:
+        yield _small(guards[CLOZE], CLOZE, "bring documents: the questions are made of what is held out")
+    for name in tasks:
+        yield _small(guards[name], f"task {name}", "add items to it, or allow a larger margin in tasks.yaml")
+    for name, why in wrong.items():
+        yield ReleasableLine(f"task {name}", False, why, f"'factory tasks check {task_folder(workspace) / name}.yaml' says more; or take the file away")
+    if found.gain is not None:
+        of = "measured" if known else "assumed"
+        text = f"a gain of {found.gain:.3f} bits per byte in every domain would be seen with 80 % (by the {of} spread between groups)"
+        yield ReleasableLine("gain", True, text)
+
+
+def _domain(suite: Suite, name: str, spread: float | None) -> Domain:
+    sealed = suite.of(name)
+    dev = {document.cluster for document in suite.dev if document.domain == name}
+    return Domain(len(sealed), len({document.cluster for document in sealed}), len(dev), spread)
+
+
+def _domain_line(policy: ReleasePolicy, name: str, have: Domain, guard: GuardSize | None, trained: int) -> ReleasableLine:
+    halves = f"{have.groups} document groups in the sealed half and {have.dev_groups} in the dev half"
+    if guard is not None and guard.state != "missing":
+        more = guard.needed is not None and guard.needed > have.groups
+        text = f"{halves}; the gate needs {policy.clusters_min}"
+        if not more:
+            return ReleasableLine(name, True, text)
+        advice = f"it lets {guard.passed:.0%} of models through that are as good there, with about {guard.needed} groups 80 %"
+        return ReleasableLine(name, None, f"{text}; {advice}", f"bring more documents of {name}; each shard holds some out")
+    text = f"{have.documents} held-out documents of {halves}; the gate needs {policy.documents_min} documents of {policy.clusters_min} groups"
+    if have.documents + trained >= 4 * policy.clusters_min:
+        todo = (
+            f"bring documents of other groups, or, where documents do not quote one another, 'factory data relabel --domain {name} --group document'"
+        )
+    else:
+        todo = f"bring more documents of {name}, or name another domain for them: 'factory data relabel --domain {name} --to-domain OTHER'"
+    return ReleasableLine(name, False, text, todo)
+
+
+def _small(guard: GuardSize, name: str, todo: str) -> ReleasableLine:
+    if guard.state == "stands":
+        return ReleasableLine(name, True, f"guards with {guard.have} items")
+    size = f"about {guard.needed} are needed" if guard.needed else "no number is enough for its margin"
+    text = f"informs and does not guard: its {guard.have} items let {guard.passed:.0%} of models through that are as good, 80 % are needed; {size}"
+    return ReleasableLine(name, None, text, todo)
+
+
+def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dict[str, str]]:
+    """({task: (itself, margin)}, {task: what is wrong with it}) of those that are ever measured."""
+    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
+    found: dict[str, tuple[EvalTask, float]] = {}
+    wrong: dict[str, str] = {}
+    for name in task_names(task_folder(workspace)):
+        if policy.of(name).tier == "never":
+            continue
+        try:
+            found[name] = load_named(workspace, name, policy), policy.of(name).margin
+        except FactoryError as error:
+            wrong[name] = str(error)
+    return found, wrong
+
+
+def _size(task: EvalTask, margin: float) -> Task:
+    items = len(task.items or task.records)
+    return Task(items, len({getattr(item, "source", None) or n for n, item in enumerate(task.items)}) or items, margin)
+
+
+def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
+    for row in EvaluationRow.select(ledger, "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC LIMIT 1", candidate=candidate):
+        right = (row.summary.get("cloze") or {}).get("share_right")
+        return right if isinstance(right, float) else None
+    return None
+
+
+def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
+    policy, data = ReleasePolicy.load(workspace.policy("gates/release.yaml")), DataPolicy.load(workspace.policy("data.yaml"))
+    tokens = tokens_by_licence(ledger, None, data.licences)
+    other = not_releasable(data.licences, tokens)
+    share = sum(other.values())
+    if share <= policy.not_releasable_max:
+        yield ReleasableLine("licences", True, "all of the data may be released" if not share else f"{share:.1%} may not be released, {policy.not_releasable_max:.1%} are allowed")
+        return
+    named = ", ".join(f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED])
+    where = workspace.root / "policies" / "data.yaml"
+    first = next(iter(other))
+    if first == NONE:
+        todo = f"if they are yours, write 'licences: {{missing: {{train: true, release: true}}}}' in {where}"
+    else:
+        todo = f"if {first} allows it, list it under licences.known in {where}; where it is named wrongly, 'factory data relabel --license \"{first}\" --to-license NAME'"
+    text = f"{share:.1%} of the tokens are of documents whose licence does not allow the release of a model: {named}; {policy.not_releasable_max:.1%} are allowed"
+    yield ReleasableLine("licences", False, text, f"{todo}; else 'factory data remove --license'")
+
+
+def _recipe(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
+    from factory.training.fitting import refuse_misfit
+    from factory.training.planning import last_segment
+    from trainer.contract.errors import TrainerError
+    from trainer.contract.recipe import Recipe
+
+    try:
+        recipe = Recipe.load(workspace.recipe_path())
+        refuse_misfit(workspace, ledger, recipe, last_segment(ledger, "trunk"))
+    except (ConfigError, TrainerError) as error:
+        yield ReleasableLine("recipe", False, str(error))
+        return
+    yield ReleasableLine("recipe", True, f"{recipe.name}: fits the vocabulary of {recipe.model.vocab_size:,}")

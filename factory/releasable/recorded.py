@@ -1,0 +1,77 @@
+"""The newest releasability report, in the ledger: made again where something changed that it follows from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from factory.core.errors import FactoryError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ledger.rows import Reads
+
+if TYPE_CHECKING:
+    from factory.ledger.ledger import Ledger
+
+RELEASABLE = "releasable"  # event: {"key", "lines"}
+POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
+
+
+def newest(db: Reads) -> dict[str, Any] | None:
+    """``lines`` of the newest report and when it was made (``at``)."""
+    for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
+        return {"at": row["at"], "lines": row["detail"]["lines"]}
+    return None
+
+
+def refresh(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+    """Make the report again if something changed, and say what is new in it. A policy that cannot be read is told elsewhere."""
+    from factory.ledger.writing import record_once
+    from factory.releasable.gathering import describe, look, verdict
+
+    key = _key(workspace, ledger)
+    before = _stored(ledger)
+    if before and before["key"] == key:
+        return
+    try:
+        lines = look(workspace, ledger)
+    except FactoryError:
+        return
+    if not lines:
+        return
+    known = {json.dumps(line, sort_keys=True) for line in before["lines"]} if before else set()
+    fresh = [line for line in lines if json.dumps(line.to_json(), sort_keys=True) not in known and line.ok is not True]
+    record_once(ledger, RELEASABLE, "data", {"key": key, "lines": [line.to_json() for line in lines]})
+    if fresh:
+        progress.line(f"  {verdict(lines)}")
+    for words in describe(fresh):
+        progress.line(f"  {words}")
+
+
+def _stored(db: Reads) -> dict[str, Any] | None:
+    for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
+        return dict(row["detail"])
+    return None
+
+
+def _key(workspace: Workspace, db: Reads) -> str:
+    """A hash of what the report follows from, cheap to look at: numbers of the ledger, stamps of policies, recipe and tasks."""
+    counts = db.read(
+        "SELECT (SELECT COUNT(*) FROM shards) AS shards, (SELECT MAX(ingested_at) FROM shards) AS at, (SELECT COUNT(*) FROM verdicts) AS verdicts, "
+        "(SELECT COUNT(*) FROM releases) AS releases, (SELECT COUNT(*) FROM relabels) AS relabels, "
+        "(SELECT MAX(id) FROM segments) AS segments, (SELECT MAX(id) FROM events WHERE subject LIKE 'removal:%' OR kind LIKE 'licence_%') AS changed"
+    )
+    files = [workspace.policy(name) for name in POLICIES] + [workspace.recipe_path()]
+    tasks = workspace.root / "policies" / "tasks"
+    files += sorted(tasks.iterdir()) if tasks.is_dir() else []
+    return hashlib.sha256(json.dumps([counts, [_stamp(path) for path in files]], default=str).encode()).hexdigest()
+
+
+def _stamp(path: Path) -> list[Any]:
+    try:
+        facts = path.stat()
+    except OSError:
+        return [str(path)]
+    return [str(path), facts.st_size, facts.st_mtime_ns]
