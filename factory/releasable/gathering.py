@@ -70,12 +70,17 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         tokenizer = Tokenizer.load(workspace.tokenizer)
     except FactoryError:
         return  # the first shard has not been made yet
-    policy, measured = ReleasePolicy.load(workspace.policy("gates/release.yaml")), EvalPolicy.load(workspace.policy("evals.yaml"))
+    policy, measured = (
+        ReleasePolicy.load(workspace.policy("gates/release.yaml")),
+        EvalPolicy.load(workspace.policy("evals.yaml")),
+    )
     suite = build_suite(ledger, measured, tokenizer.sha256)
     known = spreads(ledger)
     trained = {
         row["domain"]: row["documents"]
-        for row in ledger.read("SELECT domain, COUNT(*) AS documents FROM documents WHERE fate = 'train' GROUP BY domain")
+        for row in ledger.read(
+            "SELECT domain, COUNT(*) AS documents FROM documents WHERE fate = 'train' GROUP BY domain"
+        )
     }
     domains = {name: _domain(suite, name, known.get(name)) for name in sorted({*trained, *suite.domains})}
     tasks, wrong = _tasks(workspace)
@@ -97,7 +102,12 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     for name in tasks:
         yield _small(guards[name], f"task {name}", "add items to it, or allow a larger margin in tasks.yaml")
     for name, why in wrong.items():
-        yield ReleasableLine(f"task {name}", False, why, f"'factory tasks check {task_folder(workspace) / name}.yaml' says more; or take the file away")
+        yield ReleasableLine(
+            f"task {name}",
+            False,
+            why,
+            f"'factory tasks check {task_folder(workspace) / name}.yaml' says more; or take the file away",
+        )
     if found.gain is not None:
         of = "measured" if known else "assumed"
         text = f"a gain of {found.gain:.3f} bits per byte in every domain would be seen with 80 % (by the {of} spread between groups)"
@@ -110,7 +120,9 @@ def _domain(suite: Suite, name: str, spread: float | None) -> Domain:
     return Domain(len(sealed), len({document.cluster for document in sealed}), len(dev), spread)
 
 
-def _domain_line(policy: ReleasePolicy, name: str, have: Domain, guard: GuardSize | None, trained: int) -> ReleasableLine:
+def _domain_line(
+    policy: ReleasePolicy, name: str, have: Domain, guard: GuardSize | None, trained: int
+) -> ReleasableLine:
     halves = f"{have.groups} document groups in the sealed half and {have.dev_groups} in the dev half"
     if guard is not None and guard.state != "missing":
         more = guard.needed is not None and guard.needed > have.groups
@@ -118,12 +130,12 @@ def _domain_line(policy: ReleasePolicy, name: str, have: Domain, guard: GuardSiz
         if not more:
             return ReleasableLine(name, True, text)
         advice = f"it lets {guard.passed:.0%} of models through that are as good there, with about {guard.needed} groups 80 %"
-        return ReleasableLine(name, None, f"{text}; {advice}", f"bring more documents of {name}; each shard holds some out")
+        return ReleasableLine(
+            name, None, f"{text}; {advice}", f"bring more documents of {name}; each shard holds some out"
+        )
     text = f"{have.documents} held-out documents of {halves}; the gate needs {policy.documents_min} documents of {policy.clusters_min} groups"
     if have.documents + trained >= 4 * policy.clusters_min:
-        todo = (
-            f"bring documents of other groups, or, where documents do not quote one another, 'factory data relabel --domain {name} --group document'"
-        )
+        todo = f"bring documents of other groups, or, where documents do not quote one another, 'factory data relabel --domain {name} --group document'"
     else:
         todo = f"bring more documents of {name}, or name another domain for them: 'factory data relabel --domain {name} --to-domain OTHER'"
     return ReleasableLine(name, False, text, todo)
@@ -158,19 +170,32 @@ def _size(task: EvalTask, margin: float) -> Task:
 
 
 def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
-    for row in EvaluationRow.select(ledger, "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC LIMIT 1", candidate=candidate):
+    for row in EvaluationRow.select(
+        ledger,
+        "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC LIMIT 1",
+        candidate=candidate,
+    ):
         right = (row.summary.get("cloze") or {}).get("share_right")
         return right if isinstance(right, float) else None
     return None
 
 
 def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
-    policy, data = ReleasePolicy.load(workspace.policy("gates/release.yaml")), DataPolicy.load(workspace.policy("data.yaml"))
+    policy, data = (
+        ReleasePolicy.load(workspace.policy("gates/release.yaml")),
+        DataPolicy.load(workspace.policy("data.yaml")),
+    )
     tokens = tokens_by_licence(ledger, None, data.licences)
     other = not_releasable(data.licences, tokens)
     share = sum(other.values())
     if share <= policy.not_releasable_max:
-        yield ReleasableLine("licences", True, "all of the data may be released" if not share else f"{share:.1%} may not be released, {policy.not_releasable_max:.1%} are allowed")
+        yield ReleasableLine(
+            "licences",
+            True,
+            "all of the data may be released"
+            if not share
+            else f"{share:.1%} may not be released, {policy.not_releasable_max:.1%} are allowed",
+        )
         return
     named = ", ".join(f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED])
     where = workspace.root / "policies" / "data.yaml"

@@ -136,7 +136,9 @@ def _releasable_lines(found: dict[str, Any]) -> list[str]:
     if (report := found["releasable"]) is None:
         return []
     holding = [line for line in report["lines"] if line["ok"] is False]
-    lines = [f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding]
+    lines = [
+        f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding
+    ]
     return lines or ["release   nothing would hold one: 'factory data list' has the report"]
 
 
