@@ -94,7 +94,7 @@ def releasable_documents(
                 f"{fault}: its documents cannot be handed on; 'factory doctor --repair' (stop 'factory run' first) makes it again"
             )
         shard = TokenShard(root / place["path"])
-        sql = "SELECT key, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"
+        sql = "SELECT key, domain, source, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"
         kept = {row["key"]: row for row in ledger.read(sql, shard=shard.id)}
         for key in kept.keys() & moved.keys():
             kept[key]["license"] = moved[key].counts_as(licences) or None
@@ -102,7 +102,7 @@ def releasable_documents(
             if row["key"] in kept and licences.of(kept[row["key"]]["license"]).release:
                 ids = shard.tokens[row["start"] : row["start"] + row["length"]].astype(np.int64)
                 own = kept[row["key"]]
-                named = {"domain": row["domain"], "source": row["source"], "license": own["license"]}
+                named = {name: own[name] for name in ("domain", "source", "license")}
                 named["synthetic_by"] = maker_of(own["detail"])
                 yield {
                     "id": row["id"],

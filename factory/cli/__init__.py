@@ -18,7 +18,13 @@ from factory.cli import safety  # noqa: F401
 # isort: on
 from factory.cli.app import app as root
 from factory.cli.app import main
-from factory.cli.data import compare, data, generate, provenance
+from factory.cli.data import (
+    compare,
+    data,
+    generate,
+    provenance,
+    relabel,  # noqa: F401 (a command of ``data``)
+)
 from factory.cli.evals import tasks
 from factory.cli.releases import bundle, releases
 

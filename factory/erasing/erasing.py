@@ -133,7 +133,9 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
                 masks = {
                     key: _runs(old, at) for key, at in _places(old, keys) if at["supervised_tokens"] != at["length"]
                 }
-                detail["token_shards"][row["id"]] = {"content": new.id, "fill": _fill(old), "masks": masks}
+                labels = {key: [at[name] for name in ("domain", "source", "license")] for key, at in _places(old, keys)}
+                about = {"content": new.id, "fill": _fill(old), "masks": masks, "labels": labels}
+                detail["token_shards"][row["id"]] = about
         raw, name = raw_shard(workspace, ledger, sha256)
         aside, filing, said = _raw_without(workspace, ledger, sha256, raw, name, rows)
         if aside is not None:

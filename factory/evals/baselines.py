@@ -99,7 +99,7 @@ def baselines_key(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
 
 def open_shards(root: Path, plan: dict[str, Any]) -> list[TokenShard]:
     """The token shards of a data plan; relative paths are the workspace's."""
-    return [TokenShard(root / entry["path"]) for entry in plan["token_shards"]]
+    return [TokenShard(root / entry["path"], entry.get("moved")) for entry in plan["token_shards"]]
 
 
 def _training_text(

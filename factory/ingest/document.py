@@ -9,6 +9,7 @@ import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
 
+from factory.core.errors import InputError
 from factory.ingest.rules.split import facts_of
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -125,6 +126,15 @@ def parse_json(line: bytes) -> Any:
         raise BadRow("bad_json", "JSON nested too deeply") from None
     except ValueError as error:  # also numbers of more digits than Python reads
         raise BadRow("bad_json", str(error)[:200]) from None
+
+
+def refuse_domain(name: str) -> None:
+    """Raises: InputError for what no domain may be called."""
+    if not _DOMAIN.match(name) or name in _RESERVED:
+        raise InputError(
+            f"{name[:40]!r} is no name of a domain: letters a-z, digits, '-' and '_' only, 40 at most, and none of "
+            f"{', '.join(sorted(_RESERVED))}"
+        )
 
 
 def parse_document(row: Any, default_domain: str) -> Parsed:

@@ -25,7 +25,7 @@ from factory.ingest.filing import LONGEST_NAME, file_away, return_changed, retur
 from factory.ingest.rules.split import grouping_lines
 from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
-from factory.ledger.removals import erased_shards
+from factory.ledger.removals import FATE, erased_shards
 from factory.ledger.writing import record_once
 from factory.retrying.backoff import in_words
 from factory.retrying.policy import RetryPolicy
@@ -293,6 +293,11 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]
     lines = [f"  {name}: {rows:,} documents; {'; '.join(words)}"]
+    if isinstance(dropped, dict) and dropped.get(FATE):
+        lines.append(
+            "    what is 'removed' a person took out before, or is a copy of that: 'factory data undo N' puts it back ('factory data list' has N). "
+            "Another source, domain, licence or group needs no new ingest: 'factory data relabel'"
+        )
     if isinstance(groups := counts.get("groups"), dict):
         lines += [f"    {line}" for domain, found in groups.items() for line in grouping_lines(domain, found)]
     return "\n".join(lines)

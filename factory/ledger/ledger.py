@@ -155,6 +155,9 @@ token_shards = sa.Table(
     C("tokens", N, nullable=False),
     C("domains", J, nullable=False),  # as in shards.domains
     C("created_at", F, nullable=False),
+    C(
+        "moved", J(none_as_null=True)
+    ),  # {domain: rows}: relabelled documents, as plans from then on have them (PlannedShard.moved)
 )
 
 # -- model loop --------------------------------------------------------------------------------------------------------

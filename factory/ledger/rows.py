@@ -20,7 +20,7 @@ from factory.core.errors import InputError
 JSON_COLUMNS = frozenset(
     {
         "counts", "domains", "result", "summary", "reasons", "evidence", "detail", "plan", "content", "recipe_json",
-        "computing",
+        "computing", "moved", "facts", "filter", "change",
     }
 )  # fmt: skip
 

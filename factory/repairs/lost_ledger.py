@@ -51,6 +51,16 @@ from kernels.contract.files import put_in_place
 INGESTED = frozenset(
     {"shards", "token_shards", "documents", "tokenizers"}
 )  # what ingest writes, with what is not carried
+BECAME = (
+    "fate",
+    "rule",
+    "detail",
+    "domain",
+    "source",
+    "license",
+    "releasable",
+    "group_key",
+)  # what a person or an anomaly changes of a document
 LOCKS = ("model-loop", "code-loop", "release")
 
 
@@ -218,8 +228,9 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
                     values,
                 )
                 if table == "documents":
-                    became = [row[name] for name in ("fate", "rule", "detail", "key")]
-                    file.execute('UPDATE documents SET fate = ?, rule = ?, detail = ? WHERE "key" = ?', became)
+                    became = {name: row[name] for name in BECAME if name in row}
+                    assigned = ", ".join(f'"{name}" = ?' for name in became)
+                    file.execute(f'UPDATE documents SET {assigned} WHERE "key" = ?', [*became.values(), row["key"]])
 
 
 def _ingest_again(

@@ -232,9 +232,11 @@ def _with_erased(
             tokens = np.full(one["tokens"], about["fill"], np.uint32)
             runs = about["masks"].get(one["key"], [0, one["tokens"]])  # without loss, with loss, without …
             mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
-            yield TokenizedDocument(
-                one["key"], one["id"], one["domain"], one["source"] or "", one["license"] or "", tokens, mask
-            )
+            own = [one["domain"], one["source"] or "", one["license"] or ""]
+            domain, source, licence = about.get("labels", {}).get(
+                one["key"], own
+            )  # a person may have given it others since
+            yield TokenizedDocument(one["key"], one["id"], domain, source, licence, tokens, mask)
 
     for document in others:
         yield from before(int(document.key.partition(":")[2]))

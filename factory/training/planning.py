@@ -24,7 +24,7 @@ from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ingest.rules.claims import CONFLICT, counted
 from factory.ingest.rules.policy import DataPolicy, Licences
-from factory.ledger.ledger import Ledger, data_plans, record, segments
+from factory.ledger.ledger import Ledger, data_plans, record, segments, token_shards
 from factory.ledger.places import inside, portable
 from factory.ledger.removals import FATE, REMOVED, removals, with_contents
 from factory.ledger.rows import Reads, SegmentRow, Subject
@@ -213,8 +213,15 @@ def _data_plan(
     plan = plan.model_copy(update={"targets_in_every_batch": True})
     with _fits(recipe):
         plan, left_out = plan.of_arrived(held, first, last)
-    plan = DataPlan.from_json(with_contents(ledger, json.loads(plan.to_json())))
+    plan = DataPlan.from_json(_with_moved(ledger, with_contents(ledger, json.loads(plan.to_json()))))
     return plan.masking(sorted({*_left_out(ledger, ids), *_barred(ledger, ids, licences)})), left_out
+
+
+def _with_moved(ledger: Ledger, plan: dict[str, Any]) -> dict[str, Any]:
+    """A new plan, with documents in the domains that a person gave them (``factory.data.relabelling``)."""
+    rows = ledger.rows(sa.select(token_shards.c.id, token_shards.c.moved).where(token_shards.c.moved.is_not(None)))
+    moved = {row["id"]: {"moved": row["moved"]} for row in rows if row["moved"]}
+    return {**plan, "token_shards": [{**shard, **moved.get(shard["id"], {})} for shard in plan["token_shards"]]}
 
 
 def _licences(workspace: Workspace) -> Licences:

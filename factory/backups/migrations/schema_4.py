@@ -20,6 +20,7 @@ def upgrade() -> None:
         tx.exec_driver_sql('DROP TRIGGER IF EXISTS "update_documents"')
     op.add_column("documents", sa.Column("group_key", sa.Text))
     op.add_column("documents", sa.Column("facts", sa.JSON))
+    op.add_column("token_shards", sa.Column("moved", sa.JSON))
     tx.exec_driver_sql("UPDATE documents SET group_key = source WHERE source <> ''")
     index = next(one for one in metadata.tables["documents"].indexes if one.name == "documents_by_group")
     index.create(tx)

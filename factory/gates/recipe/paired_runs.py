@@ -117,7 +117,7 @@ def run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any
 
 def domains_of(start: Start) -> set[str]:
     """The domains that the trunk's token shards hold. Raises: TrainerError for a shard that is damaged."""
-    shards = [TokenShard(shard["path"]) for shard in start.plan["token_shards"]]
+    shards = [TokenShard(shard["path"], shard.get("moved")) for shard in start.plan["token_shards"]]
     return {domain for shard in shards for domain in shard.documents.column("domain").unique().to_pylist()}
 
 
@@ -136,8 +136,10 @@ def segment_specs(
 
     Raises: DataPlanError when no token shard has a domain of a mixture.
     """
-    parts = ("id", "path", "generation", "content")
-    shards = [tuple(shard[part] for part in parts if part in shard) for shard in start.plan["token_shards"]]
+    shards = [
+        (shard["id"], shard["path"], shard["generation"], shard.get("content", ""), shard.get("moved", {}))
+        for shard in start.plan["token_shards"]
+    ]
     middle, last = start.step + size.trunk, start.step + size.trunk + size.tail
 
     def spec(kind: Literal["trunk", "anneal"], first: int, stop: int, checkpoint: Path) -> dict[str, Any]:

@@ -196,6 +196,7 @@ def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
     with Ledger.create(workspace.ledger_url).begin() as tx:
         tx.exec_driver_sql("ALTER TABLE segments DROP COLUMN computing")
         tx.exec_driver_sql("ALTER TABLE documents DROP COLUMN group_key, DROP COLUMN facts")
+        tx.exec_driver_sql("ALTER TABLE token_shards DROP COLUMN moved")
         tx.exec_driver_sql("ALTER TABLE held_out DROP COLUMN sealed")
         tx.exec_driver_sql("ALTER TABLE held_out RENAME COLUMN group_key TO source")
         tx.exec_driver_sql("DROP TABLE relabels")

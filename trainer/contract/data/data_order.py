@@ -88,6 +88,8 @@ class DataOrder:
         self.context = context
         self.batch = batch
         self.streams = open_streams(plan, context, vocab_size)
+        # Of these generations a state may know other streams, from before documents changed domain: those that changed begin anew.
+        self._relabelled = {shard.generation for shard in plan.token_shards if shard.moved}
         self.domains = sorted({stream.domain for stream in self.streams.values()})
         self.step = 0
         self.documents_begun = 0  # documents whose first position was put in a batch
@@ -258,18 +260,22 @@ class DataOrder:
         self.documents_begun = state["documents_begun"]
         for name, values in state["streams"].items():
             cursor = Cursor(*values)
-            if name not in self.streams or self.streams[name].fingerprint != cursor.fingerprint:
+            if name in self.streams and self.streams[name].fingerprint == cursor.fingerprint:
+                self.cursors[name] = cursor
+            elif generation_of(name) not in self._relabelled:
                 raise DataPlanError(
                     f"token_shards: {domain_of(name)!r} of generation {generation_of(name)} is not what "
                     "the checkpoint was trained on; only add shards, as a new generation, and do not change the seed"
                 )
-            self.cursors[name] = cursor
-        places = {name: cursor.place for name, cursor in self.cursors.items()}
-        self.pending = [self.streams[name].piece_at(place) for name, place in decode_pending(state["pending"], places)]
+        places = {name: values[2] for name, values in state["streams"].items()}
         same = state.get("reshuffled", 0) == self.plan.reshuffled  # else other pieces wait, and none of them is cut
-        for i, start in state["begun"] if same else ():
-            piece = self.pending[i]
-            self.pending[i] = self.streams[piece.stream].part_of(piece, start, piece.positions - start)
+        begun = dict(state["begun"]) if same else {}
+        self.pending = []
+        for i, (name, place) in enumerate(decode_pending(state["pending"], places)):
+            if name in self.cursors:  # else its stream begins anew
+                piece = self.streams[name].piece_at(place)
+                start = begun.get(i, 0)
+                self.pending.append(self.streams[name].part_of(piece, start, piece.positions - start))
 
     def _join(self) -> None:
         """Streams that the state does not know begin where the others of their domain are."""

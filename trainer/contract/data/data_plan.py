@@ -27,6 +27,8 @@ class PlannedShard(Strict):
     content: str = (
         ""  # id of what lies at ``path``, where it took the shard's place: the same documents, some of them overwritten
     )
+    moved: dict[str, Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]] = {}
+    """By domain, rows of the shard's documents that are of it, whatever the shard itself says: '0-12,40'."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class DataPlan(Strict):
     def make(
         cls, mixture: MixtureRecipe, kind: Literal["trunk", "anneal"], shards: Iterable[tuple[Any, ...]], seed: int
     ) -> DataPlan:
-        """The plan of a segment of that kind under a recipe's mixture; ``shards`` are (id, path, generation), or with content."""
+        """The plan of a segment of that kind under a recipe's mixture; ``shards`` are (id, path, generation), or with content and moved."""
         annealed = kind == "anneal" and mixture.anneal_weights is not None
         return cls(
             token_shards=[PlannedShard(**dict(zip(PlannedShard.model_fields, shard))) for shard in shards],
@@ -101,12 +103,13 @@ class DataPlan(Strict):
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:
-        """Canonical: equal plans give equal text. ``LATER_KEYS`` and a shard's ``content`` are left out where they say nothing: older code can
-        read such a plan too."""
+        """Canonical: equal plans give equal text. ``LATER_KEYS`` and a shard's ``content`` and ``moved`` are left out where they say nothing: older
+        code can read such a plan too."""
         plan = self.model_dump(exclude={key for key in LATER_KEYS if not getattr(self, key)})
         for shard in plan["token_shards"]:
-            if not shard["content"]:
-                del shard["content"]
+            for key in ("content", "moved"):
+                if not shard[key]:
+                    del shard[key]
         return json.dumps(plan, sort_keys=True, separators=(",", ":"))
 
     @property

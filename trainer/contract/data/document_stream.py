@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.packing import pieces_in
 from trainer.contract.data.permutation import BLOCK, Permutation
-from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.data.token_shard import TokenShard, ranges_of
 from trainer.contract.errors import DataPlanError, TokenShardError
 
 READ_AT_ONCE = 1 << 24  # tokens whose masks are looked at together
@@ -198,18 +198,21 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Str
     """Streams by name, ``domain/generation``. Raises: DataPlanError, also for weights that no shard has; TokenShardError."""
     groups: dict[str, tuple[list[TokenShard], list[dict[str, Any]], list[str]]] = {}
     for planned in sorted(plan.token_shards, key=lambda shard: (shard.generation, shard.id)):
-        shard = TokenShard(planned.path)
+        shard = TokenShard(planned.path, planned.moved)
         if shard.manifest["vocab_size"] > vocab_size:
             raise DataPlanError(
                 f"model.vocab_size is {vocab_size}, token shard {shard.id} was made with {shard.manifest['vocab_size']}"
             )
         if shard.id != (planned.content or planned.id):
             raise TokenShardError(f"{planned.path}: the plan names token shard {planned.content or planned.id}")
+        own = {domain: table["row"] for domain, table in _tables(TokenShard(planned.path))} if planned.moved else {}
         for domain, table in _tables(shard):
             shards, tables, identities = groups.setdefault(f"{domain}/{planned.generation}", ([], [], []))
             shards.append(shard)
             tables.append(table)
-            identities.append(planned.id)  # also of one whose content was replaced: cursors stay valid
+            same = not planned.moved or np.array_equal(table["row"], own.get(domain, []))
+            # that of the shard also where its content was replaced, and where none of these documents came or went: cursors stay valid
+            identities.append(planned.id if same else f"{planned.id} {ranges_of(table['row'].tolist())}")
     plan.refuse_absent({domain_of(name) for name in groups})
     streams = {
         name: Stream(name, plan.seed, shards, tables, context, identities)

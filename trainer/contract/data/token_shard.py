@@ -30,7 +30,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -128,11 +128,13 @@ def write_token_shard(
 
 
 class TokenShard:
-    """An open token shard; a file is read when it is first used. Raises: TokenShardError, on reading, for a wrong manifest."""
+    """An open token shard; a file is read when it is first used. ``moved``: documents that are of another domain than the shard itself says,
+    ``{domain: rows}`` as a data plan has them. Raises: TokenShardError, on reading, for a wrong manifest or rows that are not there."""
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, moved: Mapping[str, str] | None = None) -> None:
         self.path = Path(path)
         self.id = self.path.name
+        self.moved = dict(moved or {})
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -179,7 +181,44 @@ class TokenShard:
         """One row a document, in the order of its tokens."""
         # not pq.read_table, which imports pandas where there is one: a fifth of a second
         with pq.ParquetFile(self.path / "documents.parquet", memory_map=True) as file:
-            return file.read()
+            table = file.read()
+        return self._with_domains(table) if self.moved else table
+
+    def _with_domains(self, table: pa.Table) -> pa.Table:
+        domains = table["domain"].to_pylist()
+        for domain, text in self.moved.items():
+            for row in rows_of(text):
+                if row >= len(domains):
+                    raise TokenShardError(
+                        f"{self.path}: it has no document {row}, which is said to be of domain {domain!r}"
+                    )
+                domains[row] = domain
+        at = table.column_names.index("domain")
+        return table.set_column(at, "domain", pa.array(domains, pa.string()))
+
+
+def ranges_of(rows: Iterable[int]) -> str:
+    """Rows as text, ascending.
+
+    >>> ranges_of([7, 0, 1, 2, 9, 8]), ranges_of([])
+    ('0-2,7-9', '')
+    """
+    runs: list[list[int]] = []
+    for row in sorted(set(rows)):
+        if runs and row == runs[-1][1] + 1:
+            runs[-1][1] = row
+        else:
+            runs.append([row, row])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def rows_of(text: str) -> list[int]:
+    """
+    >>> rows_of("0-2,7-9")
+    [0, 1, 2, 7, 8, 9]
+    """
+    runs = [run.partition("-") for run in text.split(",") if run]
+    return [row for first, _, last in runs for row in range(int(first), int(last or first) + 1)]
 
 
 def file_sha256(path: Path) -> str:

@@ -1,0 +1,75 @@
+"""``factory data relabel``: another domain, source, licence or group for documents that were ingested."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+from factory.cli.data.data import Names, data
+from factory.core.errors import InputError
+
+
+@data.command("relabel")
+def relabel_data(
+    domain: Annotated[Names, typer.Option(help="Of this domain; may be repeated.")] = None,
+    source: Annotated[Names, typer.Option(help="Of this source; may be repeated.")] = None,
+    licence: Annotated[
+        Names, typer.Option("--license", help="Of this licence, 'none' for those without; may be repeated.")
+    ] = None,
+    shard: Annotated[Names, typer.Option(help="That came in a shard of this name; may be repeated.")] = None,
+    document: Annotated[Names, typer.Option(help="Id or key; may be repeated.")] = None,
+    to_domain: Annotated[str | None, typer.Option(help="Their domain from now on.")] = None,
+    to_source: Annotated[str | None, typer.Option(help="Their source from now on; '': none.")] = None,
+    to_license: Annotated[str | None, typer.Option(help="Their licence from now on; 'none': none is named.")] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            help="What they are held out and judged by: document, source, path, url-host, conversation or none."
+        ),
+    ] = None,
+    where: Where = DEFAULT,
+    why: Annotated[str, typer.Option(help="Stays in the ledger.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would follow; change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give documents another domain, source, licence or group, in place: nothing is ingested again.
+
+    Of several kinds of filter all must hold, of several names of one kind one. The decision is recorded with your name. Licences count at the
+    release gate at once; domains in every segment that is planned from then on; groups in the next evaluation. Needs that no daemon runs.
+    """
+    from factory.core.errors import nearest
+    from factory.daemon import LOCK
+    from factory.data.relabelling import Change, Filter, look, relabel
+    from factory.ingest.rules.split import KINDS
+
+    kind = next((one for one in KINDS if one == group), None)
+    if group is not None and kind is None:
+        raise InputError(f"--group {group!r} is no kind of group{nearest(group, KINDS)}")
+    chosen = Filter(domain or (), source or (), licence or (), shard or (), document or ())
+    workspace, ledger, terminal = open_workspace(where)
+    if not dry_run and not yes and (as_json or not sys.stdin.isatty()):
+        raise InputError("nothing was changed: say --yes to relabel them, or --dry-run to look only")
+    change = Change(to_domain, to_source, to_license, kind)
+    if dry_run:
+        found = look(workspace, ledger, chosen, change)
+        if as_json:
+            print_json(found.to_json() | {"says": found.said})
+        for line in () if as_json else found.said:
+            terminal.line(f"  {line}")
+        return
+    with workspace.lock(LOCK):
+        found = look(workspace, ledger, chosen, change)
+        if not as_json:
+            for line in found.said:
+                terminal.line(f"  {line}")
+        if not yes:
+            typer.confirm("  relabel them?", abort=True)
+        number = relabel(workspace, ledger, found, person(), why)
+    if as_json:
+        print_json(found.to_json() | {"relabel": number, "says": found.said})
+        return
+    terminal.line(f"  relabel {number}: done, and recorded")

@@ -1,0 +1,374 @@
+"""A person gives documents another domain, source, licence or group: in place, as a recorded decision, without a new ingest.
+
+Rows, held-out halves, the domains of token shards and the record (table ``relabels``) are one transaction. Token shards stay as they are: what
+is of another domain now stands in their ledger row (``moved``), and in every data plan that is made from then on; segments that were planned
+before are replayed from their own plans. A held-out document stays held out.
+
+Halves, where held-out documents get another group: a document that something may have read keeps its half, and so does its new group. A new
+group of documents that nothing has read since they came is dealt anew, to the half that has fewer groups of its domains. So a document that
+choices were made by never becomes sealed. What reads: an evaluation, a verdict, a proposal or an agent's run, an average.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.backups.backups import make_backup
+from factory.core.errors import InputError, nearest
+from factory.core.workspace import Workspace
+from factory.data.selecting import AT_ONCE, by_value, keys_of
+from factory.ingest.document import refuse_domain
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.split import Kind, group_of, is_sealed, unit_of
+from factory.ledger.ledger import Ledger, documents, held_out, record, relabels, shards, token_shards
+from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT
+from factory.ledger.rows import SegmentRow
+from factory.ledger.writing import insert
+from factory.training.planning import load_recipe, plan_of
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenShard, ranges_of, rows_of
+from trainer.contract.errors import DataPlanError, TokenShardError
+
+RELABELLED = "relabelled"  # kind of its event
+c = documents.c
+COLUMNS = (
+    c.key, c.shard, c.domain, c.source, c.license, c.releasable, c.group_key, c.facts, c.fate, c.token_shard, c.content_sha256,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which documents: of one of these domains, and one of these sources, and so on; empty: of any."""
+
+    domain: Sequence[str] = ()
+    source: Sequence[str] = ()
+    license: Sequence[str] = ()  # 'none': that name none
+    shard: Sequence[str] = ()  # file names
+    document: Sequence[str] = ()  # ids or keys
+
+
+@dataclass(frozen=True)
+class Change:
+    """None: stays. ``license`` 'none': none named."""
+
+    domain: str | None = None
+    source: str | None = None
+    license: str | None = None
+    group: Kind | None = None
+
+
+@dataclass
+class Relabelling:
+    """What a relabel changes, and what follows. ``documents``: by key, the columns that become others; ``held``: so of the held-out ones;
+    ``token_shards``: by id, rows by domain (``PlannedShard.moved``)."""
+
+    filter: Filter
+    change: Change
+    selected: int
+    documents: dict[str, dict[str, Any]]
+    held: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token_shards: dict[str, dict[str, str]] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        counts = {"held_out": len(self.held), "token_shards": len(self.token_shards)}
+        return {"selected": self.selected, "documents": len(self.documents), **counts}
+
+
+def look(workspace: Workspace, ledger: Ledger, chosen: Filter, change: Change) -> Relabelling:
+    """Changes nothing. Raises: InputError for names that nothing has, for a change that leaves all as it is, that no plan can follow, or that a
+    licence forbids."""
+    if not any(vars(chosen).values()):
+        raise InputError("say which documents: --domain, --source, --license, --shard or --document")
+    if all(value is None for value in vars(change).values()):
+        raise InputError("say what changes: --to-domain, --to-source, --to-license or --group")
+    policy = DataPolicy.load(workspace.policy("data.yaml"))
+    if change.domain is not None:
+        refuse_domain(change.domain)
+    if change.license is not None and not policy.licences.of(_licence(change.license)).train:
+        raise InputError(
+            f"licence {change.license!r} does not allow training (licences in data.yaml): 'factory data remove' takes these documents out"
+        )
+    rows = _selected(ledger, chosen)
+    if not rows:
+        raise InputError("no document that is trained on, held out or taken out is all of that; nothing was changed")
+    _refuse_unknown_facts(rows, change)
+    changed = {row["key"]: new for row in rows if (new := _changed(row, change, policy))}
+    if not changed:
+        raise InputError(f"the {len(rows):,} documents have that already; nothing was changed")
+    found = Relabelling(chosen, change, len(rows), changed)
+    found.held = _held(ledger, changed, found.said)
+    found.token_shards = _moved(ledger, [row for row in rows if "domain" in changed.get(row["key"], {})], change.domain)
+    _say(workspace, ledger, policy, rows, found)
+    return found
+
+
+def relabel(workspace: Workspace, ledger: Ledger, found: Relabelling, by: str, why: str = "") -> int:
+    """Do what ``look`` found; returns the number of the relabel. The caller holds the model loop's lock since before it looked."""
+    with ledger.begin() as tx:
+        number = insert(
+            tx, relabels, at=time.time(), who=by, why=why, counts=found.to_json(),
+            filter={name: list(names) for name, names in vars(found.filter).items() if names},
+            change={name: value for name, value in vars(found.change).items() if value is not None},
+        )  # fmt: skip
+        _update(tx, documents, found.documents)
+        _update(tx, held_out, found.held)
+        for shard, moved in found.token_shards.items():
+            domains = _domains(tx, c.token_shard == shard)
+            tx.execute(token_shards.update().where(token_shards.c.id == shard).values(moved=moved, domains=domains))
+        in_shards = token_shards.c.id.in_(found.token_shards)
+        for (shard,) in tx.execute(sa.select(token_shards.c.shard).where(in_shards).distinct()).all():
+            domains = _domains(tx, sa.and_(c.shard == shard, c.token_shard.is_not(None)))
+            tx.execute(shards.update().where(shards.c.sha256 == shard).values(domains=domains))
+        record(tx, RELABELLED, f"relabel:{number}", {"by": by, "why": why, **found.to_json()})
+    if ledger.file:
+        make_backup(workspace, ledger)  # the journal does not carry what changed of held-out documents
+    return number
+
+
+def _update(tx: sa.Connection, table: sa.Table, changed: Mapping[str, Mapping[str, Any]]) -> None:
+    by_columns: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for key, values in changed.items():
+        by_columns[tuple(values)].append({"this": key, **{f"new_{name}": value for name, value in values.items()}})
+    for names, rows in by_columns.items():
+        tx.execute(
+            table.update()
+            .where(table.c.key == sa.bindparam("this"))
+            .values({n: sa.bindparam(f"new_{n}") for n in names}),
+            rows,
+        )
+
+
+def _domains(tx: sa.Connection, where: sa.ColumnElement[bool]) -> dict[str, dict[str, int]]:
+    """``domains`` of a row of ``shards`` or ``token_shards``."""
+    sums = [sa.func.count(), sa.func.sum(c.tokens), sa.func.sum(c.supervised_tokens)]
+    rows = tx.execute(sa.select(c.domain, *sums).where(where).group_by(c.domain).order_by(c.domain)).all()
+    return {
+        domain: {"documents": int(count), "tokens": int(tokens), "supervised_tokens": int(supervised)}
+        for domain, count, tokens, supervised in rows
+    }
+
+
+# -- what is chosen, and what it becomes -------------------------------------------------------------------------------
+def _licence(name: str) -> str | None:
+    return None if name == NO_LICENCE else name
+
+
+def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
+    where: list[sa.ColumnElement[bool]] = [c.fate.in_((*TAKEN_OUT, FATE))]
+    if chosen.domain:
+        where.append(
+            c.domain.in_(_known(chosen.domain, "domain", ledger.read("SELECT DISTINCT domain AS name FROM documents")))
+        )
+    if chosen.shard:
+        listed = ledger.read("SELECT name, sha256 FROM shards")
+        names = _known(chosen.shard, "shard", listed)
+        where.append(c.shard.in_([row["sha256"] for row in listed if row["name"] in names]))
+    for column in ("source", "license"):
+        if names := getattr(chosen, column):
+            by_value(ledger, column, names)  # refuses a name that no document has
+            named = c[column].in_(names)
+            where.append(sa.or_(named, c[column].is_(None)) if column == "license" and NO_LICENCE in names else named)
+    if not chosen.document:
+        return ledger.rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
+    keys = sorted({key for name in chosen.document for key in keys_of(ledger, name)})
+    parts = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
+    return [row for part in parts for row in ledger.rows(sa.select(*COLUMNS).where(*where, c.key.in_(part)))]
+
+
+def _known(names: Sequence[str], noun: str, rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    known = {row["name"] for row in rows}
+    for name in names:
+        if name not in known:
+            raise InputError(f"no document has {noun} {name!r}{nearest(name, known)[:300]}")
+    return set(names)
+
+
+def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: Change) -> None:
+    if change.group in ("url-host", "conversation") and not any((row["facts"] or {}).get(change.group) for row in rows):
+        what = {"url-host": "url", "conversation": "conversation_id"}[change.group]
+        raise InputError(
+            f"of none of the {len(rows):,} documents a {what} is known: their rows named none, or came before the factory kept it. Group by "
+            "'document', 'source' or 'path', or take them out and ingest rows that name it"
+        )
+
+
+def _changed(row: Mapping[str, Any], change: Change, policy: DataPolicy) -> dict[str, Any]:
+    """The columns of a document that become others."""
+    new: dict[str, Any] = {}
+    source = row["source"] if change.source is None else change.source or None
+    if change.domain is not None:
+        new["domain"] = change.domain
+    if change.source is not None:
+        new["source"] = source
+    if change.license is not None:
+        new["license"] = _licence(change.license)
+        new["releasable"] = policy.licences.of(new["license"]).release
+    if change.group is not None:
+        new["group_key"] = group_of(change.group, source, row["facts"] or {}, row["key"].partition(":")[0])
+    elif change.source is not None and row["group_key"] is not None and row["group_key"] == row["source"]:
+        new["group_key"] = source  # it is grouped by source
+    return {name: value for name, value in new.items() if value != row[name]}
+
+
+# -- held-out documents ------------------------------------------------------------------------------------------------
+def _held(ledger: Ledger, changed: Mapping[str, Mapping[str, Any]], said: list[str]) -> dict[str, dict[str, Any]]:
+    """By key, the columns of ``held_out`` that become others; ``said`` gets a line on halves that are dealt anew or kept."""
+    h = held_out.c
+    listed = sa.select(h.key, h.domain, h.group_key, h.sealed, c.fate, c.content_sha256, shards.c.ingested_at)
+    listed = listed.join(documents, c.key == h.key).join(shards, shards.c.sha256 == c.shard)
+    old = {row["key"]: row for row in ledger.rows(listed)}
+    new = {key: dict(row) for key, row in old.items()}
+    for key in old.keys() & changed.keys():
+        if "domain" in changed[key]:
+            new[key]["domain"] = changed[key]["domain"]
+        if "group_key" in changed[key]:
+            new[key]["group_key"] = changed[key]["group_key"] or key
+    regrouped = {new[key]["group_key"] for key in old if new[key]["group_key"] != old[key]["group_key"]}
+    _deal(new, regrouped, _last_read(ledger), said)
+    names = ("domain", "group_key", "sealed")
+    found = {key: {n: new[key][n] for n in names if new[key][n] != old[key][n]} for key in sorted(old)}
+    return {key: values for key, values in found.items() if values}
+
+
+def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], last_read: float, said: list[str]) -> None:
+    """Set ``sealed`` of the regrouped ones."""
+    members: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in held.values():
+        members[row["group_key"]].append(row)
+    kept = {name: [row for row in members[name] if row["ingested_at"] <= last_read] for name in regrouped}
+    for name in regrouped:
+        if kept[name]:
+            half = all(row["sealed"] for row in kept[name])  # one that choices were made by makes all of it dev
+            for row in members[name]:
+                row["sealed"] = half
+    dealt = [name for name in regrouped if not kept[name]]
+    more: Counter[str] = Counter()  # by domain, groups in the sealed half less those in the dev half
+    for name, rows in members.items():
+        if name not in dealt:
+            for domain in {row["domain"] for row in rows if row["fate"] != FATE}:
+                more[domain] += 1 if rows[0]["sealed"] else -1
+    unit = {name: unit_of(None if name in held else name, members[name][0]["content_sha256"] or name) for name in dealt}
+    for name in sorted(dealt, key=lambda name: (unit[name], name)):
+        domains = {row["domain"] for row in members[name]}
+        balance = sum(more[domain] for domain in domains)
+        half = is_sealed(unit[name]) if balance == 0 else balance < 0
+        for row in members[name]:
+            row["sealed"] = half
+        for domain in domains:
+            more[domain] += 1 if half else -1
+    if regrouped:
+        what = (
+            f"held out as {len(regrouped):,} groups: {len(dealt):,} that nothing has read yet are dealt to both halves"
+        )
+        said.append(f"{what}, {len(regrouped) - len(dealt):,} keep the half in which they were read")
+
+
+def _last_read(ledger: Ledger) -> float:
+    """When held-out documents were last read by anything that chooses."""
+    newest = (
+        "SELECT MAX(created_at) AS at FROM evaluations WHERE suite_sha256 NOT LIKE 'task:%'",
+        "SELECT MAX(created_at) AS at FROM verdicts WHERE gate IN ('release', 'patch', 'recipe')",
+        "SELECT MAX(created_at) AS at FROM proposals",
+        "SELECT MAX(created_at) AS at FROM agent_runs",
+        "SELECT MAX(created_at) AS at FROM segments WHERE kind = 'average'",
+    )
+    return max(ledger.read(sql)[0]["at"] or 0.0 for sql in newest)
+
+
+# -- training documents ------------------------------------------------------------------------------------------------
+def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None) -> dict[str, dict[str, str]]:
+    """By token shard, the rows that are of another domain than it says, or were once."""
+    of: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if row["token_shard"]:
+            of[row["token_shard"]].add(row["key"])
+    found = {}
+    for row in ledger.rows(sa.select(token_shards)):
+        if row["id"] not in of:
+            continue
+        try:
+            keys = TokenShard(row["path"]).documents["key"].to_pylist()
+        except (TokenShardError, OSError) as error:
+            raise InputError(f"{error}: 'factory doctor --repair' makes it again; nothing was changed") from error
+        now = {number: name for name, text in (row["moved"] or {}).items() for number in rows_of(text)}
+        now |= {number: str(domain) for number, key in enumerate(keys) if key in of[row["id"]]}
+        found[row["id"]] = {
+            name: ranges_of(number for number, other in now.items() if other == name)
+            for name in sorted(set(now.values()))
+        }
+    return found
+
+
+# -- what follows ------------------------------------------------------------------------------------------------------
+def _say(
+    workspace: Workspace, ledger: Ledger, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], found: Relabelling
+) -> None:
+    change, said = found.change, found.said
+    fates = Counter(row["fate"] for row in rows if row["key"] in found.documents)
+    counts = ", ".join(f"{count:,} {fate}" for fate, count in sorted(fates.items()))
+    said.insert(0, f"{len(found.documents):,} of {found.selected:,} documents change ({counts})")
+    domains = {change.domain} if change.domain is not None else {row["domain"] for row in rows}
+    if change.group is not None:
+        groups = {found.documents.get(row["key"], row).get("group_key", row["group_key"]) or row["key"] for row in rows}
+        said.append(f"they are {len(groups):,} groups by {change.group} now")
+        others = sorted(
+            domain for domain in domains if policy.rules(domain).group not in (change.group, _same(change.group))
+        )
+        said += [
+            f"data.yaml groups domain {domain} by {policy.rules(domain).group}: write 'group: {change.group}' there for what comes from now on"
+            for domain in others
+        ]
+    if found.held:
+        said.append("the suite is another one: the champion is measured again before the next candidate is compared")
+    if found.token_shards:
+        said += _refuse_or_say_plans(workspace, ledger, rows, found)
+
+
+def _same(kind: str) -> str:
+    """'document' and 'none' are one."""
+    return {"document": "none", "none": "document"}.get(kind, kind)
+
+
+def _refuse_or_say_plans(
+    workspace: Workspace, ledger: Ledger, rows: Sequence[Mapping[str, Any]], found: Relabelling
+) -> list[str]:
+    """Raises: InputError where no data plan can be made any more."""
+    recipe = load_recipe(workspace)
+    other, gone = str(found.change.domain), {row["key"] for row in rows}
+    trained = sa.select(c.key).where(c.token_shard.is_not(None))
+    held = {row["domain"] for row in ledger.rows(sa.select(c.domain).where(c.token_shard.is_not(None)).distinct())} | {
+        other
+    }
+    for domain in {row["domain"] for row in rows} - {other}:
+        if all(row["key"] in gone for row in ledger.rows(trained.where(c.domain == domain).limit(len(gone) + 1))):
+            held.discard(domain)  # all of it moves
+    try:
+        plan = DataPlan.make(recipe.mixture, "trunk", [("a", "a", 0)], recipe.seed)
+        plan.of_arrived(held, 0, recipe.schedule.trunk_steps.first)
+    except DataPlanError as error:
+        raise InputError(
+            f"no segment could be planned any more: recipe {recipe.name}: {error}. Give domain {other!r} a weight under mixture.weights first; "
+            "nothing was changed"
+        ) from error
+    said = []
+    if not recipe.mixture.weights.get(other, recipe.mixture.weights.get("*")):
+        said.append(
+            f"recipe {recipe.name} gives domain {other} no weight: nothing of it is trained on until mixture.weights does"
+        )
+    ids = set(found.token_shards)
+    planned = SegmentRow.first(ledger, "WHERE state = 'planned' ORDER BY id")
+    if planned and ids & {shard["id"] for shard in plan_of(ledger, planned)["token_shards"]}:
+        said.append(
+            f"segment {planned.id} is planned already and still has them as they were ('factory rewind {planned.id}' takes it back)"
+        )
+    said.append(
+        "segments planned from now on have them in their new domain, whose order, and that of the domains they leave, begins anew"
+    )
+    return said

@@ -1,0 +1,321 @@
+"""Documents get another domain, source, licence or group in place: halves, plans, licences, refusals, and a restore."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from factory.backups.backups import make_ledger
+from factory.core.errors import InputError, WorkspaceError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.data.exposure import Exposure
+from factory.data.relabelling import Change, Filter, look, relabel
+from factory.evals.policy import EvalPolicy
+from factory.evals.suite import build_suite
+from factory.gates.release.licences import not_releasable, tokens_by_licence
+from factory.ingest.chain import ShardReport, ingest_shard
+from factory.ingest.rules.policy import DataPolicy
+from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, relabels
+from factory.ledger.rows import SegmentRow
+from factory.repairs.lost_ledger import restore
+from factory.repairs.token_shards import rebuild_token_shard
+from factory.training.planning import last_checkpoint, plan_of, plan_trunk
+from tests.support.factory.command import command_here
+from tests.support.factory.made_up_text import prose, use_policy
+from tests.support.plants.trained_plant import train_trunk
+
+Copy = Callable[[], tuple[Workspace, Ledger]]
+POLICY = "held_out: {share: 1.0e-9}\ntokenizer: {vocab_size: 400}\n"
+
+
+@pytest.fixture
+def plant(workspace: Workspace) -> tuple[Workspace, Ledger]:
+    use_policy(workspace, POLICY)
+    return workspace, make_ledger(workspace)
+
+
+def ingest(plant: tuple[Workspace, Ledger], rows: list[dict[str, Any]], name: str) -> ShardReport:
+    path = plant[0].inbox / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ingest_shard(*plant, path, SILENT, workers=0)
+
+
+def reviews(first: int, count: int, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"text": prose(n, 40), "source": "reviews", "domain": "reviews", **more} for n in range(first, first + count)
+    ]
+
+
+def do(plant: tuple[Workspace, Ledger], chosen: Filter, change: Change) -> list[str]:
+    found = look(*plant, chosen, change)
+    relabel(*plant, found, "ann", "as it should be")
+    return found.said
+
+
+def halves(ledger: Ledger) -> dict[str, bool]:
+    return {row["key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+
+
+def as_one_group(ledger: Ledger, sealed: bool) -> None:
+    """As an older factory left it: every document of one source, in one half."""
+    with ledger.begin() as tx:
+        tx.execute(documents.update().values(group_key="reviews"))
+        tx.execute(held_out.update().values(group_key="reviews", sealed=sealed))
+
+
+def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace, Ledger]) -> None:
+    """Where nothing has read them; before, no document of the sealed half is there beside 16 that are held out."""
+    ledger = plant[1]
+    ingest(plant, reviews(0, 80), "a.jsonl")
+    as_one_group(ledger, sealed=False)
+    assert build_suite(ledger, EvalPolicy(), "t").documents == ()
+    said = do(plant, Filter(domain=["reviews"]), Change(group="document"))
+    assert said[0] == "80 of 80 documents change (16 held_out, 64 train)"
+    assert (
+        "held out as 16 groups: 16 that nothing has read yet are dealt to both halves, 0 keep the half in which they were read"
+        in said
+    )
+    assert Counter(halves(ledger).values()) == {True: 8, False: 8}
+    suite = build_suite(ledger, EvalPolicy(), "t")
+    assert len({one.cluster for one in suite.documents}) == 8 and {one.cluster for one in suite.dev} == {
+        one.key for one in suite.dev
+    }
+    assert {row["group_key"] for row in ledger.rows(sa.select(documents.c.group_key))} == {None}
+    (row,) = ledger.rows(sa.select(relabels))
+    assert (row["who"], row["why"], row["change"]) == ("ann", "as it should be", {"group": "document"})
+    assert row["filter"] == {"domain": ["reviews"]} and row["counts"]["documents"] == 80
+    with pytest.raises(InputError, match="the 80 documents have that already; nothing was changed"):
+        look(*plant, Filter(domain=["reviews"]), Change(group="none"))
+
+
+def read(ledger: Ledger) -> None:
+    """An agent worked: what is held out may have been read."""
+    values = {
+        "agent": "a",
+        "asked": "",
+        "base_commit": "c",
+        "profile": 1,
+        "state": "nothing",
+        "created_at": time.time(),
+    }
+    with ledger.begin() as tx:
+        tx.execute(agent_runs.insert().values(**values))
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_what_was_read_keeps_its_half_and_the_rest_is_dealt_to_the_other(
+    plant: tuple[Workspace, Ledger], sealed: bool
+) -> None:
+    ledger = plant[1]
+    ingest(plant, reviews(0, 20), "a.jsonl")
+    before = set(halves(ledger))
+    read(ledger)
+    ingest(plant, reviews(100, 20), "b.jsonl")
+    as_one_group(ledger, sealed)
+    do(plant, Filter(source=["reviews"]), Change(group="document"))
+    after = halves(ledger)
+    assert len(before) == 10 and len(after) == 16
+    assert {after[key] for key in before} == {sealed} and {after[key] for key in after.keys() - before} == {not sealed}
+
+
+def test_documents_that_become_one_group_are_of_one_half_and_never_sealed_where_some_were_read(
+    plant: tuple[Workspace, Ledger],
+) -> None:
+    ledger = plant[1]
+    ingest(plant, reviews(0, 40), "a.jsonl")
+    assert set(halves(ledger).values()) == {True, False}
+    read(ledger)
+    do(plant, Filter(domain=["reviews"]), Change(group="source"))
+    assert set(halves(ledger).values()) == {False}
+    assert {row["group_key"] for row in ledger.rows(sa.select(held_out.c.group_key))} == {"reviews"}
+    ingest(plant, reviews(200, 9), "later.jsonl")  # which data.yaml still groups by document
+    assert set(halves(ledger).values()) == {True, False}
+
+
+def test_a_group_is_made_of_recorded_facts_alone(plant: tuple[Workspace, Ledger]) -> None:
+    ledger = plant[1]
+    ingest(plant, reviews(0, 40), "a.jsonl")
+    with pytest.raises(
+        InputError, match="of none of the 40 documents a url is known: .* Group by 'document', 'source' or 'path'"
+    ):
+        look(*plant, Filter(domain=["reviews"]), Change(group="url-host"))
+    ingest(plant, [row | {"url": f"https://h{n % 10}.org/{n}"} for n, row in enumerate(reviews(100, 40))], "b.jsonl")
+    do(plant, Filter(shard=["b.jsonl"]), Change(group="url-host"))
+    d = documents.c
+    named = Counter(row["group_key"] for row in ledger.rows(sa.select(d.group_key)))
+    assert named == {None: 40, **{f"url-host:h{n}.org": 4 for n in range(10)}}
+    for name in named.keys() - {None}:
+        assert len({row["sealed"] for row in ledger.rows(sa.select(held_out).where(held_out.c.group_key == name))}) <= 1
+    do(plant, Filter(shard=["a.jsonl"]), Change(group="path"))
+    assert len({row["group_key"] for row in ledger.rows(sa.select(d.group_key).where(d.group_key.like("path:%")))}) == 1
+
+
+def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    use_policy(workspace, POLICY + "domains: {default: {group: source}}\n")
+    ingest(plant, [row | {"source": f"s{n % 20}"} for n, row in enumerate(reviews(0, 100))], "a.jsonl")
+    before = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    read(ledger)
+    name = next(iter(before))
+    do(plant, Filter(source=[name]), Change(source="the right name"))
+    after = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    assert after == {"the right name" if old == name else old: half for old, half in before.items()}
+    assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
+
+
+def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
+    workspace, ledger = copied()
+    rules = DataPolicy.load(workspace.policy("data.yaml")).licences
+    held_back = lambda: not_releasable(rules, tokens_by_licence(ledger, 3, rules))
+    assert set(held_back()) == {"no licence"}
+    do((workspace, ledger), Filter(license=["none"], domain=["code"]), Change(license="MIT"))
+    assert held_back() == {}
+    assert {row["releasable"] for row in ledger.read("SELECT releasable FROM documents WHERE fate <> 'dropped'")} == {
+        True
+    }
+    with pytest.raises(InputError, match="'proprietary' does not allow training .*'factory data remove'"):
+        look(workspace, ledger, Filter(license=["MIT"]), Change(license="proprietary"))
+
+
+def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_replayed_as_they_were(
+    copied: Copy,
+) -> None:
+    """Of documents that the trunk has seen: it goes on from its checkpoint."""
+    workspace, ledger = copied()
+    trained = ledger.read(
+        "SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL AND domain = 'docs' ORDER BY key"
+    )
+    part = trained[::2]
+    exposure = lambda: Exposure(ledger, {row["key"]: row["token_shard"] for row in trained}).of(
+        SegmentRow.get(ledger, 2)
+    )
+    before, plan = exposure(), plan_of(ledger, SegmentRow.get(ledger, 2))
+    said = do((workspace, ledger), Filter(document=[row["key"] for row in part]), Change(domain="law"))
+    assert said[-1].startswith("segments planned from now on have them in their new domain")
+    assert exposure() == before and plan_of(ledger, SegmentRow.get(ledger, 2)) == plan
+    count = lambda domain: sum(
+        row["domains"].get(domain, {"documents": 0})["documents"]
+        for row in ledger.read("SELECT domains FROM token_shards")
+    )
+    assert (count("law"), count("docs")) == (len(part), len(trained) - len(part))
+    assert sum(row["domains"]["law"]["documents"] for row in ledger.read("SELECT domains FROM shards")) == len(part)
+    number = train_trunk(workspace, ledger, 10)
+    row = SegmentRow.get(ledger, number)
+    assert row.state == "done" and (row.first_step, row.last_step) == (20, 30)
+    moved = [one["moved"] for one in plan_of(ledger, row)["token_shards"]]
+    assert len(moved) == 2 and all(list(one) == ["law"] for one in moved)
+    state = json.loads((Path(last_checkpoint(ledger, number)["path"]) / "state.json").read_text())
+    assert {"law/1", "docs/1"} <= state["sampler"]["streams"].keys()
+    seen = Exposure(ledger, {one["key"]: one["token_shard"] for one in part}).of(row)
+    assert seen and seen.keys() <= {one["key"] for one in part}
+    # back again
+    do((workspace, ledger), Filter(domain=["law"]), Change(domain="docs"))
+    again = plan_of(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 5)))
+    assert count("law") == 0 and all(list(one["moved"]) == ["docs"] for one in again["token_shards"])
+
+
+def test_a_token_shard_is_made_again_after_a_relabel(copied: Copy) -> None:
+    workspace, ledger = copied()
+    do((workspace, ledger), Filter(domain=["docs"]), Change(domain="law", source="x", license="CC0-1.0"))
+    row = ledger.read("SELECT id, path FROM token_shards LIMIT 1")[0]
+    with open(f"{row['path']}/tokens.bin", "r+b") as file:
+        file.write(b"damage")
+    assert rebuild_token_shard(workspace, ledger, row["id"], SILENT) == ""
+    assert plan_trunk(workspace, ledger, 5)
+
+
+def test_held_out_documents_move_with_their_domain_and_a_lost_ledger_has_it_all(
+    plant: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = plant
+    ingest(plant, reviews(0, 60) + reviews(100, 60, domain="notes"), "a.jsonl")
+    (workspace.shards / "raw").mkdir(exist_ok=True)
+    before = halves(ledger)
+    do(plant, Filter(domain=["reviews"], source=["reviews"]), Change(domain="law"))
+    domains = lambda at: Counter(row["domain"] for row in at.rows(sa.select(held_out)))
+    assert domains(ledger) == {"law": 16, "notes": 16} and halves(ledger) == before
+    fates = ledger.read("SELECT key, domain, fate FROM documents ORDER BY key")
+    assert {row["domain"] for row in fates} == {"law", "notes"}
+    ledger.engine.dispose()
+    (workspace.root / "ledger.db").unlink()
+    restore(workspace.root, "", SILENT)
+    again = Ledger.open(workspace.ledger_url, workspace.root)
+    assert again.read("SELECT key, domain, fate FROM documents ORDER BY key") == fates
+    assert domains(again) == {"law": 16, "notes": 16} and halves(again) == before
+    assert len(again.rows(sa.select(relabels))) == 1
+
+
+def test_a_domain_that_no_recipe_can_train_is_refused(copied: Copy) -> None:
+    workspace, ledger = copied()
+    path = workspace.root / "policies" / "recipes" / "tiny.yaml"
+    path.write_text(
+        path.read_text() + "\nmixture: {weights: {docs: 1.0}}\n"
+        if "mixture:" not in path.read_text()
+        else weights(path.read_text())
+    )
+    with pytest.raises(
+        InputError,
+        match="no segment could be planned any more: .*Give domain 'law' a weight under mixture.weights first",
+    ):
+        look(workspace, ledger, Filter(domain=["docs"]), Change(domain="law"))
+    assert (
+        look(workspace, ledger, Filter(domain=["chat"]), Change(domain="law"))
+        .said[-2]
+        .startswith("recipe tiny gives domain law no weight")
+    )
+
+
+def weights(recipe: str) -> str:
+    import yaml
+
+    raw = yaml.safe_load(recipe)
+    return yaml.safe_dump(raw | {"mixture": raw["mixture"] | {"weights": {"docs": 1.0}}})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to-domain", "law"], "say which documents: --domain, --source"),
+        (["--domain", "reviews"], "say what changes: --to-domain, --to-source"),
+        (["--domain", "review", "--group", "none"], "no document has domain 'review'; did you mean 'reviews'?"),
+        (["--shard", "b.jsonl", "--group", "none"], "no document has shard 'b.jsonl'"),
+        (["--source", "revew", "--group", "none"], "no document has source 'revew'"),
+        (
+            ["--domain", "reviews", "--source", "reviews", "--license", "none", "--to-domain", "All"],
+            "'All' is no name of a domain",
+        ),
+        (["--domain", "reviews", "--group", "host"], "--group 'host' is no kind of group"),
+    ],
+)
+def test_what_cannot_be_is_one_line(plant: tuple[Workspace, Ledger], words: list[str], message: str) -> None:
+    ingest(plant, reviews(0, 6), "a.jsonl")
+    done = command_here("data", "relabel", *words, "--yes", home=plant[0])
+    assert isinstance(done.exception, InputError) and message in str(done.exception)
+    assert plant[1].rows(sa.select(relabels)) == []
+
+
+def test_the_command_asks_or_is_told_and_waits_for_no_daemon(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    ingest(plant, reviews(0, 30), "a.jsonl")
+    as_one_group(ledger, sealed=True)
+    words = ["data", "relabel", "--domain", "reviews", "--group", "document"]
+    shown = command_here(*words, "--dry-run", home=workspace)
+    assert shown.exit_code == 0 and "30 of 30 documents change (15 held_out, 15 train)" in shown.output, shown.output
+    unsaid = command_here(*words, home=workspace)
+    assert isinstance(unsaid.exception, InputError) and "say --yes to relabel them" in str(unsaid.exception)
+    with workspace.lock("model-loop"):
+        held = command_here(*words, "--yes", home=workspace)
+    assert isinstance(held.exception, WorkspaceError) and "stop it" in str(held.exception)
+    assert ledger.rows(sa.select(relabels)) == [] and set(halves(ledger).values()) == {True}
+    done = command_here(*words, "--yes", "--why", "one source", "--json", home=workspace)
+    assert json.loads(done.output)["relabel"] == 1 and set(halves(ledger).values()) == {True, False}
+    (event,) = ledger.read("SELECT detail FROM events WHERE kind = 'relabelled'")
+    assert event["detail"]["why"] == "one source" and event["detail"]["held_out"] == 15
