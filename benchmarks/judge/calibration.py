@@ -12,9 +12,13 @@ are heavy (Student t with 5 degrees of freedom). Of each kind of suite, with ``-
     halves            how many honest candidates are held for a gap between the sealed half and the dev half, a third of its size
     exam seen         how many are promoted that are better by 0.1 bits per byte on the sealed half alone, which they saw
 
-``--cloze`` counts something else: of candidates that are as good as the champion in cloze (few items, some of which change sides), how many are
-promoted with the gain that the verdict on another candidate says is seen with 80 %, where that counts cloze in; and where it sets cloze aside,
-how many are of those that cloze does not hold.
+``--cloze`` counts what comes of few cloze items, of which some change sides between two models (``benchmarks.judge.sides``):
+
+    aside             how many verdicts set cloze aside
+    equal             of candidates that are as good in everything, how many no guard holds: before (cloze always guarded), and now
+    better            of candidates better by 0.1 in every domain and as good in cloze, how many are promoted: before, and now
+    detects, power    the gain that a verdict says is seen, and how many others with it are promoted, of those that cloze does not hold
+    harm              of those better by 0.1 that lose 0.3 of the cloze items, how many are promoted, held and rejected: before, and now
 
     python -m benchmarks.judge.calibration --pairs 200 --json
 """
@@ -31,12 +35,12 @@ from typing import Any
 import numpy as np
 
 from factory.evals.parity import CHECKS
-from factory.evals.power import stepped
-from factory.evals.statistics import CLOZE
+from factory.evals.statistics import CLOZE, holm
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import measured
-from factory.gates.release.judge import PROMOTE, bounds, detectable, judge
+from factory.gates.release.guards import detectable, floors, guarded, set_aside
+from factory.gates.release.judge import HOLD, PROMOTE, REJECT, judge
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
 
@@ -44,6 +48,7 @@ DOMAINS = ("chat", "code", "docs")
 LOOKS, RELEASES, SINKS, SEEN = 20, 12, 0.008, 0.1
 BITS = 1.9  # a byte, of the champion
 LEAST = 20  # candidates of which a share is told
+BETTER, HARM, RIGHT = 0.1, 0.3, 0.5  # bits per byte; of the cloze items; share of them right, of the champion
 POLICY = ReleasePolicy()
 
 
@@ -111,12 +116,8 @@ def draw(kind: Kind, rng: np.random.Generator, gains: dict[str, float], sizes: S
 
 def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidence:
     """As ``factory.gates.release.gate`` gathers it, all checks passed."""
-    asked = sum(item.task == CLOZE for item in pair.champion)
-    summary = {
-        "bpb": dict.fromkeys(DOMAINS, BITS), "documents": dict.fromkeys(DOMAINS, 100), "noise_floor": dict.fromkeys(DOMAINS, 0.0005),
-        "cloze": {"items": asked, "share_right": 0.3 if asked else None}, "parity": {name: {"ok": True, "detail": ""} for name in CHECKS},
-    }  # fmt: skip
-    found = measured(POLICY, DOMAINS, "candidate:1", (summary, pair.candidate), (summary, pair.champion))
+    ours, theirs = (_summary(side) for side in (pair.candidate, pair.champion))
+    found = measured(POLICY, DOMAINS, "candidate:1", (ours, pair.candidate), (theirs, pair.champion))
     return replace(
         found,
         anomalies=(),
@@ -130,15 +131,26 @@ def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidenc
     )
 
 
-def with_cloze(pair: Pair, rng: np.random.Generator, items: int, changed: float) -> Pair:
-    """And so many cloze items of the sealed sources, of which a share changes sides, either way alike."""
+def _summary(items: list[EvalItem]) -> dict[str, Any]:
+    right = [item.value for item in items if item.task == CLOZE]
+    return {
+        "bpb": dict.fromkeys(DOMAINS, BITS), "documents": dict.fromkeys(DOMAINS, 100), "noise_floor": dict.fromkeys(DOMAINS, 0.0005),
+        "cloze": {"items": len(right), "share_right": sum(right) / len(right) if right else None},
+        "parity": {name: {"ok": True, "detail": ""} for name in CHECKS},
+    }  # fmt: skip
+
+
+def with_cloze(pair: Pair, rng: np.random.Generator, items: int, changed: float, harm: float = 0.0) -> Pair:
+    """And so many cloze items of the sealed sources, of which a share changes sides, either way alike, and ``harm`` of them more is lost."""
     sources = sorted({(item.domain, item.cluster) for item in pair.champion if item.task == TASK})
     ours, theirs = list(pair.candidate), list(pair.champion)
     for number in range(items):
         domain, cluster = sources[number * len(sources) // items]
-        change = float(rng.choice((-1.0, 0.0, 1.0), p=(changed / 2, 1 - changed, changed / 2)))
-        ours.append(EvalItem(CLOZE, f"cloze/{number}", domain, cluster, change, 1.0))
-        theirs.append(EvalItem(CLOZE, f"cloze/{number}", domain, cluster, 0.0, 1.0))
+        right = rng.random() < RIGHT
+        flips = (changed / 2 + harm) / RIGHT if right else changed / 2 / (1 - RIGHT)
+        after = right != (rng.random() < flips)
+        for side, value in ((ours, after), (theirs, right)):
+            side.append(EvalItem(CLOZE, f"cloze/{number}", domain, cluster, float(value), 1.0))
     return Pair(ours, theirs)
 
 
@@ -180,7 +192,7 @@ def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
     for _ in range(pairs):
         sizes: Sizes = {}
         here, other = evidence_of(draw(kind, rng, none, sizes), 1, nothing), draw(kind, rng, none, sizes)
-        gain = detectable(POLICY, here).gain
+        gain = detectable(POLICY, here)
         assert here.target is not None
         effective.append(here.target.effective or 0.0)
         told.append(math.inf if gain is None else gain)
@@ -191,50 +203,63 @@ def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-LARGE = 1.0  # bits per byte
-CLOZES = (
-    (24, 0.0),
-    (24, 0.05),
-    (24, 0.15),
-    (24, 0.3),
-    (48, 0.05),
-    (48, 0.15),
-    (96, 0.05),
-    (96, 0.15),
-    (192, 0.15),
-    (192, 0.3),
-)
-# items, share of them that change sides
+CLOZES = tuple(
+    (items, changed) for items in (12, 24, 36, 60, 96, 192) for changed in (0.1, 0.2, 0.35)
+)  # share that change sides
+
+
+def outcome_before(evidence: ReleaseEvidence) -> str:
+    """As the judge decided when cloze guarded always, whatever an equally good model makes of it; of what passes all else."""
+    floor, _, _ = floors(POLICY, evidence)
+    every = guarded(evidence)
+
+    def above(name: str, shared: int) -> bool:
+        bound = evidence.guards[name].bound(POLICY.guards.alpha / shared)
+        return bound is not None and bound > floor[name]
+
+    now = judge(POLICY, evidence).outcome
+    return now if now != PROMOTE or all(holm(every, above).values()) else HOLD
+
+
+def held_by_a_guard(evidence: ReleaseEvidence, before: bool) -> bool:
+    """Of a candidate that may not be better: is it held or rejected by a guard?"""
+    shown = replace(evidence, target=replace(evidence.target, gain=1.0)) if evidence.target else evidence
+    return (outcome_before(shown) if before else judge(POLICY, shown).outcome) != PROMOTE
 
 
 def cloze_of(kind: Kind, items: int, changed: float, pairs: int, seed: int) -> dict[str, Any]:
-    """What the judge says on one candidate, and how many other ones are promoted."""
+    """What the judge says of models as good in cloze, and of ones that are not."""
     rng = np.random.default_rng([seed, KINDS.index(kind), items, int(100 * changed)])
     none, nothing = dict.fromkeys(DOMAINS, 0.0), dict.fromkeys((*DOMAINS, CLOZE), 0.0)
-    told, gains, counted, aside = [], [], [], []
-    passed = 0
+    aside, gains, power = [], [], []
+    equal, better = {False: 0, True: 0}, {False: 0, True: 0}
+    harmed: dict[bool, list[str]] = {False: [], True: []}
     for _ in range(pairs):
         sizes: Sizes = {}
-        one, other = (with_cloze(draw(kind, rng, none, sizes), rng, items, changed) for _ in range(2))
-        here = evidence_of(one, 1, nothing)
-        assert here.target is not None
-        _, guards = bounds(POLICY, here, here.target, 1)
-        told.append(stepped(guards, LARGE)[CLOZE].chance(LARGE))
-        passed += promoted(evidence_of(better_by(other, LARGE), 1, nothing))
-        found = detectable(POLICY, here)
-        if found.gain is None:
-            continue
-        gains.append(found.gain)
-        there = judge(POLICY, evidence_of(better_by(other, found.gain), 1, nothing))
-        if not found.apart:
-            counted.append(there.outcome == PROMOTE)
-        elif not any(CLOZE in reason for reason in there.reasons if reason.startswith("Guard")):
-            aside.append(there.outcome == PROMOTE)
-    share = lambda seen: sum(seen) / len(seen) if len(seen) >= LEAST else math.nan
+        here, other = (with_cloze(draw(kind, rng, none, sizes), rng, items, changed) for _ in range(2))
+        bad = with_cloze(draw(kind, rng, none, sizes), rng, items, changed, HARM)
+        evidence = evidence_of(here, 1, nothing)
+        aside.append(CLOZE in set_aside(POLICY, evidence))
+        good = evidence_of(better_by(here, BETTER), 1, nothing)
+        worse = evidence_of(better_by(bad, BETTER), 1, nothing)
+        for before in (True, False):
+            equal[before] += not held_by_a_guard(evidence, before)
+            decided = outcome_before if before else (lambda found: judge(POLICY, found).outcome)
+            better[before] += decided(good) == PROMOTE
+            harmed[before].append(decided(worse))
+        gain = detectable(POLICY, evidence)
+        if gain is not None:
+            gains.append(gain)
+            there = judge(POLICY, evidence_of(better_by(other, gain), 1, nothing))
+            if not any(CLOZE in one.text for one in (*there.found.missing, *there.found.against)):
+                power.append(there.outcome == PROMOTE)
+    share = lambda before, outcome: harmed[before].count(outcome) / pairs
     return {
-        "suite": f"{kind.name}; {items} cloze items, {changed:.0%} change sides", "pairs": pairs, "told": float(np.mean(told)),
-        "promoted": passed / pairs, "no_gain_said": 1 - len(gains) / pairs, "cloze_counted_in": len(counted) / pairs,
-        "power_counted_in": share(counted), "power_aside": share(aside), "detectable_gain": float(np.median(gains)) if gains else math.nan,
+        "suite": f"{kind.name}; {items} cloze items, {changed:.0%} change sides", "pairs": pairs, "aside": sum(aside) / pairs,
+        "equal_before": equal[True] / pairs, "equal": equal[False] / pairs, "better_before": better[True] / pairs, "better": better[False] / pairs,
+        "detectable_gain": float(np.median(gains)) if gains else math.nan, "power": sum(power) / len(power) if len(power) >= LEAST else math.nan,
+        "harm_promoted_before": share(True, PROMOTE), "harm_rejected_before": share(True, REJECT),
+        "harm_promoted": share(False, PROMOTE), "harm_held": share(False, HOLD), "harm_rejected": share(False, REJECT),
     }  # fmt: skip
 
 
@@ -268,30 +293,31 @@ COLUMNS = {
     "exam": "exam_seen_promoted",
 }  # fmt: skip
 OF_CLOZE = {
-    "told": "told", "promoted": "promoted", "none": "no_gain_said", "counted": "cloze_counted_in", "power in": "power_counted_in",
-    "power as.": "power_aside",
+    "aside": "aside", "equal, was": "equal_before", "equal": "equal", "better, was": "better_before", "better": "better",
+    "detects": "detectable_gain", "power": "power", "harm, was": "harm_promoted_before", "rej., was": "harm_rejected_before",
+    "harm": "harm_promoted", "harm held": "harm_held", "harm rej.": "harm_rejected",
 }  # fmt: skip
 AS_NUMBERS = {"effective": ".1f", "detectable_gain": ".4f", "sunk": ".3f", "sources": "d"}
 
 
 def report(rows: list[dict[str, Any]]) -> list[str]:
     """Of what was counted."""
-    columns = {name: key for name, key in [*COLUMNS.items(), *OF_CLOZE.items()] if key in rows[0]}
+    columns = OF_CLOZE if "aside" in rows[0] else {name: key for name, key in COLUMNS.items() if key in rows[0]}
     width = max(30, *(len(row["suite"]) + 2 for row in rows))
-    lines = [f"{'suite':<{width}}" + "".join(f"{name:>10}" for name in columns)]
+    lines = [f"{'suite':<{width}}" + "".join(f"{name:>12}" for name in columns)]
     for row in rows:
         shown = [format(row[key], AS_NUMBERS.get(key, ".1%")) for key in columns.values()]
-        lines.append(f"{row['suite']:<{width}}" + "".join(f"{value:>10}" for value in shown))
+        lines.append(f"{row['suite']:<{width}}" + "".join(f"{value:>12}" for value in shown))
     lines += [
         "",
         f"{rows[0]['pairs']} pairs of each kind" + ("; power ≥ 80 % is the aim" if "power" in rows[0] else ""),
     ]
-    if "told" in rows[0]:
+    if "aside" in rows[0]:
         lines += [
-            f"told: how many pass cloze, as the judge tells it, on average; promoted: how many candidates better by {LARGE:.0f} are",
-            "none: how often the verdict says that no gain is promoted with 80 %; counted: how often the gain that it says counts cloze in",
-            "detects: the median gain that is said; power in: how many others are promoted with it where it counts cloze in; power as.: where it "
-            "sets cloze aside, of those that cloze does not hold (of fewer than 20, no share is told)",
+            "aside: verdicts that set cloze aside; was: where cloze always guards; equal: of candidates as good in everything, those that no guard holds",
+            f"better: promoted of those better by {BETTER} in every domain and as good in cloze; detects, power: the gain that is said to be seen, and",
+            f"how many others with it are promoted, of those that cloze does not hold; harm: promoted of those better by {BETTER} that lose {HARM:.0%} of the "
+            "cloze items",
         ]
     if "lines" in rows[0]:
         lines += [

@@ -10,8 +10,9 @@ pass in any one order, each at its step, all pass, so the order is the one that 
 80 % or more, the more the fewer sources a guard has (``benchmarks/judge/results.txt`` says why).
 
 A guard whose items are right or wrong is told from what a candidate cannot move (``Scored``): how many items and groups there are, the margin, the
-level, and how many items change sides between two equally good models. One that an equally good model fails more than once in five tells no harm:
-it is set aside.
+level, and how many items change sides between two equally good models. One that an equally good model fails more than once in five is set aside: it
+no longer asks that no loss be shown, and holds only where the loss that was measured is itself beyond the margin (``tells``), if as good a model
+seldom shows one.
 """
 
 from __future__ import annotations
@@ -105,6 +106,28 @@ class Scored:
         """Does it fail at most one in five equally good models?"""
         return self.passed >= 1 - MOST_FAILED
 
+    @property
+    def lost_by_chance(self) -> float:
+        """The share of equally good models that are measured to lose more than the margin."""
+        from scipy.special import ndtr  # takes a moment, which only a comparison needs to wait for
+
+        return float(ndtr(-self.margin / self.error)) if self.error else 0.0
+
+    @property
+    def tells(self) -> bool:
+        """Does a measured loss beyond the margin say something, as at most one in five equally good models shows one?"""
+        return self.groups > 1 and self.lost_by_chance <= MOST_FAILED
+
+    @property
+    def still(self) -> str:
+        """What it still does where it is set aside, in words."""
+        if not self.tells:
+            return f"It informs, and rejects where a loss of more than {self.margin:.3f} is shown."
+        return (
+            f"It holds only where a loss of more than {self.margin:.3f} is measured, as of {100 * self.lost_by_chance:.0f} in 100 such models, and "
+            "rejects where one is shown."
+        )
+
     def needed(self) -> int | None:
         """The items with which it stands, as many to a group as now; None: no number is enough."""
         low, high = 1, max(self.items, 2)
@@ -130,6 +153,12 @@ def variance_of(values: Sequence[float]) -> float:
     added = [*values, 0.0, 1.0]
     mean = math.fsum(added) / len(added)
     return math.fsum((value - mean) ** 2 for value in added) / len(added)
+
+
+def variance_right(share: float, items: int) -> float:
+    """``variance_of`` items of which a share is right and the others are wrong."""
+    right = round(share * items)
+    return variance_of([1.0] * right + [0.0] * (items - right))
 
 
 def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:

@@ -159,6 +159,8 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         )
         if upper < -margin:
             against.append(f"{words}; a loss of at most {margin:.3f} is allowed.")
+        elif name in apart and apart[name].tells and gain.gain < -margin:
+            open_.append(f"{words}; a loss of more than {margin:.3f} was measured, and at most that is allowed.")
         elif name in apart:
             facts.append(f"{words}. {_small(apart[name], gain, clusters_min)}")
         elif not shown[name]:
@@ -174,12 +176,12 @@ def _small(known: Scored, gain: Gain, clusters_min: int) -> str:
     """Why a task does not guard, and the size that it needs."""
     clusters = gain.clusters or 0
     if clusters < clusters_min:
-        return f"It informs and does not guard: {clusters} document groups, and {clusters_min} are needed."
+        return f"It informs alone: {clusters} document groups, and {clusters_min} are needed."
     needed = known.needed()
     size = f"about {needed} are needed" if needed else "no number is enough for its margin"
     return (
-        f"It informs and does not guard: {known.items} items hold {100 * (1 - known.passed):.0f} of 100 models that are as good, at most "
-        f"{100 * MOST_FAILED:.0f} are allowed, and {size} (margin {known.margin:.3f}, tasks.yaml)."
+        f"It is set aside as a guard: of 100 models that are as good, {known.items} items hold {100 * (1 - known.passed):.0f}, at most "
+        f"{100 * MOST_FAILED:.0f} are allowed, and {size} (margin in tasks.yaml). {known.still}"
     )
 
 

@@ -53,7 +53,10 @@ def _evidence(
         ours = measure(workspace, ledger, candidate, task, policy, progress)
         theirs = measure(workspace, ledger, best.candidate, task, policy, progress) if best else None
     except (TaskError, IsolationError) as error:
-        todo = f"mend task {name} ('factory tasks check FILE' looks at it), then 'factory evaluate {candidate}'; or measure it no more (tier: never in tasks.yaml)."
+        todo = (
+            f"mend task {name} ('factory tasks check FILE' looks at it), then 'factory evaluate {candidate}'; or measure it no more (tier: never "
+            "in tasks.yaml)."
+        )
         return TaskEvidence.problem(f"Task {name} could not be measured: {str(error).removesuffix('.')}.", todo)
     summary = EvaluationRow.get(ledger, ours).summary
     values = {metric: row["value"] for metric, row in summary["metrics"].items()}

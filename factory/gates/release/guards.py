@@ -1,15 +1,17 @@
 """The guards of a release: what each must be shown to hold, which of them can tell harm at all, and how large a gain passes them.
 
-Bits per byte of each domain always guard it. Cloze is set aside where an equally good model would fail it more than once in five: it then informs,
-and still rejects where a loss is shown. Whether it is set aside follows from the suite, the policy and the champion alone
-(``factory.evals.power.Scored``): a candidate that changes many items has a wider interval, and would else take a guard away by that.
+Bits per byte of each domain always guard it. Cloze is set aside where an equally good model would fail it more than once in five: it then holds only
+where a loss beyond its margin is measured, if as good a model seldom shows one, and rejects where one is shown. Whether it is set aside follows from
+the suite, the policy and the champion alone (``factory.evals.power.Scored``): a candidate that changes many items has a wider interval, and would
+else take a guard away by that.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from factory.evals.power import TAILS, Needed, Scored, smallest_gain, times_needed, variance_of
+from factory.evals.power import TAILS, Needed, Scored, smallest_gain, times_needed, variance_right
 from factory.evals.statistics import CLOZE, Gain, spent_at
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
@@ -45,8 +47,7 @@ def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Scored | No
     groups = number(guard.effective) if guard else None
     if items is None or items < 1 or right is None or not 0 <= right <= 1 or groups is None or groups > items + 1e-6:
         return None
-    right_of = round(right * items)
-    variance = variance_of([1.0] * right_of + [0.0] * (int(items) - right_of))
+    variance = variance_right(right, int(items))
     return Scored(int(items), groups, variance, policy.guards.cloze_margin, policy.guards.alpha)
 
 
@@ -135,7 +136,7 @@ def groups_needed(gain: Gain, level: float, floor: float) -> int | None:
     if groups is None or error is None or groups <= 1 or floor >= 0:
         return None
     found = times_needed(0.0, [Needed(gain, level, floor)])
-    return None if found is None else round(found * groups)
+    return None if found is None else math.ceil(found * groups)
 
 
 def enough(gain: Gain | None, clusters_min: int) -> bool:

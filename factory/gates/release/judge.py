@@ -354,6 +354,9 @@ def _guards(
             missing.append(Reason(why.code, f"{name}: could not be compared: {why.text}.", todo))
         elif upper < floor[name]:
             against.append(Reason("guard_violated", f"Guard violated: {words}; {allowed}."))
+        elif name in apart and apart[name].tells and (number(guard.gain) or 0.0) < -apart[name].margin:
+            words = f"Guard not shown to hold: {words}; a loss of more than {apart[name].margin:.3f} was measured."
+            missing.append(Reason("guard_not_shown", words, _surer(name, guard, alpha, floor[name])))
         elif name not in apart and not shown_above[name]:
             words = f"Guard not shown to hold: {words}; {allowed}, and the bound, corrected for {len(stand)} guards, does not exclude a larger loss."
             missing.append(Reason("guard_not_shown", words, _surer(name, guard, alpha, floor[name])))

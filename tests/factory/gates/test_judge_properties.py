@@ -25,7 +25,8 @@ later = st.builds(
         base, target=target, guards=dict(zip(MEASURES, guards)), noise_floor=dict(zip(DOMAINS, noise)),
         checks={name: (ok, "") for name, ok in zip(CHECKS, checks)}, documents=dict.fromkeys(DOMAINS, count),
     ),
-    st.sampled_from([evidence(), replace(evidence(), cloze_items=24), replace(evidence(), cloze_items=60)]), gains, st.tuples(*[gains] * 4), st.lists(st.integers(0, 30).map(bool), min_size=len(CHECKS), max_size=len(CHECKS)),
+    st.sampled_from([replace(evidence(), cloze_items=items) for items in (24, 60, 90)]), gains, st.tuples(*[gains] * 4),
+    st.lists(st.integers(0, 30).map(bool), min_size=len(CHECKS), max_size=len(CHECKS)),
     st.tuples(*[st.floats(0, 0.025)] * 3), st.integers(6, 40),
 )  # fmt: skip
 first = st.builds(

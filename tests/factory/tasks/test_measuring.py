@@ -122,13 +122,14 @@ def of_size(items: int, before: float, after: float, margin: float = 0.1) -> Tas
 @pytest.mark.parametrize(
     ("items", "before", "after", "outcome", "words"),
     [
-        (40, 0.5, 0.55, "promote", "It informs and does not guard: 40 items hold "),
-        (40, 0.5, 0.35, "promote", "It informs and does not guard: 40 items hold "),
+        (40, 0.5, 0.55, "promote", "It is set aside as a guard: of 100 models that are as good, 40 items hold "),
+        (40, 0.5, 0.425, "promote", "It is set aside as a guard: of 100 models that are as good, 40 items hold "),
+        (40, 0.5, 0.35, "hold", "a loss of more than 0.100 was measured, and at most that is allowed."),
         (40, 0.9, 0.3, "reject", "a loss of at most 0.100 is allowed"),
         (400, 0.5, 0.5, "promote", "Task t/acc: +0.000 against the champion"),
         (400, 0.5, 0.4, "hold", "and the bound does not exclude a larger one"),
-        (4, 0.5, 0.75, "promote", "It informs and does not guard: 4 document groups, and 8 are needed."),
-        (1, 1.0, 1.0, "promote", "It informs and does not guard: 1 document groups, and 8 are needed."),
+        (4, 0.5, 0.75, "promote", "It informs alone: 4 document groups, and 8 are needed."),
+        (1, 1.0, 1.0, "promote", "It informs alone: 1 document groups, and 8 are needed."),
     ],
 )
 def test_a_small_task_informs_and_a_large_one_guards(

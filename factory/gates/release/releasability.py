@@ -1,0 +1,179 @@
+"""What the release gate will be able to tell, before there is any candidate: the judge's own computation on sizes alone.
+
+``releasability(policy, sizes)`` makes the evidence of a candidate that is as good as its champion on so many document groups and items, each with
+the spread that is assumed, and asks the judge's own functions (``factory.gates.release.guards``, ``factory.tasks.comparing.set_aside``): which guards
+stand, the size that each needs, and the gain that would be seen.
+
+>>> found = releasability(ReleasePolicy(), Sizes({"code": Domain(8, 8, 8), "docs": Domain(3, 3, 1)}, cloze_items=11))
+>>> [(guard.name, guard.state, guard.have, guard.needed) for guard in found.guards]
+[('code', 'stands', 8, 17), ('docs', 'missing', 3, 17), ('cloze', 'aside', 11, 70)]
+>>> found.gain is None, [line for line in found.holds]
+(True, ['docs: 3 held-out documents of 3 document groups; at least 8 documents of 8 groups are needed'])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from factory.evals.power import Needed, Scored, variance_right
+from factory.evals.statistics import CLOZE, Gain
+from factory.gates.release.evidence import ReleaseEvidence
+from factory.gates.release.guards import cloze_guard, detectable, floors, groups_needed, set_aside
+from factory.gates.release.line import GATE
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.wording import number
+from factory.ledger.rows import Reads, VerdictRow
+from factory.tasks.comparing import TaskEvidence
+from factory.tasks.comparing import set_aside as tasks_aside
+
+SPREAD = 0.03  # bits per byte: standard deviation of a group's difference, as the calibration of the judge draws it (``benchmarks/judge``)
+RIGHT = 0.5  # share of items right that is assumed of a champion: the most uncertain
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What is held out of a domain. ``spread``: standard deviation of a group's difference between two models, in bits per byte; None: ``SPREAD``."""
+
+    documents: int  # of the sealed half that are scored
+    groups: int
+    dev_groups: int
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Of a task: how many items and groups of them, what may be lost, and the share right of the champion, where it is known."""
+
+    items: int
+    groups: int
+    margin: float
+    right: float = RIGHT
+
+
+@dataclass(frozen=True)
+class Sizes:
+    domains: Mapping[str, Domain]
+    cloze_items: int = 0
+    cloze_right: float = RIGHT
+    tasks: Mapping[str, Task] = field(default_factory=dict)
+    tasks_alpha: float = 0.05  # guards_alpha of tasks.yaml
+    look: int = 1  # of the candidate against its champion
+
+
+@dataclass(frozen=True)
+class GuardSize:
+    """A guard before any candidate.
+
+    ``state``: it stands; it is aside, and informs; or too little is held out, and it holds every candidate (missing). ``have``, ``needed``: document
+    groups of a domain, items of cloze and of a task, ``needed`` with which it passes four of five equally good models; None: no number is enough.
+    ``passed``: the share of equally good models that it lets through.
+    """
+
+    name: str
+    state: Literal["stands", "aside", "missing"]
+    have: int
+    needed: int | None
+    passed: float
+
+
+@dataclass(frozen=True)
+class Releasability:
+    guards: tuple[GuardSize, ...]
+    gain: float | None  # the smallest, in every domain alike, that is seen with 80 %; None: none would be
+    holds: tuple[str, ...] = ()  # what holds every candidate, a phrase each
+
+
+def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
+    """Which guards stand, the size that each needs, and the gain that would be seen. Pure."""
+    assumed = _assumed(policy, sizes)
+    found = []
+    holds = []
+    floor, _, _ = floors(policy, assumed)
+    for name, domain in sorted(sizes.domains.items()):
+        few = domain.documents < policy.documents_min or domain.groups < policy.clusters_min or domain.dev_groups < 1
+        eight = Gain(0.0, (domain.spread or SPREAD) / math.sqrt(8), 8, 8.0)
+        needed = groups_needed(eight, policy.guards.alpha, floor[name])
+        passed = Needed(assumed.guards[name], policy.guards.alpha, floor[name]).chance(0.0)
+        size = None if needed is None else max(needed, policy.clusters_min)
+        found.append(GuardSize(name, "missing" if few else "stands", domain.groups, size, passed))
+        if few:
+            holds.append(
+                f"{name}: {domain.documents} held-out documents of {domain.groups} document groups"
+                + ("" if domain.dev_groups else ", none in the dev half")
+                + f"; at least {policy.documents_min} documents of {policy.clusters_min} groups are needed"
+            )
+    if (cloze := cloze_guard(policy, assumed)) is not None:
+        found.append(_scored(CLOZE, cloze, CLOZE in set_aside(policy, assumed)))
+    tasks = _assumed_tasks(sizes)
+    apart = tasks_aside(tasks, policy.clusters_min)
+    for name, task in sorted(sizes.tasks.items()):
+        known = Scored(task.items, float(task.groups), tasks.variances[name], task.margin, sizes.tasks_alpha)
+        found.append(_scored(name, known, name in apart))
+    return Releasability(tuple(found), None if holds else detectable(policy, assumed), tuple(holds))
+
+
+def spreads(db: Reads) -> dict[str, float]:
+    """By domain, the standard deviation of a group's difference that the newest verdict over a champion measured, in bits per byte."""
+    for row in VerdictRow.select(db, "WHERE gate = :gate AND against IS NOT NULL ORDER BY id DESC LIMIT 1", gate=GATE):
+        guards: Mapping[str, Any] = row.evidence(db).get("guards") or {}
+        known = {name: _spread(stored) for name, stored in guards.items() if name != CLOZE}
+        return {name: value for name, value in known.items() if value}
+    return {}
+
+
+def _spread(stored: Any) -> float | None:
+    error, effective = (stored.get(key) for key in ("error", "effective")) if isinstance(stored, dict) else (None, None)
+    error, effective = number(error), number(effective)
+    return (
+        error * math.sqrt(effective)
+        if error is not None and effective is not None and min(error, effective) > 0
+        else None
+    )
+
+
+def _scored(name: str, known: Scored, is_aside: bool) -> GuardSize:
+    return GuardSize(name, "aside" if is_aside else "stands", known.items, known.needed(), known.passed)
+
+
+def _assumed(policy: ReleasePolicy, sizes: Sizes) -> ReleaseEvidence:
+    """Of a candidate as good as the champion: each group with the spread that is assumed, all of one size."""
+    guards = {
+        name: Gain(0.0, (one.spread or SPREAD) / math.sqrt(max(one.groups, 1)), one.groups, float(one.groups))
+        for name, one in sizes.domains.items()
+    }
+    weights = policy.target.weights or dict.fromkeys(sizes.domains, 1.0)
+    shares = {name: weights.get(name, 0.0) for name in sizes.domains}
+    total = sum(shares.values())
+    target = None
+    if total:
+        parts = {name: share / total for name, share in shares.items()}
+        error = math.sqrt(sum((part * (guards[name].error or 0.0)) ** 2 for name, part in parts.items()))
+        effective = 1 / max(sum(part**2 / max(sizes.domains[name].groups, 1) for name, part in parts.items()), 1e-12)
+        groups = sum(sizes.domains[name].groups for name, part in parts.items() if part)
+        target = Gain(0.0, error, groups, effective)
+    if sizes.cloze_items:
+        groups = min(sizes.cloze_items, sum(one.groups for one in sizes.domains.values()))
+        guards[CLOZE] = Gain(0.0, 0.0, groups, float(groups))
+    return ReleaseEvidence(
+        domains=tuple(sorted(sizes.domains)),
+        noise_floor=dict.fromkeys(sizes.domains, 0.0),
+        cloze_items=sizes.cloze_items,
+        champion_cloze=sizes.cloze_right,
+        guards=guards,
+        lost=dict.fromkeys(guards, 0.0),
+        target=target,
+        look=sizes.look,
+    )
+
+
+def _assumed_tasks(sizes: Sizes) -> TaskEvidence:
+    return TaskEvidence(
+        gains={name: Gain(0.0, 0.0, task.groups, float(task.groups)) for name, task in sizes.tasks.items()},
+        margins={name: task.margin for name, task in sizes.tasks.items()},
+        items={name: task.items for name, task in sizes.tasks.items()},
+        variances={name: variance_right(task.right, task.items) for name, task in sizes.tasks.items()},
+        alpha=sizes.tasks_alpha,
+    )
