@@ -1,0 +1,126 @@
+"""A checkpoint's weights go on only in the function that they were trained in, unless the recipe names the change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.trainer.segment_runs import result
+from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.same_function import OF_TRAINING, function_changes
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import ACCEPTABLE, ExpertsRecipe, ModelRecipe, Recipe
+
+# Without QK-norm, whose weights are as long as a head.
+PLAIN = {"model__qk_norm": False, "model__kv_heads": 4}
+EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
+SAME_SHAPES = [
+    (PLAIN, {"model__rope_theta": 5e5}, "rope_theta is 500000.0 in the recipe, 10000.0 in"),
+    (PLAIN, {"model__heads": 8, "model__kv_heads": 8, "model__head_dim": 8}, "heads is 8 in the recipe, 4 in"),
+    (PLAIN, {"model__norm_eps": 0.1}, "norm_eps is 0.1 in the recipe, 1e-06 in"),
+    (PLAIN, {"model__across_documents": True}, "across_documents is True in the recipe, False in"),
+    (PLAIN, {"model__nope_every": 2}, "nope_every is 2 in the recipe, None in"),
+    ({}, {"model__base_d_model": 16}, "base_d_model is 16 in the recipe, None in"),
+    ({"model__experts": EXPERTS}, {"model__experts": EXPERTS | {"per_token": 3}}, "experts.per_token is 3 in the recipe, 2 in"),
+]  # fmt: skip
+
+
+def test_every_key_of_a_model_is_compared() -> None:
+    """A key that is added to the schema later is compared from then on, whatever it is."""
+    keys = {*ModelRecipe.model_fields, *(f"experts.{key}" for key in ExpertsRecipe.model_fields)} - {"experts"}
+    assert set(OF_TRAINING) | set(ACCEPTABLE) < keys
+    before = recipe_with(model__experts=EXPERTS).model.model_dump()
+    for key in sorted(keys - set(OF_TRAINING)):
+        other: dict[str, Any] = json.loads(json.dumps(before))
+        *outer, last = key.split(".")
+        (other[outer[0]] if outer else other)[last] = "other"
+        assert list(function_changes(other, recipe_with(model__experts=EXPERTS).model)) == [key]
+
+
+def test_a_checkpoint_older_than_a_key_has_its_default() -> None:
+    before = recipe_with().model.model_dump()
+    for key in ("nope_every", "across_documents", "experts", "base_d_model", "rope_theta"):
+        del before[key]
+    assert function_changes(before, recipe_with().model) == {}
+    assert function_changes(before, recipe_with(model__rope_theta=5e5).model) == {"rope_theta": (10_000.0, 500_000.0)}
+    assert function_changes(before, recipe_with(model__context=64).model) == {}, (
+        "the data order has its own word on that"
+    )
+
+
+@pytest.fixture
+def plan(make_shard: MakeShard) -> DataPlan:
+    return plan_of(make_shard(counts={"code": 200, "docs": 60, "chat": 60}))
+
+
+def trained(folder: Path, plan: DataPlan, **changes: Any) -> str:
+    trunk = write_spec(folder / "trunk", plan, recipe_with(**changes), last_step=2)
+    assert train_here(trunk) == (0, "")
+    return str(result(trunk)["checkpoint"])
+
+
+@pytest.mark.parametrize(("first", "change", "said"), SAME_SHAPES, ids=[said.split()[0] for _, _, said in SAME_SHAPES])
+def test_the_same_shapes_in_another_function_are_refused_unless_it_is_named(
+    tmp_path: Path, plan: DataPlan, first: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    start = {"first_step": 2, "last_step": 4, "initial_checkpoint": trained(tmp_path, plan, **first)}
+    silent = write_spec(tmp_path / "silent", plan, recipe_with(**(first | change)), **start)
+    code, errors = train_here(silent)
+    assert code == 2 and said in errors and len(errors.splitlines()) == 1
+    names = [key.removeprefix("model__") for key in change] if "model__experts" not in change else ["experts.per_token"]
+    for name in names:
+        assert name in errors.partition("accept_changes: ")[2]
+    accepting = recipe_with(**(first | change), accept_changes=names)
+    named = write_spec(tmp_path / "named", plan, accepting, **start)
+    assert train_here(named)[0] == 0
+    last = checkpoints.read_state(Path(result(named)["checkpoint"]))
+    assert last["recipe"]["accept_changes"] == names, "and stands in what was made of it"
+    on = {"first_step": 4, "last_step": 5, "initial_checkpoint": result(named)["checkpoint"]}
+    assert train_here(write_spec(tmp_path / "on", plan, recipe_with(**(first | change)), **on))[0] == 0
+
+
+def test_other_shapes_are_refused_by_name_and_cannot_be_accepted(tmp_path: Path, plan: DataPlan) -> None:
+    start = {"first_step": 2, "last_step": 4, "initial_checkpoint": trained(tmp_path, plan)}
+    wide = write_spec(tmp_path / "wide", plan, recipe_with(model__d_ff=96), **start)
+    code, errors = train_here(wide)
+    assert code == 2 and "d_ff is 96 in the recipe, 64 in" in errors and "accept_changes" not in errors
+    with pytest.raises(RecipeError, match="accept_changes"):
+        recipe_with(accept_changes=["d_ff"])
+
+
+def test_how_it_is_trained_may_change_without_a_word(tmp_path: Path, plan: DataPlan) -> None:
+    first = {"model__experts": EXPERTS}
+    start = {"first_step": 2, "last_step": 4, "initial_checkpoint": trained(tmp_path, plan, **first)}
+    other = {
+        "model__experts": EXPERTS | {"bias_rate": 0.01, "z_loss": 0.0},
+        "optimizer__lr": 1e-3,
+        "stability__z_loss": 0.0,
+    }
+    assert train_here(write_spec(tmp_path / "on", plan, recipe_with(**other), **start)) == (0, "")
+
+
+def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path, plan: DataPlan) -> None:
+    """As one that was made by hand: planning holds the ledger's account of it against the recipe."""
+    made = checkpoints.load(Path(trained(tmp_path, plan, **PLAIN)))
+    bare = checkpoints.Checkpoint(made.model, made.optimizer, {k: v for k, v in made.state.items() if k != "recipe"})
+    start = {"first_step": 2, "last_step": 4, "initial_checkpoint": str(checkpoints.save(tmp_path / "bare", bare))}
+    assert train_here(write_spec(tmp_path / "on", plan, recipe_with(**PLAIN, model__rope_theta=5e5), **start)) == (
+        0,
+        "",
+    )
+    code, errors = train_here(write_spec(tmp_path / "wide", plan, recipe_with(**PLAIN, model__d_ff=96), **start))
+    assert code == 2 and "is [32, 96] in the recipe, [32, 64] in" in errors
+
+
+def test_a_recipe_that_accepts_nothing_is_written_as_before(tmp_path: Path) -> None:
+    """Code from before ``accept_changes`` reads it, and its hash stays."""
+    plain = recipe_with()
+    assert "accept_changes" not in plain.model_dump() and "accept_changes" not in json.loads(plain.model_dump_json())
+    named = recipe_with(accept_changes=["rope_theta"])
+    assert Recipe.parse(json.loads(named.model_dump_json())) == named and named.sha256 != plain.sha256
+    assert plain.sha256 == "52eed205cff44692ffdb80415bc9c1e3c170efa1dd99759ce9e91b621214808a"
