@@ -248,6 +248,8 @@ def _read(text: str, depth: int) -> Value:
         return Literal(text)
     while len(text) > 2 and _encloses(text, "{", "}"):
         text = text[1:-1].strip()  # a group of TeX
+    if found := re.fullmatch(r"«?\(([A-Za-z])\)»?", text):
+        return Literal(found[1])  # a choice
     inner = _bracketed(text, depth)
     if inner is not None:
         return inner
@@ -321,8 +323,8 @@ def _number(text: str) -> Number | None:
     named = re.sub(r"([A-Za-z])\s*\^?\s*\{?[23]\}?(?!\d)", r"\1", after)  # cm^2
     if not _only_words(before) or not _only_words(named):
         return None
-    # 2x and x2 are formulas, and so is 3m; 3 m has a unit.
-    if re.match(r"[A-Za-z](?![a-zA-Z])", after) or re.search(r"[A-Za-z]$", before):
+    # 2x and x2 are formulas, and so is 3m; 3 m has a unit; 3rd is a place.
+    if re.match(r"(?:[A-Za-z]|st|nd|rd|th)(?![a-zA-Z])", after) or re.search(r"[A-Za-z]$", before):
         return None
     letters = re.findall(r"(?<![^\W\d_'’])[^\W\d_](?![^\W\d_'’])", before + " " + named)
     if any(letter not in "aAI" and letter not in UNITS for letter in letters):

@@ -19,7 +19,7 @@ _LAST = re.compile(
     r"|\\?[(\[{]\s*[^()\[\]{}\n]*\d[^()\[\]{}\n]*[,;][^()\[\]{}\n]*[)\]}]"  # a tuple, an interval, a set
     r"|\d+(?:[/-]\d+){2,}|\d+(?:\.\d+){2,}|\d+(?::\d+)+"  # a date, a version, a ratio
     rf"|(?:(?<![\w)}}\]])[-+−]\s?)?(?:\\?[$€£¥₹][-−]?)?(?:(?:\d+\s*)?{_FRACTION}|\d+\s+\d+/\d+|\d*[½¼¾⅓⅔]|(?:{_DIGITS})\s*(?:\\times|×|\*|x)\s*(?:{_POWER})"
-    rf"|{_POWER}|(?<![\w.])(?:{_DIGITS})[eE][-+]?\d+|(?:{_DIGITS})\s*/\s*(?:{_DIGITS})|(?<![A-Za-z_^\\])(?:{_DIGITS}))"
+    rf"|{_POWER}|(?<![\w.])(?:{_DIGITS})[eE][-+]?\d+|(?:{_DIGITS})\s*/\s*(?:{_DIGITS})|(?<![A-Za-z_^\\])(?:{_DIGITS})(?!\d|(?:st|nd|rd|th)\b))"
     r"(?:\s*(?:\\?%|per\s?cent\b|°|\^\s*\{?\s*\\circ\s*\}?"
     rf"|\\(?:text|mathrm)\s*\{{[^{{}}]*\}}|(?:(?:square|cubic)\s)?(?:{_UNIT})(?:s|es)?(?![A-Za-z])(?:\s?\^?[23](?!\d))?))?",
     re.DOTALL,
@@ -30,7 +30,7 @@ _SAID = re.compile(r"(?i)(?:\banswer\b[\s*_»:]*(?:is|=|:|are)[\s*_:]*)(.+)")
 def answer_of(text: str) -> str | None:
     """The answer that a text ends with; None without any.
 
-    After its last ``####``; in its last ``\\boxed{}``; the text itself, where it is no more than an answer; after its last "the answer is"; else its
+    After its last ``####``; in its last ``\\boxed{}``; after its last "the answer is"; the text itself, where it is no more than an answer; else its
     last number, tuple or formula in dollars.
 
     >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("We pay $1,200."), answer_of("I do not know.")
@@ -41,14 +41,16 @@ def answer_of(text: str) -> str | None:
         return (_boxed(line) or line)[: 4 * LONGEST] or None
     if (boxed := _boxed(text)) is not None:
         return boxed.strip()[: 4 * LONGEST] or None
+    tail = text[-TAIL:]
+    if said := _SAID.findall(tail):
+        first = re.split(
+            r"(?<=[^\d])\.\s|\.\s+(?=[A-Z])|\n|\. I hope|\.$|,?\s(?:because|since|which|so)\b", said[-1].strip()
+        )[0].strip()
+        if len(first) <= LONGEST and _is_answer(first):
+            return first
     whole = text.strip()
     if "\n" not in whole and len(whole) <= LONGEST and _is_answer(whole):
         return whole
-    tail = text[-TAIL:]
-    if said := _SAID.findall(tail):
-        first = re.split(r"(?<=[^\d])\.\s|\.\s+(?=[A-Z])|\n|\. I hope|\.$", said[-1].strip())[0].strip()
-        if len(first) <= LONGEST and _is_answer(first):
-            return first
     found = [one[0].strip() for one in _LAST.finditer(tail)]
     return found[-1][: 4 * LONGEST] if found else None
 
