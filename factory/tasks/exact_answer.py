@@ -7,7 +7,9 @@ import re
 from factory.tasks.answer_forms import LONGEST, Formula, Library, Literal, Value, is_words, read, same
 from factory.tasks.units import UNITS
 
-TAIL = 20_000  # characters of a text that are looked through
+TAIL = 20_000  # characters of a text that are looked through for a box
+NEAR = 4_000  # … for a number
+MOST_OPEN = 20  # boxes that are not closed, before one that is
 MOST_WORDS = 60  # characters of an answer in words
 
 _FRACTION = r"\\[dtc]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)"
@@ -34,14 +36,14 @@ def answer_of(text: str) -> str | None:
     last number, tuple or formula in dollars.
 
     >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("We pay $1,200."), answer_of("I do not know.")
-    ('7', '\\\\frac{1}{2}', '$1,200', None)
+    ('7', '\\\\frac{1}{2}', 'We pay $1,200.', None)
     """
     if "####" in text:
         line = text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
         return (_boxed(line) or line)[: 4 * LONGEST] or None
     if (boxed := _boxed(text)) is not None:
         return boxed.strip()[: 4 * LONGEST] or None
-    tail = text[-TAIL:]
+    tail = text[-NEAR:]
     if said := _SAID.findall(tail):
         first = re.split(
             r"(?<=[^\d])\.\s|\.\s+(?=[A-Z])|\n|\. I hope|\.$|,?\s(?:because|since|which|so)\b", said[-1].strip()
@@ -83,7 +85,8 @@ def _prose(text: str) -> bool:
 
 def _boxed(text: str) -> str | None:
     """What stands in the last ``\\boxed{…}`` that is closed, or after a ``\\boxed`` without braces."""
-    for found in reversed(list(re.finditer(r"\\f?boxed\s*(\{?)", text))):
+    text = text[-TAIL:]
+    for found in list(re.finditer(r"\\f?boxed\s*(\{?)", text))[: -MOST_OPEN - 1 : -1]:
         if not found[1]:
             if single := re.match(r"\s*([^\s${}\\]+)", text[found.end() :]):
                 return single[1]
