@@ -17,11 +17,11 @@ from factory.evals.suite import Suite, build_suite
 from factory.evals.tasks import build_cloze
 from factory.gates.release.licences import NONE, not_releasable, tokens_by_licence
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.releasability import Domain, GuardSize, Sizes, Task, releasability, spreads
+from factory.gates.release.releasability import RIGHT, Domain, GuardSize, Sizes, Task, releasability, spreads
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
-from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, champion
+from factory.ledger.rows import EvaluationRow, champion
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, load_named, task_folder, task_names
 
@@ -89,7 +89,7 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     sizes = Sizes(
         {name: one for name, one in domains.items() if one.documents},
         cloze_items=len(build_cloze(suite, tokenizer, measured)),
-        **({} if right is None else {"cloze_right": right}),
+        cloze_right=RIGHT if right is None else right,
         tasks={name: _size(task, margin) for name, (task, margin) in tasks.items()},
         tasks_alpha=TasksPolicy.load(workspace.policy("tasks.yaml")).guards_alpha,
     )
@@ -203,8 +203,14 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     if first == NONE:
         todo = f"if they are yours, write 'licences: {{missing: {{train: true, release: true}}}}' in {where}"
     else:
-        todo = f"if {first} allows it, list it under licences.known in {where}; where it is named wrongly, 'factory data relabel --license \"{first}\" --to-license NAME'"
-    text = f"{share:.1%} of the tokens are of documents whose licence does not allow the release of a model: {named}; {policy.not_releasable_max:.1%} are allowed"
+        todo = (
+            f"if {first} allows it, list it under licences.known in {where}; where it is named wrongly, "
+            f"'factory data relabel --license \"{first}\" --to-license NAME'"
+        )
+    text = (
+        f"{share:.1%} of the tokens are of documents whose licence does not allow the release of a model: {named}; "
+        f"{policy.not_releasable_max:.1%} are allowed"
+    )
     yield ReleasableLine("licences", False, text, f"{todo}; else 'factory data remove --license'")
 
 
