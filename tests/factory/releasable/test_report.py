@@ -1,0 +1,127 @@
+"""The releasability report: what would hold a release, said from the first shard on; what it advises, done, is said no more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.ingest.chain import ShardReport
+from factory.ledger.ledger import Ledger
+from factory.releasable.gathering import ReleasableLine, describe, look, verdict
+from factory.releasable.recorded import newest, refresh
+from tests.support.factory.command import command_here
+from tests.support.factory.made_up_text import texts, use_policy
+from tests.support.factory.task_files import sums, write_task
+from tests.support.said import Said
+
+Ingest = Callable[..., ShardReport]
+
+
+def by_name(lines: list[ReleasableLine]) -> dict[str, ReleasableLine]:
+    return {line.name: line for line in lines}
+
+
+def commands(todo: str) -> list[str]:
+    return re.findall(r"'factory ([^']*)'", todo)
+
+
+def test_before_the_first_shard_there_is_nothing_to_say(workspace: Workspace, ledger: Ledger) -> None:
+    assert look(workspace, ledger) == []
+
+
+def test_data_of_one_source_can_be_released(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    ingest([row | {"source": "reviews"} for row in texts(0, 120)])
+    found = by_name(look(workspace, ledger))
+    assert found["text"].ok is not False and found["licences"].ok and found["gain"].ok
+    assert re.match(
+        r"(\d+) document groups in the sealed half and (\d+) in the dev half; the gate needs 8", found["text"].text
+    )
+
+
+def test_what_it_says_of_one_group_is_mended_by_its_own_command(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    use_policy(
+        workspace,
+        "domains: {default: {group: source}}\ntokenizer: {vocab_size: 400}\nlicences: {known: {MIT: {train: true, release: true}}}\n",
+    )
+    ingest([row | {"source": f"s{n % 6}"} for n, row in enumerate(texts(0, 120))])
+    line = by_name(look(workspace, ledger))["text"]
+    assert line.ok is False and "the gate needs 8 documents of 8 groups" in line.text
+    command = next(one for one in commands(line.todo) if one.startswith("data relabel"))
+    assert command_here(*command.split(), "--yes", home=workspace).exit_code == 0
+    use_policy(
+        workspace,
+        "domains: {default: {group: document}}\ntokenizer: {vocab_size: 400}\nlicences: {known: {MIT: {train: true, release: true}}}\n",
+    )
+    ingest([row | {"source": "s1"} for row in texts(500, 120)], "next.jsonl")
+    assert by_name(look(workspace, ledger))["text"].ok is not False
+
+
+def test_licences_that_hold_are_said_and_allowed_by_what_it_says(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    ingest([{key: value for key, value in row.items() if key != "license"} for row in texts(0, 120)])
+    line = by_name(look(workspace, ledger))["licences"]
+    assert line.ok is False and "no licence 100.0%" in line.text
+    written = re.search(r"write '(licences: .*?)' in (\S+);", line.todo)
+    assert written
+    policy = workspace.root / "policies" / "data.yaml"
+    assert str(policy) == written[2]
+    use_policy(workspace, "tokenizer: {vocab_size: 400}\n" + written[1] + "\n")
+    assert by_name(look(workspace, ledger))["licences"].ok
+
+
+def test_too_little_data_is_said_with_how_much(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    ingest(texts(0, 6))
+    line = by_name(look(workspace, ledger))["text"]
+    assert line.ok is False and line.todo.startswith("bring more documents of text")
+    assert verdict([line]) == "releases would be held: text"
+
+
+@pytest.mark.parametrize(("items", "guards"), [(40, None), (4000, True)])
+def test_a_small_task_informs_and_its_size_is_said(
+    items: int, guards: bool | None, workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    ingest(texts(0, 60))
+    write_task(workspace, "sums", sums(items), kind="maths")
+    line = by_name(look(workspace, ledger))["task sums"]
+    assert line.ok is guards
+    if not guards:
+        needed = re.search(r"about (\d+) are needed", line.text)
+        assert needed and int(needed[1]) > 1000 and f"its {items} items" in line.text
+
+
+def test_a_recipe_of_another_vocabulary_is_said_before_training(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    ingest(texts(0, 60))
+    line = by_name(look(workspace, ledger))["recipe"]
+    assert line.ok is False and "vocab_size" in line.text
+
+
+def test_it_is_recorded_once_and_again_when_something_changed(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    ingest(texts(0, 60))
+    said = Said()
+    refresh(workspace, ledger, said)
+    refresh(workspace, ledger, said)
+    count = lambda: ledger.read("SELECT COUNT(*) AS n FROM events WHERE kind = 'releasable'")[0]["n"]
+    assert count() == 1 and any("recipe" in line for line in said.lines)
+    kept = newest(ledger)
+    assert kept and [line["name"] for line in kept["lines"]] == [line.name for line in look(workspace, ledger)]
+    shown = command_here("status", home=workspace).stdout
+    assert "release   held by recipe" in shown
+    ingest(texts(100, 60), "more.jsonl")
+    refresh(workspace, ledger, said)
+    assert count() == 2
+
+
+def test_words_for_a_person() -> None:
+    lines = [ReleasableLine("chat", False, "too little", "bring more"), ReleasableLine("gain", True, "seen")]
+    assert describe(lines) == ["✗ chat: too little", "    to do: bring more", "✓ gain: seen"]
+    assert verdict(lines) == "releases would be held: chat" and verdict(lines[1:]) == "nothing would hold a release"
