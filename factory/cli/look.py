@@ -87,6 +87,7 @@ def ui(
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
+    from factory.core.listening import listen
     from factory.release.start_pages import start_pages
     from factory.tracking.login import is_loopback, login
     from factory.tracking.names import in_brackets, reached_as
@@ -102,6 +103,8 @@ def ui(
         raise InputError(
             f"--name {others[0]}: whoever reaches MLflow can approve releases: give --user NAME, and people log in"
         )
+    if not show:
+        listen(host, port).close()  # before anything is said or made: MLflow would end much later, behind a traceback
     secrets, password = login(workspace, user) if user else (None, None)
     command, environment = ui_command(workspace, port, host, secrets, name or ())
     if show:

@@ -245,8 +245,6 @@ def _read_config(path: Path) -> Config:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected 'key: value' lines")
     known = {name: type(getattr(Config, name)) for name in Config.__dataclass_fields__}
-    if data.get("training_sandbox") is False:
-        data["training_sandbox"] = "off"  # which YAML reads as false
     for key, value in data.items():
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(str(key), known)}")

@@ -7,6 +7,7 @@ says both exactly, even where a token holds half a character.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 class TokenBytes:
-    """``lengths`` [V]: bytes of each token, 0 for special ones."""
+    """``lengths`` [V]: bytes of each token, 0 for special ones, whose names are ``special``, by id."""
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    def __init__(self, pieces: list[bytes], special: Mapping[int, str] | None = None) -> None:
+        self.special = dict(special or {})
         self.lengths = np.array([len(piece) for piece in pieces], np.int64)
         self._flat = np.frombuffer(b"".join(pieces), np.uint8)
         self._starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
@@ -40,7 +42,7 @@ class TokenBytes:
         letters = _byte_of_letter()
         try:
             data = json.loads(path.read_bytes())
-            special = {token["id"] for token in data["added_tokens"]}
+            special = {int(token["id"]): str(token["content"]) for token in data["added_tokens"]}
             ids = {int(number): token for token, number in data["model"]["vocab"].items()} | dict.fromkeys(special, "")
             pieces = [
                 bytes(letters[letter] for letter in ids[number]) if number not in special else b""
@@ -48,7 +50,7 @@ class TokenBytes:
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is not a byte-level BPE: {error!r}") from error
-        return cls(pieces)
+        return cls(pieces, special)
 
     def expand(self, ids: Array) -> tuple[Array, Array]:
         """The bytes [N] of a run of ids, and for each byte the index [N] of its token in the run."""

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from factory.core.errors import InputError
+from factory.core.listening import listen
 from factory.core.served import served_at
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
@@ -32,7 +33,7 @@ def serve(
     """
     if not key and not _loopback(host):
         raise InputError(f"--host {host}: others can reach it, so a key is required: --key, or $FACTORY_SERVE_KEY")
-    listening = _listen(host, port)
+    listening = listen(host, port)
     ledger = Ledger.open(workspace.ledger_url)
 
     def note(event: str, release: int, detail: dict[str, Any]) -> None:
@@ -75,22 +76,3 @@ def _loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises: InputError when the address is taken, or not this machine's."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(2048)
-        except BaseException:
-            listening.close()
-            raise
-    except OSError as error:
-        raise InputError(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}; name another with --host or --port"
-        ) from error
-    return listening

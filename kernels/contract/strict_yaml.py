@@ -1,4 +1,8 @@
-"""Strict YAML: what is said stands where it is said (no anchors, merges, tags), a doubled key is an error, ``3e-4`` is a number."""
+"""Strict YAML: what is said stands where it is said (no anchors, merges, tags), a doubled key is an error, and a value is what is written.
+
+Plain values are read as in YAML 1.2 (its core schema, yaml.org/spec/1.2.2, section 10.3), not as in PyYAML's YAML 1.1, which reads 12:30 as 750,
+010 as 8, ``off`` as false and 2026-11-26 as a date. Numbers of a leading zero are refused, as the two differ; ``1_000`` and ``0b1`` are numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads ``3e-4`` as the number it is (YAML 1.1 wants ``3.0e-4``) and refuses doubled keys.
+    """SafeLoader that reads plain values as ``_PLAIN`` says and refuses doubled keys.
 
     It refuses anchors too, of which a few lines can stand for more values than a machine can hold.
     """
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as PyYAML has it: none of YAML 1.1's
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
@@ -23,7 +29,9 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key, value in node.value:
+            if value.tag == _LEADING_ZERO:
+                self._refuse_leading_zero(value, f"key {key.value!r}: ")
             if key.tag == "tag:yaml.org,2002:merge":
                 what = "'<<' is not allowed: write the keys out"
                 raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
@@ -37,10 +45,29 @@ class _Loader(yaml.SafeLoader):
             )
         return found
 
+    def _refuse_leading_zero(self, node: Any, where: str = "") -> Any:
+        bare = re.sub(r"(?<![0-9])0+(?=[0-9])", "", node.value)
+        what = f"{where}{node.value} is another number in YAML 1.1 than in 1.2: write {bare}, or '{node.value}' in quotes for text"
+        raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+
+_LEADING_ZERO = "leading-zero"
+_STANDARD = "tag:yaml.org,2002:"
+_PLAIN = [  # (tag, what of plain values has it, how that may begin)
+    (_STANDARD + "bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    (_STANDARD + "null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    (_STANDARD + "int", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)", "-+0123456789"),
+    (_LEADING_ZERO, r"[-+]?0[0-9_]+", "-+0"),
+    (
+        _STANDARD + "float",
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    (_STANDARD + "merge", r"<<", "<"),
+]
+for _tag, _pattern, _first in _PLAIN:
+    _Loader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))
+_Loader.add_constructor(_LEADING_ZERO, _Loader._refuse_leading_zero)
 
 
 def read_yaml(text: str, where: str, error: type[Exception]) -> object:

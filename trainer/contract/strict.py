@@ -36,6 +36,8 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         if first["type"] == "missing":
             raise error(f"{where}: key {key!r} is missing") from None
         message = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "bool_type":
+            message = "must be true or false"
         at = f"key {key!r}: " if key else ""
         got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
         raise error(f"{where}: {at}{message}{got}") from None

@@ -42,6 +42,12 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,), "verbosity": (None,),
 }  # fmt: skip
 
+IN_MESSAGE, IN_PART = ("role", "content"), ("type", "text")
+# Keys of OpenAI's messages that are understood only where they say nothing.
+UNSAID = frozenset(
+    ("name", "refusal", "audio", "annotations", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class CompletionAsk:
@@ -122,6 +128,9 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise ApiError(400, "stream_options: expected an object", "stream_options")
+    if strange := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
+        words = f"{strange[0][:80]}: no such key is known{nearest(strange[0], ['include_usage'])}"
+        raise ApiError(400, f"stream_options.{words}", "stream_options")
     return CompletionAsk(
         chat=chat,
         prompts=prompts,
@@ -152,14 +161,17 @@ def chat_ids(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
 
 def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages, contents as text. Raises: ApiError for a role that no training document can have (a role with a line end could
-    spell special tokens where a template writes it down) or a content that is not text."""
+    spell special tokens where a template writes it down), a content that is not text, or a key that is not understood."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages: expected a list of at least one message", "messages")
     found = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
-        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            raise ApiError(400, f"{where}: expected an object with 'role' and 'content'", where)
+        _check_message_keys(message, IN_MESSAGE, where)
+        role = message.get("role")
         if role == "developer":  # OpenAI's newer name
             role = "system"
         if role not in ROLES:
@@ -168,11 +180,24 @@ def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         if isinstance(content, list):
             if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
                 raise ApiError(400, f"{where}.content: this model reads text only", where)
-            content = "".join(str(part.get("text", "")) for part in content)
+            for at, part in enumerate(content):
+                _check_message_keys(part, IN_PART, f"{where}.content[{at}]")
+                if not isinstance(part.get("text"), str):
+                    raise ApiError(400, f"{where}.content[{at}].text: expected text", where)
+            content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             raise ApiError(400, f"{where}.content: expected text", where)
         found.append({"role": role, "content": content})
     return found
+
+
+def _check_message_keys(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    """What asks for nothing is let pass: a client gives an answer back with all its keys, most of them null."""
+    for key in sorted(given.keys() - {*known}):
+        if not (key in UNSAID and given[key] in (None, [], {}, "")):
+            does = "this model reads role and content alone: leave it out" if key in UNSAID else "no such key is known"
+            near = "" if key in UNSAID else nearest(key, known)
+            raise ApiError(400, f"{where}.{key[:80]}: {does}{near}", f"{where}.{key[:80]}", "unsupported_parameter")
 
 
 def text_ids(body: dict[str, Any], served: ServedModel) -> tuple[tuple[int, ...], ...]:

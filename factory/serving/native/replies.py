@@ -16,6 +16,7 @@ from factory.serving.api.request import CompletionAsk
 from factory.serving.native.batch import Token
 
 NO_TOKEN = 1 << 62  # has no text
+_AS_BYTES = "bytes:"
 
 
 class ChoiceText:
@@ -47,6 +48,23 @@ class ChoiceText:
 def bytes_of(token_bytes: TokenBytes, token: int) -> bytes:
     """Of a special token, or a row that the vocabulary is padded with: none."""
     return bytes(token_bytes.expand(np.array([token]))[0]) if token < len(token_bytes.lengths) else b""
+
+
+def name_of(token_bytes: TokenBytes, token: int) -> str:
+    """No two tokens have one name, so that log-probabilities can be given by it: a special token's own, the text that its bytes are, or, as
+    OpenAI's completions write it, the bytes where they are no text: 'bytes:\\xe2\\x80'. 'token_id:N' for a row that pads the vocabulary."""
+    if token in token_bytes.special:
+        return token_bytes.special[token]
+    raw = bytes_of(token_bytes, token)
+    if not raw:
+        return f"token_id:{token}"
+    try:
+        name = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        name = _AS_BYTES
+    if name.startswith((_AS_BYTES, "token_id:")):
+        return _AS_BYTES + "".join(f"\\x{byte:02x}" for byte in raw)
+    return name
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -149,10 +167,8 @@ class Completion:
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._name(token), "logprob": logprob, "bytes": list(self._raw(token))}
+        raw = bytes_of(self._bytes, token)
+        return {"token": self._name(token), "logprob": logprob, "bytes": list(raw) if raw else None}
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.ask.tokens_as_ids else self._raw(token).decode("utf-8", "replace")
-
-    def _raw(self, token: int) -> bytes:
-        return bytes_of(self._bytes, token)
+        return f"token_id:{token}" if self.ask.tokens_as_ids else name_of(self._bytes, token)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.evals.token_bytes import TokenBytes
-from factory.serving.native.replies import ChoiceText
+from factory.serving.api.defaults import Sampling
+from factory.serving.api.request import CompletionAsk
+from factory.serving.native.batch import Token
+from factory.serving.native.replies import ChoiceText, Completion, name_of
 
 BYTES = TokenBytes([bytes([value]) for value in range(256)])  # a token for each byte
 texts = st.text(alphabet="ab<é🙂\n", max_size=30)
@@ -37,3 +42,48 @@ def test_only_whole_characters_are_told_and_what_is_left_is_replaced(text: str, 
     parts = streamed(data, ())
     assert "".join(parts) == data.decode("utf-8", "replace")
     assert all("\ufffd" not in part for part in parts[:-1])
+
+
+# Every byte but one that a special token's row stands at, texts that look like another name, and half characters of two bytes.
+NAMED = [bytes([value]) for value in range(256)] + [
+    "é".encode(),
+    b"\xf0\x9f",
+    b"bytes:\\xe2",
+    b"bytes:",
+    b"token_id:5",
+    b"",
+]
+SPECIAL = {len(NAMED) - 1: "<|im_end|>"}
+PADDED = (len(NAMED), len(NAMED) + 1)
+
+
+def completion(chat: bool, tokens: list[Token]) -> dict[str, Any]:
+    ask = CompletionAsk(
+        chat=chat, prompts=((0,),), n=1, most_tokens=9, sampling=Sampling(0.0, 1.0, 0), seed=None, stops=(), stop_ids=frozenset(), logprobs=5,
+        stream=False, usage_in_stream=False, tokens_as_ids=False,
+    )  # fmt: skip
+    said = Completion(ask, TokenBytes(NAMED, SPECIAL), "r1")
+    for token in tokens:
+        said.choices[0].add(token)
+    return said.whole()["choices"][0]["logprobs"]  # type: ignore[no-any-return]
+
+
+def test_tokens_that_are_no_characters_have_an_entry_each() -> None:
+    top = tuple((0x80 + number, -1.0 - number) for number in range(5))
+    (entries,) = completion(False, [Token(0, 0x80, -1.0, top, "length")])["top_logprobs"]
+    assert entries == {rf"bytes:\x8{number}": -1.0 - number for number in range(5)}
+    (entry,) = completion(True, [Token(0, 0x80, -1.0, top, "length")])["content"]
+    assert [one["bytes"] for one in entry["top_logprobs"]] == [[0x80 + number] for number in range(5)]
+    assert entry["token"] == r"bytes:\x80" and entry["bytes"] == [0x80]
+
+
+def test_every_token_has_a_name_of_its_own() -> None:
+    vocabulary = TokenBytes(NAMED, SPECIAL)
+    names = [name_of(vocabulary, token) for token in (*range(len(NAMED)), *PADDED)]
+    assert len(set(names)) == len(names)
+    assert names[ord("a")] == "a" and names[256] == "é" and names[257] == r"bytes:\xf0\x9f"
+    assert names[len(NAMED) - 1 :] == ["<|im_end|>", *(f"token_id:{token}" for token in PADDED)]
+    end = len(NAMED) - 1
+    (entry,) = completion(True, [Token(0, end, -0.5, ((PADDED[0], -3.0),), "stop")])["content"]
+    assert (entry["token"], entry["bytes"]) == ("<|im_end|>", None)
+    assert entry["top_logprobs"] == [{"token": f"token_id:{PADDED[0]}", "logprob": -3.0, "bytes": None}]
