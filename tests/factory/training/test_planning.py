@@ -15,7 +15,8 @@ from factory.ledger.ledger import Ledger, documents, record, segments, token_sha
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from kernels.contract.machine import here
-from tests.support.factory.planned import STEP, Said, change_recipe, ingested, last_event
+from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
+from tests.support.said import Said
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.plan import precision
 

@@ -9,7 +9,6 @@ import numpy as np
 import sqlalchemy as sa
 import yaml
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events, shards, token_shards
 from factory.training.planning import load_recipe
@@ -63,15 +62,3 @@ def last_event(ledger: Ledger) -> dict[str, Any]:
     row = ledger.one(sa.select(events).where(events.c.kind == "segment_planned").order_by(events.c.id.desc()).limit(1))
     assert row is not None
     return dict(row["detail"])
-
-
-class Said:
-    """Progress that keeps its lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    task = SILENT.task
