@@ -42,10 +42,10 @@ def init(
 ) -> None:
     """Make a workspace: one folder that holds all state of one factory. Safe to run again."""
     from factory.core.console import Terminal
-    from factory.presets.making import Asked, make
+    from factory.presets.making import InitOptions, make
 
     code = Path(repository).resolve() if repository else None
-    workspace = make(where, Asked(preset, recipe, vocabulary, tokenizer, force), code)
+    workspace = make(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
     if tune:
         from factory.training.tuning import tune_if_new
 

@@ -14,7 +14,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary_size import fits, padded
 from factory.presets.given_tokenizer import install, opened
-from factory.presets.presets import PRESETS, Machine, fitting, too_large
+from factory.presets.presets import PRESETS, Hardware, fitting, too_large
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
@@ -23,7 +23,7 @@ SAMPLE_BYTES = 1500  # of text for an entry of the vocabulary; the shipped polic
 
 
 @dataclass(frozen=True)
-class Asked:
+class InitOptions:
     """What the person named; empty, 0 or None: nothing."""
 
     preset: str = ""
@@ -34,14 +34,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Start:
+class NewWorkspace:
     """A workspace to be made."""
 
     recipe: str  # its name
     policies: dict[str, str]  # the workspace's own copies: place in policies/ → text; none where the shipped ones fit
 
 
-def make(where: Path, asked: Asked, repository: Path | None) -> Workspace:
+def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
     """A new workspace, or the one that is there already, if it is what is asked for. ``repository``: whose code is trained with and patched.
 
     Raises: InputError, ConfigError, WorkspaceError; then nothing was made.
@@ -53,7 +53,7 @@ def make(where: Path, asked: Asked, repository: Path | None) -> Workspace:
             workspace = Workspace.open(root)
             _refuse_other(workspace, asked, given)
         else:
-            start = start_of(asked, given, root, repository or code_root(), Machine.here())
+            start = start_of(asked, given, root, repository or code_root(), Hardware.here())
             config = Config(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)
         ledger = make_ledger(workspace)
@@ -62,7 +62,7 @@ def make(where: Path, asked: Asked, repository: Path | None) -> Workspace:
     return workspace
 
 
-def _refuse_other(workspace: Workspace, asked: Asked, given: Tokenizer | None) -> None:
+def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | None) -> None:
     """Raises: InputError where a workspace is not what is asked for: what was ingested and trained there is made of what it is."""
     there = workspace.config.recipe
     if (wanted := asked.preset or asked.recipe) not in ("", there):
@@ -81,7 +81,9 @@ def _refuse_other(workspace: Workspace, asked: Asked, given: Tokenizer | None) -
         )
 
 
-def start_of(asked: Asked, given: Tokenizer | None, root: Path, repository: Path, machine: Machine) -> Start:
+def start_of(
+    asked: InitOptions, given: Tokenizer | None, root: Path, repository: Path, machine: Hardware
+) -> NewWorkspace:
     """``given``: the tokenizer that is brought. A policy that already lies in ``root`` counts as a person's word.
 
     Raises: InputError, ConfigError: what does not fit, its file and key, and what to do.
@@ -127,10 +129,10 @@ def start_of(asked: Asked, given: Tokenizer | None, root: Path, repository: Path
         if (sample := SAMPLE_BYTES * size) > policy.tokenizer.sample_bytes:
             changed = set_value(changed, ("tokenizer", "sample_bytes"), sample)
         policies["data.yaml"] = changed
-    return Start(name, policies)
+    return NewWorkspace(name, policies)
 
 
-def _vocabulary(asked: Asked, given: Tokenizer | None, recipe: Recipe) -> int:
+def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> int:
     """Entries of the embedding. Raises: InputError."""
     size = asked.vocabulary or recipe.model.vocab_size
     if given is None:

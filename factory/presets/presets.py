@@ -35,7 +35,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(  # the smallest first
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """What trains here."""
 
     gpus: tuple[float, ...]  # bytes of each
@@ -43,7 +43,7 @@ class Machine:
     ranks: int  # that share a step
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> Hardware:
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         with suppress(OSError, ValueError):  # no control group, or 'max'
             memory = min(memory, float(CGROUP.read_text()))
@@ -74,7 +74,7 @@ def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> f
     return needed(parts)
 
 
-def too_large(recipe: Recipe, machine: Machine, gpus: int = 0) -> str:
+def too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
     """Why a recipe cannot be trained on a machine; empty: it can. ``gpus``: how many it is for, as its preset says."""
     if gpus and not machine.gpus:
         size = memory_needed(recipe, gpus, 0.0, 2)
@@ -89,7 +89,7 @@ def too_large(recipe: Recipe, machine: Machine, gpus: int = 0) -> str:
     return f"needs {size / GB:.1f} GB of {'each GPU' if machine.gpus else 'memory'}; this machine has {machine}"
 
 
-def fitting(machine: Machine, folder: Path) -> str:
+def fitting(machine: Hardware, folder: Path) -> str:
     """The largest preset that fits a machine; empty: none does. ``folder``: of the recipes."""
     found = [
         name

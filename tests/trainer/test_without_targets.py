@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.support.trainer.segment_runs import result
-from tests.support.trainer.segments import plan_of, recipe_with, train_here, write_spec
-from tests.trainer.contract.data.test_targets_in_every_batch import one_sided_chats
+from tests.support.trainer.segments import one_sided_chats, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import make_batch
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan

@@ -13,7 +13,7 @@ from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import train
 from factory.presets import making
-from factory.presets.presets import Machine
+from factory.presets.presets import Hardware
 from tests.support.factory.made_up_text import prose
 from trainer.contract.recipe import Recipe
 
@@ -21,7 +21,7 @@ from trainer.contract.recipe import Recipe
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same wherever the test runs: a laptop."""
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls((), 8e9, 1)))
+    monkeypatch.setattr(Hardware, "here", classmethod(lambda cls: cls((), 8e9, 1)))
 
 
 def init(*words: str) -> str:

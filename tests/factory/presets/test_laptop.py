@@ -13,7 +13,7 @@ from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.rows import SegmentRow
-from factory.presets.making import Asked, make
+from factory.presets.making import InitOptions, make
 from factory.training.planning import plan_of, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.made_up_text import prose
@@ -22,7 +22,7 @@ from trainer.contract.json_lines import read_lines
 
 @pytest.mark.slow("two steps of 8,192 tokens and 12.6 million weights, compiled first")
 def test_the_laptop_preset_trains_what_it_is_given(tmp_path: Path, code_repository: Path) -> None:
-    workspace = make(tmp_path / "w", Asked("laptop"), code_repository)
+    workspace = make(tmp_path / "w", InitOptions("laptop"), code_repository)
     ledger = Ledger.open(workspace.ledger_url)
     rows = [{"id": str(i), "text": prose(i, 400), "domain": "notes", "license": "MIT"} for i in range(700)]
     shard = workspace.inbox / "notes.jsonl"

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from factory.presets.presets import PRESETS, Machine, fitting, memory_needed, too_large
+from factory.presets.presets import PRESETS, Hardware, fitting, memory_needed, too_large
 from kernels.contract.registry import bind
 from tests.support.paths import ROOT
 from trainer.contract.plan.run_plan import GPUS, Ask, plan_run
@@ -15,12 +15,12 @@ from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
 
 RECIPES = ROOT / "policies" / "recipes"
-LAPTOP = Machine((), 8e9, 1)
+LAPTOP = Hardware((), 8e9, 1)
 WEIGHTS = {"laptop": 12_588_672, "one-gpu": 213_945_344, "eight-gpus": 1_040_267_776}
 
 
-def machine(gpus: int, gigabytes: float) -> Machine:
-    return Machine((gigabytes * 1e9,) * gpus, 64e9, gpus)
+def machine(gpus: int, gigabytes: float) -> Hardware:
+    return Hardware((gigabytes * 1e9,) * gpus, 64e9, gpus)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -47,8 +47,8 @@ def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: 
     ("here", "fits"),
     [
         (LAPTOP, "laptop"),
-        (Machine((), 2e9, 1), "laptop"),
-        (Machine((), 5e8, 1), ""),
+        (Hardware((), 2e9, 1), "laptop"),
+        (Hardware((), 5e8, 1), ""),
         (machine(1, 16), "one-gpu"),
         (machine(1, 12), "laptop"),
         (machine(1, 80), "eight-gpus"),  # slowly
@@ -57,7 +57,7 @@ def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: 
         (machine(3, 80), ""),  # three do not share a step of 256, 128 or 16 rows
     ],
 )
-def test_the_largest_preset_that_fits_a_machine(here: Machine, fits: str) -> None:
+def test_the_largest_preset_that_fits_a_machine(here: Hardware, fits: str) -> None:
     assert fitting(here, RECIPES) == fits
 
 
@@ -71,10 +71,10 @@ def test_the_largest_preset_that_fits_a_machine(here: Machine, fits: str) -> Non
         ("one-gpu", machine(3, 80), r"cannot be shared: batch\.sequences \(128\) is not a multiple of .* ranks \(3\); .*3 GPUs"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_said_with_the_number(name: str, here: Machine, said: str) -> None:
+def test_what_does_not_fit_is_said_with_the_number(name: str, here: Hardware, said: str) -> None:
     assert re.match(said, too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus))
 
 
 def test_this_machine_is_seen() -> None:
-    found = Machine.here()
+    found = Hardware.here()
     assert found.memory > 5e8 and found.ranks == max(1, len(found.gpus))

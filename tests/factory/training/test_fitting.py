@@ -18,8 +18,9 @@ from factory.ledger.ledger import Ledger, segments, tokenizers
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import next_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
-from tests.factory.training.test_planning import STEP, Said, change_recipe, ingested, last_event
 from tests.support.factory.made_up_text import prose
+from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
+from tests.support.said import Said
 
 PLAIN = {"qk_norm": False, "kv_heads": 4}
 

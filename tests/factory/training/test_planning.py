@@ -2,91 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sqlalchemy as sa
-import yaml
 
 from factory.core.errors import ConfigError, InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.settling import settle
 from factory.ingest.rules.claims import CONFLICT
-from factory.ledger.ledger import Ledger, documents, events, record, segments, shards, token_shards
+from factory.ledger.ledger import Ledger, documents, record, segments, token_shards
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from kernels.contract.machine import here
-from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
+from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
+from tests.support.said import Said
+from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.plan import precision
-
-STEP = 8 * 32  # positions of the tiny recipe's step
 
 
 @pytest.fixture
 def planned(plant: Workspace) -> tuple[Workspace, Ledger]:
     return plant, Ledger.open(plant.ledger_url)
-
-
-def ingested(workspace: Workspace, ledger: Ledger, **positions: int) -> None:
-    """A token shard in the ledger with documents of about so many positions in each domain."""
-    rng = np.random.default_rng(len(ledger.rows(sa.select(token_shards))))
-    made = []
-    domains: dict[str, dict[str, int]] = {}
-    for domain, wanted in positions.items():
-        for i in range(wanted // 20):
-            ids = rng.integers(0, 512, 21, dtype=np.uint32)
-            key = f"{domain}-{i}-{ids[0]}"
-            made.append(TokenizedDocument(key, key, domain, "s", "MIT", ids, np.ones(21, np.bool_)))
-        domains[domain] = {"documents": wanted // 20, "tokens": wanted, "supervised_tokens": wanted}
-    shard = write_token_shard(workspace.shards, made, vocab_size=512, tokenizer_sha256="k")
-    with ledger.begin() as tx:
-        common: dict[str, Any] = {"domains": domains, "tokens": sum(len(d.tokens) for d in made)}
-        tx.execute(
-            shards.insert().values(
-                sha256=shard.id, name="s", path="s", bytes=1, state="ingested", ingested_at=1.0, **common
-            )
-        )
-        tx.execute(
-            token_shards.insert().values(
-                id=shard.id,
-                shard=shard.id,
-                path=str(shard.path),
-                tokenizer="k",
-                documents=len(made),
-                created_at=1.0,
-                **common,
-            )
-        )
-
-
-def change_recipe(workspace: Workspace, **parts: dict[str, Any]) -> None:
-    path = Path(workspace.root) / "policies" / "recipes" / "tiny.yaml"
-    raw = yaml.safe_load(load_recipe(workspace).model_dump_json())
-    for part, changes in parts.items():
-        raw[part] |= changes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(raw))
-
-
-def last_event(ledger: Ledger) -> dict[str, Any]:
-    row = ledger.one(sa.select(events).where(events.c.kind == "segment_planned").order_by(events.c.id.desc()).limit(1))
-    assert row is not None
-    return dict(row["detail"])
-
-
-class Said:
-    """Progress that keeps its lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    task = SILENT.task
 
 
 def test_how_a_segment_is_computed_stands_in_its_row_and_a_slow_precision_is_warned_of(

@@ -45,6 +45,19 @@ def make_documents(
     return documents
 
 
+def one_sided_chats(count: int, seed: int = 0) -> list[TokenizedDocument]:
+    """Of 20 to 159 tokens; 2 to 9 of them, at the start or at the end, carry loss."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        length, answer = int(rng.integers(20, 160)), int(rng.integers(3, 10))
+        mask = np.zeros(length, bool)
+        mask[slice(-answer, None) if i % 2 else slice(1, answer)] = True
+        ids = rng.integers(3, 512, length).astype(np.uint32)
+        made.append(TokenizedDocument(f"chat-{seed}-{i}", str(i), "chat", "test", "MIT", ids, mask))
+    return made
+
+
 def plan_of(*shards: TokenShard, generations: list[int] | None = None, **keywords: Any) -> DataPlan:
     """A plan over shards, all of generation 0 unless said otherwise."""
     numbers = generations or [0] * len(shards)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.trainer.segments import plan_of
+from tests.support.trainer.segments import one_sided_chats, plan_of
 from trainer.batch import make_batch
 from trainer.contract.data.data_order import DataOrder, documents_at
 from trainer.contract.data.data_plan import DataPlan
@@ -20,19 +20,6 @@ from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe
 
 CONTEXT = 32
-
-
-def one_sided_chats(count: int, seed: int = 0) -> list[TokenizedDocument]:
-    """Of 20 to 159 tokens; 2 to 9 of them, at the start or at the end, carry loss."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for i in range(count):
-        length, answer = int(rng.integers(20, 160)), int(rng.integers(3, 10))
-        mask = np.zeros(length, bool)
-        mask[slice(-answer, None) if i % 2 else slice(1, answer)] = True
-        ids = rng.integers(3, 512, length).astype(np.uint32)
-        made.append(TokenizedDocument(f"chat-{seed}-{i}", str(i), "chat", "test", "MIT", ids, mask))
-    return made
 
 
 @pytest.fixture
