@@ -83,11 +83,20 @@ REFUSED: dict[str, tuple[ReleaseEvidence, str]] = {
     "worse": (evidence(target=-0.05), "is 'reject', not 'hold': it was shown to be worse or broken"),
     "a guard violated": (evidence(code=-0.05), "is 'reject', not 'hold'"),
     "a failed check": (changed(HELD, "checks", "logits", (False, "0.3 apart")), "is 'reject', not 'hold'"),
-    "an unmade check": (changed(HELD, "checks", "smoke", (None, "no time")), "Check smoke could not be made: no time. Nothing was released"),
+    "an unmade check": (
+        changed(HELD, "checks", "smoke", (None, "no time")),
+        "Check smoke could not be made: no time. Nothing was released",
+    ),
     "contamination unmade": (changed(HELD, "checks", "contamination", (None, "no time")), "Nothing was released"),
-    "licences": (replace(HELD, releasable=0.5, not_releasable={"no licence": 0.5}), "whose licence does not allow the release"),
+    "licences": (
+        replace(HELD, releasable=0.5, not_releasable={"no licence": 0.5}),
+        "whose licence does not allow the release",
+    ),
     "licences unknown": (replace(HELD, releasable=None), "licences of what it was trained on are not known"),
-    "an anomaly": (replace(HELD, anomalies=("loss_spike at step 4",)), "Its training went wrong: loss_spike at step 4."),
+    "an anomaly": (
+        replace(HELD, anomalies=("loss_spike at step 4",)),
+        "Its training went wrong: loss_spike at step 4.",
+    ),
     "it saw the exam": (replace(HELD, on_sealed=gain(0.6), halves_gap=gain(0.6)), "it has seen the sealed documents"),
     "nothing was measured": (replace(HELD, sealed_looks=1000.0), "nothing was measured"),
 }
@@ -141,16 +150,25 @@ def test_the_command(workspace: Workspace, scene: Ledger) -> None:
     run = lambda *words: CliRunner().invoke(app, ["releases", *words, "--workspace", str(workspace.root)])
     for none in ((), ("--reason", ""), ("--reason", " \n\t")):
         error = run("override", "2", *none).exception
-        assert isinstance(error, InputError) and str(error).startswith("an override needs a reason, which stays on record")
+        assert isinstance(error, InputError) and str(error).startswith(
+            "an override needs a reason, which stays on record"
+        )
     done = run("override", "2", "--reason", WHY, "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["release"] == 2
-    assert f"overridden by {json.loads(done.stdout)['overridden_by']}, though it was held: {WHY}" in run("show", "2").stdout
+    assert (
+        f"overridden by {json.loads(done.stdout)['overridden_by']}, though it was held: {WHY}"
+        in run("show", "2").stdout
+    )
     assert "though held, by" in run("list").stdout
 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------
 KILLS = 5  # spread evenly over the lines that an override runs
-OURS = {Path(module.__file__ or "").name for module in (releases, overriding)} | {"registry.py", "serving.py", "checks.py"}
+OURS = {Path(module.__file__ or "").name for module in (releases, overriding)} | {
+    "registry.py",
+    "serving.py",
+    "checks.py",
+}
 
 
 def _trace(limit: int) -> tuple[Any, list[int]]:
