@@ -19,10 +19,10 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3ForCausalLM
 
 from factory.core.progress import SILENT
 from factory.corpus.shards import write_corpus
@@ -40,7 +40,7 @@ POLICY = EvalPolicy(cloze_items_per_domain=120)
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400, help="of a model, its last --branch steps at a falling rate")
     parser.add_argument("--branch", type=int, default=100)
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -51,18 +51,18 @@ def main(arguments: list[str]) -> int:
         apart, trunks = [], []
         for seed in range(asked.models):
             model = tiny_model(
-                seed, vocab_size=tokenizer.vocab_size, hidden_size=128, head_dim=32, intermediate_size=384, num_hidden_layers=3,
+                seed, vocab_size=tokenizer.vocab_size, hidden_size=96, head_dim=24, intermediate_size=256, num_hidden_layers=2,
                 max_position_embeddings=256, initializer_range=0.02,
             )  # fmt: skip
             trunks.append(_train(model, tokens, asked.steps - asked.branch, seed))
             apart.append(right(f"apart-{seed}", _train(copy.deepcopy(trunks[-1]), tokens, asked.branch, 100 + seed)))
             print(f"model {seed}: {apart[-1].mean():.3f} of {len(items)} right", file=sys.stderr, flush=True)
+        print(json.dumps({"of": "other first weights and order", "items": len(items)} | sides(apart)), flush=True)
         branches = [
             right(f"branch-{n}", _train(copy.deepcopy(trunks[0]), tokens, asked.branch, 200 + n))
             for n in range(asked.models)
         ]
-        for name, models in (("models of other first weights and order", apart), ("branches of one trunk", branches)):
-            print(json.dumps({"of": name, "items": len(items)} | sides(models)))
+        print(json.dumps({"of": "branches of one trunk", "items": len(items)} | sides(branches)), flush=True)
     return 0
 
 
@@ -99,7 +99,7 @@ def corpus(root: Path) -> tuple[Tokenizer, torch.Tensor, Suite]:
     return tokenizer, tokens, Suite("", tuple(documents))
 
 
-def _train(model: Qwen3ForCausalLM, tokens: torch.Tensor, steps: int, seed: int) -> Qwen3ForCausalLM:
+def _train(model: Any, tokens: torch.Tensor, steps: int, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     for step in range(steps):
@@ -114,7 +114,7 @@ def _train(model: Qwen3ForCausalLM, tokens: torch.Tensor, steps: int, seed: int)
     return model
 
 
-def _right(model: Qwen3ForCausalLM, folder: Path, tokenizer: Tokenizer, items: list) -> np.ndarray:
+def _right(model: Any, folder: Path, tokenizer: Tokenizer, items: list[Any]) -> np.ndarray:
     rows = score_cloze(ReferenceModel.load(save_export(model, folder, tokenizer)), items, lambda _: None)
     return np.array([row.value for row in rows])
 

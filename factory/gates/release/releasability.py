@@ -101,7 +101,7 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
         found.append(GuardSize(name, "missing" if few else "stands", domain.groups, size, passed))
         if few:
             holds.append(
-                f"{name}: {domain.documents} held-out documents of {domain.groups} document groups"
+                f"{name}: {domain.documents} held-out documents of {domain.groups} document group{'' if domain.groups == 1 else 's'}"
                 + ("" if domain.dev_groups else ", none in the dev half")
                 + f"; at least {policy.documents_min} documents of {policy.clusters_min} groups are needed"
             )

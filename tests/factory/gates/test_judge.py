@@ -122,7 +122,11 @@ CASES = [
         small(cloze=gain(-0.05, 0.2, 20)),
         "cloze: 0.550 → 0.600 of cloze items right (−0.050, 95 % between −0.257 and +0.157).",
     ),
-    ("hold", small(cloze=gain(-0.2, 0.2, 20)), "95 % between −0.407 and +0.007); a loss of more than 0.150 was measured."),
+    (
+        "hold",
+        small(cloze=gain(-0.2, 0.2, 20)),
+        "95 % between −0.407 and +0.007); a loss of more than 0.150 was measured.",
+    ),
     ("reject", small(cloze=gain(-0.3, 0.1, 20)), "Guard violated: cloze: 0.550 → 0.600 of cloze items right (−0.300"),
     ("reject", replace(small(cloze=gain(-0.3, 0.1, 20)), target=gain(0.001)), "cloze is set aside"),
     (

@@ -9,7 +9,12 @@ import time
 from pathlib import Path
 
 from factory.core.exports import folder_sha256
+from factory.core.policy_file import policy_sha256
 from factory.core.workspace import Workspace
+from factory.gates.release.evidence import ReleaseEvidence
+from factory.gates.release.judge import judge
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.recorded import evidence_sha256
 from factory.ledger.ledger import (
     Ledger,
     candidates,
@@ -21,8 +26,10 @@ from factory.ledger.ledger import (
     token_shards,
     verdicts,
 )
-from factory.ledger.rows import SegmentRow
+from factory.ledger.rows import CandidateRow, SegmentRow, Subject
+from factory.ledger.writing import record_verdict
 from factory.tracking.mlflow_store import open_client
+from kernels.contract.files import finite
 
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"
 
@@ -149,6 +156,26 @@ def add_candidate(workspace: Workspace, ledger: Ledger, export: Path | None = No
             )
         )
     return int(key[0])
+
+
+def add_judged(ledger: Ledger, candidate: int, evidence: ReleaseEvidence, against: int | None = None) -> int:
+    """The judge's own verdict on some evidence, recorded as the gate does."""
+    policy = ReleasePolicy()
+    verdict = judge(policy, evidence)
+    stored = finite(evidence.to_json()) | {"suite_sha256": "u" * 64, "policy": policy.model_dump(mode="json")}
+    stored["sha256"] = evidence_sha256(stored)
+    with ledger.begin() as tx:
+        return record_verdict(
+            tx,
+            "release",
+            Subject("candidate", candidate),
+            against=None if against is None else Subject("candidate", against),
+            policy_sha256=policy_sha256(policy),
+            subject_sha256=CandidateRow.get(ledger, candidate).export_sha256,
+            outcome=verdict.outcome,
+            reasons=verdict.reasons,
+            evidence=stored,
+        )
 
 
 def add_verdict(ledger: Ledger, candidate: int, outcome: str = "promote", against: int | None = None) -> int:

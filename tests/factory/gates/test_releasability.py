@@ -1,0 +1,114 @@
+"""What is said before there is any candidate: the judge's own answer, of sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.judge import calibration
+from factory.evals.statistics import CLOZE
+from factory.gates.release.guards import detectable, set_aside
+from factory.gates.release.policy import ReleasePolicy, Target
+from factory.gates.release.releasability import Domain, GuardSize, Sizes, Task, releasability, spreads
+from factory.ledger.ledger import Ledger
+from tests.support.gates.release_evidence import POLICY, changed, evidence
+from tests.support.plants.release_scene import add_judged
+
+EACH = Domain(60, 40, 20)
+ENOUGH = Sizes(dict.fromkeys(("chat", "code", "docs"), EACH), cloze_items=120)
+
+
+def guard(sizes: Sizes, name: str, policy: ReleasePolicy = POLICY) -> GuardSize:
+    return next(one for one in releasability(policy, sizes).guards if one.name == name)
+
+
+@pytest.mark.parametrize(
+    ("domain", "state", "words"),
+    [
+        (EACH, "stands", ""),
+        (
+            Domain(3000, 1, 1),
+            "missing",
+            "3000 held-out documents of 1 document group; at least 8 documents of 8 groups are needed",
+        ),
+        (Domain(7, 7, 7), "missing", "7 held-out documents of 7 document groups"),
+        (Domain(40, 40, 0), "missing", "none in the dev half"),
+        (Domain(0, 0, 0), "missing", "0 held-out documents of 0 document groups"),
+    ],
+)
+def test_a_domain(domain: Domain, state: str, words: str) -> None:
+    found = releasability(POLICY, replace(ENOUGH, domains={**ENOUGH.domains, "law": domain}))
+    law = next(one for one in found.guards if one.name == "law")
+    assert (law.state, law.have, law.needed) == (state, domain.groups, 17)
+    assert (found.gain is None) == bool(found.holds) == (state == "missing")
+    assert all("law: " in one and words in one for one in found.holds)
+
+
+def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
+    small = replace(
+        ENOUGH,
+        cloze_items=36,
+        tasks={"own": Task(40, 40, 0.02), "few": Task(300, 3, 0.1), "large": Task(400, 400, 0.1)},
+    )
+    states = {one.name: one.state for one in releasability(POLICY, small).guards}
+    assert states == {
+        "chat": "stands",
+        "code": "stands",
+        "docs": "stands",
+        CLOZE: "aside",
+        "own": "aside",
+        "few": "aside",
+        "large": "stands",
+    }
+    for name, grown in (
+        (CLOZE, lambda n: replace(small, cloze_items=n)),
+        ("own", lambda n: replace(small, tasks={"own": Task(n, n, 0.02)})),
+    ):
+        needed = guard(small, name).needed
+        assert needed is not None and guard(small, name).passed < 0.8
+        assert guard(grown(needed + 2), name).state == "stands" and guard(grown(needed - 2), name).state == "aside"
+
+
+def test_it_is_the_judges_own_answer() -> None:
+    """Of drawn pairs that have the sizes and the spread, the verdicts say the same gain, and set the same guards aside."""
+    kind, rng = calibration.KINDS[0], np.random.default_rng(0)
+    none = dict.fromkeys(calibration.DOMAINS, 0.0)
+    sizes = Sizes(dict.fromkeys(calibration.DOMAINS, Domain(100, 100, 33, kind.spread)), cloze_items=96)
+    told, drawn = releasability(POLICY, sizes), []
+    for _ in range(12):
+        pair = calibration.with_cloze(calibration.draw(kind, rng, none), rng, 96, 0.2)
+        found = calibration.evidence_of(pair, 1, none | {CLOZE: 0.0})
+        drawn.append(detectable(POLICY, found) or 9.0)
+        assert (CLOZE in set_aside(POLICY, found)) == (guard(sizes, CLOZE).state == "aside")
+    assert told.gain == pytest.approx(float(np.median(drawn)), rel=0.15)
+
+
+def test_more_groups_show_a_smaller_gain_and_more_spread_a_larger() -> None:
+    gains = [releasability(POLICY, Sizes(dict.fromkeys("ab", Domain(n, n, n)))).gain or 9.0 for n in (8, 20, 60, 200)]
+    assert gains == sorted(gains, reverse=True) and gains[-1] < gains[0] / 3
+    wide = releasability(POLICY, Sizes(dict.fromkeys("ab", Domain(60, 60, 60, 0.3)))).gain
+    assert wide is not None and wide > 3 * gains[2]
+    one = releasability(
+        ReleasePolicy(target=Target(weights={"a": 1.0})), Sizes(dict.fromkeys("ab", Domain(60, 60, 60)))
+    ).gain
+    assert one is not None and one > gains[2], "half the groups count"
+    assert releasability(POLICY, Sizes({})).gain is None
+
+
+def test_the_spread_is_that_of_the_newest_verdict(workspace: object, ledger: Ledger) -> None:
+    from tests.support.plants.release_scene import add_candidate
+
+    assert spreads(ledger) == {}
+    for _ in range(2):
+        add_candidate(workspace, ledger)  # type: ignore[arg-type]
+    add_judged(ledger, 2, evidence(), against=1)
+    assert spreads(ledger) == {name: pytest.approx(0.01 / 2.02 * 40**0.5) for name in ("chat", "code", "docs")}
+    add_judged(
+        ledger,
+        2,
+        changed(replace(evidence(), look=2), "guards", "code", replace(evidence().guards["code"], error=None)),
+        against=1,
+    )
+    assert set(spreads(ledger)) == {"chat", "docs"}, "what was not measured is not told"

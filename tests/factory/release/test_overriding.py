@@ -1,0 +1,230 @@
+"""A person releases what was held: who may, what for, bound to what was judged, recorded everywhere, and whole after a kill."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from typer.testing import CliRunner
+
+import factory.cli  # noqa: F401 (registers every command)
+from factory.cli.app import app
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.gates.release.evidence import ReleaseEvidence
+from factory.ledger.ledger import Ledger, events, verdicts
+from factory.ledger.ledger import releases as releases_table
+from factory.ledger.rows import ReleaseRow, VerdictRow, champion
+from factory.release import overriding, releases
+from factory.release.registry import MODEL
+from factory.release.releases import override, reconcile, release
+from factory.reports.release_facts import listed, shown
+from factory.tracking.mlflow_store import open_client
+from tests.support.gates.release_evidence import changed, evidence, gain
+from tests.support.plants.release_scene import add_candidate, add_judged, add_verdict, approval, with_store
+
+WHY = "the demo is tomorrow"
+HELD = evidence(target=0.005)
+
+
+@pytest.fixture
+def scene(workspace: Workspace, ledger: Ledger) -> Ledger:
+    """Release 1, and candidate 2, of which nothing was judged yet."""
+    return _scene(workspace, ledger)
+
+
+def _scene(workspace: Workspace, ledger: Ledger) -> Ledger:
+    with_store(workspace)
+    approval(workspace, "automatic")
+    for _ in range(2):
+        add_candidate(workspace, ledger)
+    release(workspace, ledger, add_verdict(ledger, 1))
+    return ledger
+
+
+def recorded(ledger: Ledger) -> list[tuple[str, str]]:
+    rows = ledger.rows(sa.select(events).where(events.c.kind == "overridden"))
+    return [(row["subject"], row["detail"]["by"] + ": " + row["detail"]["why"]) for row in rows]
+
+
+def test_a_held_candidate_is_released_by_a_person_with_a_reason(workspace: Workspace, scene: Ledger) -> None:
+    verdict = add_judged(scene, 2, HELD, against=1)
+    assert VerdictRow.get(scene, verdict).outcome == "hold"
+    assert override(workspace, scene, 2, "ada", f" {WHY}\n") == 2
+    assert override(workspace, scene, 2, "bob", "again") == 2 and release(workspace, scene, verdict) == 2
+    assert recorded(scene) == [(f"verdict:{verdict}", f"ada: {WHY}")], "once"
+    row = champion(scene)
+    assert row is not None and (row.number, row.state, row.approved_by, row.verdict) == (2, "published", "ada", verdict)
+    assert [one["override"] and one["override"]["why"] for one in listed(scene)] == [None, WHY]
+    told = shown(workspace, scene, "2")
+    assert told["verdict"] == "hold" and told["override"]["by"] == "ada" and told["decision"]["word"] == "overridden"
+    assert f"ada: {WHY}" in Path(told["report"]).read_text()
+    client = open_client(workspace)
+    version = client.get_model_version_by_alias(MODEL, "champion")
+    assert version.tags["verdict"] == "hold" and version.tags["release"] == "2"
+    assert (version.tags["overridden_by"], version.tags["override_reason"]) == ("ada", WHY)
+    assert version.tags["approval"] == "overridden" and f"by ada: {WHY}" in version.tags["approval_answer"]
+    assert f"**Released though it was held**, by ada: {WHY}" in (version.description or "")
+    assert reconcile(workspace, scene) == []
+
+
+# evidence → what is said
+REFUSED: dict[str, tuple[ReleaseEvidence, str]] = {
+    "better": (evidence(), "is 'promote', not 'hold': 'factory releases approve 2' releases it"),
+    "worse": (evidence(target=-0.05), "is 'reject', not 'hold': it was shown to be worse or broken"),
+    "a guard violated": (evidence(code=-0.05), "is 'reject', not 'hold'"),
+    "a failed check": (changed(HELD, "checks", "logits", (False, "0.3 apart")), "is 'reject', not 'hold'"),
+    "an unmade check": (
+        changed(HELD, "checks", "smoke", (None, "no time")),
+        "Check smoke could not be made: no time. Nothing was released",
+    ),
+    "contamination unmade": (changed(HELD, "checks", "contamination", (None, "no time")), "Nothing was released"),
+    "licences": (
+        replace(HELD, releasable=0.5, not_releasable={"no licence": 0.5}),
+        "whose licence does not allow the release",
+    ),
+    "licences unknown": (replace(HELD, releasable=None), "licences of what it was trained on are not known"),
+    "an anomaly": (
+        replace(HELD, anomalies=("loss_spike at step 4",)),
+        "Its training went wrong: loss_spike at step 4.",
+    ),
+    "it saw the exam": (replace(HELD, on_sealed=gain(0.6), halves_gap=gain(0.6)), "it has seen the sealed documents"),
+    "nothing was measured": (replace(HELD, sealed_looks=1000.0), "nothing was measured"),
+}
+
+
+def test_what_no_person_releases(workspace: Workspace, scene: Ledger) -> None:
+    for what, (given, words) in REFUSED.items():
+        add_judged(scene, 2, given, against=1)
+        with pytest.raises(InputError) as error:
+            override(workspace, scene, 2, "ada", WHY)
+        assert words in str(error.value) and "\n" not in str(error.value), (what, error.value)
+    assert recorded(scene) == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
+
+
+def test_it_binds_to_what_was_judged(workspace: Workspace, scene: Ledger) -> None:
+    add_judged(scene, 2, replace(HELD, look=2), against=1)
+    newest = add_judged(scene, 2, HELD, against=1)
+    stored = VerdictRow.get(scene, newest).evidence(scene)
+
+    def put(**values: Any) -> None:
+        with scene.begin() as tx:
+            tx.execute(verdicts.update().where(verdicts.c.id == newest).values(values))
+
+    put(evidence=stored | {"target": None})
+    with pytest.raises(InputError, match="its policy or evidence is not what was recorded: judge it again"):
+        override(workspace, scene, 2, "ada", WHY)
+    put(evidence=stored, policy_sha256="0" * 64)
+    with pytest.raises(InputError, match="its policy or evidence is not what was recorded"):
+        override(workspace, scene, 2, "ada", WHY)
+    put(policy_sha256=VerdictRow.get(scene, newest - 1).policy_sha256, subject_sha256="0" * 64)
+    with pytest.raises(InputError, match="judged another export"):
+        override(workspace, scene, 2, "ada", WHY)
+    put(subject_sha256=VerdictRow.get(scene, newest - 1).subject_sha256, against=None)
+    with pytest.raises(InputError, match="against no champion, but candidate:1 is champion now"):
+        override(workspace, scene, 2, "ada", WHY)
+    with pytest.raises(InputError, match="candidate 1 is release 1 already, and was not held"):
+        override(workspace, scene, 1, "ada", WHY)
+    assert recorded(scene) == []
+
+
+def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scene: Ledger) -> None:
+    add_judged(scene, 2, HELD, against=1)
+    override(workspace, scene, 2, "ada", WHY)
+    again = add_judged(scene, 2, replace(HELD, look=2), against=1)
+    with pytest.raises(InputError, match="is 'hold', not 'promote'"):
+        release(workspace, scene, again)
+
+
+def test_the_command(workspace: Workspace, scene: Ledger) -> None:
+    add_judged(scene, 2, HELD, against=1)
+    run = lambda *words: CliRunner().invoke(app, ["releases", *words, "--workspace", str(workspace.root)])
+    for none in ((), ("--reason", ""), ("--reason", " \n\t")):
+        error = run("override", "2", *none).exception
+        assert isinstance(error, InputError) and str(error).startswith(
+            "an override needs a reason, which stays on record"
+        )
+    done = run("override", "2", "--reason", WHY, "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["release"] == 2
+    assert (
+        f"overridden by {json.loads(done.stdout)['overridden_by']}, though it was held: {WHY}"
+        in run("show", "2").stdout
+    )
+    assert "though held, by" in run("list").stdout
+
+
+# -- killed at any instruction ------------------------------------------------------------------------------------------
+KILLS = 5  # spread evenly over the lines that an override runs
+OURS = {Path(module.__file__ or "").name for module in (releases, overriding)} | {
+    "registry.py",
+    "serving.py",
+    "checks.py",
+}
+
+
+def _trace(limit: int) -> tuple[Any, list[int]]:
+    seen = [0]
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if path.name not in OURS or path.parent.name != "release":
+            return None
+        if event == "line":
+            seen[0] += 1
+            if seen[0] == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    return trace, seen
+
+
+def _held(root: Path) -> tuple[Workspace, Ledger]:
+    workspace = Workspace.create(root)
+    ledger = _scene(workspace, Ledger.create(workspace.ledger_url))
+    add_judged(ledger, 2, HELD, against=1)
+    return workspace, ledger
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """How many lines an override runs."""
+    workspace, ledger = _held(tmp_path_factory.mktemp("kills") / "measure")
+    trace, seen = _trace(-1)
+    sys.settrace(trace)
+    try:
+        override(workspace, ledger, 2, "ada", WHY)
+    finally:
+        sys.settrace(None)
+    return seen[0]
+
+
+@pytest.mark.parametrize("part", range(KILLS))
+def test_killed_anywhere_it_is_released_once_or_not_at_all(tmp_path: Path, lines: int, part: int) -> None:
+    assert lines > 100
+    workspace, ledger = _held(tmp_path / "plant")
+    child = os.fork()
+    if child == 0:  # a process of its own, killed by the kernel
+        for engine in [known for known in gc.get_objects() if isinstance(known, sa.Engine)]:
+            engine.dispose(close=False)  # SQLite connections must not be used across a fork
+        sys.settrace(_trace(1 + part * (lines - 1) // KILLS)[0])
+        override(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url), 2, "ada", WHY)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    decided = ReleaseRow.first(ledger, "WHERE candidate = 2")
+    assert bool(recorded(ledger)) == (decided is not None), "the override and the release, or neither"
+    reconcile(workspace, ledger)  # the daemon finishes what was decided
+    after = champion(ledger)
+    assert after is not None and after.number == (2 if decided else 1)
+    assert override(workspace, ledger, 2, "ada", WHY) == 2 and recorded(ledger) == [("verdict:2", f"ada: {WHY}")]
+    assert [row["state"] for row in ledger.rows(releases_table.select())] == ["published", "published"]
+    assert reconcile(workspace, ledger) == []
