@@ -26,7 +26,8 @@ from pydantic import Field, model_validator
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.policy_file import Count, StrictPolicy
 from factory.core.workspace import Workspace, load_yaml
-from factory.ingest.rules.task_items import SUFFIXES, ItemFile, item_files, not_read, read_items, suffix_of
+from factory.ingest.rules.task_folder import SUFFIXES, item_files, not_read, suffix_of
+from factory.ingest.rules.task_items import ItemFile, read_items
 from factory.tasks.file_rules import in_one_way, refuse_shown_items, refuse_shown_records
 from factory.tasks.items import TaskError, TaskItem, read_published, read_records
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file

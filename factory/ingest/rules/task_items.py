@@ -1,7 +1,7 @@
 """The items of evaluation tasks, as far as ingest must know them: every string in every data file of ``policies/tasks/``.
 
 No schema is asked for, so that a task file of any kind is kept out of training data from the moment it lies in the folder, also one that no
-task reads yet. Items are read here for the tasks too, so that both see the same records. What cannot be read so is named (``not_read``).
+task reads yet. Items are read here for the tasks too, so that both see the same records. What cannot be read so is named (``task_folder.not_read``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import numpy as np
 
 from factory.core.errors import InputError
 from factory.ingest.rules.decontaminate import ngrams
+from factory.ingest.rules.task_folder import suffix_of
 from factory.ingest.rules.words import Hashes, word_hashes
 
-PLAIN = (".jsonl", ".json", ".csv", ".parquet")
-SUFFIXES = (*PLAIN, *(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet"))
-BESIDE = (".yaml", ".py", ".pyc", ".md")  # what lies beside items and holds none
 LARGEST = 256 << 20  # bytes of a file, unpacked
 HEADLESS = (
     "question",
@@ -45,35 +43,6 @@ class ItemFile:
     path: Path
     sha256: str
     records: list[dict[str, Any]]
-
-
-def suffix_of(path: Path) -> str:
-    """Of a data file, with its ``.gz``; empty: it is none.
-
-    >>> suffix_of(Path("HumanEval.jsonl.gz")), suffix_of(Path("arc.csv")), suffix_of(Path("MATH.tar"))
-    ('.jsonl.gz', '.csv', '')
-    """
-    return max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default="")
-
-
-def item_files(folder: Path) -> list[Path]:
-    """The data files of a folder and those below it, in order."""
-    return [path for path in _files(folder) if suffix_of(path)]
-
-
-def not_read(folder: Path) -> list[Path]:
-    """The files of a folder and those below it that may hold items and are of no kind that is read here: they are not kept out of training data."""
-    return [
-        path
-        for path in _files(folder)
-        if not suffix_of(path)
-        and path.suffix not in BESIDE
-        and not path.name.startswith(("_", ".", "README", "LICENSE"))
-    ]
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
 
 
 def read_items(path: Path) -> ItemFile:
