@@ -33,7 +33,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Items:
+class Several:
     """Several values. ``form``: the brackets; ``{}`` of a set and of a list without brackets, whose order says nothing; ``∪`` of a union."""
 
     form: str
@@ -62,7 +62,7 @@ class Formula:
     tex: str
 
 
-Value = Number | Items | Named | Literal | Formula
+Value = Number | Several | Named | Literal | Formula
 Library = Callable[[str, str], bool]  # (gold, said), in TeX: are the formulas equal?
 
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -115,7 +115,7 @@ def same(gold: Value, said: Value, library: Library) -> bool:
         return same(gold, said.value, library)
     if isinstance(gold, Named):  # "5" is x = 5; "2x + 1" is not the line y = 2x + 1
         return not isinstance(gold.value, Formula) and same(gold.value, said, library)
-    if isinstance(gold, Items) or isinstance(said, Items):
+    if isinstance(gold, Several) or isinstance(said, Several):
         return _same_items(gold, said, library)
     if isinstance(gold, Number):
         return isinstance(said, Number) and _same_number(gold, said)
@@ -149,8 +149,8 @@ def _same_number(gold: Number, said: Number) -> bool:
 
 
 def _same_items(gold: Value, said: Value, library: Library) -> bool:
-    ours = gold if isinstance(gold, Items) else Items("{}", (gold,))
-    theirs = said if isinstance(said, Items) else Items("{}", (said,))
+    ours = gold if isinstance(gold, Several) else Several("{}", (gold,))
+    theirs = said if isinstance(said, Several) else Several("{}", (said,))
     if ours.form != theirs.form or len(ours.values) != len(theirs.values):
         return False
     if ours.form not in ("{}", "∪"):
@@ -248,6 +248,8 @@ def _read(text: str, depth: int) -> Value:
         return Literal(text)
     while len(text) > 2 and _encloses(text, "{", "}"):
         text = text[1:-1].strip()  # a group of TeX
+    if found := re.fullmatch(r"«?\(([A-Za-z])\)»?", text):
+        return Literal(found[1])  # a choice
     inner = _bracketed(text, depth)
     if inner is not None:
         return inner
@@ -266,17 +268,17 @@ def _bracketed(text: str, depth: int) -> Value | None:
     """Of brackets around the whole: ``(1, 2)``, ``[0, 1)``, ``\\{1, 2\\}``; ``(5)`` is 5."""
     parts = re.split(r"\s*\\cup(?![a-zA-Z])\s*", text)
     if 1 < len(parts) <= MOST_ITEMS:
-        return Items("∪", tuple(_read(part, depth + 1) for part in parts))
+        return Several("∪", tuple(_read(part, depth + 1) for part in parts))
     if text in ("\\emptyset", "\\varnothing", "\\{\\}", "\\{ \\}", "{}"):
-        return Items("{}", ())
+        return Several("{}", ())
     if text.startswith("\\{") and text.endswith("\\}") and _whole(text[2:-2]):
-        return Items("{}", tuple(_read(part, depth + 1) for part in _split(text[2:-2])))
+        return Several("{}", tuple(_read(part, depth + 1) for part in _split(text[2:-2])))
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or not _whole(text[1:-1]):
         return None
     parts = _split(text[1:-1])
     if len(parts) == 1:
         return _read(text[1:-1], depth + 1) if text[0] == "(" and text[-1] == ")" else None
-    return Items(text[0] + text[-1], tuple(_read(part, depth + 1) for part in parts))
+    return Several(text[0] + text[-1], tuple(_read(part, depth + 1) for part in parts))
 
 
 def _named(text: str, depth: int) -> Value | None:
@@ -299,7 +301,7 @@ def _named(text: str, depth: int) -> Value | None:
 def _several(text: str, depth: int) -> Value | None:
     """A list without brackets, of which no part is prose: ``1, 2 and 3``, ``x = 1 or x = 2``, ``\\pm 2``."""
     if found := re.fullmatch(r"(?:\\pm|\+/?-)\s*([^,]+)", text):
-        return Items("{}", (_read(found[1], depth + 1), _read(f"-{found[1]}", depth + 1)))
+        return Several("{}", (_read(found[1], depth + 1), _read(f"-{found[1]}", depth + 1)))
     spaced = re.sub(r"«\s*(?:,?\s*)(and|or)\s*»", r" \1 ", text)
     parts = [part for one in _split(spaced) for part in re.split(r"(?:^|\s)(?:and|or)\s", f" {one} ") if part.strip()]
     if not 1 < len(parts) <= MOST_ITEMS:
@@ -307,7 +309,7 @@ def _several(text: str, depth: int) -> Value | None:
     values = [_read(part, depth + 1) for part in parts]
     if any(is_words(value) and len(part.split()) > 2 for value, part in zip(values, parts)):
         return None
-    return Items("{}", tuple(values))
+    return Several("{}", tuple(values))
 
 
 def _number(text: str) -> Number | None:
@@ -321,8 +323,8 @@ def _number(text: str) -> Number | None:
     named = re.sub(r"([A-Za-z])\s*\^?\s*\{?[23]\}?(?!\d)", r"\1", after)  # cm^2
     if not _only_words(before) or not _only_words(named):
         return None
-    # 2x and x2 are formulas, and so is 3m; 3 m has a unit.
-    if re.match(r"[A-Za-z](?![a-zA-Z])", after) or re.search(r"[A-Za-z]$", before):
+    # 2x and x2 are formulas, and so is 3m; 3 m has a unit; 3rd is a place.
+    if re.match(r"(?:[A-Za-z]|st|nd|rd|th)(?![a-zA-Z])", after) or re.search(r"[A-Za-z]$", before):
         return None
     letters = re.findall(r"(?<![^\W\d_'’])[^\W\d_](?![^\W\d_'’])", before + " " + named)
     if any(letter not in "aAI" and letter not in UNITS for letter in letters):

@@ -7,7 +7,9 @@ import re
 from factory.tasks.answer_forms import LONGEST, Formula, Library, Literal, Value, is_words, read, same
 from factory.tasks.units import UNITS
 
-TAIL = 20_000  # characters of a text that are looked through
+TAIL = 20_000  # characters of a text that are looked through for a box
+NEAR = 4_000  # … for a number
+MOST_OPEN = 20  # boxes that are not closed, before one that is
 MOST_WORDS = 60  # characters of an answer in words
 
 _FRACTION = r"\\[dtc]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)"
@@ -19,7 +21,7 @@ _LAST = re.compile(
     r"|\\?[(\[{]\s*[^()\[\]{}\n]*\d[^()\[\]{}\n]*[,;][^()\[\]{}\n]*[)\]}]"  # a tuple, an interval, a set
     r"|\d+(?:[/-]\d+){2,}|\d+(?:\.\d+){2,}|\d+(?::\d+)+"  # a date, a version, a ratio
     rf"|(?:(?<![\w)}}\]])[-+−]\s?)?(?:\\?[$€£¥₹][-−]?)?(?:(?:\d+\s*)?{_FRACTION}|\d+\s+\d+/\d+|\d*[½¼¾⅓⅔]|(?:{_DIGITS})\s*(?:\\times|×|\*|x)\s*(?:{_POWER})"
-    rf"|{_POWER}|(?<![\w.])(?:{_DIGITS})[eE][-+]?\d+|(?:{_DIGITS})\s*/\s*(?:{_DIGITS})|(?<![A-Za-z_^\\])(?:{_DIGITS}))"
+    rf"|{_POWER}|(?<![\w.])(?:{_DIGITS})[eE][-+]?\d+|(?:{_DIGITS})\s*/\s*(?:{_DIGITS})|(?<![A-Za-z_^\\])(?:{_DIGITS})(?!\d|(?:st|nd|rd|th)\b))"
     r"(?:\s*(?:\\?%|per\s?cent\b|°|\^\s*\{?\s*\\circ\s*\}?"
     rf"|\\(?:text|mathrm)\s*\{{[^{{}}]*\}}|(?:(?:square|cubic)\s)?(?:{_UNIT})(?:s|es)?(?![A-Za-z])(?:\s?\^?[23](?!\d))?))?",
     re.DOTALL,
@@ -30,25 +32,27 @@ _SAID = re.compile(r"(?i)(?:\banswer\b[\s*_»:]*(?:is|=|:|are)[\s*_:]*)(.+)")
 def answer_of(text: str) -> str | None:
     """The answer that a text ends with; None without any.
 
-    After its last ``####``; in its last ``\\boxed{}``; the text itself, where it is no more than an answer; after its last "the answer is"; else its
+    After its last ``####``; in its last ``\\boxed{}``; after its last "the answer is"; the text itself, where it is no more than an answer; else its
     last number, tuple or formula in dollars.
 
     >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("We pay $1,200."), answer_of("I do not know.")
-    ('7', '\\\\frac{1}{2}', '$1,200', None)
+    ('7', '\\\\frac{1}{2}', 'We pay $1,200.', None)
     """
     if "####" in text:
         line = text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
         return (_boxed(line) or line)[: 4 * LONGEST] or None
     if (boxed := _boxed(text)) is not None:
         return boxed.strip()[: 4 * LONGEST] or None
+    tail = text[-NEAR:]
+    if said := _SAID.findall(tail):
+        first = re.split(
+            r"(?<=[^\d])\.\s|\.\s+(?=[A-Z])|\n|\. I hope|\.$|,?\s(?:because|since|which|so)\b", said[-1].strip()
+        )[0].strip()
+        if len(first) <= LONGEST and _is_answer(first):
+            return first
     whole = text.strip()
     if "\n" not in whole and len(whole) <= LONGEST and _is_answer(whole):
         return whole
-    tail = text[-TAIL:]
-    if said := _SAID.findall(tail):
-        first = re.split(r"(?<=[^\d])\.\s|\.\s+(?=[A-Z])|\n|\. I hope|\.$", said[-1].strip())[0].strip()
-        if len(first) <= LONGEST and _is_answer(first):
-            return first
     found = [one[0].strip() for one in _LAST.finditer(tail)]
     return found[-1][: 4 * LONGEST] if found else None
 
@@ -81,7 +85,8 @@ def _prose(text: str) -> bool:
 
 def _boxed(text: str) -> str | None:
     """What stands in the last ``\\boxed{…}`` that is closed, or after a ``\\boxed`` without braces."""
-    for found in reversed(list(re.finditer(r"\\f?boxed\s*(\{?)", text))):
+    text = text[-TAIL:]
+    for found in list(re.finditer(r"\\f?boxed\s*(\{?)", text))[: -MOST_OPEN - 1 : -1]:
         if not found[1]:
             if single := re.match(r"\s*([^\s${}\\]+)", text[found.end() :]):
                 return single[1]

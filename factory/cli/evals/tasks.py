@@ -157,7 +157,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
             (summary["cut"], f"{summary['cut']} contexts were longer than the model's and lost their beginning"),
             (summary["contaminated"], f"{summary['contaminated']} items stand in training data"),
             (summary.get("never_ended"), f"{summary.get('never_ended')} answers did not end before max_tokens"),
-            (stopped, f"programs that were stopped: {stopped}"),
+            (stopped, f"answers that were stopped: {stopped}"),
         )
         if count
     ]

@@ -58,7 +58,7 @@ def test_code_of_an_answer() -> None:
     for whole in ("def f(a, *, b=1): ...", "async def f(): ...", "class A(B):\n    x = 1", "from os import path"):
         assert code_in(whole) == whole and parses_as_code(whole)
     assert not parses_as_code("def f(a, *, b=1: ...")
-    assert code_in("a\n```python\nx = 1\n```\nb\n```\ny\n```") == "x = 1\n\ny\n"
+    assert code_in("a\n```python\nx = 1\n```\nb\n```\ny\n```") == "x = 1\n"
     assert parses_as_code("```python\nx = 1\n```") and parses_as_code("```python\nx = 1")
     assert (
         not parses_as_code("x = 1") and not parses_as_code("```python\nx =\n```") and not parses_as_code("```\n\n```")

@@ -50,7 +50,11 @@ def test_tasks_are_listed_checked_and_run(plant: Plant, candidate: int) -> None:
     said = ran(plant, "list")
     assert "asked  every 3." in said and "2 items, at least 8" in said
     assert "12 items of 12 sources: sound" in ran(plant, "check", str(asked))
-    assert as_json(plant, "check", str(asked))["contaminated"] == 0
+    found = as_json(plant, "check", str(asked))
+    assert found["contaminated"] == 0 and found["proof"]["gold"] == 1.0 and found["proof"]["chance"] == 0.25
+    assert "proven: right answers score 1; a model that tells no choice apart 0.250; always the first 0." in ran(
+        plant, "check", str(asked)
+    )
     assert "there is no champion yet" in refused(plant, "run", "asked")
     found = as_json(plant, "run", "asked", "--candidate", str(candidate))
     assert (found["candidate"], found["items"], found["held"]) == (candidate, 12, "")
@@ -91,3 +95,7 @@ def test_check_holds_tests_to_their_solutions(plant: Plant) -> None:
     wrong = [*programs()[:7], {**programs()[7], "solution": "    return x\n"}]
     bad = write_task(plant.workspace, "code", wrong, kind="code")
     assert "item 'add7': its own solution does not pass its tests" in refused(plant, "check", str(bad))
+    untested = [{**item, "tests": "def check(candidate):\n    assert candidate(1) == 1\n"} for item in programs()]
+    bad = write_task(plant.workspace, "code", untested, kind="code")
+    said = refused(plant, "check", str(bad))
+    assert "item 'add0': its tests test nothing: a program that" in said and "\n" not in said

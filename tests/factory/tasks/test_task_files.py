@@ -120,7 +120,7 @@ def test_items_that_ask_the_same_and_have_one_source_are_one_cluster(workspace: 
         ({"items": "https://host/x.jsonl"}, "lies outside"),
         ({"items": "other.jsonl"}, "no file 'other.jsonl' of items there; did you mean"),
         ({"shots": 2}, "which file the examples are of is missing"),
-        ({"shots": 20, "examples": "shown.jsonl"}, "3 examples, 20 are to be shown"),
+        ({"shots": 20, "examples": "asked_examples.jsonl"}, "3 examples, 20 are to be shown"),
         ({"prompt": "Q: {questoin}"}, "prompt: it must hold {question}"),
         ({"prompt": "Q: {question.__class__}"}, "prompt: it must hold {question}"),
         ({"prompt": "Q: {question"}, "prompt: expected '}'"),
@@ -131,7 +131,7 @@ def test_items_that_ask_the_same_and_have_one_source_are_one_cluster(workspace: 
     ],
 )  # fmt: skip
 def test_keys_that_are_wrong_are_named(workspace: Workspace, keys: dict[str, Any], says: str) -> None:
-    write_task(workspace, "shown", choice_items(15)[12:])
+    write_task(workspace, "asked_examples", choice_items(15)[12:])
     path = write_task(workspace, "asked", choice_items(), **keys)
     with pytest.raises(TaskError) as found:
         load_task(path, POLICY)
