@@ -60,7 +60,7 @@ class TaskFile(StrictPolicy):
     kind: Literal["multiple_choice", "maths", "code"]
     """multiple_choice: an answer is chosen by its log-probability; maths: the answer's last number is the right one; code: its tests pass."""
     items: str
-    """The file of the items, beside this one: .jsonl, .json, .csv (each also .gz) or .parquet."""
+    """The file of the items, beside this one: .jsonl, .json, .csv (each also .gz), .parquet, or a folder of 0.json, 1.json …"""
     published: Literal["", "humaneval", "mbpp", "bigcodebench", "gsm8k", "math", "mmlu", "arc", "hellaswag"] = ""
     """Of which benchmark the items are, as the world publishes them. It sets ``kind`` and the keys that the file does not have."""
     format: Literal["cloze", "letter"] = "cloze"
@@ -265,7 +265,7 @@ def load_named(workspace: Workspace, name: str, policy: TasksPolicy) -> EvalTask
 def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
     """Read a task file, or the file of a published benchmark, and all its items. Raises: TaskError naming the file, the record and the key."""
     try:
-        if suffix_of(path):
+        if suffix_of(path) or path.is_dir():
             return _published_alone(path, policy)
         if path.suffix != ".yaml" or path.name.startswith("_") or len(path.stem) > 100:
             raise TaskError(f"{path}: the file of a task is NAME.yaml, of at most 100 letters and no '_' before")

@@ -13,9 +13,8 @@ from factory.core.errors import InputError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ingest.rules.task_folder import item_files, not_read
-from factory.ingest.rules.task_items import item_ngrams, read_items
+from factory.ingest.rules.task_items import item_ngrams, items_sha256, read_items
 from factory.ledger.ledger import Ledger, ngrams, record
-from trainer.contract.data.token_shard import file_sha256
 
 HELD = "task_items_held"  # event
 NOT_READ = "task_file_not_read"  # event
@@ -31,7 +30,7 @@ def hold_task_items(workspace: Workspace, ledger: Ledger, n: int, progress: Prog
     new = 0
     for path in item_files(workspace.root / "policies" / "tasks"):
         try:
-            subject = f"task:{file_sha256(path)[:16]}"
+            subject = f"task:{items_sha256(path)[:16]}"
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         if not _held(ledger, subject):

@@ -3,6 +3,7 @@ without numpy."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 PLAIN = (".jsonl", ".json", ".csv", ".parquet")
@@ -20,8 +21,14 @@ def suffix_of(path: Path) -> str:
 
 
 def item_files(folder: Path) -> list[Path]:
-    """The data files of a folder and those below it, in order."""
-    return [path for path in _files(folder) if suffix_of(path)]
+    """The data files of a folder and those below it, in order. A folder of ``0.json``, ``1.json`` …, one record each as of MATH, is one."""
+    numbered = {path for path in {file.parent for file in _files(folder)} - {folder} if is_numbered(path)}
+    return sorted(numbered | {path for path in _files(folder) if suffix_of(path) and path.parent not in numbered})
+
+
+def is_numbered(path: Path) -> bool:
+    """Is it a folder of numbered JSON files and nothing else?"""
+    return path.is_dir() and all(re.fullmatch(r"\d+\.json", one.name) for one in path.iterdir())
 
 
 def not_read(folder: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from factory.core.errors import InputError
 from factory.ingest.rules.decontaminate import ngrams
 from factory.ingest.rules.task_folder import suffix_of
 from factory.ingest.rules.words import Hashes, word_hashes
+from trainer.contract.data.token_shard import file_sha256
 
 LARGEST = 256 << 20  # bytes of a file, unpacked
 HEADLESS = (
@@ -47,6 +48,8 @@ class ItemFile:
 
 def read_items(path: Path) -> ItemFile:
     """Raises: InputError naming the file, and the line where there is one, for what cannot be read as a table of records."""
+    if path.is_dir():
+        return _numbered(path)
     try:
         if path.stat().st_size > LARGEST:
             raise InputError(f"{path}: more than {LARGEST >> 20} MiB")
@@ -67,6 +70,31 @@ def read_items(path: Path) -> ItemFile:
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
             raise InputError(f"{path}: record {number} is {type(record).__name__}, expected keys with values")
     return ItemFile(path, hashlib.sha256(data).hexdigest(), records)
+
+
+def _numbered(folder: Path) -> ItemFile:
+    """Of a folder of numbered files (``task_folder.is_numbered``), in their order."""
+    records: list[dict[str, Any]] = []
+    files = sorted(folder.iterdir(), key=lambda path: int(path.stem))
+    for path in files:
+        try:
+            record = json.loads(_decoded(path.read_bytes()), object_pairs_hook=_once)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        except (_BadItems, ValueError, RecursionError) as error:
+            raise InputError(f"{path} cannot be read as json: {str(error)[:200]}") from error
+        if not isinstance(record, dict):
+            raise InputError(f"{path}: it is {type(record).__name__}, expected keys with values")
+        records.append(record)
+    return ItemFile(folder, items_sha256(folder), records)
+
+
+def items_sha256(path: Path) -> str:
+    """Of a data file as it lies there, packed or not, or of a folder of numbered ones. Raises: OSError."""
+    if not path.is_dir():
+        return file_sha256(path)
+    named = [(one.name, file_sha256(one)) for one in sorted(path.iterdir())]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def item_ngrams(record: Any, n: int) -> Hashes:

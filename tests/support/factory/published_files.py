@@ -67,7 +67,7 @@ def gsm8k(first: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def hendrycks_math() -> list[dict[str, Any]]:
+def hendrycks_math(count: int = COUNT) -> list[dict[str, Any]]:
     return [
         {
             "problem": f"What is ${n} + \\frac{{1}}{{2}}$?",
@@ -75,7 +75,7 @@ def hendrycks_math() -> list[dict[str, Any]]:
             "type": "Prealgebra",
             "solution": f"Over one denominator, ${n} = \\frac{{{2 * n}}}{{2}}$, so the sum is $\\boxed{{\\frac{{{2 * n + 1}}}{{2}}}}$.",
         }
-        for n in range(COUNT)
+        for n in range(count)
     ]
 
 
