@@ -102,7 +102,7 @@ def ingest_shard(
         return known
     index = Index(ledger, policy.licences)
     parameters = index.check(policy)
-    hold_task_items(workspace, ledger, policy.decontamination.ngram)
+    hold_task_items(workspace, ledger, policy.decontamination.ngram, progress)
     spool = workspace.shards / f".ingest-{sha256[:16]}"
     try:
         for left in (

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from factory.core.errors import nearest
-from factory.ingest.rules.task_items import SUFFIXES, item_files, suffix_of
+from factory.ingest.rules.task_folder import SUFFIXES, item_files, suffix_of
 from factory.tasks.items import TaskError
 
 LARGEST = 1 << 20  # bytes of a YAML file

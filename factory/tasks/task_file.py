@@ -26,7 +26,8 @@ from pydantic import Field, model_validator
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.policy_file import Count, StrictPolicy
 from factory.core.workspace import Workspace, load_yaml
-from factory.ingest.rules.task_items import SUFFIXES, ItemFile, item_files, not_read, read_items, suffix_of
+from factory.ingest.rules.task_folder import SUFFIXES, item_files, not_read, suffix_of
+from factory.ingest.rules.task_items import ItemFile, read_items
 from factory.tasks.file_rules import in_one_way, refuse_shown_items, refuse_shown_records
 from factory.tasks.items import TaskError, TaskItem, read_published, read_records
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
@@ -59,7 +60,7 @@ class TaskFile(StrictPolicy):
     kind: Literal["multiple_choice", "maths", "code"]
     """multiple_choice: an answer is chosen by its log-probability; maths: the answer's last number is the right one; code: its tests pass."""
     items: str
-    """The file of the items, beside this one: .jsonl, .json, .csv (each also .gz) or .parquet."""
+    """The file of the items, beside this one: .jsonl, .json, .csv (each also .gz), .parquet, or a folder of 0.json, 1.json …"""
     published: Literal["", "humaneval", "mbpp", "bigcodebench", "gsm8k", "math", "mmlu", "arc", "hellaswag"] = ""
     """Of which benchmark the items are, as the world publishes them. It sets ``kind`` and the keys that the file does not have."""
     format: Literal["cloze", "letter"] = "cloze"
@@ -264,7 +265,7 @@ def load_named(workspace: Workspace, name: str, policy: TasksPolicy) -> EvalTask
 def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
     """Read a task file, or the file of a published benchmark, and all its items. Raises: TaskError naming the file, the record and the key."""
     try:
-        if suffix_of(path):
+        if suffix_of(path) or path.is_dir():
             return _published_alone(path, policy)
         if path.suffix != ".yaml" or path.name.startswith("_") or len(path.stem) > 100:
             raise TaskError(f"{path}: the file of a task is NAME.yaml, of at most 100 letters and no '_' before")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from factory.core.workspace import Workspace
+from factory.ingest.rules.task_folder import not_read
 from factory.ledger.anomalies import ASKED, CLOSED, newest_about
 from factory.ledger.decisions import undecided
 from factory.ledger.files import held, low_disk
@@ -23,6 +24,7 @@ def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
             _verdicts(db),
             _anomalies(db),
             _inbox(workspace, db),
+            _tasks(workspace),
             _notifying(workspace),
         )
         for what, command in part
@@ -71,6 +73,16 @@ def _inbox(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
     except OSError:
         return []
     return [(f"{name} in the inbox", one["why"]) for name, one in sorted(held(db).items()) if name in names]
+
+
+def _tasks(workspace: Workspace) -> list[tuple[str, str]]:
+    return [
+        (
+            f"{path.name} in policies/tasks, which is not read nor kept out of training data",
+            "unpack it to .jsonl, or take it away",
+        )
+        for path in not_read(workspace.root / "policies" / "tasks")
+    ]
 
 
 def _notifying(workspace: Workspace) -> list[tuple[str, str]]:

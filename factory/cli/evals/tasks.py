@@ -151,6 +151,7 @@ def _described(task: EvalTask) -> dict[str, Any]:
 
 def _notes(summary: dict[str, Any]) -> list[str]:
     stopped = ", ".join(f"{count} over the {limit} limit" for limit, count in summary.get("stopped", {}).items())
+    totals = ", ".join(f"{name} {value:.4f}" for name, value in summary.get("totals", {}).items())
     return [
         words
         for count, words in (
@@ -158,6 +159,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
             (summary["contaminated"], f"{summary['contaminated']} items stand in training data"),
             (summary.get("never_ended"), f"{summary.get('never_ended')} answers did not end before max_tokens"),
             (stopped, f"answers that were stopped: {stopped}"),
+            (totals, f"lm-eval's own totals: {totals}"),
         )
         if count
     ]

@@ -1,7 +1,7 @@
 """The items of evaluation tasks, as far as ingest must know them: every string in every data file of ``policies/tasks/``.
 
 No schema is asked for, so that a task file of any kind is kept out of training data from the moment it lies in the folder, also one that no
-task reads yet. Items are read here for the tasks too, so that both see the same records. What cannot be read so is named (``not_read``).
+task reads yet. Items are read here for the tasks too, so that both see the same records. What cannot be read so is named (``task_folder.not_read``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import numpy as np
 
 from factory.core.errors import InputError
 from factory.ingest.rules.decontaminate import ngrams
+from factory.ingest.rules.task_folder import suffix_of
 from factory.ingest.rules.words import Hashes, word_hashes
+from trainer.contract.data.token_shard import file_sha256
 
-PLAIN = (".jsonl", ".json", ".csv", ".parquet")
-SUFFIXES = (*PLAIN, *(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet"))
-BESIDE = (".yaml", ".py", ".pyc", ".md")  # what lies beside items and holds none
 LARGEST = 256 << 20  # bytes of a file, unpacked
 HEADLESS = (
     "question",
@@ -47,37 +46,10 @@ class ItemFile:
     records: list[dict[str, Any]]
 
 
-def suffix_of(path: Path) -> str:
-    """Of a data file, with its ``.gz``; empty: it is none.
-
-    >>> suffix_of(Path("HumanEval.jsonl.gz")), suffix_of(Path("arc.csv")), suffix_of(Path("MATH.tar"))
-    ('.jsonl.gz', '.csv', '')
-    """
-    return max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default="")
-
-
-def item_files(folder: Path) -> list[Path]:
-    """The data files of a folder and those below it, in order."""
-    return [path for path in _files(folder) if suffix_of(path)]
-
-
-def not_read(folder: Path) -> list[Path]:
-    """The files of a folder and those below it that may hold items and are of no kind that is read here: they are not kept out of training data."""
-    return [
-        path
-        for path in _files(folder)
-        if not suffix_of(path)
-        and path.suffix not in BESIDE
-        and not path.name.startswith(("_", ".", "README", "LICENSE"))
-    ]
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
-
-
 def read_items(path: Path) -> ItemFile:
     """Raises: InputError naming the file, and the line where there is one, for what cannot be read as a table of records."""
+    if path.is_dir():
+        return _numbered(path)
     try:
         if path.stat().st_size > LARGEST:
             raise InputError(f"{path}: more than {LARGEST >> 20} MiB")
@@ -98,6 +70,31 @@ def read_items(path: Path) -> ItemFile:
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
             raise InputError(f"{path}: record {number} is {type(record).__name__}, expected keys with values")
     return ItemFile(path, hashlib.sha256(data).hexdigest(), records)
+
+
+def _numbered(folder: Path) -> ItemFile:
+    """Of a folder of numbered files (``task_folder.is_numbered``), in their order."""
+    records: list[dict[str, Any]] = []
+    files = sorted(folder.iterdir(), key=lambda path: int(path.stem))
+    for path in files:
+        try:
+            record = json.loads(_decoded(path.read_bytes()), object_pairs_hook=_once)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        except (_BadItems, ValueError, RecursionError) as error:
+            raise InputError(f"{path} cannot be read as json: {str(error)[:200]}") from error
+        if not isinstance(record, dict):
+            raise InputError(f"{path}: it is {type(record).__name__}, expected keys with values")
+        records.append(record)
+    return ItemFile(folder, items_sha256(folder), records)
+
+
+def items_sha256(path: Path) -> str:
+    """Of a data file as it lies there, packed or not, or of a folder of numbered ones. Raises: OSError."""
+    if not path.is_dir():
+        return file_sha256(path)
+    named = [(one.name, file_sha256(one)) for one in sorted(path.iterdir())]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def item_ngrams(record: Any, n: int) -> Hashes:

@@ -25,7 +25,7 @@ class PublishedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Items:
+class PublishedItems:
     """Of one file, as records of ours, each with its number in the file."""
 
     tested: list[tuple[int, dict[str, Any]]]
@@ -43,9 +43,9 @@ def recognised(records: Sequence[Mapping[str, Any]]) -> Benchmark | None:
     return None
 
 
-def items_of(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: str) -> Items:
+def items_of(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: str) -> PublishedItems:
     """The records as items of ours. Raises: PublishedError naming the first that is none of the benchmark."""
-    found = Items([], [])
+    found = PublishedItems([], [])
     about, _ = split_of(stem)
     for number, record in enumerate(records, 1):
         try:

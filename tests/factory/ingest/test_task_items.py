@@ -12,12 +12,14 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
+from factory.core.progress import SILENT, Silent
 from factory.core.workspace import Workspace
-from factory.ingest.chain import ShardReport
+from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ledger.ledger import Ledger, documents, ngrams, token_shards
 from factory.repairs.token_shards import rebuild_token_shard
+from factory.watching.waiting import waiting
+from tests.support.factory import published_files as published
 from tests.support.factory.made_up_text import MIT, prose, texts
 
 Ingest = Callable[..., ShardReport]
@@ -42,6 +44,57 @@ def leaking(number: int, words: str) -> dict[str, Any]:
 
 def fates(ledger: Ledger) -> dict[str, dict[str, object]]:
     return {row["id"]: row for row in ledger.rows(sa.select(documents).where(documents.c.id.startswith("leak-")))}
+
+
+def test_a_benchmark_as_published_is_kept_out_of_training_data(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest, write_shard: Callable[..., Path]
+) -> None:
+    """From the moment its file lies there, packed or without a header; what cannot be read is said, once."""
+    folder = workspace.root / "policies" / "tasks"
+    items = published.human_eval()
+    items[3] |= {"prompt": f'def f():\n    """{QUESTION}"""\n', "canonical_solution": f"    return '{CHOICES[0]}'\n"}
+    published.write(folder / "HumanEval.jsonl.gz", items)
+    rows = published.mmlu_rows()
+    rows[0] = [
+        "Of the nine lanterns in the old signal room which one must be lit before the ferry may leave its berth at night?",
+        *rows[0][1:],
+    ]
+    published.write(folder / "harbour_law_test.csv", rows)
+    (folder / "MATH.tar").write_bytes(b"packed")
+    said = Said()
+    leaks = [
+        leaking(n, words) for n, words in ((500, QUESTION), (501, CHOICES[0]), (506, rows[0][0]), (505, "nothing"))
+    ]
+    ingest_shard(workspace, ledger, write_shard([*texts(0, 60), *leaks], "shard.jsonl"), said, workers=0)
+    found = fates(ledger)
+    assert ["characters cut out" in str(found[f"leak-{number}"]["detail"]) for number in (500, 501, 506, 505)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert str(found["leak-500"]["matched"]).endswith(":4") and str(found["leak-506"]["matched"]).endswith(":1")
+    assert [
+        line
+        for line in said.lines
+        if "MATH.tar is not read, and what it holds is not kept out of training data" in line
+    ]
+    assert "MATH.tar in policies/tasks, which is not read nor kept out of training data" in {
+        one["what"] for one in waiting(workspace, ledger)
+    }
+    again = Said()
+    ingest_shard(workspace, ledger, write_shard(texts(100, 20), "later.jsonl"), again, workers=0)
+    assert not any("MATH.tar" in line for line in again.lines)
+
+
+class Said(Silent):
+    """Keeps the lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
 
 
 def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(

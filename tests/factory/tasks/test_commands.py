@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 import factory.cli  # noqa: F401 - its commands
 from factory.cli.app import app, exit_code
+from tests.support.factory import published_files as published
 from tests.support.factory.exports import Plant
-from tests.support.factory.task_files import choice_items, programs, write_policy, write_task
+from tests.support.factory.task_files import choice_items, programs, write_lm_eval_task, write_policy, write_task
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,30 @@ def test_tasks_are_listed_checked_and_run(plant: Plant, candidate: int) -> None:
         plant, "run", "asked", "--candidate", str(candidate)
     )
     assert {row["task"]: row for row in as_json(plant, "list")}["asked"]["metrics"] == found["metrics"]
+
+
+def test_published_files_are_listed_and_proven_and_others_named(plant: Plant) -> None:
+    folder = plant.workspace.root / "policies" / "tasks"
+    asked = published.write(folder / "HumanEval.jsonl.gz", published.human_eval())
+    published.write(folder / "unknown.jsonl", [{"prompt": "x"}])
+    rows = as_json(plant, "list")
+    [mine] = [row for row in rows if row.get("task") == "HumanEval"]
+    assert (mine["tier"], mine["items"], mine["format"][:22]) == ("release", 9, "humaneval as published")
+    [other] = [row for row in rows if row.get("file") == "unknown.jsonl"]
+    assert other["problem"].startswith(
+        "kept out of training data, but no task: no published benchmark has its fields (prompt)"
+    )
+    assert "unknown.jsonl: kept out of training data, but no task" in ran(plant, "list")
+    said = " ".join(ran(plant, "check", str(asked)).split())
+    assert "9 items of 9 sources: sound" in said and "unknown.jsonl: kept out of training data" in said
+
+
+def test_what_lm_eval_itself_says_is_shown(plant: Plant, candidate: int) -> None:
+    pytest.importorskip("lm_eval")
+    write_lm_eval_task(plant.workspace, "theirs", choice_items())
+    totals = as_json(plant, "run", "theirs", "--candidate", str(candidate))["totals"]
+    shown = f"lm-eval's own totals: sample_len 12.0000, acc,none {totals['acc,none']:.4f}, acc_stderr,none {totals['acc_stderr,none']:.4f}"
+    assert shown in " ".join(ran(plant, "run", "theirs", "--candidate", str(candidate)).split())
 
 
 def test_a_new_baseline_is_taken_and_another_way_is_told(plant: Plant, candidate: int) -> None:

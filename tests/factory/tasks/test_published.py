@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from factory.core.workspace import Workspace
+from factory.ingest.rules.held_tasks import hold_task_items
+from factory.ledger.ledger import Ledger
 from factory.tasks.generation import _prompt as generation_prompt
 from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.libraries import refuse_missing_libraries
@@ -247,6 +249,29 @@ def test_items_that_a_published_file_has_twice_are_measured_and_count_as_one(wor
     task = alone(workspace, "mmlu.parquet", [*records, records[0], again, double])
     assert len(task.items) == 12 and len({item.cluster for item in task.items}) == 10
     assert task.notes == ("item '10' asks what '1' does, and 1 more: they count as one",)
+
+
+def test_math_is_read_from_its_folder_of_numbered_files(workspace: Workspace, ledger: Ledger) -> None:
+    folder = task_folder(workspace)
+    for n, record in enumerate(published.hendrycks_math(12)):
+        for place in ("prealgebra", "MATH/test/prealgebra"):
+            path = folder / place / f"{n}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record, indent=4))
+    found = look_into(folder)
+    assert list(found.tasks) == ["prealgebra"] and list(found.others) == ["MATH/test/prealgebra"]
+    task = load_named(workspace, "prealgebra", POLICY)
+    assert "What is $10 + " in prompts(task)[10] and len(task.items) == 12  # by number, not by name
+    (folder / "other.yaml").write_text("published: math\nitems: MATH/test/prealgebra\n")
+    assert load_named(workspace, "other", POLICY).items == task.items and not look_into(folder).others
+    assert (hold_task_items(workspace, ledger, 13), hold_task_items(workspace, ledger, 13)) == (
+        1,
+        0,
+    )  # two folders of one content
+    (folder / "prealgebra" / "3.json").write_text("[1]")
+    assert (
+        refused(folder / "prealgebra") == f"{folder / 'prealgebra' / '3.json'}: it is list, expected keys with values"
+    )
 
 
 def test_an_own_item_with_two_answers_is_refused(workspace: Workspace) -> None:

@@ -67,7 +67,7 @@ def gsm8k(first: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def hendrycks_math() -> list[dict[str, Any]]:
+def hendrycks_math(count: int = COUNT) -> list[dict[str, Any]]:
     return [
         {
             "problem": f"What is ${n} + \\frac{{1}}{{2}}$?",
@@ -75,7 +75,7 @@ def hendrycks_math() -> list[dict[str, Any]]:
             "type": "Prealgebra",
             "solution": f"Over one denominator, ${n} = \\frac{{{2 * n}}}{{2}}$, so the sum is $\\boxed{{\\frac{{{2 * n + 1}}}{{2}}}}$.",
         }
-        for n in range(COUNT)
+        for n in range(count)
     ]
 
 
@@ -98,10 +98,10 @@ def mmlu_table(subjects: tuple[str, ...], first: int = 0, count: int = COUNT) ->
     ]
 
 
-def arc_lines() -> list[dict[str, Any]]:
+def arc_lines(first: int = 0) -> list[dict[str, Any]]:
     """Labels are letters in some items and numbers from 1 in others."""
     items = []
-    for n in range(COUNT):
+    for n in range(first, first + COUNT):
         labels = "1234" if n % 3 == 0 else "ABCD"
         listed = [
             {"text": f"the {word} lamp", "label": label}
@@ -112,7 +112,7 @@ def arc_lines() -> list[dict[str, Any]]:
     return items
 
 
-def arc_table() -> list[dict[str, Any]]:
+def arc_table(first: int = 0) -> list[dict[str, Any]]:
     return [
         {
             "id": one["id"],
@@ -120,7 +120,7 @@ def arc_table() -> list[dict[str, Any]]:
             "choices": {key: [choice[key] for choice in one["question"]["choices"]] for key in ("text", "label")},
             "answerKey": one["answerKey"],
         }
-        for one in arc_lines()
+        for one in arc_lines(first)
     ]
 
 

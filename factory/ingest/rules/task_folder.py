@@ -1,0 +1,46 @@
+"""The files of ``policies/tasks/``: which hold items, and which might and cannot be read. A file of its own, so that ``factory status`` can look
+without numpy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PLAIN = (".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (*PLAIN, *(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet"))
+BESIDE = (".yaml", ".py", ".pyc", ".md")  # what lies beside items and holds none
+
+
+def suffix_of(path: Path) -> str:
+    """Of a data file, with its ``.gz``; empty: it is none.
+
+    >>> suffix_of(Path("HumanEval.jsonl.gz")), suffix_of(Path("arc.csv")), suffix_of(Path("MATH.tar"))
+    ('.jsonl.gz', '.csv', '')
+    """
+    return max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default="")
+
+
+def item_files(folder: Path) -> list[Path]:
+    """The data files of a folder and those below it, in order. A folder of ``0.json``, ``1.json`` …, one record each as of MATH, is one."""
+    numbered = {path for path in {file.parent for file in _files(folder)} - {folder} if is_numbered(path)}
+    return sorted(numbered | {path for path in _files(folder) if suffix_of(path) and path.parent not in numbered})
+
+
+def is_numbered(path: Path) -> bool:
+    """Is it a folder of numbered JSON files and nothing else?"""
+    return path.is_dir() and all(re.fullmatch(r"\d+\.json", one.name) for one in path.iterdir())
+
+
+def not_read(folder: Path) -> list[Path]:
+    """The files of a folder and those below it that may hold items and are of no kind that is read: they are not kept out of training data."""
+    return [
+        path
+        for path in _files(folder)
+        if not suffix_of(path)
+        and path.suffix not in BESIDE
+        and not path.name.startswith(("_", ".", "README", "LICENSE"))
+    ]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
