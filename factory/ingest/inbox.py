@@ -22,6 +22,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
 from factory.ingest.filing import LONGEST_NAME, file_away, return_changed, return_file, return_quarantined
+from factory.ingest.shapes.told import lines
 from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import erased_shards
@@ -275,7 +276,7 @@ def _key(workspace: Workspace) -> str:
 
 
 def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:
-    """One line for people."""
+    """For people: a line, and one more for each thing that has to be said of its rows."""
     counts = counts or {}
     words = [f"{counts.get('train', 0):,} to train on, {counts.get('held_out', 0):,} held out"]
     dropped = counts.get("dropped")
@@ -291,4 +292,5 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
         )
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]
-    return f"  {name}: {rows:,} documents; {'; '.join(words)}"
+    said = [f"  {name}: {rows:,} documents; {'; '.join(words)}", *(f"    {line}" for line in lines(counts))]
+    return "\n".join(said)
