@@ -33,7 +33,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.decide import Decided, decide
-from factory.ingest.document import Row
+from factory.ingest.document import BadRow, Row
 from factory.ingest.filing import ASKED, filed_name
 from factory.ingest.index import Index
 from factory.ingest.pool import Pool
@@ -42,7 +42,6 @@ from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.claims import CONFLICT
 from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.mapping import mapping_of
 from factory.ingest.shapes.told import Told, refuse_missing_columns
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
@@ -177,8 +176,7 @@ def _run(
                 task.advance(len(one.rows))
     except ShardProblem as problem:
         return problem
-    if found := mapping_of(policy.fields, path.name):
-        refuse_missing_columns(told, found[1], found[0], path.name)
+    refuse_missing_columns(told, policy.fields, path.name)
     rows = [row for one in analysed for row in one.rows]
     if bad := _mostly_bad(rows, policy.limits.max_bad_rows):
         return bad
@@ -246,9 +244,7 @@ def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int
             yield chunk, first, rows
             chunk, first, size, rows = chunk + 1, first + len(rows), 0, []
         rows.append(raw)
-        size += (
-            len(raw) if isinstance(raw, bytes) else len(str(raw.get("text", ""))) + 200 if isinstance(raw, dict) else 0
-        )
+        size += len(raw) if isinstance(raw, bytes) else 0 if isinstance(raw, BadRow) else len(str(raw))
         if first + len(rows) > policy.limits.max_rows:
             raise ShardProblem(f"more than {policy.limits.max_rows} rows (limits.max_rows): split it")
     if rows:

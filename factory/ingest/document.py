@@ -197,7 +197,7 @@ def _string(row: dict[str, Any], key: str, notes: Notes) -> str | None:
         notes.said.add("'license' is a list: all of its names hold, joined by AND")
     if value is None or value == "":
         return None
-    if isinstance(value, int) and not isinstance(value, bool):
+    if key in ("source", "domain") and isinstance(value, int) and not isinstance(value, bool):
         value = _digits(key, value)
         notes.said.add(f"{key!r} is a number: its digits are read")
     if not isinstance(value, str) or len(value) > LONGEST_NAME:

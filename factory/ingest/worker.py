@@ -128,8 +128,9 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told) -
     if isinstance(raw, BadRow):
         raise raw
     decoded, mapping, notes = parse_json(raw) if isinstance(raw, bytes) else raw, policy.mapping(file), Notes()
-    told.look(decoded, mapping)
-    parsed = parse_document(decoded, policy.default_domain, mapping, notes)
+    if mapping:
+        told.look(decoded, *mapping)
+    parsed = parse_document(decoded, policy.default_domain, mapping[1] if mapping else None, notes)
     told.note(notes)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license

@@ -26,6 +26,7 @@ from factory.ingest.shapes.bad_row import BadRow
 from factory.ingest.shapes.chats import Meaningful
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|([{}])")
+_PART = re.compile(r"#\d+\.jsonl(\.zst)?\Z")  # what the name of a file's part ends in
 _DEEPEST = 4  # levels of a row whose columns are named to a person
 _MOST_COLUMNS = 200
 
@@ -86,7 +87,7 @@ def _a_file_name(pattern: str) -> str:
 
 Column = Annotated[str, AfterValidator(_no_constant)]
 ColumnOrConstant = Annotated[str, AfterValidator(_checked)]
-NAMES = ("domain", "source", "license", "id", "url", "conversation", "synthetic_by")
+NAMES = ("domain", "source", "license", "id", "url", "path", "conversation", "synthetic_by")
 
 
 class FieldMapping(StrictPolicy):
@@ -111,9 +112,11 @@ class FieldMapping(StrictPolicy):
     """An SPDX name or expression; of a list of names all must allow it."""
     id: Column | None = None
     url: Column | None = None
-    """Where a document is from."""
+    """Where a document is from; its host may be its group."""
+    path: Column | None = None
+    """The file that a document is, or is a part of; it may be its group."""
     conversation: Column | None = None
-    """What documents of one conversation share."""
+    """What documents of one conversation share; it may be their group."""
     synthetic_by: ColumnOrConstant | None = None
     """Which model wrote it."""
     ignore: list[Meaningful] = []
@@ -143,8 +146,16 @@ class FieldMapping(StrictPolicy):
 
 
 def mapping_of(fields: list[FieldMapping], file: str) -> tuple[int, FieldMapping] | None:
-    """The first mapping for a file of that name, and its place in the list."""
-    return next(((at, one) for at, one in enumerate(fields) if fnmatchcase(file, one.files)), None)
+    """The first mapping for a file of that name, and its place in the list. A part of a file has the mapping of the whole.
+
+    >>> fields = [FieldMapping(files="*.csv", text="a"), FieldMapping(files="x*", text="b")]
+    >>> [found[0] if (found := mapping_of(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
+    [0, 0, 1, None]
+    """
+    names = {file, _PART.sub("", file)}
+    return next(
+        ((at, one) for at, one in enumerate(fields) if any(fnmatchcase(name, one.files) for name in names)), None
+    )
 
 
 def read(value: MappedValue, row: Mapping[str, Any]) -> Any:

@@ -23,7 +23,8 @@ Shape = Callable[[dict[str, Any], frozenset[str], Notes], "Content | None"]
 Content = tuple[str, Any, set[str]]  # 'text' or 'messages', its value, the columns it was made of
 
 TEXTS = ("content", "body", "markdown", "code")  # of plain documents, under other names than 'text'
-_CONTRACT = {"id", "domain", "source", "license", "url", "conversation_id", "synthetic_by", "created"}
+_NAMING = ("id", "domain", "source", "license", "url", "path", "conversation_id", "synthetic_by")
+_CONTRACT = {*_NAMING, "created"}
 _NAMED = {"conversation": "conversation_id"}  # keys of a mapping whose column the contract calls otherwise
 
 
@@ -44,7 +45,10 @@ def as_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[st
             some = any(turn["role"] == "assistant" for turn in value)
             why = "every answer is of weight 0" if some else "no assistant message"
             raise BadRow("no_supervised", f"{why}, so no token carries loss")
-    found = {kind: value} | {name: row[name] for name in _CONTRACT if name in row and name != "created"}
+    found = {kind: value} | {name: row[name] for name in _NAMING if name in row}
+    if isinstance(row.get("conversation"), str | int) and "conversation" not in used:
+        found.setdefault("conversation_id", row["conversation"])
+        used |= {"conversation"}
     if mapping:
         for name in NAMES:
             if (mapped := mapping.value(name)) is not None:

@@ -15,24 +15,33 @@ _MOST_NAMED = 12  # fields that a line names
 
 
 @dataclass
+class Columns:
+    """Of the rows of one mapping: how many, which of its columns were ``found``, and columns of some of them."""
+
+    rows: int = 0
+    found: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+
+
+@dataclass
 class Told:
-    """Of the rows that were read: how many each sentence and each unread field is about, and which columns of a mapping there were."""
+    """Of the rows that were read: how many each sentence and each unread field is about, and which columns of each mapping, by its place in
+    ``fields``, there were."""
 
     said: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
-    objects: int = 0
-    found: set[str] = field(default_factory=set)
-    columns: set[str] = field(default_factory=set)
+    mapped: dict[int, Columns] = field(default_factory=dict)
 
-    def look(self, row: Any, mapping: FieldMapping | None) -> None:
+    def look(self, row: Any, place: int, mapping: FieldMapping) -> None:
         """At a decoded row, before it is read."""
-        if not mapping or not isinstance(row, dict):
+        if not isinstance(row, dict):
             return
-        if self.objects < _SAMPLED:
-            self.columns |= columns_of(row)
-        self.objects += 1
+        seen = self.mapped.setdefault(place, Columns())
+        if seen.rows < _SAMPLED:
+            seen.others |= columns_of(row)
+        seen.rows += 1
         for _, value in mapping.values():
-            self.found.update(path for path in value.columns if path not in self.found and has_column(row, path))
+            seen.found.update(path for path in value.columns if path not in seen.found and has_column(row, path))
 
     def note(self, notes: Notes) -> None:
         """What was found in a row that is a document."""
@@ -42,9 +51,11 @@ class Told:
     def add(self, other: Told) -> None:
         self.said += other.said
         self.unread += other.unread
-        self.objects += other.objects
-        self.found |= other.found
-        self.columns |= other.columns
+        for place, seen in other.mapped.items():
+            mine = self.mapped.setdefault(place, Columns())
+            mine.rows += seen.rows
+            mine.found |= seen.found
+            mine.others |= seen.others
 
     def counts(self) -> dict[str, dict[str, int]]:
         """For the counts of a shard in the ledger; nothing where there is nothing to say."""
@@ -52,15 +63,16 @@ class Told:
         return {name: dict(sorted(found.items())) for name, found in both.items() if found}
 
 
-def refuse_missing_columns(told: Told, mapping: FieldMapping, place: int, file: str) -> None:
+def refuse_missing_columns(told: Told, fields: list[FieldMapping], file: str) -> None:
     """Raises: InputError where a mapping names a column that no row of the file has."""
-    for name, value in mapping.values():
-        for path in value.columns if told.objects else ():
-            if path not in told.found:
-                raise InputError(
-                    f"{file}: fields.{place}.{name} in data.yaml (files: {mapping.files!r}) names the column {path!r}, which no row has"
-                    f"{nearest(path, told.columns)}; nothing was stored"
-                )
+    for place, seen in sorted(told.mapped.items()):
+        for name, value in fields[place].values():
+            for path in value.columns:
+                if path not in seen.found:
+                    raise InputError(
+                        f"{file}: fields.{place}.{name} in data.yaml (files: {fields[place].files!r}) names the column {path!r}, which no "
+                        f"row has{nearest(path, seen.others)}; nothing was stored"
+                    )
 
 
 def lines(counts: dict[str, Any]) -> list[str]:
