@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.reports.provenance import of_document
 from tests.support.factory.made_up_text import prose, use_policy
+from tests.support.paths import ROOT
 from trainer.contract.data.token_shard import TokenShard
 
 MINE = {"title": "T", "body": {"words": "W"}, "meta": {"lang": "en", "by": "Ann", "n": 3}, "talk": [{"from": "human", "value": "Why?"}],
@@ -210,3 +212,16 @@ def test_the_loss_mask_in_a_token_shard_leaves_out_what_weighs_nothing(
         assert tokenizer.content(ids.astype(int), mask) == {"messages": words}
         again = tokenizer.encode_messages(words)
         assert again[0].tolist() == ids.tolist() and again[1].tolist() == mask.tolist()
+
+
+def test_the_example_of_the_documentation_is_a_policy(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```\n(fields:\n.*?)```", (ROOT / "docs" / "DATA.md").read_text(), re.DOTALL)
+    (tmp_path / "data.yaml").write_text(example)
+    first, second, third, last = DataPolicy.load(tmp_path / "data.yaml").fields
+    row = {"title": "T", "body": "B", "meta": {"shop": "S"}, "q": "Why?", "why": "Hm.", "a": "So."}
+    found = parse_document(row, "text", first)
+    assert (found.content, found.source, found.domain) == ({"text": "T\n\nB"}, "S", "reviews")
+    words = [turn["content"] for turn in parse_document(row, "text", second).content["messages"]]
+    assert words == ["Be short.", "Why?", "<think>\nHm.\n</think>\n\nSo."]
+    assert third.ignore == ["tools", "tool_calls", "tool_call_id"]
+    assert parse_document({"text": "a"}, "text", last).license == "MIT"
