@@ -22,7 +22,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
 from factory.ingest.filing import LONGEST_NAME, file_away, return_changed, return_file, return_quarantined
-from factory.ingest.shapes.told import lines
+from factory.ingest.shapes.told import row_lines
 from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import erased_shards
@@ -292,5 +292,5 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
         )
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]
-    said = [f"  {name}: {rows:,} documents; {'; '.join(words)}", *(f"    {line}" for line in lines(counts))]
+    said = [f"  {name}: {rows:,} documents; {'; '.join(words)}", *(f"    {line}" for line in row_lines(counts))]
     return "\n".join(said)

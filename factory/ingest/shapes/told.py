@@ -75,7 +75,7 @@ def refuse_missing_columns(told: Told, fields: list[FieldMapping], file: str) ->
                     )
 
 
-def lines(counts: dict[str, Any]) -> list[str]:
+def row_lines(counts: dict[str, Any]) -> list[str]:
     """What a shard's counts say of its rows, a line each."""
     found = [
         f"{sentence}, {count:,} {'row' if count == 1 else 'rows'}"
