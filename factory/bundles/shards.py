@@ -100,13 +100,14 @@ def releasable_documents(
             kept[key]["license"] = moved[key].counts_as(licences) or None
         for row in shard.documents.to_pylist():
             if row["key"] in kept and licences.of(kept[row["key"]]["license"]).release:
-                ids = shard.tokens[row["start"] : row["start"] + row["length"]].astype(np.int64)
+                start, stop = row["start"], row["start"] + row["length"]
+                ids, mask = shard.tokens[start:stop].astype(np.int64), shard.loss_mask(start, stop)
                 own = kept[row["key"]]
                 named = {name: own[name] for name in ("domain", "source", "license")}
                 named["synthetic_by"] = maker_of(own["detail"])
                 yield {
                     "id": row["id"],
-                    **tokenizer.content(ids),
+                    **tokenizer.content(ids, mask),
                     **{key: value for key, value in named.items() if value},
                 }
 

@@ -33,6 +33,7 @@ from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import Suite, order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
+from factory.ingest.shapes.chats import turn_of
 from factory.ingest.tokenizer import Tokenizer, holds_special
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow
@@ -229,7 +230,7 @@ def _encodes_again(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArr
     tokenizer = case.tokenizer
     try:
         if tokenizer.start_token in ids:
-            again = tokenizer.encode_messages(_messages(case, ids))
+            again = tokenizer.encode_messages(_messages(case, ids, mask))
         else:
             again = tokenizer.encode_text(_text(case.token_bytes, ids[:-1]))
     except (UnicodeDecodeError, ValueError):
@@ -237,14 +238,14 @@ def _encodes_again(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArr
     return np.array_equal(again[0], ids) and np.array_equal(again[1], mask)
 
 
-def _messages(case: ParityCase, ids: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
+def _messages(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
     starts, stops = (
         np.flatnonzero(ids == case.tokenizer.start_token),
         np.flatnonzero(ids == case.tokenizer.stop_token),
     )
     turns = [_text(case.token_bytes, ids[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
     parts = [turn.split("\n", 1) for turn in turns]
-    return [{"role": role, "content": content} for role, content in parts]
+    return [turn_of(role, content, bool(mask[b])) for (role, content), b in zip(parts, stops, strict=True)]
 
 
 def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:

@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from factory.core.policy_file import policy_sha256
 from factory.evals.policy import EvalPolicy
 from factory.evals.source_cap import within
+from factory.ingest.shapes.chats import carries_loss
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import FATE
 
@@ -44,8 +45,8 @@ class HeldOutDocument:
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of what is scored: of messages, the assistant's words."""
-        said = [str(one["content"]) for one in self.messages or () if one["role"] == "assistant"]
+        """UTF-8 bytes of what is scored: of messages, the assistant's words, but for answers of weight 0."""
+        said = [str(one["content"]) for one in self.messages or () if carries_loss(one)]
         return len("".join(said if self.messages is not None else [self.content["text"]]).encode())
 
 

@@ -24,6 +24,7 @@ from factory.evals.reference_model import ReferenceModel
 from factory.evals.reply_code import fenced
 from factory.evals.suite import HeldOutDocument, Suite, order
 from factory.evals.token_bytes import TokenBytes
+from factory.ingest.shapes.chats import carries_loss
 from factory.ingest.tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
@@ -213,7 +214,7 @@ def _piece(
 ) -> tuple[HeldOutDocument, npt.NDArray[np.int64], str] | None:
     long = policy.cloze_continuation_bytes
     if document.messages is not None:
-        last = max((i for i, message in enumerate(document.messages) if message["role"] == "assistant"), default=0)
+        last = max((i for i, message in enumerate(document.messages) if carries_loss(message)), default=0)
         if last == 0 or len(document.messages[last]["content"]) < long:
             return None
         return (
@@ -256,7 +257,7 @@ def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, poli
     questions: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
-        at = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+        at = next((i for i, message in enumerate(messages) if carries_loss(message)), 0)
         prompt = tokenizer.prompt(messages[:at]).tolist() if at else []
         if prompt and len(prompt) + 16 <= model.config.context:
             questions.append((document, messages[:at], prompt, code_in(messages[at]["content"]) is not None))

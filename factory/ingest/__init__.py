@@ -2,6 +2,7 @@
 
 ``rules/policy``                   what ``policies/data.yaml`` may say
 ``readers``                        a file as a stream of rows
+``shapes/``                        its columns: by a mapping, or by a known shape; what nothing reads
 ``document``                       a row as a normalised document, or the rule that drops it
 ``rules/filters`` ``rules/pii``    rules per domain; personal data and secrets replaced
 ``rules/words``                    hashes of words and of runs of words, for the next three

@@ -33,7 +33,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.decide import Decided, decide
-from factory.ingest.document import Row
+from factory.ingest.document import BadRow, Row
 from factory.ingest.filing import ASKED, filed_name
 from factory.ingest.index import Index
 from factory.ingest.pool import Pool
@@ -42,6 +42,7 @@ from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.claims import CONFLICT
 from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.shapes.told import Told, refuse_missing_columns
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish
@@ -151,6 +152,8 @@ class Ingested:
     finished: dict[str, Finished]  # by key; token arrays left out
     tokenizer: Tokenizer | None
     token_shard: TokenShard | None
+    told: Told
+    held_back: dict[str, dict[str, Any]]  # see ``store.held_back``
 
 
 def _run(
@@ -164,24 +167,27 @@ def _run(
     pool: Pool,
     progress: Progress,
 ) -> Ingested | ShardProblem:
-    job = IngestJob(policy, spool, sha256[:16])
+    job = IngestJob(policy, spool, sha256[:16], path.name)
+    told = Told()
     analysed: list[Analysed] = []
     try:
         with progress.task(f"{path.name}: read, filter, hash") as task:
             for one in pool.map(analyse, ((job, *chunk) for chunk in chunks(read_rows(path, policy.limits), policy))):
                 analysed.append(one)
+                told.add(one.told)
                 task.advance(len(one.rows))
     except ShardProblem as problem:
         return problem
+    refuse_missing_columns(told, policy.fields, path.name)
     rows = [row for one in analysed for row in one.rows]
     if bad := _mostly_bad(rows, policy.limits.max_bad_rows):
         return bad
     if not any(one.alive for one in analysed):
-        return Ingested(rows, None, {}, None, None)
+        return Ingested(rows, None, {}, None, None, told, {})
 
     decided = decide(analysed, index, policy, spool)
     if not any(decided.tasks):
-        return Ingested(rows, decided, {}, None, None)
+        return Ingested(rows, decided, {}, None, None, told, {})
     tokenizer = frozen_tokenizer(workspace, ledger, policy, decided.tasks, spool, path, progress)
 
     by_key = {row.key: row for row in rows}
@@ -210,8 +216,8 @@ def _run(
         )
     if token_shard.manifest["documents"] == 0:
         shutil.rmtree(token_shard.path)
-        return Ingested(rows, decided, finished, tokenizer, None)
-    return Ingested(rows, decided, finished, tokenizer, token_shard)
+        return Ingested(rows, decided, finished, tokenizer, None, told, {})
+    return Ingested(rows, decided, finished, tokenizer, token_shard, told, store.held_back(rows, policy.licences))
 
 
 def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
@@ -240,9 +246,7 @@ def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int
             yield chunk, first, rows
             chunk, first, size, rows = chunk + 1, first + len(rows), 0, []
         rows.append(raw)
-        size += (
-            len(raw) if isinstance(raw, bytes) else len(str(raw.get("text", ""))) + 200 if isinstance(raw, dict) else 0
-        )
+        size += len(raw) if isinstance(raw, bytes) else 0 if isinstance(raw, BadRow) else len(str(raw))
         if first + len(rows) > policy.limits.max_rows:
             raise ShardProblem(f"more than {policy.limits.max_rows} rows (limits.max_rows): split it")
     if rows:
@@ -329,6 +333,7 @@ def _store(
         record(tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found), "read_by": read_by})
         return
     totals = store.totals(found.rows)
+    totals["counts"] |= found.told.counts() | ({"not_releasable": found.held_back} if found.held_back else {})
     if found.decided and found.decided.licences:
         others = {name or path.name: count for name, count in sorted(found.decided.licences.items())}
         totals["counts"]["other_licences"] = others

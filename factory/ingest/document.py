@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -11,26 +12,21 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.ingest.rules.split import facts_of
+from factory.ingest.shapes.bad_row import BadRow as BadRow
+from factory.ingest.shapes.chats import ROLES as ROLES
+from factory.ingest.shapes.chats import Notes, carries_loss
+from factory.ingest.shapes.mapping import FieldMapping
+from factory.ingest.shapes.recognise import as_contract
 
-ROLES = ("system", "user", "assistant", "tool")
 _RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures
+_OPERATOR = re.compile(r"\s(OR|or|WITH|with)\s")  # of SPDX expressions, which bind less or more than AND
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 
 SYNTHETIC = "synthetic, by "  # how ``documents.detail`` begins of one that a model wrote
 
-Content = dict[str, Any]  # {"text": str} or {"messages": [{"role", "content"}]}
-
-
-class BadRow(Exception):
-    """The row is dropped: ``rule`` is the short name that is counted, ``detail`` one line for a person."""
-
-    def __init__(self, rule: str, detail: str) -> None:
-        super().__init__(f"{rule}: {detail}")
-        self.rule = rule
-        self.detail = detail
-
-    def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
-        return BadRow, (self.rule, self.detail)  # so that it can be pickled for worker processes
+LONGEST_NAME = 1000  # characters of a source, a licence, a URL …
+# {"text": str} or {"messages": [{"role", "content"}]}; an answer that carries no loss has {"weight": 0} too
+Content = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -121,52 +117,48 @@ def parse_json(line: bytes) -> Any:
     if not text:
         raise BadRow("empty", "an empty row")
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        try:
+            return json.loads(text)
+        except ValueError:  # perhaps a number of more digits than Python reads, in a field that nobody reads
+            return json.loads(text, parse_int=_bounded_int)
     except RecursionError:
         raise BadRow("bad_json", "JSON nested too deeply") from None
-    except ValueError as error:  # also numbers of more digits than Python reads
+    except ValueError as error:
         raise BadRow("bad_json", str(error)[:200]) from None
 
 
 def refuse_domain(name: str) -> None:
     """Raises: InputError for what no domain may be called."""
     if not _DOMAIN.match(name) or name in _RESERVED:
-        raise InputError(
-            f"{name[:40]!r} is no name of a domain: letters a-z, digits, '-' and '_' only, 40 at most, and none of "
-            f"{', '.join(sorted(_RESERVED))}"
-        )
+        raise InputError(f"{name[:40]!r} is no name of a domain: {_better_domain(name)}")
 
 
-def parse_document(row: Any, default_domain: str) -> Parsed:
-    """Check a decoded row against the document contract. Unknown keys are ignored.
+def parse_document(
+    row: Any, default_domain: str, mapping: FieldMapping | None = None, notes: Notes | None = None
+) -> Parsed:
+    """Check a decoded row against the document contract, by the mapping of its file or by its shape (``shapes/``). What was read as what, and
+    fields that nothing reads, are added to ``notes``.
 
     Raises: BadRow 'bad_schema' | 'bad_encoding' | 'no_supervised' | 'empty'.
     """
-    if not isinstance(row, dict):
-        raise BadRow("bad_schema", f"expected an object, got {type(row).__name__}")
-    text, messages = row.get("text"), row.get("messages")
-    if (text is None) == (messages is None):
-        raise BadRow("bad_schema", "exactly one of 'text' and 'messages' is needed")
-    content: Content
-    if text is not None:
-        if not isinstance(text, str):
-            raise BadRow("bad_schema", f"'text' is {type(text).__name__}, not a string")
-        content = {"text": text}
-    else:
-        content = {"messages": _messages(messages)}
-    domain = _string(row, "domain") or ("chat" if messages is not None else default_domain)
+    notes = Notes() if notes is None else notes
+    row = as_contract(row, mapping, notes)
+    content: Content = {"messages": row["messages"]} if "messages" in row else {"text": row["text"]}
+    if "text" in content and not isinstance(content["text"], str):
+        raise BadRow("bad_schema", f"'text' is {type(content['text']).__name__}, not a string")
+    domain = _string(row, "domain", notes) or ("chat" if "messages" in content else default_domain)
     if not _DOMAIN.match(domain) or domain in _RESERVED:
-        raise BadRow("bad_schema", f"'domain' {domain[:40]!r}: letters a-z, digits, '-' and '_' only, 40 at most")
+        raise BadRow("bad_schema", f"'domain' {domain[:40]!r}: {_better_domain(domain)}")
     identity = row.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
-        identity = str(identity)
+        identity = _digits("id", identity)
     if identity is not None and (not isinstance(identity, str) or len(identity) > 500):
-        raise BadRow("bad_schema", "'id' is not a string of 500 characters at most")
-    parsed = Parsed(
-        content, identity or None, domain, _string(row, "source"), _string(row, "license"), _string(row, "synthetic_by"),
-        facts_of(row),
-    )  # fmt: skip
-    for value in (flat(content), parsed.id, parsed.source, parsed.license, parsed.synthetic_by):
+        raise BadRow(
+            "bad_schema", f"'id' is not a string of 500 characters at most, nor a whole number ({_shown(identity)})"
+        )
+    named = {name: _string(row, name, notes) for name in ("source", "license", "synthetic_by")}
+    parsed = Parsed(content, identity or None, domain, **named, facts=facts_of(row))
+    for value in (flat(content), parsed.id, *named.values()):
         if value is not None:
             try:
                 value.encode("utf-8")
@@ -186,8 +178,8 @@ def normalise(content: Content, *, code: bool) -> Content:
             raise BadRow("empty", "there is no text")
         return {"text": text}
     # Blanks at the start of a message would merge with the line end after its role.
-    messages = [{"role": m["role"], "content": _normal(m["content"], code).strip()} for m in content["messages"]]
-    if not any(m["content"] for m in messages if m["role"] == "assistant"):
+    messages = [m | {"content": _normal(m["content"], code).strip()} for m in content["messages"]]
+    if not any(m["content"] for m in messages if carries_loss(m)):
         raise BadRow("empty", "the assistant's messages are empty")
     return {"messages": messages}
 
@@ -214,32 +206,42 @@ def _normal(text: str, code: bool) -> str:
     return "\n".join(lines[first:last])
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise BadRow("bad_schema", "'messages' is not a list of messages")
-    messages = []
-    for place, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise BadRow("bad_schema", f"message {place} is not an object")
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise BadRow("bad_schema", f"message {place}: role is not one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise BadRow("bad_schema", f"message {place}: content is not a string")
-        messages.append({"role": role, "content": content})
-    if all(message["role"] != "assistant" for message in messages):
-        raise BadRow("no_supervised", "no assistant message, so no token carries loss")
-    return messages
-
-
-def _string(row: dict[str, Any], key: str) -> str | None:
+def _string(row: dict[str, Any], key: str, notes: Notes) -> str | None:
     value = row.get(key)
+    if key == "license" and isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        names = [name.strip() for name in dict.fromkeys(value) if name.strip()]
+        value = " AND ".join(f"({name})" if _OPERATOR.search(name) and len(names) > 1 else name for name in names)
+        notes.said.add("'license' is a list: all of its names hold, joined by AND")
     if value is None or value == "":
         return None
-    if not isinstance(value, str) or len(value) > 1000:
-        raise BadRow("bad_schema", f"{key!r} is not a string of 1000 characters at most")
+    if key in ("source", "domain") and isinstance(value, int) and not isinstance(value, bool):
+        value = _digits(key, value)
+        notes.said.add(f"{key!r} is a number: its digits are read")
+    if not isinstance(value, str) or len(value) > LONGEST_NAME:
+        raise BadRow("bad_schema", f"{key!r} is not a string of {LONGEST_NAME} characters at most ({_shown(value)})")
     return value
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _digits(key: str, value: int) -> str:
+    if abs(value) >= 1 << 128:
+        raise BadRow("bad_schema", f"{key!r} is a number of too many digits")
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    return f"it is {value}" if isinstance(value, float | bool) else f"it is {type(value).__name__}"
+
+
+def _better_domain(domain: str) -> str:
+    """How to write a domain that is not allowed."""
+    if domain in _RESERVED:
+        return f"the release gate has a measure of that name; write '{domain}-text'"
+    rule = "letters a-z, digits, '-' and '_' only, 40 at most"
+    ascii_only = unicodedata.normalize("NFKD", domain).encode("ascii", "ignore").decode().lower()
+    better = re.sub(r"[^a-z0-9_]+", "-", ascii_only).strip("-_")[:40].strip("-_")
+    return f"write {better!r} ({rule})" if better and better not in _RESERVED else rule
+
+
+def _bounded_int(digits: str) -> float:
+    """A number that Python refuses to read counts as infinite: where it is read, it is refused."""
+    return int(digits) if len(digits) < 1000 else math.inf

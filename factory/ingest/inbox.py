@@ -23,6 +23,7 @@ from factory.core.workspace import Workspace
 from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
 from factory.ingest.filing import LONGEST_NAME, file_away, return_changed, return_file, return_quarantined
 from factory.ingest.rules.split import grouping_lines
+from factory.ingest.shapes.told import row_lines
 from factory.ledger.files import HELD, held
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import FATE, erased_shards
@@ -276,7 +277,7 @@ def _key(workspace: Workspace) -> str:
 
 
 def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:
-    """One line for people."""
+    """For people: a line, and one more for each thing that has to be said of its rows."""
     counts = counts or {}
     words = [f"{counts.get('train', 0):,} to train on, {counts.get('held_out', 0):,} held out"]
     dropped = counts.get("dropped")
@@ -292,12 +293,12 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
         )
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]
-    lines = [f"  {name}: {rows:,} documents; {'; '.join(words)}"]
+    said = [f"  {name}: {rows:,} documents; {'; '.join(words)}", *(f"    {line}" for line in row_lines(counts))]
     if isinstance(dropped, dict) and dropped.get(FATE):
-        lines.append(
+        said.append(
             "    what is 'removed' a person took out before, or is a copy of that: 'factory data undo N' puts it back ('factory data list' has N). "
             "Another source, domain, licence or group needs no new ingest: 'factory data relabel'"
         )
     if isinstance(groups := counts.get("groups"), dict):
-        lines += [f"    {line}" for domain, found in groups.items() for line in grouping_lines(domain, found)]
-    return "\n".join(lines)
+        said += [f"    {line}" for domain, found in groups.items() for line in grouping_lines(domain, found)]
+    return "\n".join(said)

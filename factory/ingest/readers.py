@@ -42,19 +42,6 @@ CODE = (
 )
 TEXT = (".txt", ".md", ".rst")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-COLUMNS = {
-    "id",
-    "text",
-    "messages",
-    "domain",
-    "source",
-    "license",
-    "created",
-    "synthetic_by",
-    "url",  # these may group documents
-    "path",
-    "conversation_id",
-}  # of Parquet; others are not read
 SUPPORTED = (
     "JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet (.parquet), text (.txt, .md, .rst) and code (.py, .c, .rs …)"
 )
@@ -212,17 +199,12 @@ def _refuse_other_encodings(head: bytes) -> None:
 def _parquet(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
     try:
         with pq.ParquetFile(path) as file:
-            columns = set(file.schema_arrow.names) & COLUMNS
-            if not columns & {"text", "messages"}:
-                raise ShardProblem(
-                    f"Parquet with neither 'text' nor 'messages'; columns: {file.schema_arrow.names[:10]}"
-                )
             total = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
             if total > limits.max_shard_bytes:
                 raise ShardProblem(f"more than {limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it")
             if total > _FREE_EXPANSION and total > limits.max_expansion * path.stat().st_size:
                 raise ShardProblem(f"expands more than {limits.max_expansion:g} times (limits.max_expansion): a bomb?")
-            for batch in file.iter_batches(batch_size=64, columns=sorted(columns)):
+            for batch in file.iter_batches(batch_size=64):
                 for row in range(batch.num_rows):
                     yield _parquet_row(batch, row, limits.max_row_bytes)
     except (OSError, pa.ArrowException) as error:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
+from agents.core.untrusted import one_line
 from factory.ingest.decide import Decided
 from factory.ingest.document import SYNTHETIC, Row
 from factory.ingest.index import PARAMETERS, signature_bytes
+from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import Finished
 from factory.ledger.ledger import (
@@ -28,6 +30,7 @@ from factory.ledger.ledger import (
 )  # fmt: skip
 from trainer.contract.data.token_shard import TokenShard
 
+LONGEST_EXAMPLE = 300  # characters
 _AT_ONCE = 20_000  # rows in one statement
 
 
@@ -54,7 +57,35 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
         "pii_kinds": dict(sorted(kinds.items())),
         "trimmed": sum(row.trimmed > 0 for row in rows),
     }
+    if examples := _examples(rows):
+        counts["examples"] = examples
     return {"counts": counts, "domains": domains, "tokens": sum(domain["tokens"] for domain in domains.values())}
+
+
+def held_back(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
+    """By licence as it is written, the training documents that no release may hold: how many, and why ('missing', 'listed' as such, 'unlisted',
+    then with the ``near`` name that is listed, if any)."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, count in sorted(
+        Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable).items()
+    ):
+        about: dict[str, Any] = {
+            "documents": count,
+            "why": "listed" if policy.lists(name) else "unlisted" if name else "missing",
+        }
+        if name and about["why"] == "unlisted" and (near := policy.near(name)):
+            about["near"] = near
+        found[name] = about
+    return found
+
+
+def _examples(rows: Sequence[Row]) -> dict[str, str]:
+    """By rule, the first row that it dropped."""
+    found: dict[str, str] = {}
+    for row in rows:
+        if row.fate == "dropped" and row.rule:
+            found.setdefault(row.rule, f"row {row.number}: {one_line(row.detail or '', LONGEST_EXAMPLE)}")
+    return dict(sorted(found.items()))
 
 
 def write_parameters(tx: sa.Connection, parameters: str) -> None:

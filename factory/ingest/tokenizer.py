@@ -39,6 +39,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from factory.core.errors import InputError
 from factory.ingest.document import Content
+from factory.ingest.shapes.chats import carries_loss, turn_of
 from kernels.contract.files import write_atomically
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -190,7 +191,8 @@ class Tokenizer:
         return [(ids, np.ones(len(ids), bool)) for ids in arrays]
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
-        """Ids of a chat from BOS to the end token; supervised are the assistant's content and its closing ``<|im_end|>``."""
+        """Ids of a chat from BOS to the end token; supervised are the assistant's content and its closing
+        ``<|im_end|>``, but for answers of weight 0."""
         ids, mask = self._render(messages)
         ids.append(self.end_token)
         mask.append(False)
@@ -207,13 +209,13 @@ class Tokenizer:
         """The text of ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def content(self, ids: npt.NDArray[np.integer[Any]]) -> Content:
-        """A document from its tokens, as ``encode_text`` or ``encode_messages`` made them: what the tokens hold, which is all of it."""
+    def content(self, ids: npt.NDArray[np.integer[Any]], mask: Mask) -> Content:
+        """A document from its tokens and their loss mask, as ``encode_text`` or ``encode_messages`` made them: what they hold is all of it."""
         if self.start_token not in ids:
             return {"text": self.decode(ids)}
         starts, stops = np.flatnonzero(ids == self.start_token), np.flatnonzero(ids == self.stop_token)
-        turns = (self.decode(ids[a + 1 : b]).split("\n", 1) for a, b in zip(starts, stops, strict=True))
-        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+        turns = ((*self.decode(ids[a + 1 : b]).split("\n", 1), mask[b]) for a, b in zip(starts, stops, strict=True))
+        return {"messages": [turn_of(role, content, bool(learned)) for role, content, learned in turns]}
 
     def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
         """Copy the files that transformers and vLLM need into an export folder, with this factory's chat template, and name BOS in its
@@ -267,7 +269,7 @@ class Tokenizer:
         ids, mask = list(self.bos), [False] * len(self.bos)
         for message in messages:
             role, content = message["role"], message["content"]
-            answer = role == "assistant"
+            answer = carries_loss(message)
             head, body = self._message(f"{role}\n", content)
             ids += [self.start_token, *head, *body, self.stop_token, *self._line_end]
             mask += [False] * (1 + len(head)) + [answer] * (len(body) + 1)

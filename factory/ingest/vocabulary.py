@@ -21,6 +21,7 @@ from factory.ingest.document import BadRow, Row, flat
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import split
 from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.shapes.told import Told
 from factory.ingest.tokenizer import Tokenizer, train
 from factory.ingest.vocabulary_size import refuse_vocabulary_to_be
 from factory.ingest.worker import FinishTask, read_row, spool_contents
@@ -100,7 +101,7 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
         for number, raw in enumerate(islice(read_rows(path, policy.limits), policy.limits.max_rows)):
             row = Row(number, "", "", "unknown")
             try:
-                content = read_row(policy, row, raw)
+                content = read_row(policy, row, raw, path.name, Told())
             except BadRow:
                 continue
             assert row.content_sha256

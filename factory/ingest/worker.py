@@ -28,6 +28,8 @@ from factory.ingest.document import BadRow, Content, Row, content_sha256, flat, 
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes, winnow, word_hashes
+from factory.ingest.shapes.chats import Notes
+from factory.ingest.shapes.told import Told
 from factory.ingest.tokenizer import Tokenizer, holds_special
 
 if TYPE_CHECKING:  # it imports pyarrow, which workers do not need
@@ -43,6 +45,7 @@ class IngestJob:
     policy: DataPolicy
     spool: Path
     prefix: str  # of the keys: the first 16 hex digits of the shard's SHA-256
+    name: str  # of the file, by which its columns are mapped
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Analysed:
     alive: list[int]
     signatures: near_dup.Signatures  # [alive, permutations]
     lengths: npt.NDArray[np.int64]  # [alive], n-grams of each
+    told: Told
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,14 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
     contents: list[Content] = []
     shingles: list[Hashes] = []
     grams: list[Hashes] = []
+    told = Told()
     for offset, raw in enumerate(raw_rows):
         number = first_row + offset
         key = f"{job.prefix}:{number}"
         row = Row(number, key, key, "unknown")
         rows.append(row)
         try:
-            content = read_row(job.policy, row, raw)
+            content = read_row(job.policy, row, raw, job.name, told)
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
@@ -115,14 +120,18 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
         alive.append(offset)
     _spool_write(job.spool, chunk, contents, grams)
     lengths = np.array([len(one) for one in grams], np.int64)
-    return Analysed(chunk, rows, alive, near_dup.signatures(shingles), lengths)
+    return Analysed(chunk, rows, alive, near_dup.signatures(shingles), lengths, told)
 
 
-def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
-    """Validate, normalise, filter and redact one row, filling in ``row``. Raises: BadRow."""
+def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told) -> Content:
+    """Validate, normalise, filter and redact one row of a file, filling in ``row`` and ``told``. Raises: BadRow."""
     if isinstance(raw, BadRow):
         raise raw
-    parsed = parse_document(parse_json(raw) if isinstance(raw, bytes) else raw, policy.default_domain)
+    decoded, mapping, notes = parse_json(raw) if isinstance(raw, bytes) else raw, policy.mapping(file), Notes()
+    if mapping:
+        told.look(decoded, *mapping)
+    parsed = parse_document(decoded, policy.default_domain, mapping[1] if mapping else None, notes)
+    told.note(notes)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
@@ -155,7 +164,7 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
 
     if "text" in content:
         return {"text": one(content["text"])}
-    return {"messages": [{"role": m["role"], "content": one(m["content"])} for m in content["messages"]]}
+    return {"messages": [m | {"content": one(m["content"])} for m in content["messages"]]}
 
 
 def finish(job: IngestJob, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path) -> list[Finished]:

@@ -194,7 +194,7 @@ def _documents(
     wanted = {
         row["key"] for row in ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
     } - {f"{shard[:16]}:{row}" for row in erased}
-    job = IngestJob(policy, folder / "spool", shard[:16])
+    job = IngestJob(policy, folder / "spool", shard[:16], name)
     known = _held_out_then(ledger, shard)
     with progress.task(f"{name}: tokenise again", total=len(wanted)) as task:
         for chunk in chunks(read_rows(folder / name, policy.limits), policy):

@@ -99,8 +99,11 @@ def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, An
             table = shard.documents
             wanted = table.filter(pc.is_in(table["key"], value_set=pa.array(by_shard[row["id"]])))
             for one in wanted.select(["key", "start", "length"]).to_pylist():
-                ids = shard.tokens[one["start"] : one["start"] + one["length"]].astype(np.int64)
-                if opening := _opening(tokenizer, ids, tokens):
+                start, stop = one["start"], one["start"] + one["length"]
+                content = tokenizer.content(
+                    ids := shard.tokens[start:stop].astype(np.int64), shard.loss_mask(start, stop)
+                )
+                if opening := _opening(tokenizer, content, ids, tokens):
                     found[one["key"]] = opening
         except (TrainerError, OSError, ValueError) as error:
             raise InputError(
@@ -109,8 +112,7 @@ def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, An
     return found
 
 
-def _opening(tokenizer: Tokenizer, ids: npt.NDArray[np.int64], tokens: int) -> Content | None:
-    content = tokenizer.content(ids)
+def _opening(tokenizer: Tokenizer, content: Content, ids: npt.NDArray[np.int64], tokens: int) -> Content | None:
     if "messages" in content:
         roles = [message["role"] for message in content["messages"]]
         before = content["messages"][: roles.index("assistant")]

@@ -1,7 +1,7 @@
 """What the name of a licence says: SPDX expressions, as the specification (3.0.1, annex B) reads them.
 
 ``AND`` binds more than ``OR``, and ``WITH`` more than both; names are compared without regard to case and blanks. A name may be of several words,
-which SPDX does not know: data policies list such. What reads as no expression is one name.
+which SPDX does not know: data policies list such. What reads as no expression is one name. Spellings of one licence are one (``spdx_ids``).
 """
 
 from __future__ import annotations
@@ -9,20 +9,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, TypeVar
+
+from factory.ingest.rules.spdx_ids import spdx_id
 
 A = TypeVar("A")
 DEEPEST = 20  # parentheses within parentheses
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 
+@lru_cache(maxsize=4096)
 def folded(name: str | None) -> str:
-    """A name as it is compared with others; '' where there is none.
+    """A name as it is compared with others: by its SPDX id, where it is a spelling of one; '' where there is none.
 
-    >>> folded("  CC-BY-4.0 "), folded("Public  Domain"), folded(None)
-    ('cc-by-4.0', 'public domain', '')
+    >>> folded("  CC-BY-4.0 "), folded("Apache 2.0"), folded("Public-Domain"), folded("My  Own"), folded(None)
+    ('cc-by-4.0', 'apache-2.0', 'public domain', 'my own', '')
     """
-    return " ".join((name or "").split()).casefold()
+    return spdx_id(name or "") or " ".join((name or "").split()).casefold()
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class LicenceReader(Generic[A]):
     def read(self, name: str) -> A:
         if (whole := folded(name)) in self.known:
             return self.known[whole]
+        if spdx_id(name):  # 'GPL v3 or later' is one name
+            return self.unknown
         tokens = _TOKEN.findall(name)
         try:
             found = self._either(tokens, 0)

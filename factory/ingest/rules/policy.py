@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from pydantic import Field, model_validator
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 from factory.ingest.rules.licence_names import LicenceReader, folded
 from factory.ingest.rules.split import Kind
+from factory.ingest.shapes.mapping import FieldMapping, mapping_of
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -112,6 +114,21 @@ class Licences(StrictPolicy):
             known[folded(other)] = _strictest([licence, known.get(folded(other), licence)])
         return LicenceReader(known, self.default, _strictest, _laxest).read(name)
 
+    def lists(self, name: str) -> bool:
+        """Is every name of an expression listed?
+
+        >>> policy = Licences(known={"MIT": Licence(train=True, release=True), "public domain": Licence(train=True, release=True)})
+        >>> [policy.lists(name) for name in ("mit license", "Public-Domain", "MIT OR Unlicense", "Unlicense", "")]
+        [True, True, False, False, False]
+        """
+        return LicenceReader(dict.fromkeys(map(folded, self.known), True), False, all, all).read(name)
+
+    def near(self, name: str) -> str | None:
+        """A listed name that one which is not listed may stand for."""
+        listed = {folded(other): other for other in self.known}
+        begins = sorted(other for other in listed if other.startswith(f"{folded(name)}-"))
+        return next((listed[other] for other in (*begins, *get_close_matches(folded(name), listed, 1))), None)
+
 
 def _strictest(licences: Sequence[Licence]) -> Licence:
     """What all of them allow."""
@@ -155,9 +172,15 @@ class DataPolicy(StrictPolicy):
     licences: Licences = Licences()
     tokenizer: TokenizerRules = TokenizerRules()
     limits: ShardLimits = ShardLimits()
+    fields: list[FieldMapping] = []
+    """Which columns of a team's own files are what, by the files' names; the first that matches counts. Known shapes need none."""
 
     def rules(self, domain: str) -> DomainRules:
         return self.domains.get(domain) or self.domains.get("default") or DomainRules()
+
+    def mapping(self, file: str) -> tuple[int, FieldMapping] | None:
+        """Of the files of a name: its place under ``fields``, and what it says."""
+        return mapping_of(self.fields, file) if self.fields else None
 
     @classmethod
     def load(cls, path: Path) -> DataPolicy:

@@ -190,13 +190,24 @@ def split_otherwise(ids: Any, mask: Any) -> tuple[Any, Any]:
     )
 
 
+def muted(ids: Any, mask: Any) -> tuple[Any, Any]:
+    """A chat whose answers are of weight 0."""
+    return ids, mask if mask.all() else np.zeros_like(mask)
+
+
+def half_muted(ids: Any, mask: Any) -> tuple[Any, Any]:
+    """An answer without its first token's loss."""
+    return ids, mask if mask.all() else mask & (np.arange(len(mask)) != np.flatnonzero(mask)[0])
+
+
 def test_the_trainers_own_slips(
     plant: Plant, sound: CandidateRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = lambda ids, mask: (ids, mask)
-    assert set(trainer_checks(plant, sound, shard_with(plant, tmp_path / "0", same)).values()) == {True}
+    for number, change in enumerate((same, muted)):
+        assert set(trainer_checks(plant, sound, shard_with(plant, tmp_path / str(number), change)).values()) == {True}
     others = {
-        "trainer_tokens": [(begun_late, ""), (split_otherwise, "")],
+        "trainer_tokens": [(begun_late, ""), (split_otherwise, ""), (half_muted, "")],
         "tokenizer": [(same, "0" * 64)],
     }
     for name, changes in others.items():

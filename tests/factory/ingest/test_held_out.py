@@ -45,6 +45,7 @@ def test_what_a_model_wrote_is_never_held_out(workspace: Workspace, ledger: Ledg
     made = [row | {"synthetic_by": "release 1 (weights 0123456789abcdef)"} for row in texts(0, 40)]
     assert ingest(made, "made.jsonl").counts == {
         "train": 40, "held_out": 0, "dropped": {}, "pii": 0, "pii_kinds": {}, "trimmed": 0,
+        "not_releasable": {"MIT": {"documents": 40, "why": "unlisted"}},
     }  # fmt: skip
     # nor one of a source that is held out
     shared = [row | {"source": f"s{n}"} for n, row in enumerate(texts(500, 40))]

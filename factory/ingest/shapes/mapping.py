@@ -1,0 +1,229 @@
+"""``data.yaml: fields``: which column of a team's own files is what.
+
+A value names a column by a dotted path, is a template of columns, or a constant:
+
+    >>> row = {"title": "T", "body": "B", "meta": {"lang": "en"}, "turns": [{"text": "hi"}], "a.b": 1}
+    >>> [read(parse_value(value), row) for value in ("meta.lang", "turns.0.text", "a.b", "{title}\\n\\n{body}", "=prose")]
+    ['en', 'hi', 1, 'T\\n\\nB', 'prose']
+    >>> [read(parse_value(value), row) for value in ("meta.country", "{title} of {nobody}", "{{{title}}}")]
+    [None, None, '{T}']
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, model_validator
+
+from factory.core.policy_file import StrictPolicy
+from factory.ingest.shapes.bad_row import BadRow
+from factory.ingest.shapes.chats import Meaningful
+
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|([{}])")
+_PART = re.compile(r"#\d+\.jsonl(\.zst)?\Z")  # what the name of a file's part ends in
+_DEEPEST = 4  # levels of a row whose columns are named to a person
+_MOST_COLUMNS = 200
+
+
+@dataclass(frozen=True)
+class MappedValue:
+    """What a value of the mapping is made of: texts at even places, columns between them. ``plain``: one column, whose value stays as it is."""
+
+    pieces: tuple[str, ...]
+    plain: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.pieces[1::2]
+
+
+@lru_cache(maxsize=1024)
+def parse_value(value: str) -> MappedValue:
+    """Raises: ValueError for an empty one, or a brace that is neither closed nor doubled."""
+    if not value.strip():
+        raise ValueError(
+            "it is empty: name a column, a template of columns ('{title}: {body}'), or a constant ('=MIT')"
+        )
+    if value.startswith("="):
+        return MappedValue((value[1:],))
+    if "{" not in value and "}" not in value:
+        return MappedValue(("", value, ""), plain=True)
+    pieces, end = [""], 0
+    for found in _PIECE.finditer(value):
+        pieces[-1] += value[end : found.start()]
+        end = found.end()
+        if found[2]:
+            raise ValueError(f"{value!r}: a brace alone; columns stand in braces, and '{{{{' is a brace itself")
+        if found[1]:
+            pieces += [found[1], ""]
+        else:
+            pieces[-1] += found[0][0]
+    pieces[-1] += value[end:]
+    return MappedValue(tuple(pieces))
+
+
+def _checked(value: str) -> str:
+    parse_value(value)
+    return value
+
+
+def _no_constant(value: str) -> str:
+    if not parse_value(value).columns:
+        raise ValueError(f"{value!r} names no column: every row would have the same")
+    return value
+
+
+def _a_file_name(pattern: str) -> str:
+    if "/" in pattern:
+        raise ValueError(f"{pattern!r}: files are matched by their name, without the folder")
+    return pattern
+
+
+Column = Annotated[str, AfterValidator(_no_constant)]
+ColumnOrConstant = Annotated[str, AfterValidator(_checked)]
+NAMES = ("domain", "source", "license", "id", "url", "path", "conversation", "synthetic_by")
+
+
+class FieldMapping(StrictPolicy):
+    """What the columns of some files are: a dotted path ('meta.lang', 'turns.0.content'), a template ('{title}: {body}'), or a constant
+    ('=prose'). What is not mapped is read as without a mapping."""
+
+    files: Annotated[str, Field(min_length=1), AfterValidator(_a_file_name)]
+    """Pattern of the files' names ('*.csv'); of several mappings that match the first counts."""
+    text: Column | None = None
+    """The words of a plain document."""
+    messages: Column | None = None
+    """The turns of a chat: a list of objects with role and content, or from and value."""
+    prompt: Column | None = None
+    """What a user asks, with ``completion``."""
+    completion: Column | None = None
+    """What the assistant answers to ``prompt``."""
+    system: ColumnOrConstant | None = None
+    """A system turn before the others of a chat."""
+    domain: ColumnOrConstant | None = None
+    source: ColumnOrConstant | None = None
+    license: ColumnOrConstant | None = None
+    """An SPDX name or expression; of a list of names all must allow it."""
+    id: Column | None = None
+    url: Column | None = None
+    """Where a document is from; its host may be its group."""
+    path: Column | None = None
+    """The file that a document is, or is a part of; it may be its group."""
+    conversation: Column | None = None
+    """What documents of one conversation share; it may be their group."""
+    synthetic_by: ColumnOrConstant | None = None
+    """Which model wrote it."""
+    ignore: list[Meaningful] = []
+    """Fields of a chat that the template does not show, and for which a row is refused: they are dropped, and the words stay."""
+
+    @model_validator(mode="after")
+    def _one_content(self) -> FieldMapping:
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("'prompt' and 'completion' belong together: one of them is missing")
+        contents = [name for name in ("text", "messages", "prompt") if getattr(self, name) is not None]
+        if len(contents) > 1:
+            raise ValueError(f"{' and '.join(map(repr, contents))} are both mapped: a document is one of them")
+        if self.system is not None and contents == ["text"]:
+            raise ValueError("'system' is mapped beside 'text': only a chat has a system turn")
+        return self
+
+    def value(self, name: str) -> MappedValue | None:
+        """What a key is mapped to."""
+        value = getattr(self, name)
+        return None if value is None else parse_value(value)
+
+    def values(self) -> Iterator[tuple[str, MappedValue]]:
+        """(key, value) of all that is mapped."""
+        for name in ("text", "messages", "prompt", "completion", "system", *NAMES):
+            if (value := self.value(name)) is not None:
+                yield name, value
+
+
+def mapping_of(fields: list[FieldMapping], file: str) -> tuple[int, FieldMapping] | None:
+    """The first mapping for a file of that name, and its place in the list. A part of a file has the mapping of the whole.
+
+    >>> fields = [FieldMapping(files="*.csv", text="a"), FieldMapping(files="x*", text="b")]
+    >>> [found[0] if (found := mapping_of(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
+    [0, 0, 1, None]
+    """
+    names = {file, _PART.sub("", file)}
+    return next(
+        ((at, one) for at, one in enumerate(fields) if any(fnmatchcase(name, one.files) for name in names)), None
+    )
+
+
+def read(value: MappedValue, row: Mapping[str, Any]) -> Any:
+    """What it is in this row; None where the row lacks one of its columns. Raises: BadRow for a column that no template can hold."""
+    found = [_at(row, path) for path in value.columns]
+    if value.plain:
+        return found[0]
+    if any(one is None for one in found):
+        return None
+    words = [_in_words(path, one) for path, one in zip(value.columns, found, strict=True)]
+    return "".join(piece for pair in zip(value.pieces[::2], [*words, ""], strict=True) for piece in pair)
+
+
+def has_column(row: Mapping[str, Any], path: str) -> bool:
+    """Does a row have such a column, be it empty?"""
+    return any(True for _ in _places(row, path))
+
+
+def columns_of(row: Mapping[str, Any]) -> set[str]:
+    """The columns of a row, nested ones as dotted paths.
+
+    >>> sorted(columns_of({"a": 1, "b": {"c": [{"d": 2}]}}))
+    ['a', 'b', 'b.c', 'b.c.0', 'b.c.0.d']
+    """
+    found: set[str] = set()
+
+    def walk(value: Any, path: str, depth: int) -> None:
+        if path:
+            found.add(path)
+        if depth == _DEEPEST or len(found) > _MOST_COLUMNS:
+            return
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                walk(inner, f"{path}.{key}" if path else str(key), depth + 1)
+        elif isinstance(value, list) and value:
+            walk(value[0], f"{path}.0", depth + 1)
+
+    walk(row, "", 0)
+    return found
+
+
+def _at(row: Mapping[str, Any], path: str) -> Any:
+    return next((value for value in _places(row, path) if value is not None), None)
+
+
+def _places(value: Any, path: str) -> Iterator[Any]:
+    """What lies at a path; a key that holds dots itself is found too, and before what its parts would name."""
+    if isinstance(value, Mapping):
+        if path in value:
+            yield value[path]
+        for dot in (at for at in range(len(path) - 1, 0, -1) if path[at] == "."):
+            if path[:dot] in value:
+                yield from _places(value[path[:dot]], path[dot + 1 :])
+    elif isinstance(value, list):
+        first, _, rest = path.partition(".")
+        if first.isascii() and first.isdigit() and len(first) < 10 and int(first) < len(value):
+            inner = value[int(first)]
+            yield from _places(inner, rest) if rest else (inner,)
+
+
+def _in_words(path: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) or isinstance(value, float) and math.isfinite(value):
+        try:
+            return str(value)
+        except ValueError:  # of more digits than Python writes
+            pass
+    raise BadRow("bad_schema", f"{path!r} stands in a template, and is no text or number but {type(value).__name__}")
