@@ -9,6 +9,8 @@ import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
 
+from factory.ingest.reading.rows import BadRow
+
 ROLES = ("system", "user", "assistant", "tool")
 _RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
@@ -16,18 +18,6 @@ _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 SYNTHETIC = "synthetic, by "  # how ``documents.detail`` begins of one that a model wrote
 
 Content = dict[str, Any]  # {"text": str} or {"messages": [{"role", "content"}]}
-
-
-class BadRow(Exception):
-    """The row is dropped: ``rule`` is the short name that is counted, ``detail`` one line for a person."""
-
-    def __init__(self, rule: str, detail: str) -> None:
-        super().__init__(f"{rule}: {detail}")
-        self.rule = rule
-        self.detail = detail
-
-    def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
-        return BadRow, (self.rule, self.detail)  # so that it can be pickled for worker processes
 
 
 @dataclass(slots=True)

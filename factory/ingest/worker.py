@@ -18,21 +18,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from agents.core.untrusted import one_line
-from factory.ingest.document import BadRow, Content, Row, content_sha256, flat, normalise, parse_document, parse_json
+from factory.ingest.document import Content, Row, content_sha256, flat, normalise, parse_document, parse_json
+from factory.ingest.reading.rows import BadRow, RawRow, take_origin
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes, winnow, word_hashes
 from factory.ingest.tokenizer import Tokenizer, holds_special
 
-if TYPE_CHECKING:  # it imports pyarrow, which workers do not need
-    from factory.ingest.readers import RawRow
-
+READ = ("text", "messages", "id", "domain", "source", "license", "synthetic_by")  # keys of a row that count
 LONGEST_MAKER = 300  # characters of a model's name: it is printed, and stands in reports and cards
 
 
@@ -122,7 +120,9 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
     """Validate, normalise, filter and redact one row, filling in ``row``. Raises: BadRow."""
     if isinstance(raw, BadRow):
         raise raw
-    parsed = parse_document(parse_json(raw) if isinstance(raw, bytes) else raw, policy.default_domain)
+    value = parse_json(raw) if isinstance(raw, bytes) else raw
+    take_origin(value).refuse(READ)
+    parsed = parse_document(value, policy.default_domain)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
