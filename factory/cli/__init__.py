@@ -18,11 +18,11 @@ from factory.cli import safety  # noqa: F401
 # isort: on
 from factory.cli.app import app as root
 from factory.cli.app import main
-from factory.cli.data import compare, data, generate, provenance
+from factory.cli.data import compare, data, generate, ingest, provenance
 from factory.cli.evals import tasks
 from factory.cli.releases import bundle, releases
 
-for commands in (provenance.commands, data.commands, compare.commands, generate.commands):
+for commands in (ingest.commands, provenance.commands, data.commands, compare.commands, generate.commands):
     root.add_typer(commands)
 root.add_typer(tasks.commands, name="tasks")
 root.add_typer(releases.commands, name="releases")

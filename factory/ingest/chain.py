@@ -91,8 +91,8 @@ def ingest_shard(
     to be ingested after this one: the tokenizer, which the first ingest trains, is trained on text of them too.
 
     Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad policy;
-    WorkerDiedError; LittleTextError where there is too little text to train the tokenizer on; FactoryError when the disk is full. What is wrong *inside* the file ends in a report: rows are dropped, each
-    by a rule, and a file that is unusable as a whole is quarantined.
+    WorkerDiedError; LittleTextError where there is too little text to train the tokenizer on; FactoryError when the disk is full. What is wrong
+    *inside* the file ends in a report: rows are dropped, each by a rule, and a file that is unusable as a whole is quarantined.
     """
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     before, sha256 = _identify(path)

@@ -1,8 +1,8 @@
 """Files that left the inbox: where they go, and what brings them back.
 
-A shard's file is kept in ``shards/raw/``, or in ``quarantine/``; what shards were made of in ``shards/originals/``. It is looked at again: a program that still had it open, or wrote to it
-from another machine, changed it, and what is new is ingested as another shard. A quarantined file comes back when its name or content, the
-data policy or the code that reads it changed.
+A shard's file is kept in ``shards/raw/``, or in ``quarantine/``; what shards were made of in ``shards/originals/``. The first two are looked at
+again: a program that still had a file open, or wrote to it from another machine, changed it, and what is new is ingested as another shard. A
+quarantined file comes back when its name or content, the data policy or the code that reads it changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
@@ -24,9 +24,6 @@ from factory.ledger.ledger import Ledger, record, shards
 from factory.ledger.removals import erased_shards, former_files
 from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import file_sha256
-
-if TYPE_CHECKING:
-    from factory.ingest.chain import ShardReport
 
 LONGEST_NAME = 50  # characters, of four bytes at most
 # Of the files that were filed last: each pass looks at them. By number, which no jump of the clock changes.
@@ -61,11 +58,11 @@ def file_away(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, sta
         shutil.move(place, workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
 
 
-def file_original(workspace: Workspace, ledger: Ledger, path: Path, reports: Sequence[ShardReport]) -> None:
+def file_original(workspace: Workspace, ledger: Ledger, path: Path, reported: Container[str]) -> None:
     """Move a file of the inbox of which shards were made to its place: the shards, which hold its rows, are what is read again. One of which
-    text was erased is not kept, and one that could not be read to its end is in quarantine."""
+    text was erased is not kept, and one that has a report of its own, among the SHA-256 ``reported``, could not be read to its end."""
     sha256 = file_sha256(path)
-    if any(report.sha256 == sha256 for report in reports):  # its own, which says why it cannot be read
+    if sha256 in reported:
         file_away(workspace, ledger, path, sha256, "quarantined")
         return
     if {part["shard"] for part in packed(ledger, sha256)} & set(erased_shards(ledger)):

@@ -108,7 +108,7 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
         _hold(workspace, ledger, InboxFile(path, stamp, f"{died}; {again}"), refused=True, deaths=deaths)
         progress.line(f"  {shown_name(path)} stays in the inbox: {died}; {again}")
     except Exception as error:
-        if not _is_about_the_file(error):
+        if not is_about_the_file(error):
             raise
         if not path.exists():
             progress.line(f"  {shown_name(path)} was taken away while it was read; nothing of it was stored")
@@ -153,7 +153,7 @@ def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: P
     try:
         reports = ingest_pack(workspace, ledger, pack, progress, ingested=say, unread=unread)
     except (FactoryError, OSError) as error:
-        if not _is_about_the_file(error) and not isinstance(error, FileNotFoundError):
+        if not is_about_the_file(error) and not isinstance(error, FileNotFoundError):
             raise
         progress.line(f"  they are not: {error}; each is taken for itself")
         return False
@@ -166,7 +166,8 @@ def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: P
     return not path.exists()
 
 
-def _is_about_the_file(error: Exception) -> bool:
+def is_about_the_file(error: Exception) -> bool:
+    """Does it keep out one file, and no other?"""
     if isinstance(error, FactoryError):
         return isinstance(error, InputError) and not cannot_be_read_now(error)
     return not isinstance(error, sa.exc.DBAPIError) and not is_of_the_machine(error)
@@ -227,7 +228,7 @@ def ingest_path(
             beside=beside,
         )
         if folder == workspace.inbox.resolve():
-            file_original(workspace, ledger, path, reports)
+            file_original(workspace, ledger, path, {report.sha256 for report in reports})
         return reports
     report = ingest_shard(workspace, ledger, path, progress, again=again, workers=workers, beside=beside)
     ingested(report)

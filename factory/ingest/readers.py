@@ -20,7 +20,7 @@ from factory.ingest.reading.json_values import is_lines, read_json
 from factory.ingest.reading.kinds import CODE, TEXT, instead, kind_of
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
 from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import COMPRESSIONS, Source, as_text, lines, open_file, whole
+from factory.ingest.reading.streams import COMPRESSIONS, Readable, as_text, lines, open_file, whole
 from factory.ingest.reading.tables import read_csv, read_tsv
 from factory.ingest.rules.policy import ShardLimits
 
@@ -50,11 +50,11 @@ def read_rows(path: Path, limits: ShardLimits, left_out: LeftOut = _nothing, nam
     if path.stat().st_size == 0:
         raise ShardProblem("the file is empty")
     opens = functools.partial(open_file, path, compression, limits)
-    source = Source(name or path.name, opens, limits, path.stat().st_size, left_out, None if compression else path)
+    source = Readable(name or path.name, opens, limits, path.stat().st_size, left_out, None if compression else path)
     yield from read_source(source)
 
 
-def read_source(source: Source) -> Iterator[RawRow]:
+def read_source(source: Readable) -> Iterator[RawRow]:
     """Raises: ShardProblem."""
     read = READERS.get(kind_of(source.name)[0])
     if read is None:
@@ -74,7 +74,7 @@ def is_shard(path: Path, limits: ShardLimits) -> bool:
     Parquet, and text or code of one document; what is of another kind becomes JSON lines first (``packing``)."""
     kind, compression = kind_of(path.name)
     if kind == ".json":
-        source = Source(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
+        source = Readable(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
         try:
             return is_lines(source)
         except ShardProblem:
@@ -98,32 +98,32 @@ def is_longer(path: Path, limits: ShardLimits) -> bool:
         return False
 
 
-def _jsonl(source: Source) -> Iterator[RawRow]:
+def _jsonl(source: Readable) -> Iterator[RawRow]:
     with source.open() as stream:
         yield from lines(stream, source.limits.max_row_bytes)
 
 
-def _text(source: Source) -> Iterator[RawRow]:
+def _text(source: Readable) -> Iterator[RawRow]:
     """A text file is one document whose source is the file's name."""
     with source.open() as stream:
         yield {"text": as_text(whole(stream, source.limits)), "source": source.name}
 
 
-def _code(source: Source) -> Iterator[RawRow]:
+def _code(source: Readable) -> Iterator[RawRow]:
     for row in _text(source):
         assert isinstance(row, dict)
         yield row | {"domain": "code"}
 
 
-def _zip(source: Source) -> Iterator[RawRow]:
+def _zip(source: Readable) -> Iterator[RawRow]:
     yield from read_zip(source, read_source)
 
 
-def _tar(source: Source) -> Iterator[RawRow]:
+def _tar(source: Readable) -> Iterator[RawRow]:
     yield from read_tar(source, read_source)
 
 
-Reader = Callable[[Source], Iterator[RawRow]]
+Reader = Callable[[Readable], Iterator[RawRow]]
 READERS: dict[str, Reader] = {  # by suffix, without that of a compression
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _jsonl),
     ".json": read_json,

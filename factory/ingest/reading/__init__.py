@@ -9,5 +9,5 @@
 ``pages``         HTML, web archives, notebooks
 ``archives``      zip and tar: each member by its own suffix
 
-A reader is a function of a ``Source`` that yields rows. It imports nothing of ``factory/ingest`` but ``rules/policy``.
+A reader is a function of a ``Readable`` that yields rows. It imports nothing of ``factory/ingest`` but ``rules/policy``.
 """

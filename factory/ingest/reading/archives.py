@@ -1,4 +1,4 @@
-"""zip and tar: a stream of members, each a ``Source`` that is read by its own suffix.
+"""zip and tar: a stream of members, each a ``Readable`` that is read by its own suffix.
 
 The limits of the data policy count for all members together. What is refused is left out, by name, and ends nothing: links, devices, paths that
 lead out of the archive, archives in archives, encrypted members, kinds that are not read, a damaged member of a zip file. Nothing is unpacked
@@ -14,15 +14,15 @@ from pathlib import PurePosixPath
 
 from factory.ingest.reading.kinds import is_archive, kind_of
 from factory.ingest.reading.rows import OverLimit, RawRow, ShardProblem, with_path
-from factory.ingest.reading.streams import BROKEN, Budget, Source, Stream, open_member, refuse_unread, seekable
+from factory.ingest.reading.streams import BROKEN, Allowance, ByteStream, Readable, open_member, refuse_unread, seekable
 
-ReadMember = Callable[[Source], Iterator[RawRow]]  # raises ShardProblem where it cannot
+ReadMember = Callable[[Readable], Iterator[RawRow]]  # raises ShardProblem where it cannot
 
 
-def read_zip(source: Source, read: ReadMember) -> Iterator[RawRow]:
-    budget = Budget(source.size, source.limits)
+def read_zip(source: Readable, read: ReadMember) -> Iterator[RawRow]:
+    budget = Allowance(source.size, source.limits)
     try:
-        with seekable(source) as file, zipfile.ZipFile(_Whole(file)) as archive:
+        with seekable(source) as file, zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 name = _name(info.filename)
                 if info.is_dir() or _refused(info.filename, source):
@@ -35,23 +35,23 @@ def read_zip(source: Source, read: ReadMember) -> Iterator[RawRow]:
                 else:
                     opens = lambda info=info: _opened(archive, info, budget)
                     yield from _member(
-                        Source(name, opens, source.limits, info.file_size, source.left_out), source, read
+                        Readable(name, opens, source.limits, info.file_size, source.left_out), source, read
                     )
     except BROKEN as error:
         refuse_unread(source.name, error)
         raise ShardProblem(f"not readable as zip: {str(error)[:200]}") from error
 
 
-def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Budget) -> Stream:
+def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Allowance) -> ByteStream:
     try:
         return open_member(archive.open(info), info.filename, kind_of(info.filename)[1], budget)
     except (*BROKEN, NotImplementedError, RuntimeError) as error:
         raise ShardProblem(f"cannot be unpacked: {error}") from error
 
 
-def read_tar(source: Source, read: ReadMember) -> Iterator[RawRow]:
+def read_tar(source: Readable, read: ReadMember) -> Iterator[RawRow]:
     with source.open() as stream:
-        budget = Budget(source.size, source.limits)
+        budget = Allowance(source.size, source.limits)
         try:
             with tarfile.open(fileobj=stream, mode="r|", errorlevel=2) as archive:
                 for info in archive:
@@ -63,13 +63,13 @@ def read_tar(source: Source, read: ReadMember) -> Iterator[RawRow]:
                         continue
                     name = _name(info.name)
                     opens = lambda content=content, name=name: open_member(content, name, kind_of(name)[1], budget)
-                    yield from _member(Source(name, opens, source.limits, info.size, source.left_out), source, read)
+                    yield from _member(Readable(name, opens, source.limits, info.size, source.left_out), source, read)
         except BROKEN as error:
             refuse_unread(source.name, error)
             raise ShardProblem(f"not readable as tar: {str(error)[:200]}") from error
 
 
-def _member(member: Source, whole: Source, read: ReadMember) -> Iterator[RawRow]:
+def _member(member: Readable, whole: Readable, read: ReadMember) -> Iterator[RawRow]:
     try:
         for row in read(member):
             yield with_path(row, member.name)
@@ -83,7 +83,7 @@ def _name(path: str) -> str:
     return path.removeprefix("./").encode("utf-8", "backslashreplace").decode()
 
 
-def _refused(path: str, source: Source) -> bool:
+def _refused(path: str, source: Readable) -> bool:
     pure = PurePosixPath(path.replace("\\", "/"))
     if any(part.startswith(".") and part not in (".", "..") for part in pure.parts) or "__MACOSX" in pure.parts:
         return True  # hidden, as in a folder
@@ -94,13 +94,3 @@ def _refused(path: str, source: Source) -> bool:
     else:
         return False
     return True
-
-
-class _Whole:
-    """A pyarrow file as zipfile reads one."""
-
-    def __init__(self, file: object) -> None:
-        self.file = file
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.file, name)

@@ -22,13 +22,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from factory.ingest.reading.rows import UNREADABLE, BadRow, LeftOut, RawRow, ShardProblem, too_long, with_path
-from factory.ingest.reading.streams import FREE_EXPANSION, Budget, Source, open_file, refuse_unread, seekable
+from factory.ingest.reading.streams import FREE_EXPANSION, Allowance, Readable, open_file, refuse_unread, seekable
 from factory.ingest.rules.policy import ShardLimits
 
 _AT_ONCE = 64  # rows
 
 
-def read_parquet(source: Source) -> Iterator[RawRow]:
+def read_parquet(source: Readable) -> Iterator[RawRow]:
     try:
         with seekable(source) as mapped, pq.ParquetFile(mapped) as file:
             columns = _readable(file.schema_arrow)
@@ -48,7 +48,7 @@ def read_parquet(source: Source) -> Iterator[RawRow]:
         raise ShardProblem(f"not readable as Parquet: {str(error)[:200]}") from error
 
 
-def read_arrow(source: Source) -> Iterator[RawRow]:
+def read_arrow(source: Readable) -> Iterator[RawRow]:
     """An Arrow IPC file or stream: told apart by their first bytes."""
     try:
         with seekable(source) as mapped:
@@ -59,17 +59,17 @@ def read_arrow(source: Source) -> Iterator[RawRow]:
             if head == b"ARROW1":
                 with pa.ipc.open_file(mapped) as file:
                     batches = (file.get_batch(number) for number in range(file.num_record_batches))
-                    yield from _checked(batches, file.schema, Budget(mapped.size(), source.limits), source.limits)
+                    yield from _checked(batches, file.schema, Allowance(mapped.size(), source.limits), source.limits)
             else:
                 with pa.ipc.open_stream(mapped) as stream:
-                    yield from _checked(stream, stream.schema, Budget(mapped.size(), source.limits), source.limits)
+                    yield from _checked(stream, stream.schema, Allowance(mapped.size(), source.limits), source.limits)
     except (OSError, pa.ArrowException, OverflowError) as error:
         refuse_unread(source.name, error)
         raise ShardProblem(f"not readable as Arrow: {str(error)[:200]}") from error
 
 
 def _checked(
-    batches: Iterable[pa.RecordBatch], schema: pa.Schema, budget: Budget, limits: ShardLimits
+    batches: Iterable[pa.RecordBatch], schema: pa.Schema, budget: Allowance, limits: ShardLimits
 ) -> Iterator[RawRow]:
     """Arrow's buffers are taken as they are in the file: what they say of lengths and places is checked before a value is read."""
     columns = _readable(schema)
@@ -118,7 +118,7 @@ def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOut) -> Iterat
     for file in dataset_files(folder):
         name = str(file.relative_to(folder))
         opens = functools.partial(open_file, file, "", limits)
-        source = Source(name, opens, limits, file.stat().st_size, left_out, file)
+        source = Readable(name, opens, limits, file.stat().st_size, left_out, file)
         for row in read_arrow(source):
             yield with_path(row, name)
 

@@ -14,14 +14,14 @@ import re
 from collections.abc import Iterator
 
 from factory.ingest.reading.rows import RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import Source, blocks, lines
+from factory.ingest.reading.streams import Readable, blocks, lines
 
 _BLANK = b" \t\r\n"
 _OUTSIDE = re.compile(rb'["{}\[\],]')
 _INSIDE = re.compile(rb'["\\]')
 
 
-def read_json(source: Source) -> Iterator[RawRow]:
+def read_json(source: Readable) -> Iterator[RawRow]:
     """A ``.json`` file: one array, whose items are rows; or, as today, JSON lines; or objects written over several lines."""
     if is_lines(source):
         with source.open() as stream:
@@ -31,7 +31,7 @@ def read_json(source: Source) -> Iterator[RawRow]:
         yield from values(blocks(stream), source.limits.max_row_bytes)
 
 
-def is_lines(source: Source) -> bool:
+def is_lines(source: Readable) -> bool:
     """Does a file hold a row in each line, and not one array or values over several lines?"""
     with source.open() as stream:
         head = next(blocks(stream)).removeprefix(b"\xef\xbb\xbf").lstrip(_BLANK)

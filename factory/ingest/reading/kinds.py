@@ -10,25 +10,22 @@ from pathlib import PurePath
 from factory.ingest.reading.streams import COMPRESSIONS
 
 TEXT = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex", ".textile", ".wiki")
-# By family; names as the languages' own tools have them.
-CODE = tuple(
-    """
+# By family, with the names that the languages' own tools give them.
+_CODE = """
     .py .pyi .pyx .pxd .c .h .cc .cpp .cxx .c++ .hh .hpp .hxx .h++ .ipp .inl .tpp .cu .cuh .cl .m .mm .rs .go .zig .nim .d .v .sv .svh .vhd .vhdl
     .java .kt .kts .scala .sc .groovy .gradle .clj .cljs .cljc .edn .js .mjs .cjs .jsx .ts .mts .cts .tsx .vue .svelte .astro .coffee
     .cs .fs .fsi .fsx .vb .swift .dart .rb .erb .rake .gemspec .php .pl .pm .t .raku .lua .r .jl .f .for .f77 .f90 .f95 .f03 .f08 .pas .pp .ada .adb
-    .ads .cob .cbl .hs .lhs .elm .purs .ml .mli .mll .mly .re .rei .ex .exs .erl .hrl .lisp .lsp .cl .el .scm .ss .rkt .lean .agda .thy .idr .coq
+    .ads .cob .cbl .hs .lhs .elm .purs .ml .mli .mll .mly .re .rei .ex .exs .erl .hrl .lisp .lsp .el .scm .ss .rkt .lean .agda .thy .idr
     .sh .bash .zsh .fish .ksh .csh .awk .sed .ps1 .psm1 .psd1 .bat .cmd .tcl .vim .nix .sql .psql .plsql .prql .graphql .gql .proto .thrift .capnp
-    .toml .yaml .yml .ini .cfg .conf .properties .env .xml .xsd .xsl .xslt .css .scss .sass .less .styl .tf .tfvars .hcl .bzl .bazel .star .cmake
+    .toml .yaml .yml .ini .cfg .conf .properties .xml .xsd .xsl .xslt .css .scss .sass .less .styl .tf .tfvars .hcl .bzl .bazel .star .cmake
     .mk .mak .make .dockerfile .asm .s .ll .mlir .ptx .wat .wgsl .glsl .hlsl .vert .frag .comp .metal .sol .vy .move .cairo .gd .qml .bib .diff
-    .patch .jinja .jinja2 .j2 .tmpl .mustache .hbs .ejs .pug .haml .slim .liquid .feature .robot .do .sas .mat .stan .bas .applescript .ahk .gn .gni
-    """.split()
-)
-CODE_NAMES = frozenset(
-    """
+    .patch .jinja .jinja2 .j2 .tmpl .mustache .hbs .ejs .pug .haml .slim .liquid .feature .robot .do .sas .stan .bas .applescript .ahk .gn .gni
+"""
+_CODE_NAMES = """
     Makefile GNUmakefile makefile Dockerfile Containerfile CMakeLists.txt Rakefile Gemfile Vagrantfile Jenkinsfile Justfile justfile BUILD WORKSPACE
     SConstruct SConscript meson.build go.mod Procfile Brewfile Kconfig
-    """.split()
-)
+"""
+CODE, CODE_NAMES = tuple(_CODE.split()), frozenset(_CODE_NAMES.split())
 
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 _PACKED = (*ARCHIVES, ".7z", ".rar", ".jar", ".whl", ".egg", ".apk", ".iso", ".cab", ".ar", ".deb", ".rpm", ".cpio")

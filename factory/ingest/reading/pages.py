@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import BROKEN, Source, as_text, refuse_unread, whole
+from factory.ingest.reading.streams import BROKEN, Readable, as_text, refuse_unread, whole
 
 _PAGES = ("text/html", "application/xhtml+xml")
 
 
-def read_html(source: Source) -> Iterator[RawRow]:
+def read_html(source: Readable) -> Iterator[RawRow]:
     with source.open() as stream:
         text = page_text(whole(stream, source.limits))
     if text is None:
@@ -36,7 +36,7 @@ def page_text(page: bytes) -> str | None:
         return None
 
 
-def read_warc(source: Source) -> Iterator[RawRow]:
+def read_warc(source: Readable) -> Iterator[RawRow]:
     from warcio.archiveiterator import ArchiveIterator
     from warcio.exceptions import ArchiveLoadFailed
 
@@ -58,7 +58,7 @@ def read_warc(source: Source) -> Iterator[RawRow]:
             raise ShardProblem(f"not a web archive after {count} records: {error}") from error
 
 
-def _record(record: Any, source: Source) -> Iterator[RawRow]:
+def _record(record: Any, source: Readable) -> Iterator[RawRow]:
     url = record.rec_headers.get_header("WARC-Target-URI") or ""
     kind = record.rec_type
     if kind == "conversion":
@@ -89,7 +89,7 @@ def _payload(record: Any, limit: int) -> bytes | BadRow:
     return b"".join(found)
 
 
-def read_notebook(source: Source) -> Iterator[RawRow]:
+def read_notebook(source: Readable) -> Iterator[RawRow]:
     """A Jupyter notebook is one document: Markdown as it is, code between fences. Outputs are left out: they are what a program printed."""
     with source.open() as stream:
         data = as_text(whole(stream, source.limits))

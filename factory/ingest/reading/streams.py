@@ -37,7 +37,7 @@ BLOCK = 1 << 20
 FREE_EXPANSION = 64 << 20  # bytes before the expansion of a compressed file is judged
 
 
-class Budget:
+class Allowance:
     """How much may come out of a compressed file, or an archive, of ``size`` bytes, whatever number of members it has."""
 
     def __init__(self, size: int, limits: ShardLimits) -> None:
@@ -52,10 +52,10 @@ class Budget:
             raise OverLimit(f"expands more than {self.limits.max_expansion:g} times (limits.max_expansion): a bomb?")
 
 
-class Stream(io.RawIOBase):
+class ByteStream(io.RawIOBase):
     """A decompressing stream that stops at a bomb and says what is wrong with a broken file."""
 
-    def __init__(self, inner: Any, name: str, budget: Budget | None) -> None:
+    def __init__(self, inner: Any, name: str, budget: Allowance | None) -> None:
         self._inner, self._name, self._budget = inner, name, budget
         self._given = 0
 
@@ -73,54 +73,50 @@ class Stream(io.RawIOBase):
             self._budget.take(len(block))
         return block
 
-    def readinto(self, buffer: Any) -> int:
-        block = self.read(len(buffer))
-        buffer[: len(block)] = block
-        return len(block)
-
     def close(self) -> None:
         self._inner.close()
         super().close()
 
 
 @dataclass(frozen=True)
-class Source:
+class Readable:
     """A file, or a member of one, as readers see it. ``open``: its decompressed bytes, from the beginning, once. ``path``: of a file that
     is not compressed, so that it can be mapped. ``left_out`` is told what is not read of it."""
 
     name: str
-    open: Callable[[], Stream]
+    open: Callable[[], ByteStream]
     limits: ShardLimits
     size: int  # bytes, as it lies on disk or in the archive
     left_out: LeftOut
     path: Path | None = None
 
 
-def open_file(path: Path, compression: str, limits: ShardLimits) -> Stream:
+def open_file(path: Path, compression: str, limits: ShardLimits) -> ByteStream:
     """``compression``: a value of ``COMPRESSIONS``, or ''. Raises: ShardProblem, InputError."""
     try:
-        budget = Budget(path.stat().st_size, limits) if compression else None
+        budget = Allowance(path.stat().st_size, limits) if compression else None
         if compression in ("zstd", "lz4"):
             inner: Any = pa.CompressedInputStream(pa.OSFile(str(path)), compression)
         elif compression:
-            inner = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}[compression](path, "rb")
+            openers: dict[str, Any] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+            inner = openers[compression](path, "rb")
         else:
-            inner = open(path, "rb")  # noqa: SIM115 (closed by Stream)
+            inner = open(path, "rb")  # noqa: SIM115 (closed by ByteStream)
     except (OSError, pa.ArrowException) as error:
         refuse_unread(path.name, error)
         raise ShardProblem(f"cannot be opened: {error}") from error
-    return Stream(inner, path.name, budget)
+    return ByteStream(inner, path.name, budget)
 
 
-def open_member(raw: IO[bytes], name: str, compression: str, budget: Budget) -> Stream:
+def open_member(raw: IO[bytes], name: str, compression: str, budget: Allowance) -> ByteStream:
     """As ``open_file``, of a member of an archive whose members all draw on ``budget``."""
     if compression in ("zstd", "lz4"):
-        return Stream(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression), name, budget)
+        return ByteStream(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression), name, budget)
     if compression:
         readers: dict[str, Any] = {"gzip": gzip.GzipFile, "bz2": bz2.BZ2File, "xz": lzma.LZMAFile}
         inner = readers[compression](fileobj=raw) if compression == "gzip" else readers[compression](raw)
-        return Stream(inner, name, budget)
-    return Stream(raw, name, budget)
+        return ByteStream(inner, name, budget)
+    return ByteStream(raw, name, budget)
 
 
 def refuse_unread(name: str, error: Exception) -> None:
@@ -129,7 +125,7 @@ def refuse_unread(name: str, error: Exception) -> None:
         raise InputError(f"{name} cannot be read: {error}") from error
 
 
-def blocks(stream: Stream) -> Iterator[bytes]:
+def blocks(stream: ByteStream) -> Iterator[bytes]:
     """Raises: ShardProblem for a file that is empty, or in another encoding than UTF-8."""
     first = True
     while block := stream.read(BLOCK):
@@ -141,7 +137,7 @@ def blocks(stream: Stream) -> Iterator[bytes]:
         raise ShardProblem("the file is empty once decompressed")
 
 
-def lines(stream: Stream, max_bytes: int) -> Iterator[RawRow]:
+def lines(stream: ByteStream, max_bytes: int) -> Iterator[RawRow]:
     """Lines without their ends; a line over ``max_bytes`` is passed over without being held in memory."""
     rest = b""
     skipped = 0  # bytes of an over-long line passed over so far
@@ -163,7 +159,7 @@ def lines(stream: Stream, max_bytes: int) -> Iterator[RawRow]:
         yield rest
 
 
-def whole(stream: Stream, limits: ShardLimits) -> bytes:
+def whole(stream: ByteStream, limits: ShardLimits) -> bytes:
     """All of it, as of one document. Raises: ShardProblem for more than a row may have."""
     found: list[bytes] = []
     size = 0
@@ -190,7 +186,7 @@ def refuse_other_encodings(head: bytes) -> None:
             raise ShardProblem(f"encoded as {name}, not UTF-8: convert it, for example with iconv")
 
 
-def seekable(source: Source) -> Any:
+def seekable(source: Readable) -> Any:
     """A pyarrow file of all the bytes, which can be read at any place: mapped, or from a copy without a name. Raises: ShardProblem, OSError."""
     if source.path is not None:
         return pa.memory_map(str(source.path), "r")

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterator
 
 from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import Source, Stream, blocks
+from factory.ingest.reading.streams import ByteStream, Readable, blocks
 
 _DELIMITERS = ",;\t|"
 
@@ -26,15 +26,15 @@ class _TooLong(Exception):
     pass
 
 
-def read_csv(source: Source) -> Iterator[RawRow]:
+def read_csv(source: Readable) -> Iterator[RawRow]:
     yield from _table(source, "")
 
 
-def read_tsv(source: Source) -> Iterator[RawRow]:
+def read_tsv(source: Readable) -> Iterator[RawRow]:
     yield from _table(source, "\t")
 
 
-def _table(source: Source, delimiter: str) -> Iterator[RawRow]:
+def _table(source: Readable, delimiter: str) -> Iterator[RawRow]:
     limit = source.limits.max_row_bytes
     csv.field_size_limit(max(limit, csv.field_size_limit()))
     with source.open() as stream:
@@ -57,7 +57,7 @@ def _table(source: Source, delimiter: str) -> Iterator[RawRow]:
 class _Records:
     """Records of a CSV stream. A record over the limit is passed over: to the line that closes its quotes."""
 
-    def __init__(self, stream: Stream, limit: int, delimiter: str) -> None:
+    def __init__(self, stream: ByteStream, limit: int, delimiter: str) -> None:
         self.limit, self.delimiter = limit, delimiter
         self.size = self.quotes = 0  # characters, and quotes, of the record under way
         self.text = _text(stream, limit)
@@ -83,7 +83,8 @@ class _Records:
             self.size = self.quotes = 0
 
     def _lines(self) -> Iterator[str]:
-        for self.last in self.text:
+        for line in self.text:
+            self.last = line
             self.size += len(self.last)
             self.quotes += self.last.count('"')
             if self.size > self.limit:
@@ -101,7 +102,7 @@ class _Records:
         return self.size
 
 
-def _text(stream: Stream, limit: int) -> Iterator[str]:
+def _text(stream: ByteStream, limit: int) -> Iterator[str]:
     """Lines with their ends; a very long one in pieces. Bytes that are not UTF-8 become half surrogates, which cost the row."""
     rest, start = b"", True
     for block in blocks(stream):

@@ -16,8 +16,9 @@ import pytest
 
 from factory.core.faults import HANDLES, fault_of
 from factory.core.workspace import Workspace
-from factory.ingest import chain, readers
+from factory.ingest import chain
 from factory.ingest.inbox import take
+from factory.ingest.reading import streams
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
@@ -113,7 +114,7 @@ def test_a_file_that_the_disk_cannot_read_waits_and_the_others_do_not(
     bad, good = put(workspace, rows(0, 10), "bad.jsonl"), put(workspace, rows(10, 10), "good.jsonl")
     opened = open
     read = lambda path, *more, **how: opened("/proc/self/mem" if path == bad else path, *more, **how)
-    monkeypatch.setattr(readers, "open", read, raising=False)
+    monkeypatch.setattr(streams, "open", read, raising=False)
     said = one_pass(workspace, ledger)
     assert said.about("bad.jsonl stays in the inbox: bad.jsonl cannot be read: [Errno 5] Input/output error"), (
         said.lines
