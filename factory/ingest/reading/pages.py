@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import BROKEN, Readable, as_text, refuse_unread, whole
+from factory.ingest.reading.streams import BROKEN, ByteStream, Readable, as_text, refuse_unread, whole
 
 _PAGES = ("text/html", "application/xhtml+xml")
 
@@ -40,22 +40,38 @@ def read_warc(source: Readable) -> Iterator[RawRow]:
     from warcio.archiveiterator import ArchiveIterator
     from warcio.exceptions import ArchiveLoadFailed
 
+    count = 0
     with source.open() as stream:
-        count = 0
+        archive = _Ending(stream)
         try:
-            for record in ArchiveIterator(stream, no_record_parse=False):
+            for record in ArchiveIterator(archive):
                 count += 1
                 yield from _record(record, source)
-                if left := record.raw_stream.limit if hasattr(record.raw_stream, "limit") else 0:
-                    while piece := record.raw_stream.read(1 << 20):
-                        left -= len(piece)
-                    if left > 0:
-                        raise ShardProblem(f"the web archive is cut off in record {count}")
+                while record.raw_stream.read(1 << 20):
+                    pass
+                if getattr(record.raw_stream, "limit", 0) > 0:
+                    raise ShardProblem(f"the web archive is cut off in record {count}")
         except ArchiveLoadFailed as error:
             raise ShardProblem(f"not a web archive after {count} records: {str(error).strip()[:200]}") from error
         except BROKEN as error:
             refuse_unread(source.name, error)
             raise ShardProblem(f"not a web archive after {count} records: {error}") from error
+        if archive.last not in b"\r\n":
+            raise ShardProblem(f"the web archive is cut off in record {count + 1}")
+
+
+class _Ending:
+    """A stream that knows its first bytes and its last: warcio passes over a header that is cut off, and reads any text as a record."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        self.stream, self.last = stream, b""
+
+    def read(self, size: int = -1) -> bytes:
+        block = self.stream.read(size)
+        if not self.last and block and not block.startswith(b"WARC/"):
+            raise ShardProblem("not a web archive: it does not begin with WARC/")
+        self.last = block[-1:] or self.last
+        return block
 
 
 def _record(record: Any, source: Readable) -> Iterator[RawRow]:
