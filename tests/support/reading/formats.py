@@ -21,10 +21,10 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 TEXTS = [
-    "The first document stands here, and it is about the weather of last week.\nIt rained on Monday, and on Tuesday too; on Wednesday the sun came out "
+    "The first document stands here, and it is about the weather of last week.\nIt rained on Monday, and on Tuesday too; then the sun came out "
     "for an hour.\nNobody had asked for it, and everybody went outside: the cafés were full until late in the evening, and the streets as well.",
-    'The second one says "quoted words" and ☃, which is not ASCII, and then goes on with a story of a ship.\nThe ship left the harbour in spring with '
-    "nine sailors on board, a cargo of salt and a cat.\nIt came back in autumn, with ten sailors, no salt and two cats; of the tenth nobody knew the name.",
+    'The second one says "quoted words" and ☃, and then goes on with the story of a ship.\nThe ship left the harbour in spring with '
+    "nine sailors on board, a cargo of salt and a cat.\nIt came back in autumn, with ten sailors, no salt and two cats; nobody knew the tenth.",
     "The third document is the last of them; it ends with a dot, as most sentences do.\nA sentence that ends otherwise asks something, or shouts, or "
     "was cut off by a program that counted badly.\nSuch programs were common once, and they still are, which is why tests of this kind are written.",
 ]
