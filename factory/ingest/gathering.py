@@ -74,7 +74,7 @@ def _paths(workspace: Workspace, name: str) -> list[Path]:
         return [kept]
     if glob.has_magic(name):
         if matched := [Path(one) for one in sorted(glob.glob(name, recursive=True))]:
-            files = [one for one in matched if not one.is_dir()]
+            files = list({one.resolve(): one for one in matched if not one.is_dir()}.values())  # links may lead round
             return files or matched
         raise InputError(f"{name}: no file matches")
     raise InputError(f"{path.name}: no such file, here or in {workspace.quarantine}")
