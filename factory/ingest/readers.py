@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from factory.ingest.reading.archives import read_tar, read_zip
 from factory.ingest.reading.columns import is_dataset, read_arrow, read_dataset, read_parquet
 from factory.ingest.reading.json_values import is_lines, read_json
-from factory.ingest.reading.kinds import CODE, TEXT, instead, kind_of
+from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, instead, kind_of
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
 from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import COMPRESSIONS, Readable, as_text, lines, open_file, whole
+from factory.ingest.reading.streams import Readable, as_text, lines, open_file, whole
 from factory.ingest.reading.tables import read_csv, read_tsv
 from factory.ingest.rules.policy import ShardLimits
 

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from factory.ingest.reading.streams import COMPRESSIONS
-
+COMPRESSIONS = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".bz2": "bz2",
+    ".xz": "xz",
+    ".lzma": "xz",
+    ".lz4": "lz4",
+}
 TEXT = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex", ".textile", ".wiki")
 # By family, with the names that the languages' own tools give them.
 _CODE = """

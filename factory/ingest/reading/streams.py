@@ -22,15 +22,6 @@ from factory.core.faults import is_of_no_file
 from factory.ingest.reading.rows import LeftOut, OverLimit, RawRow, ShardProblem, too_long
 from factory.ingest.rules.policy import ShardLimits
 
-COMPRESSIONS = {
-    ".gz": "gzip",
-    ".zst": "zstd",
-    ".zstd": "zstd",
-    ".bz2": "bz2",
-    ".xz": "xz",
-    ".lzma": "xz",
-    ".lz4": "lz4",
-}
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
 
 BLOCK = 1 << 20
