@@ -29,6 +29,7 @@ from kernels.contract.files import write_atomically
 
 _OF_ONE_DOCUMENT = 50_000  # characters: one large file must not fill the sample
 _OTHER_SHARDS = 16
+_ENOUGH = 100_000  # characters of text; where more give too few tokens, it is of few words, and waiting helps nothing
 _BYTES = 259  # tokens that need no text: of single bytes, and the special ones
 
 
@@ -48,8 +49,8 @@ def frozen_tokenizer(
 ) -> Tokenizer:
     """``beside``: files that are to be ingested after ``path``.
 
-    Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; LittleTextError where all text that waits gives
-    fewer tokens than ``tokenizer.vocab_size`` of the data policy, and no person said that this is wanted.
+    Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; LittleTextError where all text that waits is
+    short and gives fewer tokens than ``tokenizer.vocab_size`` of the data policy, and no person said that this is wanted.
     """
     recorded = ledger.one(sa.select(tokenizers))
     if recorded:
@@ -75,8 +76,12 @@ def frozen_tokenizer(
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         aside = spool / "tokenizer"
         made = train(iter(sample), policy.tokenizer.vocab_size, aside)
-        if made.vocab_size < policy.tokenizer.vocab_size and not small_vocabulary(ledger):
-            raise LittleTextError(_too_little(sample, made.vocab_size, policy.tokenizer.vocab_size, aside))
+        if made.vocab_size < policy.tokenizer.vocab_size:
+            if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(ledger):
+                raise LittleTextError(_too_little(sample, made.vocab_size, policy.tokenizer.vocab_size, aside))
+            progress.line(
+                f"  the tokenizer has {made.vocab_size:,} tokens, for ever, and not {policy.tokenizer.vocab_size:,}: the text gave no more"
+            )
         workspace.tokenizer.mkdir(parents=True, exist_ok=True)
         for name in sorted(
             FILES, key=lambda name: name == "tokenizer.json"
@@ -92,6 +97,7 @@ def _too_little(sample: Sequence[str], found: int, wanted: int, folder: Path) ->
     grown, before = max(found - _BYTES, 2), max(half - _BYTES, 1)
     power = min(1.0, max(0.4, math.log2(max(grown / before, 1.01))))
     needed = there * ((wanted - _BYTES) / grown) ** (1 / power)
+    needed = min(needed, _ENOUGH)
     rounded = math.ceil(needed / 10 ** (unit := max(0, len(str(int(needed))) - 2))) * 10**unit
     return (
         f"the tokenizer is trained once, and there is too little text for it: {there:,} characters give {found:,} of the {wanted:,} tokens that "

@@ -121,7 +121,10 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow) -> Content:
     if isinstance(raw, BadRow):
         raise raw
     value = parse_json(raw) if isinstance(raw, bytes) else raw
-    take_origin(value).refuse(READ)
+    origin = take_origin(value)
+    origin.refuse(READ)
+    if origin.path and isinstance(value, dict):
+        value.setdefault("path", origin.path)
     parsed = parse_document(value, policy.default_domain)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license

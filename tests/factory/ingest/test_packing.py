@@ -99,7 +99,7 @@ def test_a_file_with_more_rows_or_bytes_than_a_shard_is_cut(workspace: Workspace
 def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Workspace, ledger: Ledger) -> None:
     with_limits(workspace, "max_rows: 8")
     array = json.dumps(texts(0, 20)).encode()
-    put(workspace, array[:-40], "a.json")
+    put(workspace, array[:-40], "a.json", age=3600)
     said = one_pass(workspace, ledger)
     assert said.about("a.json: ") and said.about(
         "QUARANTINED: the JSON array is cut off after 19 whole items; 16 rows before that are ingested"
