@@ -22,13 +22,14 @@ from factory.cli.data import (
     compare,
     data,
     generate,
+    ingest,
     provenance,
     relabel,  # noqa: F401 (a command of ``data``)
 )
 from factory.cli.evals import tasks
 from factory.cli.releases import bundle, releases
 
-for commands in (provenance.commands, data.commands, compare.commands, generate.commands):
+for commands in (ingest.commands, provenance.commands, data.commands, compare.commands, generate.commands):
     root.add_typer(commands)
 root.add_typer(tasks.commands, name="tasks")
 root.add_typer(releases.commands, name="releases")

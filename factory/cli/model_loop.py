@@ -1,4 +1,4 @@
-"""The model loop from the command line: ``init``, ``tune``, ``ingest``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``,
+"""The model loop from the command line: ``init``, ``tune``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``,
 ``release``."""
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
-from factory.core.errors import InputError, WorkspaceError
-from factory.core.workspace import Workspace
+from factory.core.errors import InputError
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -84,78 +83,6 @@ def tune(
             terminal.line(line)
     if not found:
         terminal.line("nothing is tuned yet: run 'factory tune'")
-
-
-@app.command()
-def ingest(
-    paths: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Shards: .jsonl (.gz, .zst), .parquet, plain text or code files, or folders of them."),
-    ] = None,
-    where: Where = DEFAULT,
-    again: Annotated[
-        bool,
-        typer.Option(
-            "--again", help="Also what was quarantined: these files, or without any all that are in quarantine/."
-        ),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. While the daemon runs, put them into the inbox
-    in place of this; '--again' has it try what is in quarantine/ in its next pass."""
-    from factory.core.progress import SILENT
-    from factory.daemon import LOCK
-    from factory.ingest.filing import ask_again
-    from factory.ingest.inbox import describe_shard, ingest_path
-    from factory.releasable.recorded import refresh
-
-    workspace, ledger, terminal = open_workspace(where)
-    if not paths and not again:
-        raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
-    reports = []
-    with ExitStack() as held:
-        try:
-            held.enter_context(workspace.lock(LOCK))
-        except WorkspaceError as busy:
-            files = _files(workspace, paths)
-            if not again or any(path.resolve().parent != workspace.quarantine.resolve() for path in files):
-                raise WorkspaceError(
-                    f"{busy}; a running 'factory run' ingests what is put into {workspace.inbox}: put it there"
-                ) from None
-            ask_again(ledger, files)
-            said = f"the daemon, which runs, tries {len(files)} quarantined files again in its next pass"
-            said = said if files else "nothing is quarantined"
-            print_json({"files": [path.name for path in files], "says": said}) if as_json else terminal.line(
-                f"  {said}"
-            )
-            return
-        files = _files(workspace, paths)
-        for path in files:
-            report = ingest_path(workspace, ledger, path, SILENT if as_json else terminal, again=again)
-            reports.append(vars(report))
-            if not as_json:
-                terminal.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
-        refresh(workspace, ledger, SILENT if as_json else terminal)
-    if as_json:
-        print_json(reports)
-    elif not files:
-        terminal.line("  nothing is quarantined")
-
-
-def _files(workspace: Workspace, paths: list[Path] | None) -> list[Path]:
-    """Those of ``paths``, or without any all that are quarantined. Raises: InputError."""
-    from factory.ingest.filing import quarantined_files
-
-    return [file for path in paths for file in _files_of(workspace, path)] if paths else quarantined_files(workspace)
-
-
-def _files_of(workspace: Workspace, path: Path) -> list[Path]:
-    """A file, also by its name in quarantine/ alone, or all files of a folder. Raises: InputError."""
-    if not path.exists() and not (path := workspace.quarantine / path.name).is_file():
-        raise InputError(f"{path.name}: no such file, here or in {workspace.quarantine}")
-    if not path.is_dir():
-        return [path]
-    return sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
 
 
 @app.command()

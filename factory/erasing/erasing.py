@@ -25,7 +25,8 @@ from factory.core.workspace import Workspace
 from factory.data.removing import mark_new_releases
 from factory.data.selecting import Selection
 from factory.erasing.rewriting import rewrite_without
-from factory.ledger.files import FILED, filed
+from factory.ingest.filing import remove_originals
+from factory.ledger.files import FILED, filed, origins
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, documents, held_out, record, shards, token_shards
 from factory.ledger.removals import (
@@ -74,6 +75,9 @@ def warnings(workspace: Workspace, ledger: Ledger, selection: Selection) -> list
         path, _ = raw_shard(workspace, ledger, sha256)
         if path is not None and not path.is_relative_to(workspace.root):
             said.append(f"{path} is yours and lies outside the workspace: take them out there yourself")
+        for origin in sorted({one["origin"] for one in origins(ledger, sha256)}):
+            if Path(origin).exists() and not Path(origin).is_relative_to(workspace.root):
+                said.append(f"{origin} is yours and lies outside the workspace: take them out there yourself")
     if made := [path.name for path in backups_of(workspace.root)]:
         said.append(f"backups keep the held-out ones' text until they are deleted: {', '.join(made)}")
     return said
@@ -150,6 +154,7 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
                 record(tx, FILED, f"shard:{sha256[:16]}", filing)
         if aside is not None and raw is not None:
             put_in_place(aside, raw)
+        said += remove_originals(workspace, ledger, sha256)
         former = former_contents(ledger, sha256)  # also of a time before, if that was killed here
         for number, old_path, new in made:
             for path in {old_path, *(workspace.shards / name for name in (number, *former))} - {new.path}:

@@ -1,8 +1,10 @@
 """Shards in, token shards out. A shard walks down this list (start at ``chain.ingest_shard``):
 
 ``rules/policy``                   what ``policies/data.yaml`` may say
-``readers``                        a file as a stream of rows
-``shapes/``                        its columns: by a mapping, or by a known shape; what nothing reads
+``gathering`` ``remote``           what a command was asked for, as files
+``packing``                        what becomes JSON lines before it is a shard; many small files as one
+``readers`` ``reading/``           a file as a stream of rows
+``shapes/``                        a row's columns: by a mapping, or by a known shape; what nothing reads
 ``document``                       a row as a normalised document, or the rule that drops it
 ``rules/filters`` ``rules/pii``    rules per domain; personal data and secrets replaced
 ``rules/words``                    hashes of words and of runs of words, for the next three

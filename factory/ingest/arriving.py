@@ -7,22 +7,31 @@ last row is looked at too. Little is imported: ``factory status`` asks as well.
 
 from __future__ import annotations
 
+import bz2
 import errno
 import fcntl
 import gzip
 import json
+import lzma
 import os
 import signal
 import stat
+import zipfile
 import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from factory.ingest.reading.kinds import kind_of
+
 Stamp = tuple[int, ...]  # of a file's content: another one, another content
 STILL_SECONDS = 600.0  # without a change, after which a file is whole whatever its last row looks like
 TAIL = 1 << 20  # bytes of the last row that are looked at
-PARQUET = b"PAR1"
+ENDS = {
+    ".parquet": b"PAR1",
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), b"ARROW1"),
+}  # with which such files begin and end
+ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -81,35 +90,48 @@ def cut_off(path: Path) -> str:
 @lru_cache(maxsize=256)
 def _cut_off(path: Path, stamp: Stamp) -> str:
     """Compressed files are read whole, once for each ``stamp``."""
-    name = path.name.lower()
-    if name.endswith((".jsonl", ".ndjson")):
+    kind, compression = kind_of(path.name)
+    if kind == ".zip":
+        return "" if zipfile.is_zipfile(path) else "it has no directory of a zip file yet"
+    if not compression and kind in ENDS:
         with open(path, "rb") as file:
-            file.seek(max(0, stamp[0] - TAIL))
-            return _last_row(file.read(TAIL))
-    if name.endswith(".parquet"):
-        with open(path, "rb") as file:
-            file.seek(max(0, stamp[0] - len(PARQUET)))
-            return "" if file.read() == PARQUET else "it has no Parquet footer yet"
-    if name.endswith(tuple(f"{rows}{packed}" for rows in (".jsonl", ".ndjson") for packed in (".gz", ".zst", ".zstd"))):
+            head = file.read(len(ENDS[kind]))
+            file.seek(max(0, stamp[0] - len(ENDS[kind])))
+            if file.read() == ENDS[kind] or (
+                kind != ".parquet" and head != ENDS[kind]
+            ):  # else an Arrow stream, which cannot tell
+                return ""
+            return "it has no Parquet footer yet" if kind == ".parquet" else "it has no Arrow footer yet"
+    if compression:
         last = b""
         try:
-            with gzip.open(path, "rb") if name.endswith(".gz") else _zstd(path) as file:
+            with _opened(path, compression) as file:
                 while block := file.read(TAIL):
                     last = (last + block)[-TAIL:]
         except EOFError:
             return "its compressed data end too early"
         except OSError as error:  # what is damaged, waiting does not mend
             return "its compressed data end too early" if "Truncated" in str(error) else ""
-        except zlib.error:
+        except (zlib.error, lzma.LZMAError):
             return ""
-        return _last_row(last)
-    return ""
+    else:
+        with open(path, "rb") as file:
+            array = kind == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+            file.seek(max(0, stamp[0] - TAIL))
+            last = file.read(TAIL)
+        if array:
+            return "" if last.rstrip().endswith(b"]") else "its JSON array is not closed yet"
+    if kind == ".json" and last.rstrip().endswith((b"]", b"}")):
+        return ""
+    return _last_row(last) if kind in ROWS else ""
 
 
-def _zstd(path: Path) -> Any:
-    import pyarrow as pa
+def _opened(path: Path, compression: str) -> Any:
+    if compression in ("zstd", "lz4"):
+        import pyarrow as pa
 
-    return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+        return pa.CompressedInputStream(pa.OSFile(str(path)), compression)
+    return {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}[compression](path, "rb")  # type: ignore[operator]
 
 
 def _last_row(tail: bytes) -> str:

@@ -38,6 +38,7 @@ from factory.ingest.filing import ASKED, filed_name
 from factory.ingest.index import Index
 from factory.ingest.pool import Pool
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
+from factory.ingest.reading.rows import BAD_RULES
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.claims import CONFLICT
 from factory.ingest.rules.held_tasks import hold_task_items
@@ -55,8 +56,6 @@ from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, fil
 _CHUNK_BYTES = 1 << 19
 _CHUNK_ROWS = 1000
 _WORTH_WORKERS = 4 << 20  # bytes of a shard below which starting processes takes longer than the work
-# Rules of rows that cannot be read at all; with too many of them the shard is quarantined.
-UNREADABLE = frozenset({"bad_json", "bad_encoding", "bad_schema", "row_too_long", "empty"})
 
 
 @dataclass(frozen=True)
@@ -86,20 +85,21 @@ def ingest_shard(
     *,
     workers: int | None = None,
     again: bool = False,
+    beside: Sequence[Path] = (),
 ) -> ShardReport:
     """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned. One that was quarantined is
     tried again when its name, the data policy or the code that reads it is another, or where ``again`` says so.
 
-    ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard.
+    ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard. ``beside``: files that are
+    to be ingested after this one: the tokenizer, which the first ingest trains, is trained on text of them too.
 
     Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad policy;
-    WorkerDiedError; FactoryError when the disk is full. What is wrong *inside* the file ends in a report: rows are dropped, each
-    by a rule, and a file that is unusable as a whole is quarantined.
+    WorkerDiedError; LittleTextError where there is too little text to train the tokenizer on; FactoryError when the disk is full. What is wrong
+    *inside* the file ends in a report: rows are dropped, each by a rule, and a file that is unusable as a whole is quarantined.
     """
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     before, sha256 = _identify(path)
-    known = report(ledger, sha256)
-    if known and (known.state == "ingested" or not (again or _may_be_readable(workspace, ledger, path, sha256))):
+    if known := settled(workspace, ledger, path, sha256, again):
         return known
     index = Index(ledger, policy.licences)
     parameters = index.check(policy)
@@ -115,7 +115,7 @@ def ingest_shard(
         if before.st_size < _WORTH_WORKERS and workers is None:
             workers = 0
         with Pool(workers, spool, RetryPolicy.load(workspace.policy("retries.yaml"))) as pool:
-            found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, progress)
+            found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, beside, progress)
         _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
             _copy_to_quarantine(workspace, path, sha256)
@@ -130,6 +130,24 @@ def ingest_shard(
         ) from error
     finally:
         shutil.rmtree(spool, ignore_errors=True)
+    stored = report(ledger, sha256)
+    assert stored
+    return stored
+
+
+def settled(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, again: bool) -> ShardReport | None:
+    """The report of a file that needs no ingest: it was ingested, or quarantined and nothing that read it changed since."""
+    known = report(ledger, sha256)
+    if known and (known.state == "ingested" or not (again or _may_be_readable(workspace, ledger, path, sha256))):
+        return known
+    return None
+
+
+def quarantine(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, problem: ShardProblem) -> ShardReport:
+    """Record a file that is unusable as a whole, and keep a copy of it."""
+    _copy_to_quarantine(workspace, path, sha256)
+    with ledger.begin() as tx:
+        _store(tx, ledger, path, path.stat().st_size, sha256, problem, "", reading_key(workspace))
     stored = report(ledger, sha256)
     assert stored
     return stored
@@ -165,6 +183,7 @@ def _run(
     index: Index,
     spool: Path,
     pool: Pool,
+    beside: Sequence[Path],
     progress: Progress,
 ) -> Ingested | ShardProblem:
     job = IngestJob(policy, spool, sha256[:16], path.name)
@@ -188,7 +207,7 @@ def _run(
     decided = decide(analysed, index, policy, spool)
     if not any(decided.tasks):
         return Ingested(rows, decided, {}, None, None, told, {})
-    tokenizer = frozen_tokenizer(workspace, ledger, policy, decided.tasks, spool, path, progress)
+    tokenizer = frozen_tokenizer(workspace, ledger, policy, decided.tasks, spool, path, beside, progress)
 
     by_key = {row.key: row for row in rows}
     finished: dict[str, Finished] = {}
@@ -254,12 +273,12 @@ def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int
 
 
 def _mostly_bad(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
-    bad = Counter(row.rule for row in rows if row.rule in UNREADABLE)
+    bad = Counter(row.rule for row in rows if row.rule in BAD_RULES)
     share = bad.total() / max(len(rows), 1)
     if share <= max_share and bad.total() < max(len(rows), 1):
         return None
     named = ", ".join(f"{rule} {count}" for rule, count in bad.most_common())
-    example = next((row for row in rows if row.rule in UNREADABLE), None)
+    example = next((row for row in rows if row.rule in BAD_RULES), None)
     first = f"; first: row {example.number}, {example.detail}" if example else ""
     reason = f"{share:.0%} of {len(rows)} rows cannot be read ({named}){first}"
     return ShardProblem(reason, len(rows), {str(rule): count for rule, count in bad.items()})

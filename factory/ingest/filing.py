@@ -1,8 +1,8 @@
 """Files that left the inbox: where they go, and what brings them back.
 
-A shard's file is kept in ``shards/raw/``, or in ``quarantine/``. It is looked at again: a program that still had it open, or wrote to it
-from another machine, changed it, and what is new is ingested as another shard. A quarantined file comes back when its name or content, the
-data policy or the code that reads it changed.
+A shard's file is kept in ``shards/raw/``, or in ``quarantine/``; what shards were made of in ``shards/originals/``. The first two are looked at
+again: a program that still had a file open, or wrote to it from another machine, changed it, and what is new is ingested as another shard. A
+quarantined file comes back when its name or content, the data policy or the code that reads it changed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.files import FILED, filed
+from factory.ledger.files import FILED, filed, origins, packed
 from factory.ledger.ledger import Ledger, record, shards
-from factory.ledger.removals import former_files
+from factory.ledger.removals import erased_shards, former_files
 from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import file_sha256
 
@@ -29,6 +29,7 @@ LONGEST_NAME = 50  # characters, of four bytes at most
 # Of the files that were filed last: each pass looks at them. By number, which no jump of the clock changes.
 WATCHED = 4096
 RAW, QUARANTINE = "shards/raw", "quarantine"
+ORIGINALS = "shards/originals"  # of what became JSON lines before it was ingested
 ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants to be tried again
 PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # of a filed file's name: of the SHA-256
 
@@ -55,6 +56,31 @@ def file_away(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, sta
         path.unlink()
     if file_sha256(place) != sha256:
         shutil.move(place, workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
+
+
+def file_original(workspace: Workspace, ledger: Ledger, path: Path, reported: Container[str]) -> None:
+    """Move a file of the inbox of which shards were made to its place: the shards, which hold its rows, are what is read again. One of which
+    text was erased is not kept, and one that has a report of its own, among the SHA-256 ``reported``, could not be read to its end."""
+    sha256 = file_sha256(path)
+    if sha256 in reported:
+        file_away(workspace, ledger, path, sha256, "quarantined")
+        return
+    if {part["shard"] for part in packed(ledger, sha256)} & set(erased_shards(ledger)):
+        path.unlink()
+        return
+    place = workspace.root / ORIGINALS / filed_name(sha256, path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(path, place)
+
+
+def remove_originals(workspace: Workspace, ledger: Ledger, shard: str) -> list[str]:
+    """Delete what a shard was made of, once text of it is erased; returns lines for a person about what lies elsewhere."""
+    said = []
+    for one in origins(ledger, shard):
+        for path in (workspace.root / ORIGINALS).glob(f"{one['sha256'][:16]}-*"):
+            path.unlink()
+            said.append(f"{one['name']}, of which the shard was made, is deleted too")
+    return said
 
 
 def return_changed(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:

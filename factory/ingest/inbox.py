@@ -7,9 +7,10 @@ out is an event ``file_held`` of the ledger: it is tried again once the file, th
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,17 @@ from factory.core.faults import cannot_be_read_now, is_of_the_machine
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
-from factory.ingest.filing import LONGEST_NAME, file_away, return_changed, return_file, return_quarantined
+from factory.ingest.filing import (
+    LONGEST_NAME,
+    file_away,
+    file_original,
+    return_changed,
+    return_file,
+    return_quarantined,
+)
 from factory.ingest.rules.split import grouping_lines
 from factory.ingest.shapes.told import row_lines
-from factory.ledger.files import HELD, held
+from factory.ledger.files import HELD, held, small_vocabulary
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import FATE, erased_shards
 from factory.ledger.writing import record_once
@@ -74,7 +82,10 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
     Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for what is wrong with the machine, the policy or the ledger.
     """
     from factory.ingest.pool import WorkerDiedError
+    from factory.ingest.vocabulary import LittleTextError
 
+    if _take_together(workspace, ledger, path, progress):
+        return
     stamp: Stamp = ()
     try:
         stamp = stamp_of(path)
@@ -99,7 +110,7 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
         _hold(workspace, ledger, InboxFile(path, stamp, f"{died}; {again}"), refused=True, deaths=deaths)
         progress.line(f"  {shown_name(path)} stays in the inbox: {died}; {again}")
     except Exception as error:
-        if not _is_about_the_file(error):
+        if not is_about_the_file(error):
             raise
         if not path.exists():
             progress.line(f"  {shown_name(path)} was taken away while it was read; nothing of it was stored")
@@ -111,11 +122,54 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
             with contextlib.suppress(OSError):
                 keep_traceback(log, f"ingest of {shown_name(path)}", error)
         if stamp == stamp_of(path):  # else it is another file by now, which is tried
-            _hold(workspace, ledger, InboxFile(path, stamp, why), refused=True)
+            text = _text_there(workspace, ledger) if isinstance(error, LittleTextError) else ""
+            _hold(workspace, ledger, InboxFile(path, stamp, why), refused=True, text=text)
         progress.line(f"  {shown_name(path)} stays in the inbox: {why}")
 
 
-def _is_about_the_file(error: Exception) -> bool:
+def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> bool:
+    """Ingest the inbox's many small files as one shard, if ``path`` is one of them; returns whether that was done. They are in it then, and
+    are removed, but for those that could not be read: each is taken, and quarantined, for itself."""
+    from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
+    from factory.ingest.readers import is_read
+    from factory.ingest.reading.kinds import is_archive
+
+    def small(name: str, size: int) -> bool:
+        return size < SMALL_BYTES and is_read(name) and not is_archive(name) and shown_name(Path(name)) == name
+
+    if not small(path.name, path.stat().st_size if path.is_file() else SMALL_BYTES):
+        return False
+    if sum(small(name, 0) for name in os.listdir(workspace.inbox)) < MANY:
+        return False
+    ready = [
+        file for file in _look(workspace, ledger, SETTLE_SECONDS) if not file.why and small(file.name, file.stamp[0])
+    ]
+    if len(ready) < MANY or path not in [file.path for file in ready]:
+        return False
+    unread: set[Path] = set()
+    say = lambda report: progress.line(
+        describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
+    )
+    progress.line(f"  {len(ready):,} small files of the inbox are ingested as one")
+    pack = Pack("inbox", [(file.name, file.path) for file in ready])
+    try:
+        reports = ingest_pack(workspace, ledger, pack, progress, ingested=say, unread=unread)
+    except (FactoryError, OSError) as error:
+        if not is_about_the_file(error) and not isinstance(error, FileNotFoundError):
+            raise
+        progress.line(f"  they are not: {error}; each is taken for itself")
+        return False
+    if any(report.state == "quarantined" for report in reports):
+        return False  # which of them is to blame, each says for itself
+    for file in ready:
+        with contextlib.suppress(FileNotFoundError):
+            if file.path not in unread and stamp_of(file.path) == file.stamp:
+                file.path.unlink()
+    return not path.exists()
+
+
+def is_about_the_file(error: Exception) -> bool:
+    """Does it keep out one file, and no other?"""
     if isinstance(error, FactoryError):
         return isinstance(error, InputError) and not cannot_be_read_now(error)
     return not isinstance(error, sa.exc.DBAPIError) and not is_of_the_machine(error)
@@ -143,12 +197,16 @@ def ingest_path(
     again: bool = False,
     workers: int | None = None,
     ingested: Callable[[ShardReport], object] = lambda report: None,
-) -> ShardReport:
-    """Ingest a file, wherever it lies. One of the inbox or of ``quarantine/`` is filed then, once ``ingested`` was called; any other stays.
+    beside: Sequence[Path] = (),
+) -> list[ShardReport]:
+    """Ingest a file, wherever it lies. One of the inbox or of ``quarantine/`` is filed then, once ``ingested`` was called with each report; any
+    other stays. ``beside``: files that are to be ingested after it.
 
     Raises: as ``ingest_shard``.
     """
     from factory.ingest.chain import ingest_shard
+    from factory.ingest.packing import Pack, ingest_pack, is_packed
+    from factory.ingest.rules.policy import DataPolicy
 
     folder = path.resolve().parent
     if folder == workspace.inbox.resolve():
@@ -160,14 +218,28 @@ def ingest_path(
     if folder == workspace.quarantine.resolve():
         path = return_file(workspace, path)
         folder = workspace.inbox.resolve()
-    report = ingest_shard(workspace, ledger, path, progress, again=again, workers=workers)
+    if path.is_file() and is_packed(path, DataPolicy.load(workspace.policy("data.yaml")).limits):
+        reports = ingest_pack(
+            workspace,
+            ledger,
+            Pack.of_file(path),
+            progress,
+            again=again,
+            workers=workers,
+            ingested=ingested,
+            beside=beside,
+        )
+        if folder == workspace.inbox.resolve():
+            file_original(workspace, ledger, path, {report.sha256 for report in reports})
+        return reports
+    report = ingest_shard(workspace, ledger, path, progress, again=again, workers=workers, beside=beside)
     ingested(report)
     if folder == workspace.inbox.resolve() and report.sha256 in erased_shards(ledger):
         path.unlink()  # its text would be back
         progress.line(f"  {shown_name(path)} is a shard of which text was erased: it is not kept")
     elif folder == workspace.inbox.resolve():
         file_away(workspace, ledger, path, report.sha256, report.state)
-    return report
+    return [report]
 
 
 def shown_name(path: Path) -> str:
@@ -204,7 +276,12 @@ def _look(workspace: Workspace, ledger: Ledger, settle: float) -> Iterator[Inbox
         try:
             stamp = stamp_of(path)
             known = refused.get(shown_name(path))
-            if known and (tuple(known["stamp"]), known["read_by"]) == (stamp, key) and _rests(workspace, known, asked):
+            read_by = key + (_text_there(workspace, ledger) if known and known.get("text") else "")
+            if (
+                known
+                and (tuple(known["stamp"]), known["read_by"]) == (stamp, read_by)
+                and _rests(workspace, known, asked)
+            ):
                 yield InboxFile(path, stamp, known["why"])
             elif len(stamp) == 1:
                 yield InboxFile(path, stamp, _no_file(path))
@@ -254,8 +331,17 @@ def _incomplete(path: Path, stamp: Stamp) -> str:
     return f"{end}; it is taken once it is whole, or unchanged for {STILL_SECONDS / 60:.0f} minutes"
 
 
-def _hold(workspace: Workspace, ledger: Ledger, file: InboxFile, refused: bool = False, deaths: int = 0) -> bool:
-    """Record why a file waits; returns whether that is news."""
+def _text_there(workspace: Workspace, ledger: Ledger) -> str:
+    """What a file that waits for more text is tried again by: which files are there, and whether a person said that there is enough."""
+    files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(workspace.inbox) if entry.is_file())
+    tokenizer = bool(ledger.read("SELECT sha256 FROM tokenizers LIMIT 1"))
+    return hashlib.sha256(repr((files, tokenizer, small_vocabulary(ledger))).encode()).hexdigest()[:16]
+
+
+def _hold(
+    workspace: Workspace, ledger: Ledger, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = ""
+) -> bool:
+    """Record why a file waits; returns whether that is news. ``text``: of a file that waits for more text, the text that was there."""
     known = held(ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
@@ -266,7 +352,7 @@ def _hold(workspace: Workspace, ledger: Ledger, file: InboxFile, refused: bool =
         "refused": refused,
         "deaths": deaths,
     }
-    detail["read_by"] = _key(workspace) if refused else ""
+    detail |= {"read_by": _key(workspace) + text if refused else ""} | ({"text": text} if text else {})
     return record_once(ledger, HELD, f"inbox:{file.name}", detail)
 
 

@@ -1,232 +1,141 @@
-"""Shard files as a stream of rows, in bounded memory: JSONL (plain, .gz, .zst), Parquet, plain text and code.
+"""Shard files as a stream of rows, in bounded memory. ``READERS`` names the reader of each suffix; what they are made of is in ``reading/``.
 
-``READERS`` names the reader of each suffix. A row that cannot be read is still a row: it is passed on as a ``BadRow`` and
-gets its fate like any other. What is wrong with the file as a whole (not of a known kind, cut off inside its compression,
-a decompression bomb …) raises ``ShardProblem``, and the shard is quarantined.
+A row that cannot be read is still a row: it is passed on as a ``BadRow`` and gets its fate like any other. What is wrong with the file as a
+whole (not of a known kind, cut off inside its compression, a decompression bomb …) raises ``ShardProblem``, and the shard is quarantined.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
-import zlib
+import functools
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from factory.core.errors import InputError
-from factory.core.faults import is_of_no_file
-from factory.ingest.document import BadRow
+from factory.ingest.reading.archives import read_tar, read_zip
+from factory.ingest.reading.columns import is_dataset, read_arrow, read_dataset, read_parquet
+from factory.ingest.reading.json_values import is_lines, read_json
+from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, instead, kind_of
+from factory.ingest.reading.pages import read_html, read_notebook, read_warc
+from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
+from factory.ingest.reading.streams import Readable, as_text, lines, open_file, whole
+from factory.ingest.reading.tables import read_csv, read_tsv
 from factory.ingest.rules.policy import ShardLimits
 
-CODE = (
-    ".py",
-    ".pyi",
-    ".c",
-    ".h",
-    ".cc",
-    ".cpp",
-    ".cu",
-    ".rs",
-    ".go",
-    ".js",
-    ".ts",
-    ".java",
-    ".sh",
-    ".sql",
-    ".toml",
-    ".yaml",
-)
-TEXT = (".txt", ".md", ".rst")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+__all__ = ["COMPRESSIONS", "RawRow", "ShardProblem", "is_longer", "is_read", "is_shard", "read_rows", "too_long"]
+
 SUPPORTED = (
-    "JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet (.parquet), text (.txt, .md, .rst) and code (.py, .c, .rs …)"
+    "JSON (.jsonl, .json), tables (.parquet, .csv, .tsv, .arrow, .feather), text (.txt, .md, .rst …), code, HTML, .warc, .ipynb, "
+    "compressed (.gz, .zst, .bz2, .xz) or not, and .zip or .tar of them"
 )
 
-_BLOCK = 1 << 20
-_FREE_EXPANSION = 64 << 20  # bytes before the expansion of a compressed shard is judged
 
-# What a reader hands on: a line of JSON, a decoded object, or a row that cannot be read.
-RawRow = bytes | dict[str, Any] | BadRow
+def _nothing(path: str, why: str) -> None: ...
 
 
-class ShardProblem(Exception):
-    """The whole file is unusable; the message says why, for a person. ``rows`` and ``dropped`` by rule, where known."""
+def read_rows(path: Path, limits: ShardLimits, left_out: LeftOut = _nothing, name: str = "") -> Iterator[RawRow]:
+    """The rows of a shard, in order; ``path`` may be a data set of Hugging Face, which is a folder. ``left_out`` is told what of an archive
+    is not read. ``name``: what it is called as a source, if not by its file's name.
 
-    def __init__(self, reason: str, rows: int = 0, dropped: dict[str, int] | None = None) -> None:
-        super().__init__(reason)
-        self.rows = rows
-        self.dropped = dropped or {}
-
-
-def read_rows(path: Path, limits: ShardLimits) -> Iterator[RawRow]:
-    """The rows of a shard, in order. Raises: ShardProblem; InputError where the machine cannot read it."""
-    suffixes = [s.lower() for s in path.suffixes] or [""]
-    compression = COMPRESSIONS.get(suffixes[-1], "")
-    read = READERS.get((suffixes[:-1] or [""])[-1] if compression else suffixes[-1])
+    Raises: ShardProblem; InputError where the machine cannot read it.
+    """
+    if path.is_dir():
+        if not is_dataset(path):
+            raise ShardProblem("a folder, and no data set on disk")
+        yield from read_dataset(path, limits, left_out)
+        return
+    compression = kind_of(path.name)[1]
     if path.stat().st_size == 0:
         raise ShardProblem("the file is empty")
-    if read is None or (compression and read is _parquet):
-        raise ShardProblem(f"not a kind of file that can be ingested: {path.name}; supported: {SUPPORTED}")
-    yield from read(path, compression, limits)
+    opens = functools.partial(open_file, path, compression, limits)
+    source = Readable(name or path.name, opens, limits, path.stat().st_size, left_out, None if compression else path)
+    yield from read_source(source)
 
 
-class _Bounded(io.RawIOBase):
-    """A decompressing stream that stops at a bomb and says what is wrong with a broken file."""
+def read_source(source: Readable) -> Iterator[RawRow]:
+    """Raises: ShardProblem."""
+    read = READERS.get(kind_of(source.name)[0])
+    if read is None:
+        raise ShardProblem(
+            f"not a kind of file that can be ingested: {source.name}{instead(source.name) or f'; supported: {SUPPORTED}'}"
+        )
+    yield from read(source)
 
-    def __init__(self, inner: Any, path: Path, limits: ShardLimits) -> None:
-        self._inner, self._name, self._limits = inner, path.name, limits
-        self._size = path.stat().st_size
-        self._given = 0
 
-    def readable(self) -> bool:
-        return True
+def is_read(name: str) -> bool:
+    """Is a file of this name of a kind that is read?"""
+    return kind_of(name)[0] in READERS
 
-    def read(self, size: int = -1) -> bytes:
+
+def is_shard(path: Path, limits: ShardLimits) -> bool:
+    """Is a file ingested as it is, so that it can be read again by the number of its row, and be written again without one? JSON lines,
+    Parquet, and text or code of one document; what is of another kind becomes JSON lines first (``packing``)."""
+    kind, compression = kind_of(path.name)
+    if kind == ".json":
+        source = Readable(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
         try:
-            block: bytes = self._inner.read(_BLOCK if size is None or size < 0 else size)
-        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-            _refuse_unread(self._name, error)
-            raise ShardProblem(f"cannot be decompressed after {self._given} bytes: {error}") from error
-        self._given += len(block)
-        if self._given > self._limits.max_shard_bytes:
-            raise ShardProblem(f"more than {self._limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it")
-        if self._given > _FREE_EXPANSION and self._given > self._limits.max_expansion * self._size:
-            raise ShardProblem(
-                f"expands more than {self._limits.max_expansion:g} times (limits.max_expansion): a bomb?"
-            )
-        return block
-
-    def close(self) -> None:
-        self._inner.close()
-        super().close()
+            return is_lines(source)
+        except ShardProblem:
+            return True  # its ingest says what is wrong
+    return kind not in READERS or READERS[kind] in (_jsonl, _text, _code) or (kind == ".parquet" and not compression)
 
 
-def _opened(path: Path, compression: str, limits: ShardLimits) -> _Bounded:
-    inner: Any
+def is_longer(path: Path, limits: ShardLimits) -> bool:
+    """Is a file too large for one shard: in bytes on disk, or in rows? Of one that cannot be read, its ingest says so."""
+    kind, compression = kind_of(path.name)
+    size = path.stat().st_size
+    if size > limits.part_bytes or READERS.get(kind) not in (_jsonl, read_json, read_parquet):
+        return size > limits.part_bytes
+    if not compression and size <= limits.max_rows:
+        return False
     try:
-        if compression == "gzip":
-            inner = gzip.open(path, "rb")  # noqa: SIM115 (closed by _Bounded)
-        elif compression == "zstd":
-            inner = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
-        else:
-            inner = open(path, "rb")  # noqa: SIM115 (closed by _Bounded)
-    except (OSError, pa.ArrowException) as error:
-        _refuse_unread(path.name, error)
-        raise ShardProblem(f"cannot be opened: {error}") from error
-    return _Bounded(inner, path, limits)
+        if kind == ".parquet":
+            return pq.read_metadata(path).num_rows > limits.max_rows
+        return next(islice(read_rows(path, limits), limits.max_rows, None), None) is not None
+    except (ShardProblem, pa.ArrowException, OSError):
+        return False
 
 
-def _refuse_unread(name: str, error: Exception) -> None:
-    """Raises: InputError for what the machine did, which says nothing about the shard: it is not quarantined."""
-    if is_of_no_file(error):
-        raise InputError(f"{name} cannot be read: {error}") from error
+def _jsonl(source: Readable) -> Iterator[RawRow]:
+    with source.open() as stream:
+        yield from lines(stream, source.limits.max_row_bytes)
 
 
-def _jsonl(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
-    with _opened(path, compression, limits) as stream:
-        yield from _lines(stream, limits.max_row_bytes)
-
-
-def _text(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
+def _text(source: Readable) -> Iterator[RawRow]:
     """A text file is one document whose source is the file's name."""
-    with _opened(path, compression, limits) as stream:
-        yield {"text": _whole(stream, limits), "source": path.name}
+    with source.open() as stream:
+        yield {"text": as_text(whole(stream, source.limits)), "source": source.name}
 
 
-def _code(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
-    with _opened(path, compression, limits) as stream:
-        yield {"text": _whole(stream, limits), "source": path.name, "domain": "code"}
+def _code(source: Readable) -> Iterator[RawRow]:
+    for row in _text(source):
+        assert isinstance(row, dict)
+        yield row | {"domain": "code"}
 
 
-def _lines(stream: _Bounded, max_bytes: int) -> Iterator[RawRow]:
-    """Lines without their ends; a line over ``max_bytes`` is passed over without being held in memory."""
-    rest = b""
-    skipped = 0  # bytes of an over-long line passed over so far
-    first = True
-    while block := stream.read(_BLOCK):
-        if first:
-            _refuse_other_encodings(block)
-            first = False
-        lines = (rest + block).split(b"\n")
-        rest = lines.pop()
-        for line in lines:
-            if skipped or len(line) > max_bytes:
-                yield _too_long(skipped + len(line), max_bytes)
-                skipped = 0
-            else:
-                yield line
-        if skipped or len(rest) > max_bytes:
-            skipped += len(rest)
-            rest = b""
-    if skipped:
-        yield _too_long(skipped, max_bytes)
-    elif rest:
-        yield rest
-    elif first:
-        raise ShardProblem("the file is empty once decompressed")
+def _zip(source: Readable) -> Iterator[RawRow]:
+    yield from read_zip(source, read_source)
 
 
-def _too_long(size: int, limit: int) -> BadRow:
-    return BadRow("row_too_long", f"a row of {size} bytes; limits.max_row_bytes is {limit}")
+def _tar(source: Readable) -> Iterator[RawRow]:
+    yield from read_tar(source, read_source)
 
 
-def _whole(stream: _Bounded, limits: ShardLimits) -> str:
-    blocks: list[bytes] = []
-    size = 0
-    while block := stream.read(_BLOCK):
-        blocks.append(block)
-        size += len(block)
-        if size > limits.max_row_bytes:
-            raise ShardProblem(f"a document of more than {limits.max_row_bytes} bytes (limits.max_row_bytes)")
-    data = b"".join(blocks)
-    _refuse_other_encodings(data)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ShardProblem(f"not UTF-8 at byte {error.start}: convert it, for example with iconv") from error
-
-
-def _refuse_other_encodings(head: bytes) -> None:
-    for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"), (b"\x00\x00\xfe\xff", "UTF-32")):
-        if head.startswith(mark):
-            raise ShardProblem(f"encoded as {name}, not UTF-8: convert it, for example with iconv")
-
-
-def _parquet(path: Path, compression: str, limits: ShardLimits) -> Iterator[RawRow]:
-    try:
-        with pq.ParquetFile(path) as file:
-            total = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-            if total > limits.max_shard_bytes:
-                raise ShardProblem(f"more than {limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it")
-            if total > _FREE_EXPANSION and total > limits.max_expansion * path.stat().st_size:
-                raise ShardProblem(f"expands more than {limits.max_expansion:g} times (limits.max_expansion): a bomb?")
-            for batch in file.iter_batches(batch_size=64):
-                for row in range(batch.num_rows):
-                    yield _parquet_row(batch, row, limits.max_row_bytes)
-    except (OSError, pa.ArrowException) as error:
-        _refuse_unread(path.name, error)
-        raise ShardProblem(f"not readable as Parquet: {str(error)[:200]}") from error
-
-
-def _parquet_row(batch: pa.RecordBatch, row: int, max_bytes: int) -> RawRow:
-    try:
-        values = {name: batch.column(i)[row].as_py() for i, name in enumerate(batch.schema.names)}
-    except UnicodeDecodeError as error:
-        return BadRow("bad_encoding", f"not UTF-8: {error.reason}")
-    text = values.get("text")
-    if isinstance(text, str) and len(text) > max_bytes:
-        return _too_long(len(text), max_bytes)
-    return {name: value for name, value in values.items() if value is not None}
-
-
-Reader = Callable[[Path, str, ShardLimits], Iterator[RawRow]]  # of (file, its compression or '', limits)
+Reader = Callable[[Readable], Iterator[RawRow]]
 READERS: dict[str, Reader] = {  # by suffix, without that of a compression
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _jsonl),
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _jsonl),
+    ".json": read_json,
     **dict.fromkeys(TEXT, _text),
     **dict.fromkeys(CODE, _code),
-    ".parquet": _parquet,
+    ".parquet": read_parquet,
+    **dict.fromkeys((".arrow", ".feather", ".ipc", ".arrows"), read_arrow),
+    ".csv": read_csv,
+    **dict.fromkeys((".tsv", ".tab"), read_tsv),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
+    **dict.fromkeys((".warc", ".wet"), read_warc),
+    ".ipynb": read_notebook,
+    ".zip": _zip,
+    ".tar": _tar,
 }

@@ -6,6 +6,7 @@ inbox, so that a first shard of chats does not leave code without tokens of its 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -22,14 +23,21 @@ from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.told import Told
-from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.tokenizer import FILES, Tokenizer, train
 from factory.ingest.vocabulary_size import refuse_vocabulary_to_be
 from factory.ingest.worker import FinishTask, read_row, spool_contents
+from factory.ledger.files import small_vocabulary
 from factory.ledger.ledger import Ledger, tokenizers
+from kernels.contract.files import write_atomically
 
 _OF_ONE_DOCUMENT = 50_000  # characters: one large file must not fill the sample
 _OTHER_SHARDS = 16
-_SMALL = 100_000  # characters; less is too little text for a good vocabulary
+_ENOUGH = 100_000  # characters of text; where more give too few tokens, it is of few words, and waiting helps nothing
+_BYTES = 259  # tokens that need no text: of single bytes, and the special ones
+
+
+class LittleTextError(InputError):
+    """There is too little text to train the tokenizer on, which is trained once: what is to be ingested waits for more."""
 
 
 def frozen_tokenizer(
@@ -39,10 +47,15 @@ def frozen_tokenizer(
     tasks: Sequence[Sequence[FinishTask]],
     spool: Path,
     path: Path,
+    beside: Sequence[Path],
     progress: Progress,
 ) -> Tokenizer:
-    """Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; ConfigError before a shard is
-    made of more entries than the recipe's model has room for."""
+    """``beside``: files that are to be ingested after ``path``.
+
+    Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; ConfigError before a shard is made of more
+    entries than the recipe's model has room for; LittleTextError where all text that waits is short and gives fewer tokens than
+    ``tokenizer.vocab_size`` of the data policy, and no person said that this is wanted.
+    """
     refuse_vocabulary_to_be(workspace)
     recorded = ledger.one(sa.select(tokenizers))
     if recorded:
@@ -57,20 +70,45 @@ def frozen_tokenizer(
                 f"(SHA-256 {recorded['sha256'][:16]}…): {advice}"
             )
         return tokenizer
-    others = _other_shards(workspace, path)
+    others = _other_shards(workspace, path, beside)
     share = policy.tokenizer.sample_bytes // (len(others) + 1)
     with progress.task("train the tokenizer") as bar:
         sample = list(_sample_spool(tasks, spool, share))
         for other in others:
             sample += _sample_file(other, policy, share)
-        if sum(map(len, sample)) < _SMALL:
-            progress.line(
-                f"the tokenizer is trained once, and now on little text ({sum(map(len, sample)):,} characters): better start with more"
-            )
         bar.advance(note=f"{sum(map(len, sample)) / 1e6:.1f} MB of {len(others) + 1} shards")
         # It may be called from worker-free code, where the library would start threads of its own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        return train(iter(sample), policy.tokenizer.vocab_size, workspace.tokenizer)
+        aside = spool / "tokenizer"
+        made = train(iter(sample), policy.tokenizer.vocab_size, aside)
+        if made.vocab_size < policy.tokenizer.vocab_size:
+            if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(ledger):
+                raise LittleTextError(_too_little(sample, made.vocab_size, policy.tokenizer.vocab_size, aside))
+            progress.line(
+                f"  the tokenizer has {made.vocab_size:,} tokens, for ever, and not {policy.tokenizer.vocab_size:,}: the text gave no more"
+            )
+        workspace.tokenizer.mkdir(parents=True, exist_ok=True)
+        for name in sorted(
+            FILES, key=lambda name: name == "tokenizer.json"
+        ):  # that one last: it makes the folder a tokenizer
+            write_atomically(workspace.tokenizer / name, (aside / name).read_bytes())
+        return Tokenizer.load(workspace.tokenizer)
+
+
+def _too_little(sample: Sequence[str], found: int, wanted: int, folder: Path) -> str:
+    """How much text there is and, by how the vocabulary grew from half of it to all, about how much is needed."""
+    there = sum(map(len, sample))
+    half = train((text[: len(text) // 2] for text in sample), wanted, folder).vocab_size
+    grown, before = max(found - _BYTES, 2), max(half - _BYTES, 1)
+    power = min(1.0, max(0.4, math.log2(max(grown / before, 1.01))))
+    needed = there * ((wanted - _BYTES) / grown) ** (1 / power)
+    needed = min(needed, _ENOUGH)
+    rounded = math.ceil(needed / 10 ** (unit := max(0, len(str(int(needed))) - 2))) * 10**unit
+    return (
+        f"the tokenizer is trained once, and there is too little text for it: {there:,} characters give {found:,} of the {wanted:,} tokens that "
+        f"policies/data.yaml asks for (tokenizer.vocab_size); about {rounded:,} are needed. Ingest it with more text, or have it "
+        f"trained on this with 'factory ingest --small-vocabulary': the model then has {found:,} tokens for ever"
+    )
 
 
 def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: int) -> Iterator[str]:
@@ -87,11 +125,11 @@ def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: in
             number += 1
 
 
-def _other_shards(workspace: Workspace, path: Path) -> list[Path]:
-    if not workspace.inbox.is_dir():
-        return []
-    waiting = (file for file in workspace.inbox.iterdir() if file.is_file() and not file.name.startswith("."))
-    return sorted(file for file in waiting if file.resolve() != path.resolve())[:_OTHER_SHARDS]
+def _other_shards(workspace: Workspace, path: Path, beside: Sequence[Path]) -> list[Path]:
+    waiting = sorted(workspace.inbox.glob("[!.]*")) if workspace.inbox.is_dir() else []
+    files = {file.resolve(): file for file in (*beside, *waiting) if file.is_file()}
+    files.pop(path.resolve(), None)
+    return sorted(files.values())[:_OTHER_SHARDS]
 
 
 def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from agents.core.untrusted import one_line
-from factory.ingest.document import BadRow, Content, Row, content_sha256, flat, normalise, parse_document, parse_json
+from factory.ingest.document import Content, Row, content_sha256, flat, normalise, parse_document, parse_json
+from factory.ingest.reading.rows import BadRow, RawRow, take_origin
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes, winnow, word_hashes
@@ -32,9 +32,7 @@ from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.told import Told
 from factory.ingest.tokenizer import Tokenizer, holds_special
 
-if TYPE_CHECKING:  # it imports pyarrow, which workers do not need
-    from factory.ingest.readers import RawRow
-
+READ = ("text", "messages", "id", "domain", "source", "license", "synthetic_by")  # keys of a row that count
 LONGEST_MAKER = 300  # characters of a model's name: it is printed, and stands in reports and cards
 
 
@@ -128,6 +126,10 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told) -
     if isinstance(raw, BadRow):
         raise raw
     decoded, mapping, notes = parse_json(raw) if isinstance(raw, bytes) else raw, policy.mapping(file), Notes()
+    origin = take_origin(decoded)
+    origin.refuse((*READ, *(mapping[1].read_keys() if mapping else ())))
+    if origin.path and isinstance(decoded, dict):
+        decoded.setdefault("path", origin.path)
     if mapping:
         told.look(decoded, *mapping)
     parsed = parse_document(decoded, policy.default_domain, mapping[1] if mapping else None, notes)

@@ -11,6 +11,9 @@ from factory.ledger.rows import Reads
 
 HELD = "file_held"  # {name, stamp, why, refused, read_by, deaths (of workers that read it)}: a file that stays in the inbox
 FILED = "shard_filed"  # {folder, name, bytes, mtime_ns, sha256, read_by}: where a shard's file lies since
+# {sha256 (of what was packed), name, origin (where it lay), files, part, first (row), rows, shard, last, read_by, left_out}: a shard was made of it
+PACKED = "packed"
+SMALL_VOCABULARY = "small_vocabulary"  # {by}: a person has the tokenizer trained on however little text there is
 RETIRED = "retired"  # {path (relative to the workspace), kind, bytes, why}
 DISK_LOW, DISK_WELL = "disk_low", "disk_well"  # {free, floor}, in bytes
 
@@ -26,6 +29,27 @@ def filed(db: Reads, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
     sql = "SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC"
     rows = db.read(f"{sql} LIMIT :most", kind=FILED, most=most) if most >= 0 else db.read(sql, kind=FILED)
     return {(one["folder"], one["name"]): one for one in (row["detail"] for row in reversed(rows))}
+
+
+def packed(db: Reads, sha256: str) -> list[dict[str, Any]]:
+    """The shards that were made of a file, folder or group of files, in the order of their recording."""
+    rows = db.read(
+        "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id",
+        kind=PACKED,
+        subject=f"file:{sha256[:16]}",
+    )
+    return [row["detail"] for row in rows]
+
+
+def origins(db: Reads, shard: str) -> list[dict[str, Any]]:
+    """What a shard was made of, by its SHA-256: nothing, of a file that was ingested as it is."""
+    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=PACKED)
+    return [row["detail"] for row in rows if row["detail"]["shard"] == shard]
+
+
+def small_vocabulary(db: Reads) -> bool:
+    """Did a person say that the tokenizer is trained on however little text there is?"""
+    return bool(db.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=SMALL_VOCABULARY))
 
 
 def retired(db: Reads) -> set[str]:

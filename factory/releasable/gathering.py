@@ -133,7 +133,8 @@ def _domain_line(
         return ReleasableLine(
             name, None, f"{text}; {advice}", f"bring more documents of {name}; each shard holds some out"
         )
-    text = f"{have.documents} held-out documents of {halves}; the gate needs {policy.documents_min} documents of {policy.clusters_min} groups"
+    needed = f"{policy.documents_min} documents of {policy.clusters_min} groups"
+    text = f"{have.documents} held-out documents of {halves}; the gate needs {needed}"
     if have.documents + trained >= 4 * policy.clusters_min:
         todo = f"bring documents of other groups, or, where documents do not quote one another, 'factory data relabel --domain {name} --group document'"
     else:

@@ -150,9 +150,11 @@ class ShardLimits(StrictPolicy):
     max_row_bytes: Annotated[int, Field(ge=1000)] = 8_000_000
     """A longer line is one dropped row."""
     max_rows: Count = 500_000
-    """A shard with more must be split."""
+    """Of a shard; a file with more is cut into several."""
+    part_bytes: Annotated[int, Field(ge=1000)] = 256_000_000
+    """A larger file is cut into shards of about so many bytes of JSON lines, each of which is stored for itself."""
     max_shard_bytes: Annotated[int, Field(ge=1000)] = 8_000_000_000
-    """After decompression."""
+    """Of what is compressed, after decompression."""
     max_expansion: Annotated[float, Field(gt=1)] = 200.0
     """Decompressed over compressed bytes, beyond the first 64 MB: more is a decompression bomb."""
     max_bad_rows: Share = 0.5

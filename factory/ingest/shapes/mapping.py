@@ -138,6 +138,10 @@ class FieldMapping(StrictPolicy):
         value = getattr(self, name)
         return None if value is None else parse_value(value)
 
+    def read_keys(self) -> set[str]:
+        """Keys of a row whose values are read."""
+        return {path.partition(".")[0] for _, value in self.values() for path in value.columns}
+
     def values(self) -> Iterator[tuple[str, MappedValue]]:
         """(key, value) of all that is mapped."""
         for name in ("text", "messages", "prompt", "completion", "system", *NAMES):

@@ -16,14 +16,16 @@ import pytest
 
 from factory.core.faults import HANDLES, fault_of
 from factory.core.workspace import Workspace
-from factory.ingest import chain, readers
+from factory.ingest import chain
 from factory.ingest.inbox import take
+from factory.ingest.reading import streams
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.failing.limits import few_handles
 from tests.support.paths import ROOT
+from tests.support.reading.formats import compress, tarred, zipped
 from tests.support.said import Said
 
 LONG_AGO = 3600.0
@@ -113,7 +115,7 @@ def test_a_file_that_the_disk_cannot_read_waits_and_the_others_do_not(
     bad, good = put(workspace, rows(0, 10), "bad.jsonl"), put(workspace, rows(10, 10), "good.jsonl")
     opened = open
     read = lambda path, *more, **how: opened("/proc/self/mem" if path == bad else path, *more, **how)
-    monkeypatch.setattr(readers, "open", read, raising=False)
+    monkeypatch.setattr(streams, "open", read, raising=False)
     said = one_pass(workspace, ledger)
     assert said.about("bad.jsonl stays in the inbox: bad.jsonl cannot be read: [Errno 5] Input/output error"), (
         said.lines
@@ -179,23 +181,40 @@ def test_a_writer_that_pauses_loses_nothing(
     assert trained_on(ledger) == exactly(40)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.jsonl",
+        "a.jsonl.gz",
+        "a.jsonl.zst",
+        "a.jsonl.bz2",
+        "a.jsonl.xz",
+        "a.parquet",
+        "a.arrow",
+        "a.json",
+        "a.zip",
+        "a.tar.gz",
+    ],
+)
 def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
 ) -> None:
-    import gzip
-
     import pyarrow as pa
+    import pyarrow.feather as feather
     import pyarrow.parquet as pq
 
     data = rows(0, 30)
-    if name.endswith(".gz"):
-        data = gzip.compress(data)
-    elif name.endswith(".zst"):
-        data = pa.compress(data, "zstd", asbytes=True)
-    elif name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist([json.loads(line) for line in data.splitlines()]), tmp_path / name)
+    documents = [json.loads(line) for line in data.splitlines()]
+    if name.endswith((".parquet", ".arrow")):
+        write = pq.write_table if name.endswith(".parquet") else feather.write_feather
+        write(pa.Table.from_pylist(documents), str(tmp_path / name))
         data = (tmp_path / name).read_bytes()
+    elif name.endswith(".json"):
+        data = json.dumps(documents).encode()
+    elif name.endswith(".zip"):
+        data = zipped({"a.jsonl": data})
+    elif name != "a.jsonl":
+        data = compress(tarred({"a.jsonl": data}) if ".tar" in name else data, name.rpartition(".")[2])
     put(workspace, data[: len(data) * 2 // 3], name)
     (line,) = one_pass(workspace, ledger).lines
     assert f"{name} waits in the inbox: it" in line and "taken once it is whole, or unchanged for 10 minutes" in line

@@ -223,6 +223,7 @@ def test_a_changed_tokenizer_or_index_is_refused(workspace: Workspace, ledger: L
 def test_a_full_disk_stores_nothing(
     workspace: Workspace, ledger: Ledger, write_shard: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_small_vocabulary(workspace)
     path = write_shard(texts(0, 20))
     (workspace.root / "shards").chmod(0o755)
 

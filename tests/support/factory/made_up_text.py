@@ -43,6 +43,9 @@ def prose(seed: int, words: int = 120) -> str:
 
 
 def use_policy(workspace: Workspace, text: str) -> None:
+    """One that says nothing of the tokenizer gets one that little text can train."""
+    if "\ntokenizer:" not in f"\n{text}":
+        text += "\ntokenizer: {vocab_size: 400}\n"
     (workspace.root / "policies" / "data.yaml").write_text(text)
 
 

@@ -1,0 +1,198 @@
+"""``factory ingest``: files, folders, patterns and addresses into the ledger."""
+
+from __future__ import annotations
+
+import getpass
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, print_json
+from factory.core.errors import InputError, WorkspaceError
+from factory.core.progress import SILENT, Progress
+from factory.core.workspace import Workspace
+
+if TYPE_CHECKING:
+    from factory.ingest.chain import ShardReport
+    from factory.ingest.gathering import Gathered
+    from factory.ledger.ledger import Ledger
+
+commands = typer.Typer()
+
+
+@commands.command()
+def ingest(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files, folders, patterns ('data/*.csv'), or addresses (s3://…, hf://datasets/…): JSON lines and arrays, Parquet, Arrow, CSV, "
+            "text, code, HTML, WARC, notebooks, compressed or not, zip and tar of them, data sets of Hugging Face on disk."
+        ),
+    ] = None,
+    where: Where = DEFAULT,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again", help="Also what was quarantined: these files, or without any all that are in quarantine/."
+        ),
+    ] = False,
+    small_vocabulary: Annotated[
+        bool,
+        typer.Option(
+            "--small-vocabulary",
+            help="Train the tokenizer on the text that there is, though it gives fewer tokens than data.yaml asks for. It stays for ever.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. While the daemon runs, put them into the inbox
+    in place of this; '--again' has it try what is in quarantine/ in its next pass. What is wrong with one file keeps none of the others out;
+    the exit code is 2 where nothing at all was taken."""
+    from factory.daemon import LOCK
+    from factory.ingest.filing import ask_again, quarantined_files
+    from factory.ingest.gathering import gather
+    from factory.ledger.files import SMALL_VOCABULARY
+    from factory.ledger.ledger import record
+    from factory.releasable.recorded import refresh
+
+    workspace, ledger, terminal = open_workspace(where)
+    if small_vocabulary:
+        with ledger.begin() as tx:
+            record(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
+    if not paths and not again:
+        if small_vocabulary:
+            terminal.line("  the tokenizer is trained on the text that there is, at the next ingest")
+            return
+        raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
+    with ExitStack() as held:
+        try:
+            held.enter_context(workspace.lock(LOCK))
+        except WorkspaceError as busy:
+            files = gather(workspace, ledger, paths, SILENT).files if paths else quarantined_files(workspace)
+            if not again or any(path.resolve().parent != workspace.quarantine.resolve() for path in files):
+                raise WorkspaceError(
+                    f"{busy}; a running 'factory run' ingests what is put into {workspace.inbox}: put it there"
+                ) from None
+            ask_again(ledger, files)
+            said = f"the daemon, which runs, tries {len(files)} quarantined files again in its next pass"
+            said = said if files else "nothing is quarantined"
+            print_json({"files": [path.name for path in files], "says": said}) if as_json else terminal.line(
+                f"  {said}"
+            )
+            return
+        progress: Progress = SILENT if as_json else terminal
+        found = _gathered(workspace, ledger, paths, progress)
+        done = _Done(progress)
+        _ingest_all(workspace, ledger, found, done, progress, again)
+        refresh(workspace, ledger, progress)
+    if as_json:
+        print_json([vars(report) for report in done.reports])
+    done.end(found)
+
+
+def _gathered(workspace: Workspace, ledger: Ledger, paths: list[str] | None, progress: Progress) -> Gathered:
+    from factory.ingest.filing import quarantined_files
+    from factory.ingest.gathering import Gathered, gather
+
+    if not paths:
+        found = Gathered(files=quarantined_files(workspace))
+        if not found.files:
+            progress.line("  nothing is quarantined")
+        return found
+    found = gather(workspace, ledger, paths, progress)
+    if words := found.words():
+        progress.line(f"  {words}")
+    if found.known:
+        progress.line(f"  {found.known:,} files there were ingested before")
+    return found
+
+
+class _Done:
+    """What came of each file."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.reports: list[ShardReport] = []
+        self.failed: dict[str, str] = {}
+
+    def ingested(self, report: ShardReport) -> None:
+        from factory.ingest.inbox import describe_shard
+
+        self.reports.append(report)
+        self.progress.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
+
+    def end(self, found: Gathered) -> None:
+        """Say it together. Raises: InputError where nothing was taken, though something was asked for."""
+        good = [report for report in self.reports if report.state == "ingested"]
+        bad = len(self.reports) - len(good)
+        if len(self.reports) + len(self.failed) > 1:
+            counts: Counter[str] = Counter()
+            for report in good:
+                counts.update({key: report.counts[key] for key in ("train", "held_out")})
+            words = [
+                f"{len(good):,} shards: {counts['train']:,} documents to train on, {counts['held_out']:,} held out"
+            ]
+            words += [f"{bad:,} quarantined"] * (bad > 0)
+            words += [f"{len(self.failed):,} not ingested ({', '.join(list(self.failed)[:4])})"] * bool(self.failed)
+            self.progress.line(f"  {'; '.join(words)}")
+        if not good and (self.reports or self.failed or found.left_out):
+            why = next((f": {reason}" for reason in self.failed.values()), "")
+            raise InputError(
+                f"nothing was taken: {bad:,} quarantined, {len(self.failed):,} not ingested, "
+                f"{found.left_out.total():,} of kinds that are not read{why}"
+            )
+
+
+def _ingest_all(
+    workspace: Workspace, ledger: Ledger, found: Gathered, done: _Done, progress: Progress, again: bool
+) -> None:
+    """Each file, then again those for which there was too little text for a tokenizer."""
+    from factory.ingest.inbox import ingest_path, is_about_the_file
+    from factory.ingest.packing import ingest_pack
+    from factory.ingest.remote import settle
+    from factory.ingest.vocabulary import LittleTextError
+
+    def settled(path: Path, reports: list[ShardReport]) -> None:
+        if address := found.addresses.get(path):
+            settle(workspace, ledger, path, address, reports)
+
+    def file(path: Path, beside: list[Path]) -> None:
+        how: dict[str, Any] = {"again": again, "ingested": done.ingested, "beside": beside}
+        settled(path, ingest_path(workspace, ledger, path, progress, **how))
+
+    def pack(number: int, beside: list[Path]) -> None:
+        unread: set[Path] = set()
+        how: dict[str, Any] = {"again": again, "ingested": done.ingested, "beside": beside, "unread": unread}
+        reports = ingest_pack(workspace, ledger, found.packs[number], progress, **how)
+        for _, path in found.packs[number].files:
+            settled(path, reports)
+
+    todo: list[tuple[str, Callable[[list[Path]], None], list[Path]]] = [
+        (one.name, partial(pack, number), [path for _, path in one.files]) for number, one in enumerate(found.packs)
+    ]
+    todo += [(path.name, partial(file, path), [path]) for path in found.files]
+    alone = len(todo) == 1
+    while todo:
+        waiting = []
+        for number, (name, call, _) in enumerate(todo):
+            try:
+                call([path for _, _, files in todo[number + 1 :] for path in files])
+                done.failed.pop(name, None)
+            except LittleTextError as error:
+                if alone:
+                    raise
+                waiting.append(todo[number])
+                done.failed[name] = str(error)
+            except Exception as error:
+                if alone or not is_about_the_file(error):
+                    raise
+                done.failed[name] = str(error)
+                progress.line(f"  {name} is not ingested: {error}")
+        if len(waiting) == len(todo) or not any(report.state == "ingested" for report in done.reports):
+            break
+        todo = waiting

@@ -1,0 +1,121 @@
+"""What ``factory ingest`` was asked for, as files: paths, folders, patterns and addresses; data sets on disk and many small files are packs."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from factory.core.errors import InputError
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ingest.packing import MANY, SMALL_BYTES, Pack
+from factory.ingest.readers import ShardProblem, is_read
+from factory.ingest.reading.columns import is_dataset
+from factory.ingest.reading.kinds import is_archive
+from factory.ingest.remote import fetched, is_address
+from factory.ledger.ledger import Ledger
+
+
+@dataclass
+class Gathered:
+    """``left_out``: by suffix, how many files of folders and patterns are of kinds that are not read. ``addresses``: of files that were
+    fetched. ``known``: how many of an address were ingested before."""
+
+    packs: list[Pack] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    addresses: dict[Path, str] = field(default_factory=dict)
+    known: int = 0
+
+    def words(self) -> str:
+        """What is left out, for a person; '': nothing."""
+        kinds = ", ".join(f"{suffix or 'no suffix'} {count:,}" for suffix, count in self.left_out.most_common(6))
+        return f"{self.left_out.total():,} files are of kinds that are not read: {kinds}" if self.left_out else ""
+
+
+def gather(workspace: Workspace, ledger: Ledger, names: Sequence[str], progress: Progress) -> Gathered:
+    """Raises: InputError for a name that is no file, folder or pattern, and for an address that cannot be read."""
+    found = Gathered()
+    listed: list[tuple[Path, Path]] = []  # (folder that was asked for, file in it)
+    for name in names:
+        if is_address(name):
+            folder, there, found.known = fetched(workspace, ledger, name, progress)
+            found.addresses |= there
+            listed += [(folder, path) for path in _wanted(sorted(there), found)]
+            continue
+        for path in _paths(workspace, name):
+            if not path.is_dir():
+                listed += [(path.parent, one) for one in ([path] if str(path) == name else _wanted([path], found))]
+            elif is_dataset(path):
+                found.packs.append(_dataset(path))
+            else:
+                listed += [(path, file) for file in _wanted(_walk(path, found), found)]
+    small = [(folder, path) for folder, path in listed if _is_small(path)]
+    if len(small) >= MANY:
+        base = Path(os.path.commonpath([folder.resolve() for folder, _ in small]))
+        files = sorted((str(path.resolve().relative_to(base)), path) for _, path in small if _is_below(path, base))
+        found.packs.append(Pack(base.name or "files", files))
+        together = {path for _, path in files}
+        listed = [one for one in listed if one[1] not in together]
+    found.files = list(dict.fromkeys(path for _, path in listed))
+    return found
+
+
+def _paths(workspace: Workspace, name: str) -> list[Path]:
+    """A file or folder, also by its name in quarantine/ alone, or what a pattern matches."""
+    path = Path(name)
+    if path.exists():
+        return [path]
+    if (kept := workspace.quarantine / path.name).is_file():
+        return [kept]
+    if glob.has_magic(name):
+        if matched := [Path(one) for one in sorted(glob.glob(name, recursive=True))]:
+            files = list({one.resolve(): one for one in matched if not one.is_dir()}.values())  # links may lead round
+            return files or matched
+        raise InputError(f"{name}: no file matches")
+    raise InputError(f"{path.name}: no such file, here or in {workspace.quarantine}")
+
+
+def _dataset(folder: Path) -> Pack:
+    try:
+        return Pack.of_dataset(folder)
+    except ShardProblem as problem:
+        raise InputError(f"{folder}: {problem}") from problem
+
+
+def _walk(folder: Path, found: Gathered) -> Iterator[Path]:
+    """Regular files, by name; data sets on disk inside become packs; hidden files and folders are passed over, links to folders not followed."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        for one in [one for one in folders if is_dataset(Path(where) / one)]:
+            folders.remove(one)
+            found.packs.append(_dataset(Path(where) / one))
+        for name in sorted(files):
+            if not name.startswith(".") and (path := Path(where) / name).is_file():
+                yield path
+
+
+def _wanted(files: Iterable[Path], found: Gathered) -> list[Path]:
+    wanted = []
+    for path in files:
+        if is_read(path.name):
+            wanted.append(path)
+        else:
+            found.left_out[path.suffix.lower()] += 1
+    return wanted
+
+
+def _is_small(path: Path) -> bool:
+    return path.stat().st_size < SMALL_BYTES and is_read(path.name) and not is_archive(path.name) and _is_utf8(path)
+
+
+def _is_utf8(path: Path) -> bool:
+    return os.fsencode(path.name).decode("utf-8", "replace") == path.name
+
+
+def _is_below(path: Path, base: Path) -> bool:
+    return path.resolve().is_relative_to(base)

@@ -1,0 +1,96 @@
+"""zip and tar: a stream of members, each a ``Readable`` that is read by its own suffix.
+
+The limits of the data policy count for all members together. What is refused is left out, by name, and ends nothing: links, devices, paths that
+lead out of the archive, archives in archives, encrypted members, kinds that are not read, a damaged member of a zip file. Nothing is unpacked
+to disk but, without a name, what must be read at several places (Parquet, Arrow).
+"""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
+
+from factory.ingest.reading.kinds import is_archive, kind_of
+from factory.ingest.reading.rows import OverLimit, RawRow, ShardProblem, with_path
+from factory.ingest.reading.streams import BROKEN, Allowance, ByteStream, Readable, open_member, refuse_unread, seekable
+
+ReadMember = Callable[[Readable], Iterator[RawRow]]  # raises ShardProblem where it cannot
+
+
+def read_zip(source: Readable, read: ReadMember) -> Iterator[RawRow]:
+    budget = Allowance(source.size, source.limits)
+    try:
+        with seekable(source) as file, zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                name = _name(info.filename)
+                if info.is_dir() or _refused(info.filename, source):
+                    continue
+                mode = info.external_attr >> 16
+                if mode & 0o170000 not in (0, 0o100000):
+                    source.left_out(info.filename, "a link or device")
+                elif info.flag_bits & 1:
+                    source.left_out(info.filename, "encrypted")
+                else:
+                    opens = lambda info=info: _opened(archive, info, budget)
+                    yield from _member(
+                        Readable(name, opens, source.limits, info.file_size, source.left_out), source, read
+                    )
+    except BROKEN as error:
+        refuse_unread(source.name, error)
+        raise ShardProblem(f"not readable as zip: {str(error)[:200]}") from error
+
+
+def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Allowance) -> ByteStream:
+    try:
+        return open_member(archive.open(info), info.filename, kind_of(info.filename)[1], budget)
+    except (*BROKEN, NotImplementedError, RuntimeError) as error:
+        raise ShardProblem(f"cannot be unpacked: {error}") from error
+
+
+def read_tar(source: Readable, read: ReadMember) -> Iterator[RawRow]:
+    with source.open() as stream:
+        budget = Allowance(source.size, source.limits)
+        try:
+            with tarfile.open(fileobj=stream, mode="r|", errorlevel=2) as archive:
+                for info in archive:
+                    if info.isdir() or (info.isreg() and _refused(info.name, source)):
+                        continue
+                    content = archive.extractfile(info) if info.isreg() else None
+                    if content is None:
+                        source.left_out(info.name, "a link or device")
+                        continue
+                    name = _name(info.name)
+                    opens = lambda content=content, name=name: open_member(content, name, kind_of(name)[1], budget)
+                    yield from _member(Readable(name, opens, source.limits, info.size, source.left_out), source, read)
+        except BROKEN as error:
+            refuse_unread(source.name, error)
+            raise ShardProblem(f"not readable as tar: {str(error)[:200]}") from error
+
+
+def _member(member: Readable, whole: Readable, read: ReadMember) -> Iterator[RawRow]:
+    try:
+        for row in read(member):
+            yield with_path(row, member.name)
+    except OverLimit:
+        raise
+    except ShardProblem as problem:
+        whole.left_out(member.name, str(problem))
+
+
+def _name(path: str) -> str:
+    return path.removeprefix("./").encode("utf-8", "backslashreplace").decode()
+
+
+def _refused(path: str, source: Readable) -> bool:
+    pure = PurePosixPath(path.replace("\\", "/"))
+    if any(part.startswith(".") and part not in (".", "..") for part in pure.parts) or "__MACOSX" in pure.parts:
+        return True  # hidden, as in a folder
+    if pure.is_absolute() or ".." in pure.parts or ":" in pure.parts[0]:
+        source.left_out(path, "a path that leads out of the archive")
+    elif is_archive(path):
+        source.left_out(path, "an archive in an archive: unpack it first")
+    else:
+        return False
+    return True

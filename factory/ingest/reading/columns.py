@@ -1,0 +1,216 @@
+"""Parquet, Arrow IPC (files and streams, Feather is one), and Hugging Face data sets on disk: rows of columns.
+
+A value that cannot be read (a timestamp beyond Python's years, bytes that are no UTF-8 in a column of text) is left out of its row and
+named there (``rows.UNREADABLE``). What nobody can use as text or metadata is not read: columns of floating-point vectors, and nested bytes, as
+of images.
+
+``datasets.Dataset.save_to_disk`` writes a folder with ``state.json``, ``dataset_info.json`` and ``data-*.arrow``; a ``DatasetDict`` one with
+``dataset_dict.json`` and such a folder for each split. All splits are read; name the folder of one to read that alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from factory.ingest.reading.rows import UNREADABLE, BadRow, LeftOut, RawRow, ShardProblem, too_long, with_path
+from factory.ingest.reading.streams import FREE_EXPANSION, Allowance, Readable, open_file, refuse_unread, seekable
+from factory.ingest.rules.policy import ShardLimits
+
+_AT_ONCE = 64  # rows
+
+
+def read_parquet(source: Readable) -> Iterator[RawRow]:
+    try:
+        with seekable(source) as mapped, pq.ParquetFile(mapped) as file:
+            columns = _readable(file.schema_arrow)
+            total = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            if total > source.limits.max_shard_bytes:
+                raise ShardProblem(
+                    f"more than {source.limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it"
+                )
+            if total > FREE_EXPANSION and total > source.limits.max_expansion * mapped.size():
+                raise ShardProblem(
+                    f"expands more than {source.limits.max_expansion:g} times (limits.max_expansion): a bomb?"
+                )
+            for batch in file.iter_batches(batch_size=_AT_ONCE, columns=columns):
+                yield from _rows(batch, source.limits)
+    except (OSError, pa.ArrowException, OverflowError) as error:
+        refuse_unread(source.name, error)
+        raise ShardProblem(f"not readable as Parquet: {str(error)[:200]}") from error
+
+
+def read_arrow(source: Readable) -> Iterator[RawRow]:
+    """An Arrow IPC file or stream: told apart by their first bytes."""
+    try:
+        with seekable(source) as mapped:
+            head = mapped.read(6)
+            mapped.seek(0)
+            if head.startswith(b"FEA1"):
+                raise ShardProblem("Feather of version 1: write it again with pyarrow.feather.write_feather")
+            if head == b"ARROW1":
+                with pa.ipc.open_file(mapped) as file:
+                    batches = (file.get_batch(number) for number in range(file.num_record_batches))
+                    yield from _checked(batches, file.schema, Allowance(mapped.size(), source.limits), source.limits)
+            else:
+                with pa.ipc.open_stream(mapped) as stream:
+                    yield from _checked(stream, stream.schema, Allowance(mapped.size(), source.limits), source.limits)
+    except (OSError, pa.ArrowException, OverflowError) as error:
+        refuse_unread(source.name, error)
+        raise ShardProblem(f"not readable as Arrow: {str(error)[:200]}") from error
+
+
+def _checked(
+    batches: Iterable[pa.RecordBatch], schema: pa.Schema, budget: Allowance, limits: ShardLimits
+) -> Iterator[RawRow]:
+    """Arrow's buffers are taken as they are in the file: what they say of lengths and places is checked before a value is read."""
+    columns = _readable(schema)
+    for batch in batches:
+        budget.take(batch.nbytes)
+        batch = batch.select(columns)
+        for column in batch.columns:
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if not (_is_text(column.type) and "UTF8" in str(error)):  # else each value tells
+                    raise
+        for at in range(0, batch.num_rows, _AT_ONCE):
+            yield from _rows(batch.slice(at, _AT_ONCE), limits)
+
+
+def is_dataset(folder: Path) -> bool:
+    """Is it a folder that ``save_to_disk`` of Hugging Face's ``datasets`` wrote?"""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of such a folder, in the order of their rows. Raises: ShardProblem."""
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+            return [file for split in splits for file in dataset_files(_inside(folder, split))]
+        listed = json.loads((folder / "state.json").read_bytes())["_data_files"]
+        files = [_inside(folder, one["filename"]) for one in listed]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refuse_unread(folder.name, error)
+        raise ShardProblem(f"not a data set on disk: {type(error).__name__}: {error}") from error
+    if gone := [file.name for file in files if not file.is_file()]:
+        raise ShardProblem(f"the data set on disk lacks {gone[0]}")
+    return files
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if Path(name).name != name or name in (".", ".."):
+        raise ValueError(f"{name!r} is no name of a file beside it")
+    return folder / name
+
+
+def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOut) -> Iterator[RawRow]:
+    """Rows of a data set on disk; each says which of its files it is of."""
+    for file in dataset_files(folder):
+        name = str(file.relative_to(folder))
+        opens = functools.partial(open_file, file, "", limits)
+        source = Readable(name, opens, limits, file.stat().st_size, left_out, file)
+        for row in read_arrow(source):
+            yield with_path(row, name)
+
+
+def _readable(schema: pa.Schema) -> list[str]:
+    """Names of the columns that are read: each once."""
+    names = [one.name for one in schema if not _is_useless(one.type)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ShardProblem(f"two columns have the name {twice[0]!r}")
+    if not names:
+        raise ShardProblem(f"no column of text; columns: {schema.names[:10]}")
+    return names
+
+
+def _is_useless(kind: pa.DataType, nested: bool = False) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.types.is_floating(kind.value_type) or _is_useless(kind.value_type, True)
+    if pa.types.is_struct(kind):
+        return any(_is_useless(kind.field(i).type, True) for i in range(kind.num_fields))
+    return nested and _is_bytes(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _rows(batch: pa.RecordBatch, limits: ShardLimits) -> Iterator[RawRow]:
+    columns = {name: _values(batch.column(place)) for place, name in enumerate(batch.schema.names)}
+    for number in range(batch.num_rows):
+        row: dict[str, Any] = {}
+        wrong: dict[str, str] = {}
+        for name, column in columns.items():
+            value = column[number]
+            if isinstance(value, Exception):
+                wrong[name] = str(value)[:200]
+            elif value is not None:
+                row[name] = value
+        size = sum(len(value) for value in row.values() if isinstance(value, str))
+        if size > limits.max_row_bytes:
+            yield too_long(size, limits.max_row_bytes)
+        elif isinstance(encoding := columns.get("text", [None] * batch.num_rows)[number], UnicodeDecodeError):
+            yield BadRow("bad_encoding", f"not UTF-8: {encoding.reason}")
+        else:
+            yield {**row, UNREADABLE: wrong} if wrong else row
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """The values as JSON has them; an exception in the place of one that cannot be read."""
+    try:
+        return [plain(value) for value in column.to_pylist()]
+    except Exception:  # of any value; which one it is, each tells  # noqa: BLE001
+        return [_value(one) for one in column]
+
+
+def _value(one: pa.Scalar) -> Any:
+    try:
+        return plain(one.as_py())
+    except (
+        ValueError,
+        OverflowError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        ImportError,
+        pa.ArrowException,
+    ) as error:
+        return error
+
+
+def plain(value: Any) -> Any:
+    """A value of a column as JSON has it. Raises: UnicodeDecodeError for bytes that are no text, ValueError.
+
+    >>> import decimal
+    >>> plain({"at": datetime.datetime(2026, 1, 2), "n": decimal.Decimal("1.5"), "b": b"x"})
+    {'at': '2026-01-02T00:00:00', 'n': '1.5', 'b': 'x'}
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is not JSON")
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(one) for one in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value)

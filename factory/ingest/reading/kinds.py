@@ -1,0 +1,98 @@
+"""Which suffix means what: text, code, and what is not read, with what to do in its place.
+
+A file's kind is its last suffix, or the one before that of a compression; of some files of code the whole name (``Makefile``).
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+COMPRESSIONS = {
+    ".gz": "gzip",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".bz2": "bz2",
+    ".xz": "xz",
+    ".lzma": "xz",
+    ".lz4": "lz4",
+}
+TEXT = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex", ".textile", ".wiki")
+# By family, with the names that the languages' own tools give them.
+_CODE = """
+    .py .pyi .pyx .pxd .c .h .cc .cpp .cxx .c++ .hh .hpp .hxx .h++ .ipp .inl .tpp .cu .cuh .cl .m .mm .rs .go .zig .nim .d .v .sv .svh .vhd .vhdl
+    .java .kt .kts .scala .sc .groovy .gradle .clj .cljs .cljc .edn .js .mjs .cjs .jsx .ts .mts .cts .tsx .vue .svelte .astro .coffee
+    .cs .fs .fsi .fsx .vb .swift .dart .rb .erb .rake .gemspec .php .pl .pm .t .raku .lua .r .jl .f .for .f77 .f90 .f95 .f03 .f08 .pas .pp .ada .adb
+    .ads .cob .cbl .hs .lhs .elm .purs .ml .mli .mll .mly .re .rei .ex .exs .erl .hrl .lisp .lsp .el .scm .ss .rkt .lean .agda .thy .idr
+    .sh .bash .zsh .fish .ksh .csh .awk .sed .ps1 .psm1 .psd1 .bat .cmd .tcl .vim .nix .sql .psql .plsql .prql .graphql .gql .proto .thrift .capnp
+    .toml .yaml .yml .ini .cfg .conf .properties .xml .xsd .xsl .xslt .css .scss .sass .less .styl .tf .tfvars .hcl .bzl .bazel .star .cmake
+    .mk .mak .make .dockerfile .asm .s .ll .mlir .ptx .wat .wgsl .glsl .hlsl .vert .frag .comp .metal .sol .vy .move .cairo .gd .qml .bib .diff
+    .patch .jinja .jinja2 .j2 .tmpl .mustache .hbs .ejs .pug .haml .slim .liquid .feature .robot .do .sas .stan .bas .applescript .ahk .gn .gni
+"""
+_CODE_NAMES = """
+    Makefile GNUmakefile makefile Dockerfile Containerfile CMakeLists.txt Rakefile Gemfile Vagrantfile Jenkinsfile Justfile justfile BUILD WORKSPACE
+    SConstruct SConscript meson.build go.mod Procfile Brewfile Kconfig
+"""
+CODE, CODE_NAMES = tuple(_CODE.split()), frozenset(_CODE_NAMES.split())
+
+ARCHIVES = (".zip", ".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
+_PACKED = (*ARCHIVES, ".7z", ".rar", ".jar", ".whl", ".egg", ".apk", ".iso", ".cab", ".ar", ".deb", ".rpm", ".cpio")
+_INSTEAD = {
+    **dict.fromkeys((".pdf", ".ps", ".djvu"), "extract its text first, for example with pdftotext"),
+    **dict.fromkeys(
+        (".docx", ".doc", ".odt", ".rtf", ".epub", ".mobi", ".pptx", ".ppt", ".odp", ".pages", ".fb2"),
+        "convert it to text first, for example with 'pandoc FILE -t plain -o FILE.txt'",
+    ),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), "save its sheet as CSV"),
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".duckdb", ".mdb"), "export the table as CSV or Parquet"),
+    **dict.fromkeys((".avro", ".orc", ".hdf5", ".h5", ".lance"), "write it as Parquet"),
+    **dict.fromkeys((".dta", ".sav", ".rds", ".rdata"), "save it as CSV"),
+    **dict.fromkeys(
+        (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors", ".joblib"),
+        "arrays and pickles are not text: write its documents as JSON lines",
+    ),
+    **dict.fromkeys(
+        (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".svg", ".ico", ".heic"),
+        "an image has no text",
+    ),
+    **dict.fromkeys(
+        (".mp3", ".wav", ".flac", ".ogg", ".m4a", ".mp4", ".mkv", ".webm", ".avi", ".mov"), "transcribe it first"
+    ),
+    **dict.fromkeys((".br", ".z", ".lzo", ".sz", ".snappy"), "decompress it, or compress it with gzip or zstd"),
+    **dict.fromkeys((".mbox", ".eml", ".msg", ".pst"), "write its messages as JSON lines"),
+    **dict.fromkeys(_PACKED[len(ARCHIVES) :], "unpack it; zip and tar are read as they are"),
+}
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """(suffix that says how the content is read, compression). A file of code that is known by its whole name is '.mk'.
+
+    >>> [kind_of(name) for name in ("a.jsonl.gz", "b.TGZ", "Makefile", "c.tar.zst", "d", "e.warc.wet.gz")]
+    [('.jsonl', 'gzip'), ('.tar', 'gzip'), ('.mk', ''), ('.tar', 'zstd'), ('', ''), ('.wet', 'gzip')]
+    """
+    path = PurePath(name)
+    if path.name in CODE_NAMES:
+        return ".mk", ""
+    suffixes = [suffix.lower() for suffix in path.suffixes] or [""]
+    short = {".tgz": "gzip", ".tbz": "bz2", ".tbz2": "bz2", ".txz": "xz", ".tzst": "zstd"}
+    if suffixes[-1] in short:
+        return ".tar", short[suffixes[-1]]
+    compression = COMPRESSIONS.get(suffixes[-1], "")
+    return ((suffixes[:-1] or [""])[-1] if compression else suffixes[-1]), compression
+
+
+def is_archive(name: str) -> bool:
+    """
+    >>> is_archive("a.tar.gz"), is_archive("a.rar"), is_archive("a.gz")
+    (True, True, False)
+    """
+    return kind_of(name)[0] in _PACKED
+
+
+def instead(name: str) -> str:
+    """What to do with a file that is not read, after a colon; '': nothing is known of its kind.
+
+    >>> instead("a.pdf"), instead("b.unheard")
+    (': extract its text first, for example with pdftotext', '')
+    """
+    known = _INSTEAD.get(PurePath(name).suffix.lower()) or _INSTEAD.get(kind_of(name)[0])
+    return f": {known}" if known else ""

@@ -1,0 +1,118 @@
+"""CSV and TSV (RFC 4180): the first record names the columns, each further one is a row of strings.
+
+    id,text                      {"id": "1", "text": "two\\nlines"}
+    1,"two                  →    {"id": "2", "text": "a \\"word\\""}
+    lines"
+    2,"a ""word\"""
+
+The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that its first line has most of. An empty field is no value. A record with another
+number of fields than the header, or with a quote inside a quoted field, costs its row; so does one that is longer than a row may be, which
+is not held in memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator
+
+from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
+from factory.ingest.reading.streams import ByteStream, Readable, blocks
+
+_DELIMITERS = ",;\t|"
+
+
+class _TooLong(Exception):
+    pass
+
+
+def read_csv(source: Readable) -> Iterator[RawRow]:
+    yield from _table(source, "")
+
+
+def read_tsv(source: Readable) -> Iterator[RawRow]:
+    yield from _table(source, "\t")
+
+
+def _table(source: Readable, delimiter: str) -> Iterator[RawRow]:
+    limit = source.limits.max_row_bytes
+    csv.field_size_limit(max(limit, csv.field_size_limit()))
+    with source.open() as stream:
+        records = _Records(stream, limit, delimiter)
+        header = next(iter(records), None)
+        if not isinstance(header, list):
+            raise ShardProblem(f"the first line of a table names its columns, and this one cannot be read: {header}")
+        columns = [name.strip() for name in header]
+        if twice := sorted({name for name in columns if columns.count(name) > 1 and name}):
+            raise ShardProblem(f"two columns of the table have the name {twice[0]!r}")
+        for record in records:
+            if isinstance(record, BadRow):
+                yield record
+            elif len(record) != len(columns):
+                yield BadRow("bad_csv", f"{len(record)} fields; the header has {len(columns)}")
+            else:
+                yield {name: value for name, value in zip(columns, record) if name and value}
+
+
+class _Records:
+    """Records of a CSV stream. A record over the limit is passed over: to the line that closes its quotes."""
+
+    def __init__(self, stream: ByteStream, limit: int, delimiter: str) -> None:
+        self.limit, self.delimiter = limit, delimiter
+        self.size = self.quotes = 0  # characters, and quotes, of the record under way
+        self.text = _text(stream, limit)
+        self.last = ""  # line
+        if not delimiter:
+            self.last = next(self.text, "")
+            self.delimiter = max(_DELIMITERS, key=self.last.count)
+            self.text = itertools.chain([self.last] if self.last else [], self.text)
+
+    def __iter__(self) -> Iterator[list[str] | BadRow]:
+        while True:
+            try:
+                for record in csv.reader(self._lines(), delimiter=self.delimiter, strict=True):
+                    self.size = self.quotes = 0
+                    if record:
+                        yield record
+                return
+            except csv.Error as error:
+                cut = "unexpected end" in str(error)
+                yield BadRow("bad_csv", "the file ends inside a quoted field" if cut else str(error)[:200])
+            except _TooLong:
+                yield too_long(self._pass_over(), self.limit)
+            self.size = self.quotes = 0
+
+    def _lines(self) -> Iterator[str]:
+        for line in self.text:
+            self.last = line
+            self.size += len(self.last)
+            self.quotes += self.last.count('"')
+            if self.size > self.limit:
+                raise _TooLong
+            yield self.last
+
+    def _pass_over(self) -> int:
+        """To the end of a record that is too long. Returns how long it was: characters."""
+        while self.quotes % 2 or not self.last.endswith("\n"):
+            if not (line := next(self.text, "")):
+                break
+            self.last = line
+            self.size += len(line)
+            self.quotes += line.count('"')
+        return self.size
+
+
+def _text(stream: ByteStream, limit: int) -> Iterator[str]:
+    """Lines with their ends; a very long one in pieces. Bytes that are not UTF-8 become half surrogates, which cost the row."""
+    rest, start = b"", True
+    for block in blocks(stream):
+        if start:
+            block, start = block.removeprefix(b"\xef\xbb\xbf"), False
+        *found, rest = (rest + block).split(b"\n")
+        for line in found:
+            yield line.decode("utf-8", "surrogateescape") + "\n"
+        if len(rest) > limit:
+            yield rest.decode("utf-8", "surrogateescape")
+            rest = b""
+    if rest:
+        yield rest.decode("utf-8", "surrogateescape")

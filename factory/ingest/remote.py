@@ -1,0 +1,201 @@
+"""Shards at addresses (``s3://bucket/prefix/*.jsonl.gz``, ``hf://datasets/…``, ``https://…``), through fsspec: fetched into ``fetched/`` of the
+workspace, then ingested as local files. A fetch that ended early goes on where it was, if size and etag of the file are still the same; a
+file that was ingested once is not fetched again unless they changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from factory.core.errors import InputError
+from factory.core.faults import is_of_no_file
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
+from factory.ingest.filing import file_away
+from factory.ledger.ledger import Ledger, record
+from kernels.contract.files import put_in_place, write_atomically
+from trainer.contract.data.token_shard import file_sha256
+
+if TYPE_CHECKING:
+    from factory.ingest.chain import ShardReport
+
+FETCHED = "fetched"  # the folder, and the event: {address, size, etag, shards}
+_BLOCK = 4 << 20
+_TRIES = 3
+_ETAGS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_modified", "mtime")
+
+
+def is_address(name: str) -> bool:
+    """
+    >>> is_address("s3://bucket/a.jsonl"), is_address("data/a.jsonl"), is_address("C://x")
+    (True, False, False)
+    """
+    return len(name.partition("://")[0]) > 1 and "://" in name
+
+
+def fetched(
+    workspace: Workspace, ledger: Ledger, address: str, progress: Progress
+) -> tuple[Path, dict[Path, str], int]:
+    """(the folder, files in it with the address of each, how many of the address were ingested before).
+
+    Raises: InputError for an address that cannot be read: the same call goes on where this one ended.
+    """
+    system, root = _system(address)
+    folder = workspace.root / FETCHED / hashlib.sha256(address.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[Path, str] = {}
+    known = 0
+    done = _ingested(ledger)
+    paths = _listed(system, root, address)
+    for number, path in enumerate(paths):
+        whole = str(system.unstrip_protocol(path))
+        about = _about(system, path, whole)
+        if done.get(whole) == [about["size"], about["etag"]]:
+            known += 1
+            continue
+        target = folder / _inside(path, paths)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        title = f"fetch {target.name}" + (f" ({number + 1} of {len(paths)})" if len(paths) > 1 else "")
+        _fetch(system, path, about, target, progress, title)
+        found[target] = whole
+    return folder, found, known
+
+
+def settle(workspace: Workspace, ledger: Ledger, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
+    """Put a fetched file that was ingested away, and record that it was: as a shard it is kept, and else it is what lies at the address."""
+    sha256 = file_sha256(path)
+    about = json.loads(_note(path).read_text())
+    detail = {"address": address, **about, "shards": [one.sha256 for one in reports]}
+    own = next((one for one in reports if one.sha256 == sha256), None)
+    if own:
+        file_away(workspace, ledger, path, sha256, own.state)
+    else:
+        path.unlink()
+    with ledger.begin() as tx:
+        record(tx, FETCHED, f"address:{hashlib.sha256(address.encode()).hexdigest()[:16]}", detail)
+    _note(path).unlink()
+    for left in (path.parent, *path.parent.parents):
+        if left == workspace.root / FETCHED or any(left.iterdir()):
+            break
+        left.rmdir()
+
+
+def _ingested(ledger: Ledger) -> dict[str, list[Any]]:
+    rows = ledger.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=FETCHED)
+    return {row["detail"]["address"]: [row["detail"]["size"], row["detail"]["etag"]] for row in rows}
+
+
+def _system(address: str) -> tuple[Any, str]:
+    import fsspec
+
+    scheme = address.partition("://")[0]
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(address)
+        return found
+    except ImportError as error:
+        raise InputError(
+            f"{address}: addresses of {scheme}:// need more than is installed: pip install 'llm-factory[remote]'"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{address}: {error}") from error
+
+
+def _listed(system: Any, root: str, address: str) -> list[str]:
+    """Paths of the files, by name."""
+    try:
+        if any(sign in root for sign in "*?["):
+            found = [path for path in system.glob(root) if not system.isdir(path)]
+        else:
+            found = system.find(root) if system.isdir(root) else [root]
+    except Exception as error:  # of any library behind fsspec  # noqa: BLE001
+        raise _unread(address, error) from error
+    found = sorted(path for path in found if not PurePosixPath(path).name.startswith("."))
+    if not found:
+        raise InputError(f"{address}: no file is there")
+    return found
+
+
+def _inside(path: str, paths: Sequence[str]) -> str:
+    """Of a file, its path below the folder that all have: names of files stay, which say how they are read."""
+    parents = [PurePosixPath(unquote(urlsplit(one).path) if "://" in one else one) for one in paths]
+    mine = parents[list(paths).index(path)]
+    common = parents[0].parent
+    while any(not one.is_relative_to(common) for one in parents):
+        common = common.parent
+    return str(mine.relative_to(common)).replace("..", "__")
+
+
+def _about(system: Any, path: str, address: str) -> dict[str, Any]:
+    try:
+        info = system.info(path)
+    except Exception as error:  # noqa: BLE001
+        raise _unread(address, error) from error
+    etag = next((str(info[key]) for key in _ETAGS if info.get(key)), "")
+    return {"size": info.get("size"), "etag": etag}
+
+
+def _note(target: Path) -> Path:
+    return target.with_name(f".{target.name}.about")
+
+
+def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress: Progress, title: str) -> None:
+    part, note = target.with_name(f".{target.name}.part"), _note(target)
+    if not note.exists() or json.loads(note.read_text()) != about:
+        part.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+        write_atomically(note, json.dumps(about))
+    if target.exists():
+        return
+    with progress.task(title, total=about["size"]) as task:
+        for attempt in range(_TRIES):
+            try:
+                _append(system, path, about, part, task)
+                break
+            except Exception as error:  # of any library behind fsspec  # noqa: BLE001
+                if isinstance(error, OSError) and (is_of_no_file(error) or error.filename):
+                    raise  # this machine's own disk
+                if attempt == _TRIES - 1:
+                    there = part.stat().st_size if part.exists() else 0
+                    raise InputError(
+                        f"{path} cannot be read to its end: {type(error).__name__}: {str(error)[:200]}; "
+                        f"the same command goes on at byte {there:,}"
+                    ) from error
+                time.sleep(attempt)
+    if _about(system, path, path) != about:
+        part.unlink()
+        raise InputError(f"{path} changed while it was fetched: fetch it again when it is complete")
+    put_in_place(part, target)
+
+
+def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any) -> None:
+    """Raises: EOFError where it ends before its size."""
+    with open(part, "ab") as out:
+        there = out.tell()
+        task.advance(there)
+        if about["size"] is None:  # a server that does not say: from the beginning, in one go
+            out.truncate(0)
+            with system.open(path, "rb") as source:
+                shutil.copyfileobj(source, out, _BLOCK)
+            return
+        while there < about["size"]:
+            block = system.cat_file(path, start=there, end=min(there + _BLOCK, about["size"]))
+            if not block:
+                raise EOFError(f"it ends at byte {there:,} of {about['size']:,}")
+            out.write(block)
+            out.flush()
+            there += len(block)
+            task.advance(len(block))
+
+
+def _unread(address: str, error: Exception) -> InputError:
+    if isinstance(error, FileNotFoundError):
+        return InputError(f"{address}: no such file or folder there")
+    words = str(error).strip().splitlines()
+    return InputError(f"{address} cannot be read: {type(error).__name__}: {words[0][:200] if words else ''}")

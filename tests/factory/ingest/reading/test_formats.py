@@ -1,0 +1,337 @@
+"""Every kind of file gives the same three documents; what is not read says what to do; what is hostile costs itself alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from factory.ingest.document import parse_json
+from factory.ingest.readers import RawRow, ShardProblem, read_rows
+from factory.ingest.reading.rows import BadRow, as_line, take_origin, with_path
+from factory.ingest.rules.policy import ShardLimits
+from tests.support.reading.formats import (
+    KINDS,
+    REFUSED,
+    ROWS,
+    SINGLE,
+    TEXTS,
+    arrow_file,
+    arrow_stream,
+    compress,
+    dataset,
+    json_array,
+    json_lines,
+    one_each,
+    table,
+    tarred,
+    web_archive,
+    zipped,
+)
+
+LIMITS = ShardLimits(max_row_bytes=5000)
+LeftOut = list[tuple[str, str]]
+
+
+def shard(tmp_path: Path, name: str, data: bytes) -> Path:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return path
+
+
+def read(path: Path, limits: ShardLimits = LIMITS, left_out: LeftOut | None = None) -> list[RawRow]:
+    note: Callable[[str, str], object] = lambda where, why: (
+        left_out.append((where, why)) if left_out is not None else None
+    )
+    return list(read_rows(path, limits, note))
+
+
+def decoded(row: RawRow) -> dict[str, Any]:
+    """As a worker sees it: also once it was written as a line of a packed shard."""
+    assert not isinstance(row, BadRow), row
+    found = parse_json(as_line(row))
+    assert found == (parse_json(row) if isinstance(row, bytes) else json.loads(json.dumps(row)))
+    take_origin(found)
+    return found
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    rows = [decoded(row) for row in read(shard(tmp_path, name, KINDS[name]()))]
+    assert [plain(row["text"]) for row in rows] == [plain(text) for text in TEXTS]
+    if "html" not in name and "warc" not in name and "pages" not in name:
+        assert [row["text"] for row in rows] == TEXTS
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_each_kind_of_one_document_gives_it(tmp_path: Path, name: str) -> None:
+    for text in TEXTS:
+        (row,) = read(shard(tmp_path, name, SINGLE[name](text)))
+        found = decoded(row)
+        assert plain(found["text"]) == plain(text) and found["source"] == name
+        assert found.get("domain") == (
+            "code"
+            if name.rpartition(".")[2]
+            in ("py", "c", "cpp", "rs", "go", "java", "ts", "sql", "kt", "Makefile", "Dockerfile")
+            else None
+        )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_says_what_to_do(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ShardProblem, match=f"not a kind of file that can be ingested: .*{REFUSED[name]}") as caught:
+        read(shard(tmp_path, name, b"\x00\x01"))
+    assert "\n" not in str(caught.value)
+
+
+def test_most_kinds_that_people_have_are_read() -> None:
+    """54 of 63 were refused before."""
+    assert len(KINDS) + len(SINGLE) >= 70
+
+
+def test_a_data_set_on_disk_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:
+    assert [decoded(row) for row in read(dataset(tmp_path / "one"))] == ROWS
+    rows = read(dataset(tmp_path / "splits", ["train", "test"]))
+    assert [decoded(dict(row)) for row in rows if isinstance(row, dict)] == [*ROWS, *ROWS]
+    assert [take_origin(row).path for row in rows][2:4] == [
+        "train/data-00002-of-00003.arrow",
+        "test/data-00000-of-00003.arrow",
+    ]
+    (tmp_path / "one" / "data-00001-of-00003.arrow").unlink()
+    with pytest.raises(ShardProblem, match="lacks data-00001-of-00003.arrow"):
+        read(tmp_path / "one")
+    (tmp_path / "one" / "state.json").write_text('{"_data_files": [{"filename": "../../etc/passwd"}]}')
+    with pytest.raises(ShardProblem, match="is no name of a file beside it"):
+        read(tmp_path / "one")
+
+
+def test_rows_of_members_say_where_they_came_from(tmp_path: Path) -> None:
+    data = zipped({"a/x.jsonl": json_lines(ROWS[:1]), "b/y.csv": table(), "c/z.md": b"some text"})
+    rows = read(shard(tmp_path, "a.zip", data))
+    found = [parse_json(as_line(row)) for row in rows]
+    assert [take_origin(row).path for row in found] == ["a/x.jsonl", "b/y.csv", "b/y.csv", "b/y.csv", "c/z.md"]
+    assert found[-1] == {"text": "some text", "source": "c/z.md"}
+
+
+def test_pages_of_web_archives_keep_their_addresses(tmp_path: Path) -> None:
+    left: LeftOut = []
+    rows = read(shard(tmp_path, "a.warc.gz", web_archive(True)), left_out=left)
+    assert [row["url"] for row in rows if isinstance(row, dict)] == [f"https://example.org/{n}.html" for n in range(3)]
+    assert all(isinstance(row, dict) and row["created"].startswith("20") for row in rows)
+    assert sorted(why for _, why in left) == ["content image/png"] * 3 + ["pages of status 404"] * 3
+    assert not any("Login" in str(row) or "Copyright" in str(row) for row in rows)
+
+
+def test_a_notebook_has_its_code_and_not_its_outputs(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "words"]},
+        {"cell_type": "code", "source": ["x = 1\n", "x"], "outputs": [{"text": "printed"}]},
+    ]
+    (row,) = read(shard(tmp_path, "a.ipynb", json.dumps({"cells": cells}).encode()))
+    assert row == {"text": "# Title\nwords\n\n```python\nx = 1\nx\n```", "source": "a.ipynb"}
+    with pytest.raises(ShardProblem, match="not a notebook"):
+        read(shard(tmp_path, "b.ipynb", b'{"cells": 3}'))
+
+
+# -- values that cannot be read ----------------------------------------------------------------------------------------
+def odd_times() -> pa.Array:
+    """Of the year 33658, before the first day of Python's calendar, and good ones."""
+    return pa.array([1_000_000_000_000_000_000, -62_135_596_800_000_001, 0, 1], pa.int64()).cast(
+        pa.timestamp("us", tz="+01:00")
+    )
+
+
+@pytest.mark.parametrize("write", [pq.write_table, pa.feather.write_feather])
+def test_a_value_that_cannot_be_read_costs_what_reads_it(tmp_path: Path, write: Callable[..., None]) -> None:
+    path = tmp_path / ("a.parquet" if write is pq.write_table else "a.feather")
+    scores = pa.array([float("nan"), 1.5, None, float("inf")])
+    write(pa.table({"text": ["a", "b", "c", "d"], "created": odd_times(), "score": scores}), str(path))
+    rows = [parse_json(as_line(row)) for row in read(path)]
+    origins = [take_origin(row) for row in rows]
+    assert [row["text"] for row in rows] == ["a", "b", "c", "d"] and rows[1]["score"] == 1.5
+    assert [sorted(origin.unreadable) for origin in origins] == [["created", "score"], ["created"], [], ["score"]]
+    for origin in origins:
+        origin.refuse(["text"])
+    with pytest.raises(BadRow, match="'created' cannot be read: "):
+        origins[0].refuse(["text", "created"])
+
+
+def test_columns_without_text_are_not_read(tmp_path: Path) -> None:
+    images = pa.array([{"bytes": b"\x89PNG", "path": "x"}])
+    columns = {"text": ["a"], "image": images, "vector": pa.array([[0.5, 0.25]]), "tags": pa.array([["x", "y"]])}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [{"text": "a", "tags": ["x", "y"]}]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        (b'id,text\n1,"two\nlines"\n2,"a ""word"""\n', [{"id": "1", "text": "two\nlines"}, {"id": "2", "text": 'a "word"'}]),
+        (b"id;text\r\n1;a, b\r\n\r\n2;c\r\n", [{"id": "1", "text": "a, b"}, {"id": "2", "text": "c"}]),
+        (b"id,text\n1,a\n2\n3,c,d\n4,e", [{"id": "1", "text": "a"}, "bad_csv", "bad_csv", {"id": "4", "text": "e"}]),
+        (b'id,text\n1,"a"b\n2,c\n', ["bad_csv", {"id": "2", "text": "c"}]),
+        (b'id,text\n1,a\n2,"never closed\n3,c\n', [{"id": "1", "text": "a"}, "bad_csv"]),
+        (b"id,text\n1," + b"x" * 9000 + b"\n2,b\n", ["row_too_long", {"id": "2", "text": "b"}]),
+        (b'id,text\n1,"' + b"x,\n" * 4000 + b'"\n2,b\n', ["row_too_long", {"id": "2", "text": "b"}]),
+        (b'id,text\n1,"' + b"x" * 3_000_000 + b'\n""\n",y\n2,b\n', ["row_too_long", {"id": "2", "text": "b"}]),
+        (b"id,text\n1,caf\xe9\n", [{"id": "1", "text": "caf\udce9"}]),  # dropped as bad_encoding by what reads the row
+        (b"text\n\xef\xbb\xbfa\n", [{"text": "\ufeffa"}]),
+    ],
+)  # fmt: skip
+def test_records_of_tables(tmp_path: Path, data: bytes, rows: list[Any]) -> None:
+    found = [row.rule if isinstance(row, BadRow) else row for row in read(shard(tmp_path, "a.csv", data))]
+    assert found == rows
+
+
+@pytest.mark.parametrize(("data", "why"), [(b"a,a\n1,2\n", "two columns .* 'a'"), (b'"a\n', "names its columns")])
+def test_a_table_without_a_header_is_refused(tmp_path: Path, data: bytes, why: str) -> None:
+    with pytest.raises(ShardProblem, match=why):
+        read(shard(tmp_path, "a.csv", data))
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        (b"[]", []),
+        (b'[{"a": "[]{}\\"\\\\"}, {"b": [1, {"c": 2}]}]', [b'{"a": "[]{}\\"\\\\"}', b'{"b": [1, {"c": 2}]}']),
+        (b'[{"a": 1},\n\n {"b" 2}, 3 ,"x"]', [b'{"a": 1}', b'{"b" 2}', b"3", b'"x"']),
+        (b'[{"a": "' + b"x" * 3_000_000 + b'"}, {"b": 1}]', ["row_too_long", b'{"b": 1}']),
+        (b'{\n"a": 1\n}\n{\n"b": 2}', [b'{\n"a": 1\n}', b'{\n"b": 2}']),
+    ],
+)  # fmt: skip
+def test_values_of_json(tmp_path: Path, data: bytes, rows: list[Any]) -> None:
+    found = [row.rule if isinstance(row, BadRow) else row for row in read(shard(tmp_path, "a.json", data))]
+    assert found == rows
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 100])
+def test_an_array_is_read_across_blocks(tmp_path: Path, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factory.ingest.reading.streams.BLOCK", cut)
+    assert [parse_json(row) for row in read(shard(tmp_path, "a.json", json_array(1))) if isinstance(row, bytes)] == ROWS
+
+
+# -- what is hostile or broken -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("a.json", json_array()[:-5], "cut off after 2 whole items"),
+        ("a.json", b'[{"a": 1}] {"b": 2}', "something follows the JSON array of 1 items"),
+        ("a.json", b'[{"a": 1}}]', "closes nothing"),
+        *((f"a.jsonl.{kind}", compress(json_lines() * 400, kind)[:-40], "cannot be decompressed") for kind in ("gz", "bz2", "xz", "zst")),
+        ("a.zip", zipped(one_each("txt"))[:-30], "not readable as zip"),
+        ("a.tar", tarred(one_each("txt", [b"x" * 4000] * 3))[:6000], "not readable as tar"),
+        ("a.tar.gz", compress(tarred(one_each("txt")), "gz")[:-30], "cannot be decompressed"),
+        ("a.tar", b"no tar at all" * 100, "not readable as tar"),
+        ("a.arrow", arrow_file()[:-100], "not readable as Arrow"),
+        ("a.arrow", arrow_stream()[:-100], "not readable as Arrow"),
+        ("a.arrow", b"no arrow at all", "not readable as Arrow"),
+        ("a.warc", b"no web archive at all", "not a web archive"),
+        ("a.warc.gz", web_archive(True)[:-60], "cannot be decompressed|not a web archive|cut off"),
+        ("a.warc", web_archive()[:-60], "cut off in record|not a web archive"),
+        ("a.zip", zipped({"a.txt": b"\0" * 100_000_000}), "max_row_bytes|bomb"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_says_what_is_wrong(tmp_path: Path, name: str, data: bytes, why: str) -> None:
+    left: LeftOut = []
+    try:
+        read(shard(tmp_path, name, data), left_out=left)
+    except ShardProblem as problem:
+        left.append(("", str(problem)))
+    assert any(re.search(why, words) for _, words in left), left
+    assert all("\n" not in words and len(words) < 400 for _, words in left)
+
+
+@pytest.mark.parametrize("pack", [zipped, tarred])
+def test_a_bomb_of_members_is_stopped_by_what_comes_out_of_all(tmp_path: Path, pack: Callable[..., bytes]) -> None:
+    line = b'{"text": "' + b"a" * 4000 + b'"}\n'
+    data = pack({f"{n}.jsonl": line * 5000 for n in range(5)})
+    name, data = ("a.zip", data) if pack is zipped else ("a.tar.gz", compress(data, "gz"))
+    with pytest.raises(ShardProblem, match="expands more than 200 times"):
+        read(shard(tmp_path, name, data))
+
+
+def test_what_an_archive_must_not_hold_is_left_out_by_name(tmp_path: Path) -> None:
+    names = ["../up.txt", "/etc/passwd.txt", "C:\\x.txt", "in.zip", "in.tar.gz", "x.png", ".hidden.txt", "good.txt"]
+    left: LeftOut = []
+    (row,) = read(shard(tmp_path, "a.zip", zipped(dict.fromkeys(names, b"text"))), left_out=left)
+    assert isinstance(row, dict) and row["source"] == "good.txt"
+    why = dict(left)
+    assert set(why) == {*names} - {".hidden.txt", "good.txt", "C:\\x.txt"} | {"C:/x.txt"} or set(why) == {*names} - {
+        ".hidden.txt",
+        "good.txt",
+    }
+    assert "leads out" in why["../up.txt"] and "leads out" in why["/etc/passwd.txt"]
+    assert (
+        "archive in an archive" in why["in.zip"]
+        and "archive in an archive" in why["in.tar.gz"]
+        and "an image" in why["x.png"]
+    )
+
+
+def test_links_and_devices_of_a_tar_are_left_out(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, kind in (
+            ("a.txt", tarfile.SYMTYPE),
+            ("b.txt", tarfile.LNKTYPE),
+            ("c.txt", tarfile.CHRTYPE),
+            ("d.txt", tarfile.FIFOTYPE),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            archive.addfile(info)
+    left: LeftOut = []
+    assert read(shard(tmp_path, "a.tar", out.getvalue()), left_out=left) == []
+    assert left == [(f"{name}.txt", "a link or device") for name in "abcd"]
+
+
+def test_a_link_of_a_zip_and_a_damaged_member_are_left_out(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        link = zipfile.ZipInfo("link.txt")
+        link.external_attr = 0o120777 << 16
+        archive.writestr(link, "/etc/passwd")
+        archive.writestr("broken.txt", "some text of this member")
+        archive.writestr("good.txt", "good text")
+    left: LeftOut = []
+    (row,) = read(shard(tmp_path, "a.zip", out.getvalue().replace(b"some text of", b"same text of")), left_out=left)
+    assert isinstance(row, dict) and row["text"] == "good text"
+    assert [where for where, _ in left] == ["link.txt", "broken.txt"] and "CRC" in left[1][1]
+
+
+def test_hostile_arrow_offsets_are_refused_and_not_followed(tmp_path: Path) -> None:
+    data = arrow_stream()
+    first, second = (len(text.encode()).to_bytes(4, "little") for text in (TEXTS[0], TEXTS[0] + TEXTS[1]))
+    assert data.count(first + second) == 1
+    (tmp_path / "a.arrow").write_bytes(data.replace(first + second, (1 << 30).to_bytes(4, "little") + second))
+    with pytest.raises(ShardProblem, match="not readable as Arrow"):
+        read(tmp_path / "a.arrow")
+
+
+@pytest.mark.parametrize("line", [b"{}", b' {"a": 1}', b'\xef\xbb\xbf{"a": 1}', b'{"a": {"b": "}"}}'])
+def test_a_line_keeps_what_it_says_beside_its_path(line: bytes) -> None:
+    row = parse_json(as_line(with_path(line, 'a "b".jsonl')))
+    assert take_origin(row).path == 'a "b".jsonl' and row == parse_json(line)
+
+
+@pytest.mark.parametrize("line", [b"", b"[1]", b'{"a": ', b"\xff\xfe", b"nonsense"])
+def test_a_line_that_is_no_object_stays_bad(line: bytes) -> None:
+    with pytest.raises(BadRow):
+        found = parse_json(as_line(with_path(line, "a")))
+        assert not isinstance(found, dict)
+        raise BadRow("bad_schema", "as what reads it says")

@@ -1,0 +1,173 @@
+"""What ``factory ingest`` takes: files, folders, patterns; the tokenizer that waits for text; exit codes."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace, code_root
+from factory.ingest.gathering import gather
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.files import held
+from factory.ledger.ledger import Ledger, shards, tokenizers
+from tests.support.factory.command import command_here
+from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
+from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
+from tests.support.reading.formats import dataset, zipped
+
+
+def names(ledger: Ledger) -> list[str]:
+    return sorted(row["name"] for row in ledger.rows(sa.select(shards.c.name)))
+
+
+def gathered(workspace: Workspace, ledger: Ledger, *paths: Path | str) -> tuple[list[str], list[str]]:
+    found = gather(workspace, ledger, [str(path) for path in paths], SILENT)
+    return [pack.name for pack in found.packs], [path.name for path in found.files]
+
+
+def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "deep" / ".git").mkdir(parents=True)
+    dataset(data / "hf")
+    for name in ("a.jsonl", "deep/b.csv", "deep/c.png", "deep/noname", ".hidden.jsonl", "deep/.git/d.txt"):
+        (data / name).write_bytes(b"x")
+    os.mkfifo(data / "pipe.jsonl")
+    (data / "deep" / "up").symlink_to(data)
+    (data / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    assert gathered(workspace, ledger, data) == (["hf"], ["a.jsonl", "b.csv"])
+    found = gather(workspace, ledger, [str(data)], SILENT)
+    assert found.words() == "2 files are of kinds that are not read: .png 1, no suffix 1"
+    assert gathered(workspace, ledger, f"{data}/**/*.csv") == ([], ["b.csv"])
+    assert gathered(workspace, ledger, data / "hf") == (["hf"], [])
+    assert gathered(workspace, ledger, data / "a.jsonl", data / "a.jsonl", data / "deep" / "c.png") == (
+        [],
+        ["a.jsonl", "c.png"],
+    )
+    for wrong, why in (
+        ("nothing.jsonl", "no such file"),
+        (f"{data}/*.parquet", "no file matches"),
+        ("unheard://y/z", "unheard"),
+    ):
+        with pytest.raises(InputError, match=why):
+            gathered(workspace, ledger, wrong)
+
+
+def test_many_small_files_of_a_folder_are_one_pack(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / "src" / f"m{number % 3}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / f"m{number % 3}" / f"f{number}.py").write_text(f"x = {number}")
+    (tmp_path / "src" / "large.jsonl").write_bytes(b"x" * 300_000)
+    found = gather(workspace, ledger, [str(tmp_path / "src")], SILENT)
+    (pack,) = found.packs
+    assert pack.name == "src" and len(pack.files) == 40 and pack.files[0][0] == "m0/f0.py"
+    assert [path.name for path in found.files] == ["large.jsonl"]
+    assert gathered(workspace, ledger, tmp_path / "src" / "m1")[0] == []  # few of them
+
+
+def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    use_small_vocabulary(workspace)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_bytes(b"nothing\n" * 20)
+    (tmp_path / "data" / "b.json").write_bytes(b'[{"text": "cut')
+    (tmp_path / "data" / "c.jsonl").write_bytes(rows(0, 20))
+    (tmp_path / "data" / "d.jsonl").write_bytes(rows(20, 5))
+    (tmp_path / "data" / "e.zip").write_bytes(zipped({"x.jsonl": rows(25, 5)}))
+    (tmp_path / "data" / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(rows(90, 5))
+    done = command_here("ingest", str(tmp_path / "data"), home=workspace)
+    assert done.exit_code == 0, done.output
+    assert trained_on(ledger) == exactly(30)
+    assert "3 shards: " in done.output and "2 quarantined; 1 not ingested" in done.output
+    assert "a name that is not UTF-8 cannot be stored" in done.output and "cut off after 0 whole items" in done.output
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.zip", "a.pdf"])
+def test_the_exit_code_says_that_nothing_was_taken(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b'"\n' * 20)
+    done = command_here("ingest", str(tmp_path / name), home=workspace)
+    assert done.exit_code != 0 and "QUARANTINED" in done.output
+    assert isinstance(done.exception, InputError) and done.exception.exit_code == 2
+    assert str(done.exception) == "nothing was taken: 1 quarantined, 0 not ingested, 0 of kinds that are not read"
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "y.png").write_bytes(b"")
+    assert "1 of kinds that are not read" in str(command_here("ingest", str(tmp_path / "x"), home=workspace).exception)
+    as_json = command_here("ingest", str(tmp_path / name), "--json", home=workspace)
+    assert json.loads(as_json.output)[0]["state"] == "quarantined" and as_json.exit_code != 0
+
+
+# -- a tokenizer by accident -------------------------------------------------------------------------------------------
+def wants(workspace: Workspace, vocabulary: int) -> None:
+    use_policy(
+        workspace,
+        (code_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", f"vocab_size: {vocabulary}"),
+    )
+
+
+def test_a_line_of_text_fixes_no_vocabulary(workspace: Workspace, ledger: Ledger) -> None:
+    """It waits in the inbox until more text is there, and is ingested then."""
+    wants(workspace, 2000)
+    put(workspace, b"A line of text, of which no vocabulary can be made: it is short.", "a.txt")
+    said = one_pass(workspace, ledger)
+    (line,) = said.about(
+        "a.txt stays in the inbox: the tokenizer is trained once, and there is too little text for it: 64 characters give "
+    )
+    assert (
+        "of the 2,000 tokens that policies/data.yaml asks for" in line and "'factory ingest --small-vocabulary'" in line
+    )
+    assert not ledger.rows(sa.select(tokenizers)) and not (workspace.tokenizer / "tokenizer.json").exists()
+    assert not one_pass(workspace, ledger).about("stays in the inbox") and "a.txt" in held(
+        ledger
+    )  # it is not tried in each pass
+    put(workspace, rows(0, 200), "b.jsonl")
+    one_pass(workspace, ledger)
+    assert names(ledger) == ["a.txt", "b.jsonl"] and Tokenizer.load(workspace.tokenizer).vocab_size == 2000
+    assert not list(workspace.inbox.iterdir())
+
+
+def test_a_person_may_want_it_so(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    put(workspace, b"A line of text, of which no vocabulary can be made: it is short.", "a.txt")
+    assert one_pass(workspace, ledger).about("too little text")
+    assert command_here("ingest", "--small-vocabulary", home=workspace).exit_code == 0
+    one_pass(workspace, ledger)
+    assert names(ledger) == ["a.txt"] and Tokenizer.load(workspace.tokenizer).vocab_size < 400
+
+
+def test_files_named_together_are_counted_together(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    wants(workspace, 2000)
+    paths = [tmp_path / f"{name}.txt" for name in "abcdefgh"]
+    for number, path in enumerate(paths):
+        path.write_text("\n".join(prose(number * 10 + n) for n in range(12)))
+    alone = command_here("ingest", str(paths[-1]), home=workspace)
+    assert alone.exit_code != 0 and "too little text" in str(alone.exception)
+    done = command_here("ingest", *map(str, paths), home=workspace)
+    assert done.exit_code == 0 and len(names(ledger)) == 8, done.output
+    assert "8 shards" in done.output
+
+
+def test_what_is_needed_is_about_right(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    """Within three times: it is read off how the vocabulary grew so far."""
+    wants(workspace, 3000)
+    text = "\n".join(prose(n) for n in range(20))
+    (tmp_path / "a.txt").write_text(text)
+    message = str(command_here("ingest", str(tmp_path / "a.txt"), home=workspace).exception)
+    needed = int(message.partition("; about ")[2].split()[0].replace(",", ""))
+    more = "\n".join(prose(n) for n in range(300))
+    sizes = range(5_000, 200_000, 5_000)
+    enough = sizes[bisect.bisect_left(sizes, 3000, key=lambda size: _tokens(more[:size], tmp_path / "t"))]
+    assert enough / 3 < needed < enough * 3, (enough, needed)
+
+
+def _tokens(text: str, folder: Path) -> int:
+    from factory.ingest.tokenizer import train
+
+    return train(iter([text]), 3000, folder).vocab_size

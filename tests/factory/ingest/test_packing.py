@@ -1,0 +1,309 @@
+"""Files that become JSON lines before they are ingested: what is stored, what is kept, and what a kill, a change or an erasure leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import sqlalchemy as sa
+
+from factory.core.errors import InputError
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.data.removing import look, remove
+from factory.data.selecting import Selection
+from factory.erasing.erasing import finish_removals, warnings
+from factory.ingest.chain import ShardReport
+from factory.ingest.document import parse_json
+from factory.ingest.inbox import ingest_path
+from factory.ingest.packing import Pack, ingest_pack
+from factory.ingest.readers import read_rows
+from factory.ingest.reading.rows import take_origin
+from factory.ingest.rules.policy import DataPolicy
+from factory.ledger.files import packed
+from factory.ledger.ledger import Ledger, documents, shards
+from factory.repairs.lost_ledger import ingest_file
+from factory.repairs.token_shards import rebuild_token_shard
+from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
+from tests.support.factory.made_up_text import prose, texts, use_policy, use_small_vocabulary
+from tests.support.paths import ROOT
+from tests.support.reading.formats import compress, tarred, zipped
+from tests.support.said import Said
+
+
+@pytest.fixture(autouse=True)
+def small_vocabulary(workspace: Workspace) -> None:
+    use_small_vocabulary(workspace)
+
+
+def with_limits(workspace: Workspace, limits: str) -> None:
+    policy = workspace.root / "policies" / "data.yaml"
+    use_policy(workspace, f"{policy.read_text()}\nlimits: {{{limits}}}\n")
+
+
+def names(ledger: Ledger) -> list[str]:
+    return [row["name"] for row in ledger.rows(sa.select(shards.c.name).order_by(shards.c.ingested_at))]
+
+
+def csv_of(first: int, count: int) -> bytes:
+    lines = [f'd{one["id"][1:]},s{one["id"][1:]},MIT,"{one["text"]}"' for one in texts(first, count)]
+    return "\n".join(["id,source,license,text", *lines]).encode()
+
+
+def test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, csv_of(0, 20), "a.csv")
+    said = one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(20) and names(ledger) == ["a.csv#1.jsonl.zst"], said.lines
+    (raw,) = (workspace.root / "shards" / "raw").iterdir()
+    (original,) = (workspace.root / "shards" / "originals").iterdir()
+    limits = DataPolicy.load(workspace.policy("data.yaml")).limits
+    assert [parse_json(row)["id"] for row in read_rows(raw, limits) if isinstance(row, bytes)] == [
+        f"d{i}" for i in range(20)
+    ]
+    assert original.read_bytes() == csv_of(0, 20) and not list(workspace.inbox.iterdir())
+    put(workspace, csv_of(0, 20), "b.csv")
+    assert one_pass(workspace, ledger).about("a.csv#1.jsonl.zst: 20 documents") and names(ledger) == [
+        "a.csv#1.jsonl.zst"
+    ]
+
+
+def test_a_file_with_more_rows_or_bytes_than_a_shard_is_cut(workspace: Workspace, ledger: Ledger) -> None:
+    with_limits(workspace, "max_rows: 8, part_bytes: 50000")
+    put(workspace, rows(0, 20), "rows.jsonl")
+    put(workspace, compress(rows(20, 10), "gz"), "packed.jsonl.gz")
+    one_pass(workspace, ledger)
+    assert names(ledger) == [f"packed.jsonl.gz#{n}.jsonl.zst" for n in (1, 2)] + [
+        f"rows.jsonl#{n}.jsonl.zst" for n in (1, 2, 3)
+    ]
+    assert trained_on(ledger) == exactly(30)
+    table = pa.Table.from_pylist(texts(30, 9))
+    pq.write_table(table, workspace.inbox / "a.parquet")
+    os.utime(workspace.inbox / "a.parquet", (time.time() - 10,) * 2)
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(39) and names(ledger)[-2:] == [
+        "a.parquet#1.jsonl.zst",
+        "a.parquet#2.jsonl.zst",
+    ]
+
+
+def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Workspace, ledger: Ledger) -> None:
+    with_limits(workspace, "max_rows: 8")
+    array = json.dumps(texts(0, 20)).encode()
+    put(workspace, array[:-40], "a.json", age=3600)
+    said = one_pass(workspace, ledger)
+    assert said.about("a.json: ") and said.about(
+        "QUARANTINED: the JSON array is cut off after 19 whole items; 16 rows before that are ingested"
+    )
+    assert trained_on(ledger) == exactly(16) and [path.name[17:] for path in workspace.quarantine.iterdir()] == [
+        "a.json"
+    ]
+    put(workspace, array, "a.json")
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(20)
+
+
+def test_nothing_readable_in_an_archive_is_quarantined_with_the_reason(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, zipped({"a.png": b"x", "b.pdf": b"y"}), "a.zip")
+    said = one_pass(workspace, ledger)
+    assert said.about("a.zip: 0 documents; QUARANTINED: nothing in it can be read: not a kind of file")
+    assert len(list(workspace.quarantine.iterdir())) == 1 and not list(workspace.inbox.iterdir())
+
+
+def test_what_an_archive_has_beside_its_documents_is_said(workspace: Workspace, ledger: Ledger) -> None:
+    members = {"a.jsonl": rows(0, 20), "x.png": b"x", "y.png": b"y", "in.zip": b"z", "../up.txt": b"up"}
+    put(workspace, compress(tarred(members), "zst"), "a.tar.zst")
+    said = one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(20)
+    (line,) = said.about("left out")
+    assert (
+        "4 left out: 2 not a kind of file that can be ingested (x.png, …)" in line
+        and "archive in an archive" in line
+        and "../up.txt" in line
+    )
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ingest.inbox import ingest_path
+from factory.ledger.ledger import Ledger
+
+seen = []
+def ingested(report):
+    seen.append(report)
+    if len(seen) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+workspace = Workspace.open(Path(sys.argv[1]))
+ingest_path(workspace, Ledger.open(workspace.ledger_url, workspace.root), Path(sys.argv[2]), SILENT, workers=0, ingested=ingested)
+"""
+
+
+def test_a_killed_ingest_of_a_large_file_goes_on_at_its_part(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    with_limits(workspace, "max_rows: 8")
+    path = tmp_path / "large.jsonl"
+    path.write_bytes(rows(0, 30))
+    dead = subprocess.run([sys.executable, "-c", _KILLED, str(workspace.root), str(path), "3"], cwd=ROOT)
+    assert dead.returncode == -signal.SIGKILL
+    before = {row["name"]: row["ingested_at"] for row in ledger.rows(sa.select(shards))}
+    assert len(before) == 3  # the third is stored, and not recorded as a part yet
+    said = Said()
+    reports = ingest_path(workspace, ledger, path, said, workers=0)
+    assert said.about("large.jsonl: 2 parts of it, 16 rows, are ingested; it goes on from there")
+    after = {row["name"]: row["ingested_at"] for row in ledger.rows(sa.select(shards))}
+    assert {name: after[name] for name in before} == before and len(after) == 4
+    assert trained_on(ledger) == exactly(30) and [report.rows for report in reports] == [8, 6]
+    assert [part["part"] for part in packed(ledger, Pack.of_file(path).sha256())] == [1, 2, 3, 4]
+    assert [one.name for one in ingest_path(workspace, ledger, path, SILENT, workers=0)] == list(after)
+
+
+def test_another_policy_begins_an_unfinished_file_again_and_doubles_nothing(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    with_limits(workspace, "max_rows: 8")
+    path = tmp_path / "large.jsonl"
+    path.write_bytes(rows(0, 20))
+    subprocess.run([sys.executable, "-c", _KILLED, str(workspace.root), str(path), "2"], cwd=ROOT)
+    use_small_vocabulary(workspace)
+    with_limits(workspace, "max_rows: 6")
+    ingest_path(workspace, ledger, path, SILENT, workers=0)
+    assert trained_on(ledger) == exactly(20)
+
+
+def test_a_file_that_changes_meanwhile_is_not_mixed(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    with_limits(workspace, "max_rows: 8")
+    path = tmp_path / "large.jsonl"
+    path.write_bytes(rows(0, 20))
+
+    def change(report: ShardReport) -> None:
+        path.write_bytes(rows(100, 20))
+
+    with pytest.raises(InputError, match="changed while it was read"):
+        ingest_path(workspace, ledger, path, SILENT, workers=0, ingested=change)
+    assert trained_on(ledger) == exactly(8)
+
+
+# -- many small files --------------------------------------------------------------------------------------------------
+def small_files(folder: Path, numbers: Iterable[int], suffix: str = "txt") -> None:
+    for number in numbers:
+        path = folder / f"d{number}.{suffix}"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(prose(number))
+        os.utime(path, (time.time() - 10,) * 2)
+
+
+def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledger: Ledger) -> None:
+    small_files(workspace.inbox, range(300))
+    put(workspace, b"\xff\xfe not UTF-8", "bad.txt")
+    put(workspace, rows(1000, 20), "large.jsonl")
+    put(workspace, b"MZ", "a.exe")
+    said = one_pass(workspace, ledger)
+    assert said.about("302 small files of the inbox are ingested as one")
+    assert sorted(names(ledger)) == ["a.exe", "bad.txt", "inbox#1.jsonl.zst"]
+    kept = ledger.rows(sa.select(documents.c.source).where(documents.c.fate.in_(["train", "held_out"])))
+    assert {row["source"] for row in kept} == {f"d{n}.txt" for n in range(300)} | {f"s{n}" for n in range(1000, 1020)}
+    assert not list(workspace.inbox.iterdir()) and [path.name[17:] for path in sorted(workspace.quarantine.iterdir())]
+    (raw,) = (workspace.root / "shards" / "raw").iterdir()
+    limits = DataPolicy.load(workspace.policy("data.yaml")).limits
+    found = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
+    assert [take_origin(row).path for row in found][:2] == ["d0.txt", "d1.txt"]
+    assert ingest_file(workspace, ledger, raw, "inbox#1.jsonl.zst", SILENT)  # as a lost ledger is made again
+    assert len(names(ledger)) == 3
+
+
+def test_the_same_files_are_the_same_shard(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    small_files(tmp_path / "docs", range(40))
+    pack = Pack("docs", [(path.name, path) for path in sorted((tmp_path / "docs").iterdir())])
+    (first,) = ingest_pack(workspace, ledger, pack, SILENT, workers=0)
+    (again,) = ingest_pack(workspace, ledger, pack, SILENT, workers=0)
+    assert first == again and first.rows == 40 and names(ledger) == ["docs#1.jsonl.zst"]
+    small_files(tmp_path / "docs", [3])  # written again: the same content
+    assert ingest_pack(workspace, ledger, pack, SILENT, workers=0) == [first]
+
+
+def test_one_unreadable_file_ends_no_group_and_none_at_all_is_an_error(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    small_files(tmp_path, range(5))
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    unread: set[Path] = set()
+    pack = Pack("docs", [(path.name, path) for path in sorted(tmp_path.glob("*.txt"))])
+    (one,) = ingest_pack(workspace, ledger, pack, SILENT, workers=0, unread=unread)
+    assert one.rows == 5 and unread == {tmp_path / "bad.txt"}
+    with pytest.raises(InputError, match="nothing in it can be read: encoded as UTF-16"):
+        ingest_pack(workspace, ledger, Pack("bad", [("bad.txt", tmp_path / "bad.txt")]), SILENT, workers=0)
+
+
+# -- erasure and repair ------------------------------------------------------------------------------------------------
+def test_erasing_reaches_what_the_shard_was_made_of(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, zipped({"a.csv": csv_of(0, 20)}), "a.zip")
+    one_pass(workspace, ledger)
+    (token_shard,) = ledger.rows(sa.text("SELECT id, path FROM token_shards"))
+    (one,) = ledger.rows(sa.select(documents.c.id, documents.c.key).where(documents.c.fate == "train").limit(1))
+    remove(ledger, look(ledger, Selection("key", (one["key"],)), True), "ann", "law", erase=True)
+    said = finish_removals(workspace, ledger, SILENT)
+    assert any("a.zip, of which the shard was made, is deleted too" in line for line in said)
+    assert not list((workspace.root / "shards" / "originals").iterdir())
+    (raw,) = (workspace.root / "shards" / "raw").iterdir()
+    limits = DataPolicy.load(workspace.policy("data.yaml")).limits
+    left = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
+    assert {"erased": True} in left and len(left) == 20 and one["id"] not in {row.get("id") for row in left}
+    assert rebuild_token_shard(workspace, ledger, token_shard["id"], SILENT) == ""
+    put(workspace, zipped({"a.csv": csv_of(0, 20)}), "a.zip")  # the same file again: its text does not come back
+    one_pass(workspace, ledger)
+    assert not list((workspace.root / "shards" / "originals").iterdir()) and len(names(ledger)) == 1
+
+
+def test_an_original_of_ones_own_is_named_before_an_erasure(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_bytes(csv_of(0, 20))
+    ingest_path(workspace, ledger, tmp_path / "a.csv", SILENT, workers=0)
+    keys = tuple(row["key"] for row in ledger.rows(sa.select(documents.c.key)))
+    assert f"{tmp_path / 'a.csv'} is yours and lies outside the workspace: take them out there yourself" in warnings(
+        workspace, ledger, Selection("key", keys)
+    )
+
+
+def test_a_token_shard_of_a_packed_file_is_made_again(workspace: Workspace, ledger: Ledger) -> None:
+    put(workspace, csv_of(0, 20), "a.csv")
+    one_pass(workspace, ledger)
+    (row,) = ledger.rows(sa.text("SELECT id, path FROM token_shards"))
+    found: dict[str, Any] = dict(row)
+    place = ledger.root / found["path"] if ledger.root else Path(found["path"])
+    tokens = (place / "tokens.bin").read_bytes()
+    (place / "tokens.bin").write_bytes(b"damaged")
+    assert rebuild_token_shard(workspace, ledger, found["id"], SILENT) == ""
+    assert (place / "tokens.bin").read_bytes() == tokens
+
+
+def test_json_lines_in_other_compressions_are_ingested_as_they_are(workspace: Workspace, ledger: Ledger) -> None:
+    for number, kind in enumerate(("bz2", "xz")):
+        put(workspace, compress(rows(number * 20, 20), kind), f"a.jsonl.{kind}")
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(40) and sorted(names(ledger)) == ["a.jsonl.bz2", "a.jsonl.xz"]
+
+
+def test_a_timestamp_that_nobody_reads_costs_nothing(workspace: Workspace, ledger: Ledger) -> None:
+    created = pa.array([1_000_000_000_000_000_000, -62_135_596_800_000_001, 0, 1], pa.int64()).cast(
+        pa.timestamp("us", tz="+01:00")
+    )
+    table = pa.table({"id": [f"d{n}" for n in range(4)], "text": [prose(n) for n in range(4)], "created": created})
+    pq.write_table(table, workspace.inbox / "a.parquet")
+    os.utime(workspace.inbox / "a.parquet", (time.time() - 10,) * 2)
+    said = one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(4), said.lines
