@@ -136,7 +136,8 @@ def _domain_line(
     needed = f"{policy.documents_min} documents of {policy.clusters_min} groups"
     text = f"{have.documents} held-out documents of {halves}; the gate needs {needed}"
     if have.documents + trained >= 4 * policy.clusters_min:
-        todo = f"bring documents of other groups, or, where documents do not quote one another, 'factory data relabel --domain {name} --group document'"
+        regroup = f"'factory data relabel --domain {name} --group document'"
+        todo = f"bring documents of other groups, or, where documents do not quote one another, {regroup}"
     else:
         todo = f"bring more documents of {name}, or name another domain for them: 'factory data relabel --domain {name} --to-domain OTHER'"
     return ReleasableLine(name, False, text, todo)
