@@ -147,7 +147,8 @@ def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
         rows, said = run_lm_eval(load_task(named(world, task), POLICY), model, POLICY, lambda n: None)
         assert len({row.item for row in rows}) == 9
         ours[task] = said["totals"]
-    assert isinstance(model, Noting) and model.asked == drawn and len(set(drawn)) == 9
+    assert isinstance(model, Noting)
+    assert isinstance(model, Noting) and sorted(model.asked) == sorted(drawn) and len(set(drawn)) == 9
     assert ours["arc_easy"] == numbers(theirs["arc_easy"]) and ours["gsm8k"] == numbers(theirs["gsm8k"])
     assert {"acc,none", "acc_stderr,none", "acc_norm,none", "acc_norm_stderr,none"} < set(ours["arc_easy"])
     assert 0 < ours["arc_easy"]["acc,none"] < 1 and ours["arc_easy"]["acc_stderr,none"] > 0
