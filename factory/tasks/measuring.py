@@ -34,7 +34,7 @@ from factory.tasks.model import Advance, TaskModel
 from factory.tasks.multiple_choice import choose
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.proving import is_proven, prove
-from factory.tasks.task_file import EvalTask
+from factory.tasks.task_file import EvalTask, TaskFile
 from kernels.contract.files import finite
 
 
@@ -119,7 +119,10 @@ def _run(
         return generate_and_check(task, model, policy.running, advance)
     except TaskError as error:
         where = f"task {task.name}"
-        raise TaskError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+        said = str(error) if str(error).startswith(where) else f"{where}: {error}"
+        if "max_tokens" in said and isinstance(task.file, TaskFile) and task.path.suffix != ".yaml":
+            said += f", in {task.name}.yaml with 'published: {task.file.published}' and 'items: {task.path.name}'"
+        raise TaskError(said) from error
 
 
 def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> None:

@@ -6,8 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from factory.ingest.tokenizer import Tokenizer, train
 from factory.tasks.generation import _prompt as generation_prompt
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_run import run_lm_eval
-from factory.tasks.model import TaskModel
+from factory.tasks.model import Advance, Drawing, Drawn, TaskModel
 from factory.tasks.multiple_choice import choose, prompt_of
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import TaskFile, load_named, load_task, task_folder
@@ -95,8 +95,19 @@ def named(world: World, task: str, /, **keys: Any) -> Path:
     return path
 
 
-def by_itself(world: World, folder: Path) -> dict[str, dict[str, Any]]:
-    """lm-eval's own results of the same tasks with its own model."""
+@dataclass
+class Noting(TaskModel):
+    """Keeps what it is asked to go on with."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def generate(self, prompts: Sequence[str], how: Drawing, seeds: Sequence[int], advance: Advance) -> list[Drawn]:
+        self.asked += prompts
+        return super().generate(prompts, how, seeds, advance)
+
+
+def by_itself(world: World, folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """(lm-eval's own results of the same tasks with its own model, the prompts of gsm8k with the examples that it draws)."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -113,7 +124,9 @@ def by_itself(world: World, folder: Path) -> dict[str, dict[str, Any]]:
         model=model, tasks=[str(file) for file in files], task_manager=TaskManager(include_defaults=False)
     )
     assert found is not None
-    return dict(found["results"])
+    return dict(found["results"]), [
+        one["arguments"][0][0] for one in found["samples"]["gsm8k"] if one["filter"] == "strict-match"
+    ]
 
 
 def numbers(results: dict[str, Any]) -> dict[str, float]:
@@ -127,13 +140,15 @@ def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
     leave other last bits: they agree in all digits that lm-eval prints.
     """
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    theirs = by_itself(world, tmp_path)
+    theirs, drawn = by_itself(world, tmp_path)
     ours = {}
     for task in TASKS:
-        model = TaskModel.load(world.export, world.tokenizer, 2048, "cpu")
+        model = Noting.load(world.export, world.tokenizer, 2048, "cpu")
         rows, said = run_lm_eval(load_task(named(world, task), POLICY), model, POLICY, lambda n: None)
         assert len({row.item for row in rows}) == 9
         ours[task] = said["totals"]
+    assert isinstance(model, Noting)
+    assert isinstance(model, Noting) and sorted(model.asked) == sorted(drawn) and len(set(drawn)) == 9
     assert ours["arc_easy"] == numbers(theirs["arc_easy"]) and ours["gsm8k"] == numbers(theirs["gsm8k"])
     assert {"acc,none", "acc_stderr,none", "acc_norm,none", "acc_norm_stderr,none"} < set(ours["arc_easy"])
     assert 0 < ours["arc_easy"]["acc,none"] < 1 and ours["arc_easy"]["acc_stderr,none"] > 0

@@ -25,6 +25,7 @@ from factory.tasks.items import TaskError
 from factory.tasks.measuring import measure, measured_items, trained_on
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import load_task
+from tests.support.factory import published_files as published
 from tests.support.factory.exports import Plant, save_export, tiny_model
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
 from tests.support.gates.release_evidence import evidence
@@ -181,6 +182,11 @@ def test_what_cannot_be_measured_is_named_and_not_recorded(plant: Plant, candida
     long = [{**item, "choices": [*item["choices"][:3], "word " * 400], "answer": 0} for item in choice_items()]
     cases = {
         "long": (write_task(plant.workspace, "long", long), "longer than the model's context of 256"),
+        "HumanEval": (
+            published.write(plant.workspace.root / "policies" / "tasks" / "HumanEval.jsonl", published.human_eval()),
+            "1024 tokens of an answer leave no room .*: lower max_tokens of the task, in HumanEval.yaml with 'published: humaneval' and "
+            "'items: HumanEval.jsonl'",
+        ),
         "room": (write_task(plant.workspace, "room", sums(), kind="maths"), "256 tokens of an answer leave no room"),
     }
     for path, words in cases.values():
