@@ -54,7 +54,7 @@ class Filter:
 
 
 @dataclass(frozen=True)
-class Change:
+class NewLabels:
     """None: stays. ``license`` 'none': none named."""
 
     domain: str | None = None
@@ -69,7 +69,7 @@ class Relabelling:
     ``token_shards``: by id, rows by domain (``PlannedShard.moved``)."""
 
     filter: Filter
-    change: Change
+    change: NewLabels
     selected: int
     documents: dict[str, dict[str, Any]]
     held: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Relabelling:
         return {"selected": self.selected, "documents": len(self.documents), **counts}
 
 
-def look(workspace: Workspace, ledger: Ledger, chosen: Filter, change: Change) -> Relabelling:
+def look(workspace: Workspace, ledger: Ledger, chosen: Filter, change: NewLabels) -> Relabelling:
     """Changes nothing. Raises: InputError for names that nothing has, for a change that leaves all as it is, that no plan can follow, or that a
     licence forbids."""
     if not any(vars(chosen).values()):
@@ -190,7 +190,7 @@ def _known(names: Sequence[str], noun: str, rows: Iterable[Mapping[str, Any]]) -
     return set(names)
 
 
-def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: Change) -> None:
+def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: NewLabels) -> None:
     if change.group in ("url-host", "conversation") and not any((row["facts"] or {}).get(change.group) for row in rows):
         what = {"url-host": "url", "conversation": "conversation_id"}[change.group]
         raise InputError(
@@ -199,7 +199,7 @@ def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: Change) -> 
         )
 
 
-def _changed(row: Mapping[str, Any], change: Change, policy: DataPolicy) -> dict[str, Any]:
+def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> dict[str, Any]:
     """The columns of a document that become others."""
     new: dict[str, Any] = {}
     source = row["source"] if change.source is None else change.source or None

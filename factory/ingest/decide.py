@@ -226,7 +226,7 @@ def _grouping(rows: Sequence[Row], index: Index, policy: DataPolicy) -> dict[str
         if kind in split.BY_DOCUMENT:
             continue
         ours = [row for row in rows if row.domain == domain and not row.synthetic_by]
-        known = before.get(domain, split.Before())
+        known = before.get(domain, split.HeldBefore())
         held = [row for row in ours if row.fate == "held_out"]
         parts = sum(row.held_as != row.group for row in held)
         lacking = sum(row.group_key is None for row in ours)

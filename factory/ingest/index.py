@@ -16,7 +16,7 @@ from factory.ingest.rules import near_dup
 from factory.ingest.rules.claims import set_aside
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy, Licences
-from factory.ingest.rules.split import HALVES, Before
+from factory.ingest.rules.split import HALVES, HeldBefore
 from factory.ingest.rules.words import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams, shards
 from factory.ledger.removals import FATE, refused, removals
@@ -137,7 +137,7 @@ class Index:
         """Groups that were ever held out, and whether in the sealed half."""
         return {row["group_key"]: bool(row["sealed"]) for row in self._held_out}
 
-    def held_out_before(self) -> dict[str, Before]:
+    def held_out_before(self) -> dict[str, HeldBefore]:
         """By domain, without what was removed."""
         of: dict[str, list[dict[str, Any]]] = {}
         for row in self._held_out:
@@ -166,11 +166,11 @@ class Index:
                 yield from (tuple(row) for row in found)
 
 
-def _before(rows: Sequence[dict[str, Any]]) -> Before:
+def _before(rows: Sequence[dict[str, Any]]) -> HeldBefore:
     """Of the held-out documents of a domain."""
     of = {half: [row for row in rows if bool(row["sealed"]) == half] for half in HALVES}
     groups = {half: frozenset(row["group_key"] for row in ones if row["whole"]) for half, ones in of.items()}
-    return Before(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})
+    return HeldBefore(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})
 
 
 def signature_bytes(signature: npt.NDArray[np.uint32]) -> bytes:

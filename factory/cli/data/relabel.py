@@ -43,7 +43,7 @@ def relabel_data(
     """
     from factory.core.errors import nearest
     from factory.daemon import LOCK
-    from factory.data.relabelling import Change, Filter, look, relabel
+    from factory.data.relabelling import Filter, NewLabels, look, relabel
     from factory.ingest.rules.split import KINDS
 
     kind = next((one for one in KINDS if one == group), None)
@@ -53,7 +53,7 @@ def relabel_data(
     workspace, ledger, terminal = open_workspace(where)
     if not dry_run and not yes and (as_json or not sys.stdin.isatty()):
         raise InputError("nothing was changed: say --yes to relabel them, or --dry-run to look only")
-    change = Change(to_domain, to_source, to_license, kind)
+    change = NewLabels(to_domain, to_source, to_license, kind)
     if dry_run:
         found = look(workspace, ledger, chosen, change)
         if as_json:

@@ -105,7 +105,7 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Before:
+class HeldBefore:
     """What of a domain was held out before, by half: documents, groups that were held out whole, and documents that were taken from a group."""
 
     documents: int = 0
@@ -145,7 +145,7 @@ class _Unit:
 class _Domain:
     """What is held out of a domain, as the selection goes on."""
 
-    def __init__(self, wanted: Wanted, before: Before, here: int, trained: Callable[[], int]) -> None:
+    def __init__(self, wanted: Wanted, before: HeldBefore, here: int, trained: Callable[[], int]) -> None:
         self.wanted = wanted
         self.held = before.documents
         self.groups = {half: set(before.groups.get(half, ())) for half in HALVES}
@@ -243,7 +243,7 @@ def select(
     arrived: Sequence[Arrived],
     recorded: Mapping[str, bool],
     trained: Collection[str],
-    before: Mapping[str, Before],
+    before: Mapping[str, HeldBefore],
     wanted: Callable[[str], Wanted],
     trained_documents: Callable[[str], int],
 ) -> dict[int, Held]:
@@ -261,7 +261,7 @@ def select(
     """
     here = Counter(one.domain for one in arrived)
     domains = {
-        name: _Domain(wanted(name), before.get(name, Before()), count, partial(trained_documents, name))
+        name: _Domain(wanted(name), before.get(name, HeldBefore()), count, partial(trained_documents, name))
         for name, count in here.items()
     }
     selection, free = _Selection(domains), []

@@ -17,7 +17,7 @@ from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.exposure import Exposure
-from factory.data.relabelling import Change, Filter, look, relabel
+from factory.data.relabelling import Filter, NewLabels, look, relabel
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.gates.release.licences import not_releasable, tokens_by_licence
@@ -54,7 +54,7 @@ def reviews(first: int, count: int, **more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def do(plant: tuple[Workspace, Ledger], chosen: Filter, change: Change) -> list[str]:
+def do(plant: tuple[Workspace, Ledger], chosen: Filter, change: NewLabels) -> list[str]:
     found = look(*plant, chosen, change)
     relabel(*plant, found, "ann", "as it should be")
     return found.said
@@ -77,7 +77,7 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
     ingest(plant, reviews(0, 80), "a.jsonl")
     as_one_group(ledger, sealed=False)
     assert build_suite(ledger, EvalPolicy(), "t").documents == ()
-    said = do(plant, Filter(domain=["reviews"]), Change(group="document"))
+    said = do(plant, Filter(domain=["reviews"]), NewLabels(group="document"))
     assert said[0] == "80 of 80 documents change (16 held_out, 64 train)"
     assert (
         "held out as 16 groups: 16 that nothing has read yet are dealt to both halves, 0 keep the half in which they were read"
@@ -93,7 +93,7 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
     assert (row["who"], row["why"], row["change"]) == ("ann", "as it should be", {"group": "document"})
     assert row["filter"] == {"domain": ["reviews"]} and row["counts"]["documents"] == 80
     with pytest.raises(InputError, match="the 80 documents have that already; nothing was changed"):
-        look(*plant, Filter(domain=["reviews"]), Change(group="none"))
+        look(*plant, Filter(domain=["reviews"]), NewLabels(group="none"))
 
 
 def read(ledger: Ledger) -> None:
@@ -120,7 +120,7 @@ def test_what_was_read_keeps_its_half_and_the_rest_is_dealt_to_the_other(
     read(ledger)
     ingest(plant, reviews(100, 20), "b.jsonl")
     as_one_group(ledger, sealed)
-    do(plant, Filter(source=["reviews"]), Change(group="document"))
+    do(plant, Filter(source=["reviews"]), NewLabels(group="document"))
     after = halves(ledger)
     assert len(before) == 10 and len(after) == 16
     assert {after[key] for key in before} == {sealed} and {after[key] for key in after.keys() - before} == {not sealed}
@@ -133,7 +133,7 @@ def test_documents_that_become_one_group_are_of_one_half_and_never_sealed_where_
     ingest(plant, reviews(0, 40), "a.jsonl")
     assert set(halves(ledger).values()) == {True, False}
     read(ledger)
-    do(plant, Filter(domain=["reviews"]), Change(group="source"))
+    do(plant, Filter(domain=["reviews"]), NewLabels(group="source"))
     assert set(halves(ledger).values()) == {False}
     assert {row["group_key"] for row in ledger.rows(sa.select(held_out.c.group_key))} == {"reviews"}
     ingest(plant, reviews(200, 9), "later.jsonl")  # which data.yaml still groups by document
@@ -146,15 +146,15 @@ def test_a_group_is_made_of_recorded_facts_alone(plant: tuple[Workspace, Ledger]
     with pytest.raises(
         InputError, match="of none of the 40 documents a url is known: .* Group by 'document', 'source' or 'path'"
     ):
-        look(*plant, Filter(domain=["reviews"]), Change(group="url-host"))
+        look(*plant, Filter(domain=["reviews"]), NewLabels(group="url-host"))
     ingest(plant, [row | {"url": f"https://h{n % 10}.org/{n}"} for n, row in enumerate(reviews(100, 40))], "b.jsonl")
-    do(plant, Filter(shard=["b.jsonl"]), Change(group="url-host"))
+    do(plant, Filter(shard=["b.jsonl"]), NewLabels(group="url-host"))
     d = documents.c
     named = Counter(row["group_key"] for row in ledger.rows(sa.select(d.group_key)))
     assert named == {None: 40, **{f"url-host:h{n}.org": 4 for n in range(10)}}
     for name in named.keys() - {None}:
         assert len({row["sealed"] for row in ledger.rows(sa.select(held_out).where(held_out.c.group_key == name))}) <= 1
-    do(plant, Filter(shard=["a.jsonl"]), Change(group="path"))
+    do(plant, Filter(shard=["a.jsonl"]), NewLabels(group="path"))
     assert len({row["group_key"] for row in ledger.rows(sa.select(d.group_key).where(d.group_key.like("path:%")))}) == 1
 
 
@@ -165,7 +165,7 @@ def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Led
     before = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
     read(ledger)
     name = next(iter(before))
-    do(plant, Filter(source=[name]), Change(source="the right name"))
+    do(plant, Filter(source=[name]), NewLabels(source="the right name"))
     after = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
     assert after == {"the right name" if old == name else old: half for old, half in before.items()}
     assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
@@ -176,13 +176,13 @@ def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
     rules = DataPolicy.load(workspace.policy("data.yaml")).licences
     held_back = lambda: not_releasable(rules, tokens_by_licence(ledger, 3, rules))
     assert set(held_back()) == {"no licence"}
-    do((workspace, ledger), Filter(license=["none"], domain=["code"]), Change(license="MIT"))
+    do((workspace, ledger), Filter(license=["none"], domain=["code"]), NewLabels(license="MIT"))
     assert held_back() == {}
     assert {row["releasable"] for row in ledger.read("SELECT releasable FROM documents WHERE fate <> 'dropped'")} == {
         True
     }
     with pytest.raises(InputError, match="'proprietary' does not allow training .*'factory data remove'"):
-        look(workspace, ledger, Filter(license=["MIT"]), Change(license="proprietary"))
+        look(workspace, ledger, Filter(license=["MIT"]), NewLabels(license="proprietary"))
 
 
 def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_replayed_as_they_were(
@@ -198,7 +198,7 @@ def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_
         SegmentRow.get(ledger, 2)
     )
     before, plan = exposure(), plan_of(ledger, SegmentRow.get(ledger, 2))
-    said = do((workspace, ledger), Filter(document=[row["key"] for row in part]), Change(domain="law"))
+    said = do((workspace, ledger), Filter(document=[row["key"] for row in part]), NewLabels(domain="law"))
     assert said[-1].startswith("segments planned from now on have them in their new domain")
     assert exposure() == before and plan_of(ledger, SegmentRow.get(ledger, 2)) == plan
     count = lambda domain: sum(
@@ -217,14 +217,14 @@ def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_
     seen = Exposure(ledger, {one["key"]: one["token_shard"] for one in part}).of(row)
     assert seen and seen.keys() <= {one["key"] for one in part}
     # back again
-    do((workspace, ledger), Filter(domain=["law"]), Change(domain="docs"))
+    do((workspace, ledger), Filter(domain=["law"]), NewLabels(domain="docs"))
     again = plan_of(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 5)))
     assert count("law") == 0 and all(list(one["moved"]) == ["docs"] for one in again["token_shards"])
 
 
 def test_a_token_shard_is_made_again_after_a_relabel(copied: Copy) -> None:
     workspace, ledger = copied()
-    do((workspace, ledger), Filter(domain=["docs"]), Change(domain="law", source="x", license="CC0-1.0"))
+    do((workspace, ledger), Filter(domain=["docs"]), NewLabels(domain="law", source="x", license="CC0-1.0"))
     row = ledger.read("SELECT id, path FROM token_shards LIMIT 1")[0]
     with open(f"{row['path']}/tokens.bin", "r+b") as file:
         file.write(b"damage")
@@ -239,7 +239,7 @@ def test_held_out_documents_move_with_their_domain_and_a_lost_ledger_has_it_all(
     ingest(plant, reviews(0, 60) + reviews(100, 60, domain="notes"), "a.jsonl")
     (workspace.shards / "raw").mkdir(exist_ok=True)
     before = halves(ledger)
-    do(plant, Filter(domain=["reviews"], source=["reviews"]), Change(domain="law"))
+    do(plant, Filter(domain=["reviews"], source=["reviews"]), NewLabels(domain="law"))
     domains = lambda at: Counter(row["domain"] for row in at.rows(sa.select(held_out)))
     assert domains(ledger) == {"law": 16, "notes": 16} and halves(ledger) == before
     fates = ledger.read("SELECT key, domain, fate FROM documents ORDER BY key")
@@ -265,9 +265,9 @@ def test_a_domain_that_no_recipe_can_train_is_refused(copied: Copy) -> None:
         InputError,
         match="no segment could be planned any more: .*Give domain 'law' a weight under mixture.weights first",
     ):
-        look(workspace, ledger, Filter(domain=["docs"]), Change(domain="law"))
+        look(workspace, ledger, Filter(domain=["docs"]), NewLabels(domain="law"))
     assert (
-        look(workspace, ledger, Filter(domain=["chat"]), Change(domain="law"))
+        look(workspace, ledger, Filter(domain=["chat"]), NewLabels(domain="law"))
         .said[-2]
         .startswith("recipe tiny gives domain law no weight")
     )

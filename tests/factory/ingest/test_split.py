@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from factory.ingest.rules.split import HALVES, Arrived, Before, Held, Wanted, select
+from factory.ingest.rules.split import HALVES, Arrived, Held, HeldBefore, Wanted, select
 
 Row = tuple[str, int | None, bool]  # domain, number of the group, able
 
@@ -27,13 +27,13 @@ class Past:
     def recorded(self) -> dict[str, bool]:
         return {one.group: one.sealed for _, one in self.held.values()}
 
-    def before(self) -> dict[str, Before]:
+    def before(self) -> dict[str, HeldBefore]:
         of: dict[str, list[tuple[Arrived, Held]]] = defaultdict(list)
         for arrived, held in self.held.values():
             of[arrived.domain].append((arrived, held))
         whole = lambda arrived, held: held.group == (arrived.group or arrived.key)
         return {
-            domain: Before(
+            domain: HeldBefore(
                 len(ones),
                 {half: frozenset(h.group for a, h in ones if h.sealed == half and whole(a, h)) for half in HALVES},
                 {half: sum(h.sealed == half and not whole(a, h) for a, h in ones) for half in HALVES},
