@@ -339,6 +339,7 @@ def main(arguments: list[str]) -> int:
         "--power", action="store_true", help="the columns detects and power alone, a quarter of the time"
     )
     parser.add_argument("--cloze", action="store_true", help="the guard of cloze alone, on few and on more items")
+    parser.add_argument("--items", type=int, default=0, help="with --cloze: so many items alone (0: 24 to 96)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     rows = []
@@ -346,7 +347,8 @@ def main(arguments: list[str]) -> int:
         if asked.only in kind.name:
             print(f"{kind.name} …", file=sys.stderr, flush=True)
             if asked.cloze:
-                rows += [cloze_of(kind, *cloze, asked.pairs, asked.seed) for cloze in CLOZES]
+                chosen = [one for one in CLOZES if asked.items in (0, one[0])]
+                rows += [cloze_of(kind, *cloze, asked.pairs, asked.seed) for cloze in chosen]
                 continue
             rows.append((power_of if asked.power else calibrate)(kind, asked.pairs, asked.seed))
     print(json.dumps(rows) if asked.json else "\n".join(report(rows)))

@@ -4,7 +4,7 @@ Models are trained on the standard library: ``--models`` that differ in their fi
 of the first one that differ in the order of their last ``--branch`` steps alone, as candidates and champions of one trunk do. Each pair is
 compared on the same cloze items of held-out documents. Two models that are right on a share p of the items, as if by independent draws, would
 differ on 2p(1 − p) of them; they differ on fewer, as an item is easy or hard for both: ``together`` is ρ of share = 2p(1 − p)(1 − ρ).
-``factory.evals.power.TOGETHER`` is below what this prints, so that a guard is rather kept than set aside.
+``factory.evals.power.TOGETHER`` is what is assumed of it; a smaller one sets more guards aside.
 
     python -m benchmarks.judge.sides --models 4 --steps 400
 """

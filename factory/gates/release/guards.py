@@ -2,8 +2,8 @@
 
 Bits per byte of each domain always guard it. Cloze is set aside where an equally good model would fail it more than once in five: it then holds only
 where a loss beyond its margin is measured, if as good a model seldom shows one, and rejects where one is shown. Whether it is set aside follows from
-the suite, the policy and the champion alone (``factory.evals.power.Scored``): a candidate that changes many items has a wider interval, and would
-else take a guard away by that.
+the suite, the policy and the champion alone (``ScoredGuard``): a candidate that changes many items has a wider interval, and would else take a guard
+away by that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from factory.evals.power import TAILS, Needed, Scored, smallest_gain, times_needed, variance_right
+from factory.evals.power import TAILS, Needed, ScoredGuard, smallest_gain, times_needed, variance_right
 from factory.evals.statistics import CLOZE, Gain, spent_at
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
@@ -30,7 +30,7 @@ def standing(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
     return [name for name in guarded(evidence) if name not in apart]
 
 
-def set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, Scored]:
+def set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
     """Those that cannot tell harm, by name. One of which too little is known stands."""
     cloze = cloze_guard(policy, evidence)
     if cloze is None:
@@ -40,7 +40,7 @@ def set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, Sco
     return {CLOZE: cloze} if few or (clusters is not None and not cloze.stands) else {}
 
 
-def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Scored | None:
+def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard | None:
     """Cloze as far as no candidate moves it: items and groups of the suite, share right of the champion; None: something is not known."""
     guard = evidence.guards.get(CLOZE)
     items, right = number(evidence.cloze_items), number(evidence.champion_cloze)
@@ -48,7 +48,7 @@ def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Scored | No
     if items is None or items < 1 or right is None or not 0 <= right <= 1 or groups is None or groups > items + 1e-6:
         return None
     variance = variance_right(right, int(items))
-    return Scored(int(items), groups, variance, policy.guards.cloze_margin, policy.guards.alpha)
+    return ScoredGuard(int(items), groups, variance, policy.guards.cloze_margin, policy.guards.alpha)
 
 
 def floors(policy: ReleasePolicy, evidence: ReleaseEvidence) -> tuple[dict[str, float], dict[str, float], list[Reason]]:

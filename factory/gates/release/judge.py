@@ -151,7 +151,8 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     )
     todo = (
         "if you have the right, say so under licences in data.yaml ('missing' is for documents that name none); where a licence is named wrongly, "
-        "'factory data relabel' names the right one; else take the documents out ('factory data remove --license NAME') and train again."
+        "'factory data relabel --license NAME --to-license RIGHT'; else take the documents out ('factory data remove --license NAME') and train "
+        "again."
     )
     if disputed:
         words += (

@@ -4,7 +4,7 @@
 the spread that is assumed, and asks the judge's own functions (``factory.gates.release.guards``, ``factory.tasks.comparing.set_aside``): which guards
 stand, the size that each needs, and the gain that would be seen.
 
->>> found = releasability(ReleasePolicy(), Sizes({"code": Domain(8, 8, 8), "docs": Domain(3, 3, 1)}, cloze_items=11))
+>>> found = releasability(ReleasePolicy(), Sizes({"code": DomainSize(8, 8, 8), "docs": DomainSize(3, 3, 1)}, cloze_items=11))
 >>> [(guard.name, guard.state, guard.have, guard.needed) for guard in found.guards]
 [('code', 'stands', 8, 17), ('docs', 'missing', 3, 17), ('cloze', 'aside', 11, 70)]
 >>> found.gain is None, [line for line in found.holds]
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from factory.evals.power import Needed, Scored, variance_right
+from factory.evals.power import Needed, ScoredGuard, variance_right
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.guards import cloze_guard, detectable, floors, groups_needed, set_aside
@@ -34,7 +34,7 @@ RIGHT = 0.5  # share of items right that is assumed of a champion: the most unce
 
 
 @dataclass(frozen=True)
-class Domain:
+class DomainSize:
     """What is held out of a domain. ``spread``: standard deviation of a group's difference between two models, in bits per byte; None: ``SPREAD``."""
 
     documents: int  # of the sealed half that are scored
@@ -44,7 +44,7 @@ class Domain:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskSize:
     """Of a task: how many items and groups of them, what may be lost, and the share right of the champion, where it is known."""
 
     items: int
@@ -55,10 +55,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Sizes:
-    domains: Mapping[str, Domain]
+    domains: Mapping[str, DomainSize]
     cloze_items: int = 0
     cloze_right: float = RIGHT
-    tasks: Mapping[str, Task] = field(default_factory=dict)
+    tasks: Mapping[str, TaskSize] = field(default_factory=dict)
     tasks_alpha: float = 0.05  # guards_alpha of tasks.yaml
     look: int = 1  # of the candidate against its champion
 
@@ -110,7 +110,7 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
     tasks = _assumed_tasks(sizes)
     apart = tasks_aside(tasks, policy.clusters_min)
     for name, task in sorted(sizes.tasks.items()):
-        known = Scored(task.items, float(task.groups), tasks.variances[name], task.margin, sizes.tasks_alpha)
+        known = ScoredGuard(task.items, float(task.groups), tasks.variances[name], task.margin, sizes.tasks_alpha)
         found.append(_scored(name, known, name in apart))
     return Releasability(tuple(found), None if holds else detectable(policy, assumed), tuple(holds))
 
@@ -134,7 +134,7 @@ def _spread(stored: Any) -> float | None:
     )
 
 
-def _scored(name: str, known: Scored, is_aside: bool) -> GuardSize:
+def _scored(name: str, known: ScoredGuard, is_aside: bool) -> GuardSize:
     return GuardSize(name, "aside" if is_aside else "stands", known.items, known.needed(), known.passed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from factory.evals.power import MOST, MOST_FAILED, POWER, Needed, Scored, stepped
+from factory.evals.power import MOST, MOST_FAILED, POWER, Needed, ScoredGuard, stepped
 from factory.evals.statistics import CLOZE, Gain, of_recipe
 from factory.gates.release.evidence import Numbers, ReleaseEvidence
 from factory.gates.release.policy import ReleasePolicy
@@ -60,13 +60,13 @@ def another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain
     return f"{words}: these weights are better, but the gain is within that noise and may be this draw's, not the recipe's or the data's."
 
 
-def seen(gain: float | None, target: Needed, guards: Mapping[str, Needed], look: int, cloze: Scored | None) -> str:
+def seen(gain: float | None, target: Needed, guards: Mapping[str, Needed], look: int, cloze: ScoredGuard | None) -> str:
     """The gain that is promoted with 80 %, and beside it how often cloze, where it stands, lets a model through that is as good there.
 
     >>> target = Needed(Gain(0.1, 0.009, 40, 38.2), 0.025)
-    >>> print(seen(0.0284, target, {}, 1, Scored(90, 40.0, 0.24, 0.15, 0.05)))
+    >>> print(seen(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
     A gain of 0.028 in every domain would have been seen with 80 % (look 1 against this champion, so at 2.50 %; 38 document groups of one size). \
-Cloze lets 80 of 100 models through that are as good there.
+Cloze lets 89 of 100 models through that are as good there.
     >>> print(seen(None, Needed(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
     No gain would have been seen with 80 %: of the largest that there is, 45 % pass the bound of the target (look 1 against this champion, so at \
 2.50 %; 2 document groups of one size).
@@ -92,13 +92,13 @@ def _why_none(target: Needed, guards: Mapping[str, Needed]) -> str:
     return f"of the largest that there is, {100 * chances[name]:.0f} % pass the bound of {name}"
 
 
-def aside(name: str, known: Scored, clusters: float, clusters_min: int, unit: str = "items") -> str:
+def aside(name: str, known: ScoredGuard, clusters: float, clusters_min: int, unit: str = "items") -> str:
     """That a guard is set aside, and the size that it needs.
 
-    >>> print(aside("cloze", Scored(36, 30.0, 0.24, 0.15, 0.05), 30, 8))
+    >>> print(aside("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8))
     cloze is set aside: of 100 models that are as good there, 36 items hold 44, and at most 20 are allowed. About 68 items are needed. It holds only \
 where a loss of more than 0.150 is measured, as of 3 in 100 such models, and rejects where one is shown.
-    >>> print(aside("cloze", Scored(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
+    >>> print(aside("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
     cloze is set aside: 36 items of 3 document groups, and 8 groups are needed. It informs alone.
     """
     if clusters < clusters_min:

@@ -10,7 +10,7 @@ import pytest
 from scipy.special import stdtrit
 from scipy.stats import nct
 
-from factory.evals.power import POWER, TAILS, TOGETHER, Needed, Scored, smallest_gain, stepped, times_needed
+from factory.evals.power import POWER, TAILS, TOGETHER, Needed, ScoredGuard, smallest_gain, stepped, times_needed
 from factory.evals.statistics import Gain
 
 MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
@@ -72,7 +72,7 @@ def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None
 def test_so_many_equally_good_models_pass_as_are_told(items: int, right: float) -> None:
     """Against drawn pairs: an item is as easy for both, with the correlation that is assumed."""
     rng = np.random.default_rng(items)
-    guard = Scored(items, float(items), right * (1 - right), 0.15, 0.05)
+    guard = ScoredGuard(items, float(items), right * (1 - right), 0.15, 0.05)
     both = right * (1 - right) * TOGETHER + right**2  # chance that both are right
     only = right - both
     change = rng.choice((-1.0, 0.0, 1.0), p=(only, 1 - 2 * only, only), size=(4000, items))
@@ -84,12 +84,12 @@ def test_so_many_equally_good_models_pass_as_are_told(items: int, right: float) 
 
 def test_a_guard_stands_from_the_size_that_it_is_said_to_need() -> None:
     for variance, margin in ((0.25, 0.15), (0.05, 0.02), (0.25, 0.02)):
-        small = Scored(30, 30.0, variance, margin, 0.05)
+        small = ScoredGuard(30, 30.0, variance, margin, 0.05)
         needed = small.needed()
         assert not small.stands and needed is not None
-        assert [Scored(n, float(n), variance, margin, 0.05).stands for n in (needed - 1, needed)] == [False, True]
-    assert Scored(30, 30.0, 0.25, 0.0, 0.05).needed() is None
-    assert Scored(30, 1.0, 0.0, 0.15, 0.05).passed == 0.0, "one group has no spread"
+        assert [ScoredGuard(n, float(n), variance, margin, 0.05).stands for n in (needed - 1, needed)] == [False, True]
+    assert ScoredGuard(30, 30.0, 0.25, 0.0, 0.05).needed() is None
+    assert ScoredGuard(30, 1.0, 0.0, 0.15, 0.05).passed == 0.0, "one group has no spread"
 
 
 def test_as_many_groups_as_are_said_show_the_gain() -> None:

@@ -11,12 +11,12 @@ from benchmarks.judge import calibration
 from factory.evals.statistics import CLOZE
 from factory.gates.release.guards import detectable, set_aside
 from factory.gates.release.policy import ReleasePolicy, Target
-from factory.gates.release.releasability import Domain, GuardSize, Sizes, Task, releasability, spreads
+from factory.gates.release.releasability import DomainSize, GuardSize, Sizes, TaskSize, releasability, spreads
 from factory.ledger.ledger import Ledger
 from tests.support.gates.release_evidence import POLICY, changed, evidence
 from tests.support.plants.release_scene import add_judged
 
-EACH = Domain(60, 40, 20)
+EACH = DomainSize(60, 40, 20)
 ENOUGH = Sizes(dict.fromkeys(("chat", "code", "docs"), EACH), cloze_items=120)
 
 
@@ -29,16 +29,16 @@ def guard(sizes: Sizes, name: str, policy: ReleasePolicy = POLICY) -> GuardSize:
     [
         (EACH, "stands", ""),
         (
-            Domain(3000, 1, 1),
+            DomainSize(3000, 1, 1),
             "missing",
             "3000 held-out documents of 1 document group; at least 8 documents of 8 groups are needed",
         ),
-        (Domain(7, 7, 7), "missing", "7 held-out documents of 7 document groups"),
-        (Domain(40, 40, 0), "missing", "none in the dev half"),
-        (Domain(0, 0, 0), "missing", "0 held-out documents of 0 document groups"),
+        (DomainSize(7, 7, 7), "missing", "7 held-out documents of 7 document groups"),
+        (DomainSize(40, 40, 0), "missing", "none in the dev half"),
+        (DomainSize(0, 0, 0), "missing", "0 held-out documents of 0 document groups"),
     ],
 )
-def test_a_domain(domain: Domain, state: str, words: str) -> None:
+def test_a_domain(domain: DomainSize, state: str, words: str) -> None:
     found = releasability(POLICY, replace(ENOUGH, domains={**ENOUGH.domains, "law": domain}))
     law = next(one for one in found.guards if one.name == "law")
     assert (law.state, law.have, law.needed) == (state, domain.groups, 17)
@@ -50,7 +50,7 @@ def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
     small = replace(
         ENOUGH,
         cloze_items=36,
-        tasks={"own": Task(40, 40, 0.02), "few": Task(300, 3, 0.1), "large": Task(400, 400, 0.1)},
+        tasks={"own": TaskSize(40, 40, 0.02), "few": TaskSize(300, 3, 0.1), "large": TaskSize(400, 400, 0.1)},
     )
     states = {one.name: one.state for one in releasability(POLICY, small).guards}
     assert states == {
@@ -64,7 +64,7 @@ def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
     }
     for name, grown in (
         (CLOZE, lambda n: replace(small, cloze_items=n)),
-        ("own", lambda n: replace(small, tasks={"own": Task(n, n, 0.02)})),
+        ("own", lambda n: replace(small, tasks={"own": TaskSize(n, n, 0.02)})),
     ):
         needed = guard(small, name).needed
         assert needed is not None and guard(small, name).passed < 0.8
@@ -75,7 +75,7 @@ def test_it_is_the_judges_own_answer() -> None:
     """Of drawn pairs that have the sizes and the spread, the verdicts say the same gain, and set the same guards aside."""
     kind, rng = calibration.KINDS[0], np.random.default_rng(0)
     none = dict.fromkeys(calibration.DOMAINS, 0.0)
-    sizes = Sizes(dict.fromkeys(calibration.DOMAINS, Domain(100, 100, 33, kind.spread)), cloze_items=96)
+    sizes = Sizes(dict.fromkeys(calibration.DOMAINS, DomainSize(100, 100, 33, kind.spread)), cloze_items=96)
     told, drawn = releasability(POLICY, sizes), []
     for _ in range(12):
         pair = calibration.with_cloze(calibration.draw(kind, rng, none), rng, 96, 0.2)
@@ -86,12 +86,14 @@ def test_it_is_the_judges_own_answer() -> None:
 
 
 def test_more_groups_show_a_smaller_gain_and_more_spread_a_larger() -> None:
-    gains = [releasability(POLICY, Sizes(dict.fromkeys("ab", Domain(n, n, n)))).gain or 9.0 for n in (8, 20, 60, 200)]
+    gains = [
+        releasability(POLICY, Sizes(dict.fromkeys("ab", DomainSize(n, n, n)))).gain or 9.0 for n in (8, 20, 60, 200)
+    ]
     assert gains == sorted(gains, reverse=True) and gains[-1] < gains[0] / 3
-    wide = releasability(POLICY, Sizes(dict.fromkeys("ab", Domain(60, 60, 60, 0.3)))).gain
+    wide = releasability(POLICY, Sizes(dict.fromkeys("ab", DomainSize(60, 60, 60, 0.3)))).gain
     assert wide is not None and wide > 3 * gains[2]
     one = releasability(
-        ReleasePolicy(target=Target(weights={"a": 1.0})), Sizes(dict.fromkeys("ab", Domain(60, 60, 60)))
+        ReleasePolicy(target=Target(weights={"a": 1.0})), Sizes(dict.fromkeys("ab", DomainSize(60, 60, 60)))
     ).gain
     assert one is not None and one > gains[2], "half the groups count"
     assert releasability(POLICY, Sizes({})).gain is None
