@@ -68,9 +68,9 @@ def file_original(workspace: Workspace, ledger: Ledger, path: Path, reported: Co
     if {part["shard"] for part in packed(ledger, sha256)} & set(erased_shards(ledger)):
         path.unlink()
         return
-    place = workspace.root / ORIGINALS / filed_name(sha256, path)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(path, place)
+    original = workspace.root / ORIGINALS / filed_name(sha256, path)
+    original.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(path, original)
 
 
 def remove_originals(workspace: Workspace, ledger: Ledger, shard: str) -> list[str]:

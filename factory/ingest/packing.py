@@ -215,6 +215,8 @@ def _file(workspace: Workspace, ledger: Ledger, path: Path, one: ShardReport) ->
     else:
         sync_folder(path)
         file_away(workspace, ledger, path, one.sha256, one.state)
+        if one.state == "ingested":  # before what it was made of may go
+            sync_folder(workspace.shards / "raw")
 
 
 def _rows(pack: Pack, limits: ShardLimits, left: _LeftOut) -> Iterator[RawRow]:

@@ -70,6 +70,7 @@ FILES = "kernels/contract/files.py"
 PLACED = "tests/chaos/test_flushes.py::test_what_is_put_in_place_is_there_after_a_power_cut"
 DAILY = "tests/chaos/test_flushes.py::test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut"
 SPLIT = "tests/chaos/test_flushes.py::test_what_was_appended_to_a_filed_shard_survives_a_power_cut"
+TOGETHER = "tests/chaos/test_flushes.py::test_small_files_that_became_one_shard_survive_a_power_cut"
 DEMO = "tests/factory/demo/test_demo.py::test_the_corpus_is_written_once_and_arrives_whole"
 
 MUTANTS = (
@@ -151,6 +152,13 @@ MUTANTS = (
         'shutil.move(place, workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")',
         "tests/chaos/test_flushes.py::test_a_file_that_took_an_ingested_ones_name_goes_back_to_the_inbox",
     ),
+    Mutant(
+        "factory/ingest/filing.py",
+        "shutil.move(path, original)",
+        "tests/factory/ingest/test_packing.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
+    ),
+    Mutant("factory/ingest/packing.py", "sync_folder(path)", TOGETHER),
+    Mutant("factory/ingest/packing.py", 'sync_folder(workspace.shards / "raw")', TOGETHER),
     Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
     Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before its content loses its other name", SPLIT),
     Mutant(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import sqlite3
 import sys
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,9 @@ from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
 from factory.ingest.filing import file_away
 from factory.ingest.inbox import ingest_arrived
+from factory.ingest.packing import MANY
+from factory.ingest.readers import ShardProblem, read_rows
+from factory.ingest.rules.policy import ShardLimits
 from factory.ledger.journal import NAME, backups_of, replayed
 from factory.ledger.ledger import Ledger
 from tests.chaos import power
@@ -59,6 +65,19 @@ ledger = Ledger.open(workspace.ledger_url)
 with open(filed, "ab") as late:  # and never flushed by who wrote it
     late.write({row!r})
 return_changed(workspace, ledger, SILENT)
+ledger.engine.dispose()
+"""
+TOGETHER = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from factory.core.progress import SILENT
+from factory.core.workspace import Workspace
+from factory.ingest.inbox import take
+from factory.ledger.ledger import Ledger
+workspace = Workspace.open(Path({root!r}))
+ledger = Ledger.open(workspace.ledger_url)
+take(workspace, ledger, workspace.inbox / "d0.txt", SILENT)
 ledger.engine.dispose()
 """
 PLACED = """
@@ -177,3 +196,25 @@ def test_what_was_appended_to_a_filed_shard_survives_a_power_cut(tmp_path: Path)
         power.cut(start, folder.root, folder.effects, folder.store, loss)
         held = [path.read_bytes() for path in (*workspace.inbox.iterdir(), *(workspace.shards / "raw").iterdir())]
         assert any(b"two" in text for text in held) and any(text == row for text in held), loss
+
+
+def test_small_files_that_became_one_shard_survive_a_power_cut(tmp_path: Path) -> None:
+    """They are removed once the shard that holds them is on disk."""
+    folder, start = Folder(tmp_path), tmp_path / "start"
+    workspace = Workspace.create(folder.root / "plant")
+    Ledger.create(workspace.ledger_url).engine.dispose()
+    (workspace.shards / "raw").mkdir(parents=True)
+    for number in range(MANY):
+        (workspace.inbox / f"d{number}.txt").write_text(f"short {number}")  # each is dropped: no tokenizer is needed
+        os.utime(workspace.inbox / f"d{number}.txt", (time.time() - 10,) * 2)
+    shutil.copytree(folder.root, start)
+    code, said = folder.run(TOGETHER.format(root=str(workspace.root), path=sys.path))
+    assert code == 0, said
+    assert not list(workspace.inbox.iterdir()) and len(list((workspace.shards / "raw").iterdir())) == 1
+    for loss in power.LOSSES:
+        power.cut(start, folder.root, folder.effects, folder.store, loss)
+        held = {path.read_text() for path in workspace.inbox.iterdir()}
+        for path in (workspace.shards / "raw").iterdir():
+            with suppress(ShardProblem):
+                held |= {json.loads(row)["text"] for row in read_rows(path, ShardLimits()) if isinstance(row, bytes)}
+        assert held >= {f"short {number}" for number in range(MANY)}, loss

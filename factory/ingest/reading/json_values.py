@@ -18,7 +18,6 @@ from factory.ingest.reading.streams import Readable, blocks, lines
 
 _BLANK = b" \t\r\n"
 _OUTSIDE = re.compile(rb'["{}\[\],]')
-_INSIDE = re.compile(rb'["\\]')
 
 
 def read_json(source: Readable) -> Iterator[RawRow]:
@@ -88,13 +87,18 @@ class _Scan:
             if self.escaped:
                 self.escaped, at = False, at + 1
                 continue
-            match = (_INSIDE if self.quoted else _OUTSIDE).search(block, at)
+            if self.quoted:
+                quote = block.find(b'"', at)
+                until = len(block) if quote < 0 else quote
+                slash = block.find(b"\\", at, until)
+                self.escaped, self.quoted = slash >= 0, slash >= 0 or quote < 0
+                at = (until if slash < 0 else slash) + 1
+                continue
+            match = _OUTSIDE.search(block, at)
             if match is None:
                 break
             at, sign = match.end(), match.group()
-            if self.quoted:
-                self.escaped, self.quoted = sign == b"\\", sign != b'"'
-            elif sign == b'"':
+            if sign == b'"':
                 self.quoted = True
             elif sign in b"{[":
                 self.depth += 1
