@@ -17,7 +17,7 @@ from factory.evals.suite import Suite, build_suite
 from factory.evals.tasks import build_cloze
 from factory.gates.release.licences import NONE, not_releasable, tokens_by_licence
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.releasability import RIGHT, Domain, GuardSize, Sizes, Task, releasability, spreads
+from factory.gates.release.releasability import RIGHT, DomainSize, GuardSize, Sizes, TaskSize, releasability, spreads
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
@@ -114,14 +114,14 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         yield ReleasableLine("gain", True, text)
 
 
-def _domain(suite: Suite, name: str, spread: float | None) -> Domain:
+def _domain(suite: Suite, name: str, spread: float | None) -> DomainSize:
     sealed = suite.of(name)
     dev = {document.cluster for document in suite.dev if document.domain == name}
-    return Domain(len(sealed), len({document.cluster for document in sealed}), len(dev), spread)
+    return DomainSize(len(sealed), len({document.cluster for document in sealed}), len(dev), spread)
 
 
 def _domain_line(
-    policy: ReleasePolicy, name: str, have: Domain, guard: GuardSize | None, trained: int
+    policy: ReleasePolicy, name: str, have: DomainSize, guard: GuardSize | None, trained: int
 ) -> ReleasableLine:
     halves = f"{have.groups} document groups in the sealed half and {have.dev_groups} in the dev half"
     if guard is not None and guard.state != "missing":
@@ -166,9 +166,9 @@ def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dic
     return found, wrong
 
 
-def _size(task: EvalTask, margin: float) -> Task:
+def _size(task: EvalTask, margin: float) -> TaskSize:
     items = len(task.items or task.records)
-    return Task(items, len({getattr(item, "source", None) or n for n, item in enumerate(task.items)}) or items, margin)
+    return TaskSize(items, len({getattr(item, "source", None) or n for n, item in enumerate(task.items)}) or items, margin)
 
 
 def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
