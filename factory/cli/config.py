@@ -1,12 +1,13 @@
-"""``factory config show``: what is in force, and where each value comes from."""
+"""``factory config``: what is in force, and where each value comes from; one key of the workspace's own copy changed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,10 +54,82 @@ def show(
         _print(one, path, values)
 
 
+@commands.command("set")
+def set_(
+    name: Annotated[str, typer.Argument(help="A policy, as in 'factory config show', or 'recipe'.")],
+    key: Annotated[str, typer.Argument(help="With dots between its sections: licences.missing, held_out.share.")],
+    value: Annotated[str, typer.Argument(help="As YAML: 0.05, true, or a mapping whose keys are each set: '{train: true}'.")],
+    where: Where = DEFAULT,
+) -> None:
+    """Change one key in the workspace's own copy of a policy, which is made of the one in force where there is none. Comments stay; what the
+    schema refuses is not written."""
+    workspace = Workspace.open(where)
+    if name not in _schemas():
+        raise InputError(f"no policy {name!r}{nearest(name, _schemas())}; there are: {', '.join(_schemas())}")
+    path = change(workspace, name, key, value)
+    print(f"{path}: {key}: {value}")
+
+
+def change(workspace: Workspace, name: str, key: str, value: str) -> Path:
+    """Write the key; returns the file. Raises: InputError for a value that is no YAML, ConfigError for what the schema refuses."""
+    import yaml
+
+    from agents.core.yaml_edit import set_value
+    from kernels.contract.files import write_atomically
+    from trainer.contract.errors import TrainerError
+
+    source = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
+    own = workspace.own_recipe() if name == "recipe" else workspace.root / "policies" / f"{name}.yaml"
+    text = source.read_text("utf-8") if source.exists() else ""
+    try:
+        given = yaml.safe_load(value)
+        for place, one in _leaves(key.split("."), given):
+            text = set_value(text, place, one)
+    except (ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{name}: {key}: {' '.join(str(error).split())[:200]}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        tried = Path(folder) / own.name
+        tried.write_text(text, "utf-8")
+        try:
+            _schemas()[name](tried)
+        except (ConfigError, TrainerError) as error:
+            raise ConfigError(f"not written: {str(error).replace(str(tried), str(own))}") from None
+    own.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(own, text)
+    return own
+
+
+def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
+    """(path, single value) of each in a mapping. Raises: ValueError for a list, which has no place of its own in a text."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves([*place, str(key)], inner)
+    elif isinstance(value, list):
+        raise ValueError("a list is changed in the file itself")
+    else:
+        yield place, value
+
+
 def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     """The file that is read, and every key. Raises: ConfigError for a file that is not valid."""
-    from factory.audit.policy import AuditPolicy
     from factory.cli.policy_sources import values
+    from trainer.contract.errors import TrainerError
+
+    if name == "factory":
+        return workspace.root / "factory.yaml", _configuration(workspace)
+    if name == "kernels":
+        path = workspace.repository / "policies" / "kernels.yaml"
+        return path, _kernels(workspace, path)
+    path = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
+    try:
+        return path, list(values(_schemas()[name](path), load_yaml(path), _source(workspace, path)))
+    except TrainerError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _schemas() -> dict[str, Callable[[Path], BaseModel]]:
+    """What loads each file that is a policy or the recipe."""
+    from factory.audit.policy import AuditPolicy
     from factory.evals.policy import EvalPolicy
     from factory.gates.patch.policy import PatchPolicy
     from factory.gates.recipe.policy import RecipePolicy
@@ -69,10 +142,9 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     from factory.retrying.policy import RetryPolicy
     from factory.tasks.policy import TasksPolicy
     from factory.training.certificate import CertificatePolicy
-    from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
-    schemas: dict[str, Callable[[Path], BaseModel]] = {
+    return {
         "data": DataPolicy.load,
         "evals": EvalPolicy.load,
         "agents": AgentsPolicy.load,
@@ -88,16 +160,6 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
         "retries": RetryPolicy.load,
         "tasks": TasksPolicy.load,
     }
-    if name == "factory":
-        return workspace.root / "factory.yaml", _configuration(workspace)
-    if name == "kernels":
-        path = workspace.repository / "policies" / "kernels.yaml"
-        return path, _kernels(workspace, path)
-    path = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
-    try:
-        return path, list(values(schemas[name](path), load_yaml(path), _source(workspace, path)))
-    except TrainerError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _source(workspace: Workspace, path: Path) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import parent_process
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import numpy.typing as npt
@@ -125,13 +125,17 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told) -
     """Validate, normalise, filter and redact one row of a file, filling in ``row`` and ``told``. Raises: BadRow."""
     if isinstance(raw, BadRow):
         raise raw
-    decoded, mapping, notes = parse_json(raw) if isinstance(raw, bytes) else raw, policy.mapping(file), Notes()
+    decoded, notes = parse_json(raw) if isinstance(raw, bytes) else raw, Notes()
     origin = take_origin(decoded)
-    origin.refuse((*READ, *(mapping[1].read_keys() if mapping else ())))
+    mapping = policy.mapping(PurePath(origin.path).name, file)
+    read = {*READ}
+    if mapping:
+        told.look(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
+        columns = [path for _, value in mapping[1].values() for path in value.columns]
+        read |= {*columns, *(path.partition(".")[0] for path in columns)}
+    origin.refuse(sorted(read))
     if origin.path and isinstance(decoded, dict):
         decoded.setdefault("path", origin.path)
-    if mapping:
-        told.look(decoded, *mapping)
     parsed = parse_document(decoded, policy.default_domain, mapping[1] if mapping else None, notes)
     told.note(notes)
     row.id = parsed.id or row.key

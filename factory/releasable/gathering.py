@@ -200,15 +200,12 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         )
         return
     named = ", ".join(f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED])
-    where = workspace.root / "policies" / "data.yaml"
     first = next(iter(other))
     if first == NONE:
-        todo = f"if they are yours, write 'licences: {{missing: {{train: true, release: true}}}}' in {where}"
+        todo = "if they are yours, 'factory config set data licences.missing \"{train: true, release: true}\"'"
     else:
-        todo = (
-            f"if {first} allows it, list it under licences.known in {where}; where it is named wrongly, "
-            f"'factory data relabel --license \"{first}\" --to-license NAME'"
-        )
+        listed = f"'factory config set data licences.known \"{{{first}: {{train: true, release: true}}}}\"'"
+        todo = f"if {first} allows it, {listed}; where it is named wrongly, 'factory data relabel --license \"{first}\" --to-license NAME'"
     text = (
         f"{share:.1%} of the tokens are of documents whose licence does not allow the release of a model: {named}; "
         f"{policy.not_releasable_max:.1%} are allowed"

@@ -24,7 +24,8 @@ from factory.gates.release.policy import ReleasePolicy
 from factory.git.scope import AgentsPolicy
 from factory.ingest.rules.policy import DataPolicy
 from factory.training.certificate import CertificatePolicy
-from tests.support.factory.command import factory
+from tests.support.factory.command import command_here, factory
+from trainer.contract.recipe import Recipe
 
 SCHEMAS: dict[str, Any] = {
     "data": DataPolicy,
@@ -121,3 +122,32 @@ def test_no_password_is_shown(tmp_path: Path, more: list[str]) -> None:
     )
     shown = factory("config", "show", "factory", "--workspace", str(workspace.root), *more)
     assert "s3cret" not in shown.stdout and shown.stdout.count("bob:***@host") == 2
+
+
+def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None:
+    shipped = workspace.policy("data.yaml").read_text()
+    done = command_here("config", "set", "data", "licences.known", "{OFL-1.1: {train: true, release: true}}", home=workspace)
+    own = workspace.root / "policies" / "data.yaml"
+    assert done.exit_code == 0 and str(own) in done.stdout
+    licence = DataPolicy.load(own).licences.of("OFL-1.1")
+    assert licence.train and licence.release
+    kept = [line for line in own.read_text().splitlines() if "OFL-1.1" not in line]
+    assert kept == shipped.splitlines(), "comments and all other keys stay"
+    command_here("config", "set", "recipe", "optimizer.lr", "0.001", home=workspace)
+    assert Recipe.load(workspace.recipe_path()).optimizer.lr == 0.001
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("data", "held_out.shares", "0.1"), "unknown key 'held_out.shares'; did you mean 'share'?"),
+        (("data", "held_out.share", "much"), "held_out.share"),
+        (("data", "held_out", "{"), "held_out: "),
+        (("data", "domains.code.pii", "[email]"), "a list is changed in the file itself"),
+        (("date", "held_out.share", "0.1"), "no policy 'date'; did you mean 'data'?"),
+    ],
+)
+def test_what_the_schema_refuses_is_not_written(words: tuple[str, ...], said: str, workspace: Workspace) -> None:
+    done = command_here("config", "set", *words, home=workspace)
+    assert done.exit_code and said in str(done.exception), done.exception
+    assert not (workspace.root / "policies" / "data.yaml").exists()
