@@ -4,7 +4,7 @@ FOLDER/pairs.json is a list of [gold, said], in TeX without decimals; FOLDER/equ
 a process of its own: what hangs, or takes its process over, says nothing of the others.
 
 math-verify rounds, compares numbers to 15 digits and leaves letters' case out. What it calls equal must also agree as it stands: formulas at random
-points to 30 digits, equations as the same one up to a factor.
+points to 100 digits, equations as the same one up to a factor.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import resource
 import sys
 from typing import Any
 
-DIGITS = 40
-AGREE = 30
+DIGITS = 120
+AGREE = 100
 POINTS = 3
 
 
@@ -102,7 +102,7 @@ def same_relation(one: Any, other: Any) -> bool:
 
 
 def factor(one: Any, other: Any) -> Any:
-    """By which number ``one`` is ``other``, to 30 digits, at each of some random points; None when there is none, or no point where both
+    """By which number ``one`` is ``other``, to 100 digits, at each of some random points; None when there is none, or no point where both
     have a value."""
     from sympy import Abs, Float, Rational
 
@@ -111,7 +111,7 @@ def factor(one: Any, other: Any) -> Any:
     found: list[Any] = []
     for _ in range(8 * POINTS if names else 1):
         point = {name: Rational(drawn.randint(1, 10**6), drawn.randint(1, 10**5)) for name in names}
-        a, b = (side.doit().subs(point).evalf(DIGITS, maxn=400) for side in (one, other))
+        a, b = (side.doit().subs(point).evalf(DIGITS, maxn=600) for side in (one, other))
         if not (a.is_finite and b.is_finite):
             continue
         if b == 0 or a == 0:

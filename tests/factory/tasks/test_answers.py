@@ -120,6 +120,8 @@ FORMULAS = [
     ("x+y=5", "y=5-x", SAME), ("x+y=5", "x+y=6", OTHER), (r"\{\sqrt2, -\sqrt2\}", r"\pm\frac{2}{\sqrt2}", SAME),
     (r"(\sqrt4, \sqrt9)", "(2, 3)", SAME),
     (r"(\sqrt4, \sqrt9)", "(3, 2)", OTHER), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", OTHER),
+    (r"\sqrt{2}\cdot 10^{-20}", r"\sqrt{3}\cdot 10^{-20}", OTHER), (r"\sqrt{10^{40}+1}", "10^{20}", OTHER), ("x^2=-1", "x^2=-4", OTHER),
+    ("x=x+1", "x=x+2", OTHER),
     (r"x!", r"__import__('os').system('true')", OTHER), (r"x^{10}", "x^10", SAME), ("x", r"\boxed{\frac{x}", OTHER),
 ]  # fmt: skip
 
