@@ -32,7 +32,9 @@ TAILS = 6.0  # κ: of a Student t with 5 degrees of freedom, as the calibration 
 NODES = 24  # of the distribution of a standard error
 MOST = 8.0  # bits per byte: no model gains more than a byte holds
 MOST_FAILED = 0.2  # of equally good models: a guard that fails more of them is set aside
-TOGETHER = 0.5  # ρ of right and wrong between equally good models: assumed; ``python -m benchmarks.judge.sides`` measures it
+TOGETHER = (
+    0.5  # ρ of right and wrong between equally good models: assumed; ``python -m benchmarks.judge.sides`` measures it
+)
 LARGEST = 10_000_000  # items that a guard may be said to need
 
 

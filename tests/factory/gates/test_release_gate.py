@@ -137,7 +137,8 @@ def test_a_candidate_that_was_trained_on_the_exam_is_held(plant: Plant, weak: in
     with_champion(plant, weak)
     verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, cheat, SILENT))
     assert verdict["outcome"] == "hold"
-    assert "which are drawn alike: it has seen the sealed documents." in verdict["reasons"][0], verdict["reasons"]
+    assert verdict["reasons"][0].startswith("To do: train another candidate on more documents")
+    assert "which are drawn alike: it has seen the sealed documents." in verdict["reasons"][1], verdict["reasons"]
     honest = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))["evidence"]
     assert abs(honest["halves_gap"]["gain"]) < verdict["evidence"]["halves_gap"]["gain"] / 3
 
@@ -154,8 +155,9 @@ def test_a_sealed_half_that_was_read_too_often_is_not_read_again(plant: Plant, w
         known = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
     finally:
         policy.unlink()
-    assert verdict["outcome"] == "hold" and len(verdict["reasons"]) == 1
-    assert "at most 2 are allowed: nothing was measured. New shards bring" in verdict["reasons"][0]
+    assert verdict["outcome"] == "hold" and len(verdict["reasons"]) == 2
+    assert verdict["reasons"][0] == "To do: bring new shards: 'factory ingest PATH'."
+    assert "at most 2 are allowed: nothing was measured. New shards bring" in verdict["reasons"][1]
     assert not plant.ledger.rows(sa.select(evaluations.c.id).where(evaluations.c.candidate == fresh))
     assert known["evidence"]["target"] is None or known["outcome"] == "hold", (
         "a recorded one is judged by the same rule"
@@ -216,10 +218,10 @@ def test_one_document_without_a_finite_loss_is_named(plant: Plant, better: int, 
         held = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
         assert plant.ledger.read("SELECT COUNT(*) AS n FROM releases")[0]["n"] == 1
     assert held["outcome"] == "hold" and not any("no items in common" in reason for reason in held["reasons"])
-    assert held["reasons"][0].startswith(
+    assert held["reasons"][1].startswith(
         f"Nothing can be compared with the champion, candidate {spoiled}: check finite_loss failed: 1 of "
     )
-    assert key in held["reasons"][0] and "factory release --rollback" in held["reasons"][0]
+    assert key in held["reasons"][1] and "factory release --rollback" in held["reasons"][0]
     assert plant.ledger.read("SELECT * FROM releases") == before
 
 
