@@ -103,7 +103,7 @@ def look(workspace: Workspace, ledger: Ledger, chosen: Filter, change: NewLabels
     if not changed:
         raise InputError(f"the {len(rows):,} documents have that already; nothing was changed")
     found = Relabelling(chosen, change, len(rows), changed)
-    found.held = _held(ledger, changed, found.said)
+    found.held = _held(ledger, changed, _trained_groups(ledger, rows, changed), found.said)
     found.token_shards = _moved(ledger, [row for row in rows if "domain" in changed.get(row["key"], {})], change.domain)
     _say(workspace, ledger, policy, rows, found)
     return found
@@ -218,7 +218,27 @@ def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> d
 
 
 # -- held-out documents ------------------------------------------------------------------------------------------------
-def _held(ledger: Ledger, changed: Mapping[str, Mapping[str, Any]], said: list[str]) -> dict[str, dict[str, Any]]:
+def _trained_groups(
+    ledger: Ledger, rows: Sequence[Mapping[str, Any]], changed: Mapping[str, Mapping[str, Any]]
+) -> set[str]:
+    """Of the groups that documents get, those of which some were trained on: held-out ones stay parts of them, each a group of its own."""
+    names = {new["group_key"] for new in changed.values() if new.get("group_key")}
+    found = {
+        changed[row["key"]]["group_key"]
+        for row in rows
+        if row["token_shard"] and row["key"] in changed and "group_key" in changed[row["key"]]
+    }
+    some = sa.select(c.group_key).where(c.token_shard.is_not(None))
+    for name in sorted(names - found):
+        mine = ledger.rows(some.add_columns(c.key).where(c.group_key == name))
+        if any(changed.get(row["key"], {}).get("group_key", name) == name for row in mine):
+            found.add(name)
+    return found & names
+
+
+def _held(
+    ledger: Ledger, changed: Mapping[str, Mapping[str, Any]], trained: set[str], said: list[str]
+) -> dict[str, dict[str, Any]]:
     """By key, the columns of ``held_out`` that become others; ``said`` gets a line on halves that are dealt anew or kept."""
     h = held_out.c
     listed = sa.select(h.key, h.domain, h.group_key, h.sealed, c.fate, c.content_sha256, shards.c.ingested_at)
@@ -229,7 +249,8 @@ def _held(ledger: Ledger, changed: Mapping[str, Mapping[str, Any]], said: list[s
         if "domain" in changed[key]:
             new[key]["domain"] = changed[key]["domain"]
         if "group_key" in changed[key]:
-            new[key]["group_key"] = changed[key]["group_key"] or key
+            name = changed[key]["group_key"]
+            new[key]["group_key"] = key if name is None or name in trained else name
     regrouped = {new[key]["group_key"] for key in old if new[key]["group_key"] != old[key]["group_key"]}
     _deal(new, regrouped, _last_read(ledger), said)
     names = ("domain", "group_key", "sealed")

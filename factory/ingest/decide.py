@@ -161,7 +161,9 @@ def _hold_out(
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
     own = [one for one in living if not one.row.synthetic_by]  # a model's words measure no model, whatever their group
-    select = _selecting(own, index, policy)
+    trained = index.trained_groups(sorted({one.row.group_key for one in own if one.row.group_key}))
+    recorded = {name: half for name, half in index.held_out_groups().items() if name not in trained}
+    select = _selecting(own, index, policy, recorded, trained)
     held: dict[int, split.Held] = {}
     refused: dict[int, str] = {}
     for _ in range(DRAWS):  # others take the place of those that share words with training data
@@ -174,7 +176,7 @@ def _hold_out(
             break
     for number in refused:
         held.pop(number, None)
-    groups = {one.group for one in held.values()} | index.held_out_groups().keys()
+    groups = {one.group for one in held.values()} | recorded.keys()
     chosen: dict[str, Hashes] = {}
     for one in own:
         row = one.row
@@ -190,12 +192,10 @@ def _hold_out(
 
 
 def _selecting(
-    living: Sequence[_Living], index: Index, policy: DataPolicy
+    living: Sequence[_Living], index: Index, policy: DataPolicy, recorded: Mapping[str, bool], trained: Collection[str]
 ) -> Callable[[Collection[int]], dict[int, split.Held]]:
     """A selection that leaves out documents of these numbers."""
     before = index.held_out_before()
-    recorded = index.held_out_groups()
-    trained = index.trained_groups(sorted({one.row.group_key for one in living if one.row.group_key}))
     count = functools.cache(index.count_trained)
 
     def wanted(domain: str) -> split.Wanted:

@@ -131,13 +131,23 @@ def test_documents_that_become_one_group_are_of_one_half_and_never_sealed_where_
 ) -> None:
     ledger = plant[1]
     ingest(plant, reviews(0, 40), "a.jsonl")
-    assert set(halves(ledger).values()) == {True, False}
+    assert Counter(halves(ledger).values()) == {True: 8, False: 8}
     read(ledger)
-    do(plant, Filter(domain=["reviews"]), NewLabels(group="source"))
+    do(plant, Filter(document=sorted(halves(ledger))), NewLabels(source="shop", group="source"))
     assert set(halves(ledger).values()) == {False}
-    assert {row["group_key"] for row in ledger.rows(sa.select(held_out.c.group_key))} == {"reviews"}
-    ingest(plant, reviews(200, 9), "later.jsonl")  # which data.yaml still groups by document
-    assert set(halves(ledger).values()) == {True, False}
+    assert {row["group_key"] for row in ledger.rows(sa.select(held_out.c.group_key))} == {"shop"}
+
+
+def test_a_group_of_which_something_was_trained_on_is_not_held_out_whole(plant: tuple[Workspace, Ledger]) -> None:
+    """Held-out documents stay groups of their own in their halves, and what comes of it later is trained on."""
+    workspace, ledger = plant
+    ingest(plant, reviews(0, 40), "a.jsonl")
+    before = halves(ledger)
+    do(plant, Filter(domain=["reviews"]), NewLabels(group="source"))
+    assert halves(ledger) == before
+    assert all(row["group_key"] == row["key"] for row in ledger.rows(sa.select(held_out)))
+    use_policy(workspace, POLICY + "domains: {default: {group: source}}\n")
+    assert ingest(plant, reviews(100, 40), "b.jsonl").counts["train"] == 40
 
 
 def test_a_group_is_made_of_recorded_facts_alone(plant: tuple[Workspace, Ledger]) -> None:

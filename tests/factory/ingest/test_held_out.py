@@ -315,3 +315,17 @@ def test_a_source_that_was_held_out_for_want_of_others_stays_so(
     other = [row(number) | {"domain": "notes"} for number in range(20, 28)]
     assert ingest(other, "c.jsonl").counts["held_out"] == 4, "all domains of a source together"
     assert half() == first
+
+
+def test_an_old_clusters_documents_that_were_trained_on_do_not_take_its_later_ones_along(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    """As an older factory left it, which held out single documents and counted their source as one cluster."""
+    rows = lambda first, count: [row | {"source": "shop", "domain": "reviews"} for row in texts(first, count)]
+    ingest(rows(0, 40), "a.jsonl")
+    with ledger.begin() as tx:
+        tx.execute(documents.update().values(group_key="shop"))
+        tx.execute(held_out.update().values(group_key="shop", sealed=False))
+    use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source, hold_out_at_most: 20}}\n")
+    counts = ingest(rows(100, 40), "b.jsonl").counts
+    assert counts["dropped"] == {} and counts["train"] >= 20
