@@ -167,9 +167,9 @@ class DataPolicy(StrictPolicy):
     def rules(self, domain: str) -> DomainRules:
         return self.domains.get(domain) or self.domains.get("default") or DomainRules()
 
-    def mapping(self, file: str) -> tuple[int, FieldMapping] | None:
-        """Of the files of a name: its place under ``fields``, and what it says."""
-        return mapping_of(self.fields, file) if self.fields else None
+    def mapping(self, *files: str) -> tuple[int, FieldMapping] | None:
+        """Of a file of one of these names: its place under ``fields``, and what it says."""
+        return mapping_of(self.fields, *files) if self.fields else None
 
     @classmethod
     def load(cls, path: Path) -> DataPolicy:

@@ -145,14 +145,14 @@ class FieldMapping(StrictPolicy):
                 yield name, value
 
 
-def mapping_of(fields: list[FieldMapping], file: str) -> tuple[int, FieldMapping] | None:
-    """The first mapping for a file of that name, and its place in the list. A part of a file has the mapping of the whole.
+def mapping_of(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMapping] | None:
+    """The first mapping for a file of one of these names ('': none), and its place in the list. A part of a file has the mapping of the whole.
 
     >>> fields = [FieldMapping(files="*.csv", text="a"), FieldMapping(files="x*", text="b")]
     >>> [found[0] if (found := mapping_of(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
     [0, 0, 1, None]
     """
-    names = {file, _PART.sub("", file)}
+    names = {name for file in files if file for name in (file, _PART.sub("", file))}
     return next(
         ((at, one) for at, one in enumerate(fields) if any(fnmatchcase(name, one.files) for name in names)), None
     )
