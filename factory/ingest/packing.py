@@ -213,10 +213,8 @@ def _file(workspace: Workspace, ledger: Ledger, path: Path, one: ShardReport) ->
     if one.sha256 in erased_shards(ledger):
         path.unlink()  # its text would be back
     else:
-        sync_folder(path)
+        sync_folder(path)  # what it was made of may go
         file_away(workspace, ledger, path, one.sha256, one.state)
-        if one.state == "ingested":  # before what it was made of may go
-            sync_folder(workspace.shards / "raw")
 
 
 def _rows(pack: Pack, limits: ShardLimits, left: _LeftOut) -> Iterator[RawRow]:

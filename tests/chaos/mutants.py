@@ -157,8 +157,7 @@ MUTANTS = (
         "shutil.move(path, original)",
         "tests/factory/ingest/test_packing.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
     ),
-    Mutant("factory/ingest/packing.py", "sync_folder(path)", TOGETHER),
-    Mutant("factory/ingest/packing.py", 'sync_folder(workspace.shards / "raw")', TOGETHER),
+    Mutant("factory/ingest/packing.py", "sync_folder(path)  # what it was made of may go", TOGETHER),
     Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
     Mutant("factory/ingest/filing.py", "sync_folder(back.parent)  # before its content loses its other name", SPLIT),
     Mutant(
