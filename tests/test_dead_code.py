@@ -34,8 +34,6 @@ CALLED_BY_LIBRARIES = {
 # name: why it stays though nothing but tests names it
 ALLOWED = {
     "OP": "kernels.contract.registry imports the folder of each op by name",
-    "releasability": "what the report at ingest, in status and in doctor is made of",
-    "spreads": "as releasability",
     "cut": "says which positions a piece of a document has; document_stream computes the same for whole arrays",
 }
 
