@@ -1,0 +1,45 @@
+"""README's numbers have the form that the programs print, so that they can have come from a run."""
+
+from __future__ import annotations
+
+import re
+
+from factory.evals.statistics import Gain
+from factory.gates.release.wording import sentence
+from factory.releasable.gathering import ReleasableLine, describe, verdict
+from tests.support.paths import ROOT
+
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def form(line: str) -> str:
+    """A line with each number as its digits' places: 2.764 → 9.999."""
+    return NUMBER.sub(lambda found: re.sub(r"\d", "9", found[0]), " ".join(line.split()))
+
+
+def block(first: str) -> list[str]:
+    """The lines of README's code block that has this line in it."""
+    for text in (ROOT / "README.md").read_text("utf-8").split("```")[1::2]:
+        lines = [line.strip() for line in text.strip("\n").splitlines()]
+        if any(line.startswith(first) for line in lines):
+            return lines
+    raise AssertionError(f"README has no block with {first!r}")
+
+
+def test_the_demos_excerpt_has_the_demos_form() -> None:
+    lines = [form(line) for line in block("held-out bits per byte")]
+    gain = Gain(0.098, 0.009, 60, 50.0)
+    said = sentence("target, bits per byte weighted over domains", gain, None, None)
+    for expected in (
+        "held-out bits per byte chat code docs",
+        "candidate 9 9.999 9.999 9.999",
+        "candidate 9: PROMOTE → release 9",
+        form(f"Better than candidate 1: {said}."),
+    ):
+        assert expected in lines, (expected, lines)
+
+
+def test_the_report_has_the_reports_form() -> None:
+    lines = block("releases would be held")
+    line = ReleasableLine("licences", False, lines[1].partition(": ")[2], lines[2].partition(": ")[2])
+    assert [verdict([line]), *(one.strip() for one in describe([line]))] == lines
