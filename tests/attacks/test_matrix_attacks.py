@@ -86,7 +86,7 @@ UNTOLD: dict[str, Edits] = {
         SEGMENT, [('            metrics.write(record | {"time": time.time()})\n',
                    '            if batch.step % 10 == 0:\n                metrics.write(record | {"time": time.time()})\n')], "first steps"),
     "a better loss in result.json": (SEGMENT, [('"loss": mean("loss"),', '"loss": 0.9 * (mean("loss") or 0.0),')], "first steps"),
-    "a better loss in the metrics": (RUN, [('            "loss": loss,\n', '            "loss": loss * 0.99,\n')], "anneal"),
+    "a better loss in the metrics": (RUN, [('({"loss": loss, ', '({"loss": loss * 0.99, ')], "anneal"),
     "anomalies that nobody hears of": (
         SEGMENT, [("for hook in run.hooks for anomaly in hook.after_step(record)", "for hook in run.hooks[:1] for anomaly in hook.after_step(record)")],
         "outliers are skipped"),

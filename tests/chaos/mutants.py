@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, original)",
-        "tests/factory/ingest/test_packing.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
+        "tests/factory/ingest/test_packed_files.py::test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept",
     ),
     Mutant("factory/ingest/packing.py", "sync_folder(path)  # what it was made of may go", TOGETHER),
     Mutant("factory/ingest/filing.py", "sync_folder(back)", SPLIT),
