@@ -154,7 +154,7 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
                 {
                     "key": d.key, "id": d.key, "shard": SHARD, "row": i, "domain": d.domain, "fate": "held_out" if d.held else "train",
                     "content_sha256": hashlib.sha256(json.dumps(d.content).encode()).hexdigest(), "releasable": True, "tokens": 1,
-                    "supervised_tokens": 1, "license": "PSF-2.0", "token_shard": None if d.held else shard.id,
+                    "supervised_tokens": 1, "license": "PSF-2.0", "source": d.source, "token_shard": None if d.held else shard.id,
                 }
                 for i, d in enumerate(every)
             ],
