@@ -13,7 +13,7 @@ from factory.ledger.files import DISK_LOW, DISK_WELL
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import how_to_answer, waits
-from factory.retrying.tries import FAILED, STUMBLED, why_parked
+from factory.retrying.tries import FAILED, STUMBLED, ways_on, why_parked
 from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 from factory.watching.moments import iso
 
@@ -77,7 +77,7 @@ def _said(
     if kind in (FAILED, STUMBLED):
         row = SegmentRow.get(ledger, Subject.parse(subject).number)
         parked = kind == FAILED and row.state == "failed"
-        text = f"{why_parked(ledger, row)}. 'factory retry {row.id}', or 'factory abandon {row.id}'" if parked else ""
+        text = f"{why_parked(ledger, row)}. {', or '.join(map(repr, ways_on(ledger, row)))}" if parked else ""
         title = f"{name} is parked" if parked else f"{name}: its trainer {detail.get('said') or 'died'}"
         return ("failure",), title, text or f"try {detail.get('tries')}; it is tried again"
     what = str(detail.get("what", "the daemon"))

@@ -11,7 +11,7 @@ from factory.ledger.decisions import undecided
 from factory.ledger.files import held, low_disk
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.retrying.pausing import pause_of
-from factory.retrying.tries import parked, why_parked
+from factory.retrying.tries import parked, ways_on, why_parked
 from factory.watching.notified import FILE, read_positions
 
 
@@ -39,7 +39,7 @@ def _training(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
         free = f"{disk['free'] / 1e9:.2f} of {disk['floor'] / 1e9:.2f} GB"
         found.append((f"training: the disk is below its floor ({free})", "free some space; factory clean --dry-run"))
     if row := parked(db):
-        found.append((why_parked(db, row), f"factory retry {row.id}, or factory abandon {row.id}"))
+        found.append((why_parked(db, row), ", or ".join(ways_on(db, row))))
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
         found.append((f"segment {newest.id}, whose code is not certified", f"factory certify --accept {newest.id}"))

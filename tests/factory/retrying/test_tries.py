@@ -12,7 +12,7 @@ from factory.core.errors import InputError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.retrying.endings import CRASHED, FAILED, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
-from factory.retrying.tries import abandon, newest_step, parked, record_death, refuse_parked, retry
+from factory.retrying.tries import abandon, newest_step, parked, record_death, refuse_parked, retry, ways_on
 from tests.support.failing.deaths import plan_row
 
 ENDING = Ending(FAILED, "ended with exit 1")
@@ -91,6 +91,19 @@ def test_what_is_no_checkpoint_of_the_segment_is_no_progress(ledger: Ledger, tmp
 
 def test_what_no_try_can_mend_is_parked_at_once(ledger: Ledger, tmp_path: Path) -> None:
     assert die(ledger, plan_row(ledger, folder=str(tmp_path)), 10, final=True) == (1, "failed")
+
+
+def test_what_a_trainer_refuses_in_its_own_recipe_no_retry_can_mend(ledger: Ledger, tmp_path: Path) -> None:
+    row = plan_row(ledger, folder=str(tmp_path))
+    says = "ended with exit 1: trainer: max_epochs: 30 steps of 256 tokens need 7680 tokens, the data has 5210"
+    for _ in range(3):
+        record_death(ledger, SegmentRow.get(ledger, row.id), Ending(FAILED, says), 1, 3, False)
+    assert ways_on(ledger, row) == (f"factory abandon {row.id}", f"factory retry {row.id}")
+    with pytest.raises(InputError, match=rf"change what is refused, then 'factory abandon {row.id}'"):
+        refuse_parked(ledger)
+    other = plan_row(ledger, folder=str(tmp_path / "other"))
+    die(ledger, other, None, final=True)
+    assert ways_on(ledger, other)[0] == f"factory retry {other.id}"
 
 
 def test_a_person_decides(ledger: Ledger, tmp_path: Path) -> None:
