@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from factory.cli.config import change
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.daemon import reconcile
@@ -41,6 +42,7 @@ def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path
     workspace = Workspace.create(tmp_path / "w", Config(recipe="demo", repository=str(code_repository)))
     ledger = Ledger.create(workspace.ledger_url)
     use_small_vocabulary(workspace)
+    change(workspace, "recipe", "model.vocab_size", "400")
     ingest(workspace, ledger, 0, 20)
     watching[:] = [workspace.shards]
     try:
