@@ -22,12 +22,13 @@ import sqlalchemy as sa
 from factory.backups.backups import make_backup
 from factory.core.errors import InputError, nearest
 from factory.core.workspace import Workspace
-from factory.data.selecting import AT_ONCE, by_value, keys_of
-from factory.ingest.document import refuse_domain
+from factory.data.selecting import AT_ONCE, Selection, by_value, keys_of_one
+from factory.ingest.document import LONGEST_NAME, refuse_domain
+from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.split import Kind, group_of, is_sealed, unit_of
+from factory.ingest.rules.split import KINDS, Kind, group_of, is_sealed, unit_of
 from factory.ledger.ledger import Ledger, documents, held_out, record, relabels, shards, token_shards
-from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT
+from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT, refused
 from factory.ledger.rows import SegmentRow
 from factory.ledger.writing import insert
 from factory.training.planning import load_recipe, plan_of
@@ -55,7 +56,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class NewLabels:
-    """None: stays. ``license`` 'none': none named."""
+    """None: stays. ``license`` 'none' or '', ``source`` '': none named."""
 
     domain: str | None = None
     source: str | None = None
@@ -95,6 +96,7 @@ def look(workspace: Workspace, ledger: Ledger, chosen: Filter, change: NewLabels
         raise InputError(
             f"licence {change.license!r} does not allow training (licences in data.yaml): 'factory data remove' takes these documents out"
         )
+    _refuse_names(ledger, change)
     rows = _selected(ledger, chosen)
     if not rows:
         raise InputError("no document that is trained on, held out or taken out is all of that; nothing was changed")
@@ -157,7 +159,29 @@ def _domains(tx: sa.Connection, where: sa.ColumnElement[bool]) -> dict[str, dict
 
 # -- what is chosen, and what it becomes -------------------------------------------------------------------------------
 def _licence(name: str) -> str | None:
-    return None if name == NO_LICENCE else name
+    return None if name.strip() in ("", NO_LICENCE) else name
+
+
+def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
+    """Raises: InputError for what no row may name, and for a source or licence whose documents were taken out."""
+    for noun, name in (("source", change.source), ("license", change.license)):
+        if name is not None and (len(name) > LONGEST_NAME or not name.isprintable()):
+            raise InputError(
+                f"--to-{noun}: at most {LONGEST_NAME:,} characters, all of them printable; nothing was changed"
+            )
+    known = refused(ledger)
+    sources = {str(name): number for name, number in known["source"].items()}
+    licences = {folded(name): number for name, number in known["license"].items()}
+    licence = None if change.license is None else folded(_licence(change.license))
+    for noun, name, number in (
+        ("source", change.source, sources.get(change.source or "")),
+        ("licence", change.license, None if licence is None else licences.get(licence)),
+    ):
+        if number is not None:
+            raise InputError(
+                f"{noun} {name!r} was taken out (removal {number}), and what comes of it is refused: 'factory data undo {number}' takes that back; "
+                "nothing was changed"
+            )
 
 
 def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
@@ -173,11 +197,11 @@ def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
     for column in ("source", "license"):
         if names := getattr(chosen, column):
             by_value(ledger, column, names)  # refuses a name that no document has
-            named = c[column].in_(names)
-            where.append(sa.or_(named, c[column].is_(None)) if column == "license" and NO_LICENCE in names else named)
+            where.append(Selection(column, tuple(names)).own())
     if not chosen.document:
         return ledger.rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
-    keys = sorted({key for name in chosen.document for key in keys_of(ledger, name)})
+    fitting = c.fate.in_((*TAKEN_OUT, FATE))
+    keys = sorted({key for name in chosen.document for key in keys_of_one(ledger, name, fitting)})
     parts = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
     return [row for part in parts for row in ledger.rows(sa.select(*COLUMNS).where(*where, c.key.in_(part)))]
 
@@ -210,11 +234,21 @@ def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> d
     if change.license is not None:
         new["license"] = _licence(change.license)
         new["releasable"] = policy.licences.of(new["license"]).release
-    if change.group is not None:
-        new["group_key"] = group_of(change.group, source, row["facts"] or {}, row["key"].partition(":")[0])
-    elif change.source is not None and row["group_key"] is not None and row["group_key"] == row["source"]:
-        new["group_key"] = source  # it is grouped by source
+    kind = change.group or _kind_of(row)
+    if kind is not None:
+        new["group_key"] = _group(kind, source, row)
     return {name: value for name, value in new.items() if value != row[name]}
+
+
+def _group(kind: Kind, source: str | None, row: Mapping[str, Any]) -> str | None:
+    return group_of(kind, source, row["facts"] or {}, row["key"].partition(":")[0])
+
+
+def _kind_of(row: Mapping[str, Any]) -> Kind | None:
+    """By what a document is grouped: its source is part of some names, and later documents are grouped by the one that they name."""
+    if row["group_key"] is None:
+        return None
+    return next((kind for kind in KINDS if _group(kind, row["source"], row) == row["group_key"]), None)
 
 
 # -- held-out documents ------------------------------------------------------------------------------------------------

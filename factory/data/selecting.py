@@ -36,7 +36,12 @@ class Selection:
             return sa.or_(
                 self._licence(documents.c.license), documents.c.key.in_(came.where(self._licence(copy.c.license)))
             )
-        return COLUMNS[self.column].in_(self.names)
+        return self.own()
+
+    def own(self) -> sa.ColumnElement[bool]:
+        """The condition that a document's own row names one, copies aside."""
+        column = COLUMNS[self.column]
+        return self._licence(column) if self.column == "license" else column.in_(self.names)
 
     def _licence(self, column: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
         named = column.in_(self.names)

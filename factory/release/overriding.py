@@ -1,13 +1,16 @@
 """A person's override of a hold: what may be released all the same, by whom and why (``factory releases override N --reason "…"``).
 
 Only what was held because too little was shown (``factory.gates.release.reasons.NOTHING_SHOWN``) may be. The judge is asked again, of the evidence
-and the policy that the verdict recorded, so what a person overrides is what was judged.
+and the policy that the verdict recorded, so what a person overrides is what was judged; and of the licences and anomalies of its training as they
+are now, as people may have changed both since.
 """
 
 from __future__ import annotations
 
 from factory.core.errors import InputError
+from factory.core.workspace import Workspace
 from factory.gates.release.recorded import held_by, not_overridable
+from factory.gates.release.training_now import training_now
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import VerdictRow
 
@@ -26,7 +29,7 @@ def reason_of(words: str) -> str:
     return why
 
 
-def override_of(ledger: Ledger, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
+def override_of(workspace: Workspace, ledger: Ledger, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
     """The event's detail. Raises: InputError for a verdict that does not hold, or holds for what no person overrides."""
     name = f"verdict {verdict.id} on {verdict.subject}"
     if verdict.outcome != "hold":
@@ -39,4 +42,10 @@ def override_of(ledger: Ledger, verdict: VerdictRow, by: str, why: str) -> dict[
     held = held_by(stored, verdict.policy_sha256, name)
     if words := not_overridable(held):
         raise InputError(f"{name} holds for what no person overrides: {words} Nothing was released")
+    now = training_now(workspace, ledger, verdict.number)
+    if words := not_overridable(held_by(stored, verdict.policy_sha256, name, **now)):
+        raise InputError(
+            f"{verdict.subject} would be held now for what no person overrides: {words} 'factory evaluate {verdict.number}' judges it again; "
+            "nothing was released"
+        )
     return {"sha256": verdict.subject_sha256, "evidence_sha256": str(stored["sha256"]), "by": by, "why": why}

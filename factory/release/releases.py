@@ -104,7 +104,7 @@ def override(
         known = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
             verdict = newest_verdict(ledger, candidate)
-            detail = override_of(ledger, verdict, by, why)
+            detail = override_of(workspace, ledger, verdict, by, why)
             check_current(ledger, verdict)
             check_judged(ledger, verdict)
             number = _decide(ledger, verdict, by, detail)

@@ -206,20 +206,18 @@ def override_hold(
 ) -> None:
     """Release a candidate that the gate holds because too little was shown. Never one that failed a check, or that licences forbid."""
     from factory.core.progress import SILENT
-    from factory.ledger.rows import champion
+    from factory.ledger.rows import ReleaseRow, champion
     from factory.release.releases import override
 
     workspace, ledger, terminal = open_workspace(where)
     number = override(workspace, ledger, candidate, person(), reason, SILENT if as_json else terminal)
-    best = champion(ledger)
+    best, by = champion(ledger), ReleaseRow.get(ledger, number).approved_by  # of one that was released before: who did
     is_champion = best is not None and best.number == number
     if as_json:
-        print_json({"release": number, "candidate": candidate, "champion": is_champion, "overridden_by": person()})
+        print_json({"release": number, "candidate": candidate, "champion": is_champion, "overridden_by": by})
     else:
-        terminal.line(
-            f"  release {number} {'is champion' if is_champion else 'is published, but another one is champion'}; released by {person()}, though it "
-            "was held"
-        )
+        now = "is champion" if is_champion else "is published, but another one is champion"
+        terminal.line(f"  release {number} {now}; released by {by}, though it was held")
 
 
 @commands.command("rollback")

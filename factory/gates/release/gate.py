@@ -18,21 +18,19 @@ from factory.evals.evaluator import current_suite, evaluate_on, evaluation_of, i
 from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
-from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.domains import trained_on
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.judge import PROMOTE, dev_alone, judge
 from factory.gates.release.judged_by import judged_by
-from factory.gates.release.licences import disputed_tokens, not_releasable, tokens_by_licence
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded import evidence_sha256
 from factory.gates.release.replicas import newest_noise
+from factory.gates.release.training_now import training_now
 from factory.gates.release.watch import watched
 from factory.gates.release.with_tasks import with_tasks
-from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.anomalies import DEV_ALONE, open_in, rewound_in
+from factory.ledger.anomalies import DEV_ALONE
 from factory.ledger.ledger import Ledger, anomalies, record, segments, verdicts
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
 from factory.ledger.writing import record_verdict
@@ -66,19 +64,13 @@ def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Pr
         None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress, released=True)
     )
     evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
-    licences = DataPolicy.load(workspace.policy("data.yaml")).licences
     segment = CandidateRow.get(ledger, candidate_id).segment
-    tokens = tokens_by_licence(ledger, segment, licences)
-    other = not_releasable(licences, tokens)
     evidence = replace(
         evidence,
         candidate=candidate_id,
         sealed_looks=looks,
-        anomalies=_open_anomalies(workspace, ledger, candidate_id),
-        releasable=1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
-        not_releasable=other,
-        disputed=disputed_tokens(ledger, segment, licences) / sum(tokens.values()) if other else None,
         trained_on=trained_on(ledger, segment),
+        **training_now(workspace, ledger, candidate_id),
     )
     tasks = measure_due(workspace, ledger, candidate_id, progress, would_promote=False)
     if with_tasks(policy, judge(policy, evidence), tasks).outcome == PROMOTE:
@@ -156,17 +148,6 @@ def measured(
         guards=guards,
         **values,
     )
-
-
-def _open_anomalies(workspace: Workspace, ledger: Ledger, candidate_id: int) -> tuple[str, ...]:
-    """Of the training that a candidate comes from: what is open, and what was rewound."""
-    kinds = AnomalyPolicy.load(workspace.policy("anomalies.yaml")).kinds
-    segment = CandidateRow.get(ledger, candidate_id).segment
-    found = open_in(ledger, segment, kinds)
-    words = [
-        f"{row.kind} at step {row.step} of segment {row.segment} (anomaly {row.id}, which is open)" for row in found
-    ]
-    return (*words, *(f"segment {number} was rewound" for number in rewound_in(ledger, segment)))
 
 
 def _record(

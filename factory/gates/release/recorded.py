@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -45,14 +45,14 @@ def evidence_of(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidence,
     return evidence, tasks
 
 
-def judged_again(policy: ReleasePolicy, stored: Mapping[str, Any], where: str) -> Verdict:
-    """What the judge says now of recorded evidence. Raises: InputError."""
+def judged_again(policy: ReleasePolicy, stored: Mapping[str, Any], where: str, **now: Any) -> Verdict:
+    """What the judge says now of recorded evidence; ``now``: what of it is another by now. Raises: InputError."""
     evidence, tasks = evidence_of(stored, where)
-    return with_tasks(policy, judge(policy, evidence), tasks)
+    return with_tasks(policy, judge(policy, replace(evidence, **now)), tasks)
 
 
-def held_by(stored: Mapping[str, Any], policy_hash: str, where: str) -> tuple[Reason, ...]:
-    """For which reasons the judge holds recorded evidence, under the policy that was recorded with it and has this hash.
+def held_by(stored: Mapping[str, Any], policy_hash: str, where: str, **now: Any) -> tuple[Reason, ...]:
+    """For which reasons the judge holds recorded evidence, under the policy that was recorded with it and has this hash; ``now`` as ``judged_again``.
 
     Raises: InputError where it does not hold it, or where evidence or policy are not what was recorded.
     """
@@ -60,7 +60,7 @@ def held_by(stored: Mapping[str, Any], policy_hash: str, where: str) -> tuple[Re
     policy = parse(ReleasePolicy, stored.get("policy"), f"{where}: its policy", InputError)
     if policy_sha256(policy) != policy_hash or stored.get("sha256") != evidence_sha256(stored):
         raise InputError(f"{where}: its policy or evidence is not what was recorded: {again}")
-    verdict = judged_again(policy, stored, where)
+    verdict = judged_again(policy, stored, where, **now)
     if verdict.outcome != HOLD:
         raise InputError(f"{where}: this version of the judge says {verdict.outcome!r} of it, not 'hold': {again}")
     return verdict.found.missing

@@ -181,6 +181,64 @@ def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Led
     assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
 
 
+@pytest.mark.parametrize("kind", ["conversation", "path"])
+def test_another_source_gives_its_name_to_groups_that_are_named_within_it(
+    plant: tuple[Workspace, Ledger], kind: str
+) -> None:
+    """So that what comes of a held-out conversation under the right source is held out too, and never trained on."""
+    workspace, ledger = plant
+    use_policy(workspace, POLICY + f"domains: {{default: {{group: {kind}}}}}\n")
+    name = {"conversation": "conversation_id", "path": "path"}[kind]
+    ingest(plant, [row | {name: f"c{n % 40}"} for n, row in enumerate(reviews(0, 80))], "a.jsonl")
+    before = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    assert len(before) == 16 and all(one.startswith(f"{kind}:reviews/c") for one in before)
+    read(ledger)
+    do(plant, Filter(source=["reviews"]), NewLabels(source="shop"))
+    after = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    assert after == {one.replace(":reviews/", ":shop/"): half for one, half in before.items()}
+    more = [row | {name: f"c{n}", "source": "shop"} for n, row in enumerate(reviews(200, 40))]
+    assert ingest(plant, more, "b.jsonl").counts["held_out"] == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (NewLabels(source="gone"), r"source 'gone' was taken out \(removal 1\), .*'factory data undo 1'"),
+        (NewLabels(license="cc by-nc-4.0"), r"licence 'cc by-nc-4.0' was taken out \(removal 2\)"),
+        (NewLabels(source="a\x1b[31m"), "--to-source: at most 1,000 characters, all of them printable"),
+        (NewLabels(license="x" * 1001), "--to-license: at most 1,000 characters"),
+    ],
+)
+def test_a_name_that_no_row_may_have(plant: tuple[Workspace, Ledger], change: NewLabels, message: str) -> None:
+    workspace, ledger = plant
+    ingest(plant, [row | {"source": "gone"} for row in reviews(0, 6)], "a.jsonl")
+    ingest(plant, reviews(10, 6, license="CC-BY-NC-4.0"), "b.jsonl")
+    ingest(plant, reviews(20, 6, license="MIT"), "c.jsonl")
+    remove = lambda *words: command_here("data", "remove", *words, "--yes", home=workspace)
+    assert [remove("--source", "gone").exit_code, remove("--license", "CC-BY-NC-4.0").exit_code] == [0, 0]
+    with pytest.raises(InputError, match=message):
+        look(*plant, Filter(license=["MIT"]), change)
+    assert look(*plant, Filter(license=["MIT"]), NewLabels(source="", license="none")).selected == 6
+
+
+def test_no_licence_is_one_however_it_is_written(plant: tuple[Workspace, Ledger]) -> None:
+    ledger = plant[1]
+    ingest(plant, reviews(0, 8, license="MIT"), "a.jsonl")
+    do(plant, Filter(license=["MIT"]), NewLabels(license=" "))
+    assert {row["license"] for row in ledger.rows(sa.select(documents.c.license))} == {None}
+    do(plant, Filter(license=["none"]), NewLabels(license="MIT"))
+    with ledger.begin() as tx:  # as an older factory may have left it
+        tx.execute(documents.update().values(license=""))
+    assert look(*plant, Filter(license=["none"]), NewLabels(license="MIT")).selected == 8
+
+
+def test_an_id_that_several_texts_have_names_none(plant: tuple[Workspace, Ledger]) -> None:
+    """As for every command that changes documents."""
+    ingest(plant, reviews(0, 12, id="3"), "a.jsonl")
+    with pytest.raises(InputError, match="12 documents have the id '3'; nothing was changed: name the key"):
+        look(*plant, Filter(document=["3"]), NewLabels(license="MIT"))
+
+
 def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
     workspace, ledger = copied()
     rules = DataPolicy.load(workspace.policy("data.yaml")).licences

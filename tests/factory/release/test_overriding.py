@@ -21,7 +21,7 @@ from factory.cli.app import app
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.ledger.ledger import Ledger, events, verdicts
+from factory.ledger.ledger import Ledger, anomalies, documents, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.rows import ReleaseRow, VerdictRow, champion
 from factory.release import overriding, releases
@@ -30,7 +30,15 @@ from factory.release.releases import override, reconcile, release
 from factory.reports.release_facts import listed, shown
 from factory.tracking.mlflow_store import open_client
 from tests.support.gates.release_evidence import changed, evidence, gain
-from tests.support.plants.release_scene import add_candidate, add_judged, add_verdict, approval, with_store
+from tests.support.plants.release_scene import (
+    add_candidate,
+    add_document,
+    add_judged,
+    add_shard,
+    add_verdict,
+    approval,
+    with_store,
+)
 
 WHY = "the demo is tomorrow"
 HELD = evidence(target=0.005)
@@ -45,6 +53,8 @@ def scene(workspace: Workspace, ledger: Ledger) -> Ledger:
 def _scene(workspace: Workspace, ledger: Ledger) -> Ledger:
     with_store(workspace)
     approval(workspace, "automatic")
+    add_shard(ledger)
+    add_document(ledger, "MIT")
     for _ in range(2):
         add_candidate(workspace, ledger)
     release(workspace, ledger, add_verdict(ledger, 1))
@@ -137,6 +147,34 @@ def test_it_binds_to_what_was_judged(workspace: Workspace, scene: Ledger) -> Non
     assert recorded(scene) == []
 
 
+def test_what_changed_since_it_was_judged_is_looked_at_again(workspace: Workspace, scene: Ledger) -> None:
+    """A licence that a person corrected, a policy, an anomaly: evidence from before says nothing of them."""
+    add_judged(scene, 2, HELD, against=1)
+
+    def refused(words: str) -> None:
+        with pytest.raises(InputError, match=f"candidate:2 would be held now for what no person overrides: .*{words}"):
+            override(workspace, scene, 2, "ada", WHY)
+
+    def licence(name: str) -> None:
+        with scene.begin() as tx:
+            tx.execute(documents.update().values(license=name))
+
+    licence("CC-BY-NC-4.0")
+    refused("CC-BY-NC-4.0 100.0%.*'factory evaluate 2' judges it again")
+    licence("MIT")
+    policy = workspace.root / "policies" / "data.yaml"
+    policy.write_text("licences: {known: {MIT: {train: true, release: false}}}\n")
+    refused("MIT 100.0%")
+    policy.unlink()
+    segment = {"segment": 2, "step": 4, "kind": "loss_spike", "detail": {"step": 4, "kind": "loss_spike"}}
+    with scene.begin() as tx:
+        tx.execute(anomalies.insert().values(**segment))
+    refused("Its training went wrong: loss_spike at step 4")
+    with scene.begin() as tx:
+        tx.execute(anomalies.delete())
+    assert recorded(scene) == [] and override(workspace, scene, 2, "ada", WHY) == 2
+
+
 def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scene: Ledger) -> None:
     add_judged(scene, 2, HELD, against=1)
     override(workspace, scene, 2, "ada", WHY)
@@ -145,7 +183,8 @@ def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scen
         release(workspace, scene, again)
 
 
-def test_the_command(workspace: Workspace, scene: Ledger) -> None:
+def test_the_command(workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "ada")
     add_judged(scene, 2, HELD, against=1)
     run = lambda *words: CliRunner().invoke(app, ["releases", *words, "--workspace", str(workspace.root)])
     for none in ((), ("--reason", ""), ("--reason", " \n\t")):
@@ -160,6 +199,9 @@ def test_the_command(workspace: Workspace, scene: Ledger) -> None:
         in run("show", "2").stdout
     )
     assert "though held, by" in run("list").stdout
+    monkeypatch.setenv("USER", "bob")
+    again = run("override", "2", "--reason", "mine")
+    assert f"released by {json.loads(done.stdout)['overridden_by']}, though it was held" in again.stdout
 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from factory.ledger.ledger import (
     Ledger,
     candidates,
     data_plans,
+    documents,
     eval_items,
     evaluations,
     segments,
@@ -111,6 +112,13 @@ def add_shard(ledger: Ledger, sha256: str = "s" * 64, name: str = "code-00.jsonl
                 created_at=1.7e9,
             )  # fmt: skip
         )
+
+
+def add_document(ledger: Ledger, licence: str | None, key: str = f"{'s' * 16}:0") -> None:
+    """One that every candidate was trained on."""
+    values = {"key": key, "id": key, "shard": "s" * 64, "row": 0, "domain": "code", "fate": "train", "license": licence}
+    with ledger.begin() as tx:
+        tx.execute(documents.insert().values(**values, tokens=100, supervised_tokens=100, token_shard="t" * 64))
 
 
 def add_candidate(workspace: Workspace, ledger: Ledger, export: Path | None = None) -> int:

@@ -74,7 +74,9 @@ class Stream:
     @cached_property
     def positions(self) -> int:
         """Positions of an epoch, in pieces that carry loss: the others are never drawn."""
-        return sum(positions_with_loss(str(shard.path), self.domain, self.context) for shard in self.shards)
+        moved = [tuple(sorted(shard.moved.items())) for shard in self.shards]
+        each = zip(self.shards, moved, strict=True)
+        return sum(positions_with_loss(str(shard.path), self.domain, self.context, rows) for shard, rows in each)
 
     def piece_at(self, place: int) -> Piece:
         """The whole piece at a place."""
@@ -158,12 +160,12 @@ class Stream:
 
 
 @lru_cache(maxsize=1 << 14)  # the daemon asks again and again, and a shard never changes
-def positions_with_loss(path: str, domain: str, context: int) -> int:
-    """Positions of a token shard's documents of a domain that lie in pieces which carry loss.
+def positions_with_loss(path: str, domain: str, context: int, moved: tuple[tuple[str, str], ...] = ()) -> int:
+    """Positions of a token shard's documents of a domain that lie in pieces which carry loss. ``moved``: (domain, rows), as ``TokenShard`` has it.
 
     Pieces of documents without a mask all do. Of the others the masks are read, ``READ_AT_ONCE`` tokens at a time.
     """
-    shard = TokenShard(path)
+    shard = TokenShard(path, dict(moved))
     table = dict(_tables(shard))[domain]
     start, length = table["start"], table["length"]
     masked = np.flatnonzero((table["supervised_tokens"] < length) & (length > 1))

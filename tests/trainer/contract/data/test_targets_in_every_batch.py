@@ -13,7 +13,7 @@ from tests.support.trainer.segments import one_sided_chats, plan_of
 from trainer.batch import make_batch
 from trainer.contract.data.data_order import DataOrder, documents_at
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import READ_AT_ONCE
+from trainer.contract.data.document_stream import READ_AT_ONCE, open_streams
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 from trainer.contract.errors import DataPlanError
@@ -115,3 +115,24 @@ def test_masks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(document_stream, "READ_AT_ONCE", size)
         document_stream.positions_with_loss.cache_clear()
         assert document_stream.positions_with_loss(str(shard.path), "chat", CONTEXT) == wanted
+
+
+def test_documents_that_a_plan_moves_are_counted_in_their_new_domain(tmp_path: Path) -> None:
+    """Also where that domain was there before: of 4 texts of 'code' and 2 of 'docs', two of 'code' move, or all to one that is new."""
+    text = lambda n, domain: TokenizedDocument(
+        f"k{n}", f"{n}", domain, "test", "MIT", np.arange(3, 20 + n, dtype=np.uint32), np.ones(17 + n, bool)
+    )
+    documents = [text(n, "code" if n < 4 else "docs") for n in range(6)]
+    shard = write_token_shard(tmp_path, documents, vocab_size=512, tokenizer_sha256="test")
+    positions = [len(document.tokens) - 1 for document in documents]
+    for moved, wanted in (
+        ({"docs": "0-1"}, {"code": positions[2:4], "docs": positions[:2] + positions[4:]}),
+        ({"law": "0-5"}, {"law": positions}),
+    ):
+        weights = dict.fromkeys(wanted, 1.0)
+        planned = {"id": shard.id, "path": str(shard.path), "generation": 1, "moved": moved}
+        plan = DataPlan.model_validate({"token_shards": [planned], "weights": weights, "seed": 1})
+        streams = open_streams(plan, CONTEXT, 512)
+        assert {stream.domain: stream.positions for stream in streams.values()} == {
+            k: sum(v) for k, v in wanted.items()
+        }
