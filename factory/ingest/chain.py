@@ -16,12 +16,13 @@ The caller holds the workspace's ``model-loop`` lock: two shards are never inges
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,10 @@ from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.claims import CONFLICT
 from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.told import Told, refuse_missing_columns
+from factory.ingest.shapes.told import Told, missing_columns, refuse_missing_columns
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import frozen_tokenizer
-from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish
+from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish, look_at
 from factory.ledger.files import FILED
 from factory.ledger.ledger import Ledger, record, shards
 from factory.retrying.policy import RetryPolicy
@@ -86,12 +87,14 @@ def ingest_shard(
     workers: int | None = None,
     again: bool = False,
     beside: Sequence[Path] = (),
+    whole: Callable[[], Iterator[RawRow]] | None = None,
 ) -> ShardReport:
     """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned. One that was quarantined is
     tried again when its name, the data policy or the code that reads it is another, or where ``again`` says so.
 
     ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard. ``beside``: files that are
-    to be ingested after this one: the tokenizer, which the first ingest trains, is trained on text of them too.
+    to be ingested after this one: the tokenizer, which the first ingest trains, is trained on text of them too. ``whole``: of a part, all rows
+    of its file, where a mapped column is looked for that the part lacks.
 
     Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad policy;
     WorkerDiedError; LittleTextError where there is too little text to train the tokenizer on; FactoryError when the disk is full. What is wrong
@@ -115,7 +118,7 @@ def ingest_shard(
         if before.st_size < _WORTH_WORKERS and workers is None:
             workers = 0
         with Pool(workers, spool, RetryPolicy.load(workspace.policy("retries.yaml"))) as pool:
-            found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, beside, progress)
+            found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, beside, whole, progress)
         _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
             _copy_to_quarantine(workspace, path, sha256)
@@ -184,6 +187,7 @@ def _run(
     spool: Path,
     pool: Pool,
     beside: Sequence[Path],
+    whole: Callable[[], Iterator[RawRow]] | None,
     progress: Progress,
 ) -> Ingested | ShardProblem:
     job = IngestJob(policy, spool, sha256[:16], path.name)
@@ -197,6 +201,8 @@ def _run(
                 task.advance(len(one.rows))
     except ShardProblem as problem:
         return problem
+    if whole:
+        _look_in_the_whole(whole(), told, policy, path.name)
     refuse_missing_columns(told, policy.fields, path.name)
     rows = [row for one in analysed for row in one.rows]
     if bad := _mostly_bad(rows, policy.limits.max_bad_rows):
@@ -254,6 +260,13 @@ def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
     return TokenizedDocument(
         row.key, row.id, row.domain, row.source or "", row.license or "", result.tokens, result.loss_mask
     )
+
+
+def _look_in_the_whole(rows: Iterator[RawRow], told: Told, policy: DataPolicy, name: str) -> None:
+    """Look for mapped columns that a part lacks in all rows of its file, until each is found."""
+    with contextlib.suppress(ShardProblem):  # of a later part, which says so itself
+        while missing_columns(told, policy.fields) and (row := next(rows, None)) is not None:
+            look_at(policy, row, name, told)
 
 
 def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:

@@ -53,7 +53,7 @@ def gather(workspace: Workspace, ledger: Ledger, names: Sequence[str], progress:
             elif is_dataset(path):
                 found.packs.append(_dataset(path))
             else:
-                listed += [(path, file) for file in _wanted(_walk(path, found), found)]
+                listed += [(path, file) for file in _wanted(_walk(path, found, workspace.root), found)]
     small = [(folder, path) for folder, path in listed if _is_small(path)]
     if len(small) >= MANY:
         base = Path(os.path.commonpath([folder.resolve() for folder, _ in small]))
@@ -87,10 +87,12 @@ def _dataset(folder: Path) -> Pack:
         raise InputError(f"{folder}: {problem}") from problem
 
 
-def _walk(folder: Path, found: Gathered) -> Iterator[Path]:
-    """Regular files, by name; data sets on disk inside become packs; hidden files and folders are passed over, links to folders not followed."""
+def _walk(folder: Path, found: Gathered, workspace: Path) -> Iterator[Path]:
+    """Regular files, by name; data sets on disk inside become packs; hidden files and folders are passed over, links to folders not followed,
+    and so is the workspace in a folder that holds it: its policies and logs are no data."""
     for where, folders, files in os.walk(folder):
-        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        home = [one for one in folders if (Path(where) / one).resolve() == workspace.resolve()]
+        folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in home)
         for one in [one for one in folders if is_dataset(Path(where) / one)]:
             folders.remove(one)
             found.packs.append(_dataset(Path(where) / one))

@@ -163,7 +163,9 @@ def ingest_pack(
             progress.line(f"  {pack.name}: {len(done)} parts of it, {skip:,} rows, are ingested; it goes on from there")
         for part in _parts(_rows(pack, limits, left), folder, pack.name, limits, len(done), skip):
             _refuse_changed(pack, before)
-            one = ingest_shard(workspace, ledger, part.path, progress, again=again, workers=workers, beside=beside)
+            whole = None if part.first == 0 and part.last else lambda: _rows(pack, limits, _LeftOut())
+            how: dict[str, Any] = {"again": again, "workers": workers, "beside": beside, "whole": whole}
+            one = ingest_shard(workspace, ledger, part.path, progress, **how)
             ingested(one)
             _file(workspace, ledger, part.path, one)
             detail = {

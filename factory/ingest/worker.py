@@ -9,6 +9,7 @@ memory does not grow with the shard.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,17 +19,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import parent_process
 from pathlib import Path, PurePath
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from agents.core.untrusted import one_line
 from factory.ingest.document import Content, Row, content_sha256, flat, normalise, parse_document, parse_json
-from factory.ingest.reading.rows import BadRow, RawRow, take_origin
+from factory.ingest.reading.rows import BadRow, Origin, RawRow, take_origin
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes, winnow, word_hashes
 from factory.ingest.shapes.chats import Notes
+from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.shapes.told import Told
 from factory.ingest.tokenizer import Tokenizer, holds_special
 
@@ -123,19 +126,14 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
 
 def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told) -> Content:
     """Validate, normalise, filter and redact one row of a file, filling in ``row`` and ``told``. Raises: BadRow."""
-    if isinstance(raw, BadRow):
-        raise raw
-    decoded, notes = parse_json(raw) if isinstance(raw, bytes) else raw, Notes()
-    origin = take_origin(decoded)
-    mapping = policy.mapping(PurePath(origin.path).name, file)
-    read = {*READ}
+    decoded, origin, mapping = _looked_at(policy, raw, file, told)
+    notes, read = Notes(), {*READ}
     if mapping:
-        told.look(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
         columns = [path for _, value in mapping[1].values() for path in value.columns]
         read |= {*columns, *(path.partition(".")[0] for path in columns)}
     origin.refuse(sorted(read))
-    if origin.path and isinstance(decoded, dict):
-        decoded.setdefault("path", origin.path)
+    if origin.path and isinstance(decoded, dict) and decoded.get("path") is None:
+        decoded["path"] = origin.path
     parsed = parse_document(decoded, policy.default_domain, mapping[1] if mapping else None, notes)
     told.note(notes)
     row.id = parsed.id or row.key
@@ -159,6 +157,25 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told) -
     row.content_sha256 = content_sha256(content)
     row.special = holds_special(text)
     return content
+
+
+def look_at(policy: DataPolicy, raw: RawRow, file: str, told: Told) -> None:
+    """Note in ``told`` which columns a row has of its mapping; nothing, where it cannot be read."""
+    with contextlib.suppress(BadRow):
+        _looked_at(policy, raw, file, told)
+
+
+def _looked_at(
+    policy: DataPolicy, raw: RawRow, file: str, told: Told
+) -> tuple[Any, Origin, tuple[int, FieldMapping] | None]:
+    """A row decoded, where it came from, and the mapping of its file. Raises: BadRow."""
+    if isinstance(raw, BadRow):
+        raise raw
+    decoded = parse_json(raw) if isinstance(raw, bytes) else raw
+    origin = take_origin(decoded)
+    if mapping := policy.mapping(PurePath(origin.path).name, file):
+        told.look(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
+    return decoded, origin, mapping
 
 
 def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:

@@ -175,7 +175,9 @@ def _ingest_all(
     todo: list[tuple[str, Callable[[list[Path]], None], list[Path]]] = [
         (one.name, partial(pack, number), [path for _, path in one.files]) for number, one in enumerate(found.packs)
     ]
-    todo += [(path.name, partial(file, path), [path]) for path in found.files]
+    of_name = Counter(path.name for path in found.files)
+    shown = lambda path: path.name if of_name[path.name] == 1 else str(path)  # files in two folders may have one name
+    todo += [(shown(path), partial(file, path), [path]) for path in found.files]
     alone = len(todo) == 1
     while todo:
         waiting = []

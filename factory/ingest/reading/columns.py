@@ -158,7 +158,7 @@ def _rows(batch: pa.RecordBatch, limits: ShardLimits) -> Iterator[RawRow]:
             value = column[number]
             if isinstance(value, Exception):
                 wrong[name] = str(value)[:200]
-            elif value is not None:
+            else:
                 row[name] = value
         size = sum(len(value) for value in row.values() if isinstance(value, str))
         if size > limits.max_row_bytes:

@@ -5,21 +5,23 @@
     lines"
     2,"a ""word\"""
 
-The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that its first line has most of. An empty field is no value. A record with another
-number of fields than the header, or with a quote inside a quoted field, costs its row; so does one that is longer than a row may be, which
-is not held in memory.
+The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that its first line has most of, outside quotes. An empty field is no value (None). A
+record with another number of fields than the header, or with a quote inside a quoted field, costs its row; so does one that is longer than a row
+may be, which is not held in memory.
 """
 
 from __future__ import annotations
 
 import csv
 import itertools
+import re
 from collections.abc import Iterator
 
 from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
 from factory.ingest.reading.streams import ByteStream, Readable, blocks
 
 _DELIMITERS = ",;\t|"
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
 class _TooLong(Exception):
@@ -51,7 +53,7 @@ def _table(source: Readable, delimiter: str) -> Iterator[RawRow]:
             elif len(record) != len(columns):
                 yield BadRow("bad_csv", f"{len(record)} fields; the header has {len(columns)}")
             else:
-                yield {name: value for name, value in zip(columns, record) if name and value}
+                yield {name: value or None for name, value in zip(columns, record) if name}
 
 
 class _Records:
@@ -64,7 +66,7 @@ class _Records:
         self.last = ""  # line
         if not delimiter:
             self.last = next(self.text, "")
-            self.delimiter = max(_DELIMITERS, key=self.last.count)
+            self.delimiter = max(_DELIMITERS, key=_QUOTED.sub("", self.last).count)
             self.text = itertools.chain([self.last] if self.last else [], self.text)
 
     def __iter__(self) -> Iterator[list[str] | BadRow]:

@@ -157,9 +157,7 @@ def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: Notes
         return False
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
-        raise BadRow(
-            "bad_schema", f"message {place}: 'weight' is {str(weight)[:40]}; a turn carries loss (1) or none (0)"
-        )
+        raise BadRow("bad_schema", f"message {place}: 'weight' is {weight!r:.40}; a turn carries loss (1) or none (0)")
     nothing = weight == 0 and weight is not None
     for name in ("train", "training"):
         value = message.get(name)
@@ -180,8 +178,8 @@ def _refused_or_ignored(name: str, ignore: Collection[str], notes: Notes) -> Non
 
 def _says_something(name: str, value: Any) -> bool:
     """Empty lists, texts and objects say nothing; of a pair without a partner only a bad one does (KTO: ``label: false``)."""
-    if name == "label":
-        return value is False
+    if name == "label":  # a CSV file has it as a word
+        return value is False or isinstance(value, str) and value.strip().lower() == "false"
     if isinstance(value, str):
         return value.strip() not in ("", "[]", "{}", "null")  # some data sets hold JSON in a string
     return value is not None and value is not False and value != [] and value != {}

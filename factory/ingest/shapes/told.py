@@ -63,16 +63,24 @@ class Told:
         return {name: dict(sorted(found.items())) for name, found in both.items() if found}
 
 
+def missing_columns(told: Told, fields: list[FieldMapping]) -> list[tuple[int, str, str]]:
+    """(place of the mapping, its key, the column) of all that no row has that was looked at."""
+    return [
+        (place, name, path)
+        for place, seen in sorted(told.mapped.items())
+        for name, value in fields[place].values()
+        for path in value.columns
+        if path not in seen.found
+    ]
+
+
 def refuse_missing_columns(told: Told, fields: list[FieldMapping], file: str) -> None:
     """Raises: InputError where a mapping names a column that no row of the file has."""
-    for place, seen in sorted(told.mapped.items()):
-        for name, value in fields[place].values():
-            for path in value.columns:
-                if path not in seen.found:
-                    raise InputError(
-                        f"{file}: fields.{place}.{name} in data.yaml (files: {fields[place].files!r}) names the column {path!r}, which no "
-                        f"row has{nearest(path, seen.others)}; nothing was stored"
-                    )
+    for place, name, path in missing_columns(told, fields):
+        raise InputError(
+            f"{file}: fields.{place}.{name} in data.yaml (files: {fields[place].files!r}) names the column {path!r}, which no "
+            f"row has{nearest(path, told.mapped[place].others)}; nothing was stored"
+        )
 
 
 def row_lines(counts: dict[str, Any]) -> list[str]:

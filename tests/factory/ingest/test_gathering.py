@@ -89,6 +89,21 @@ def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
     assert "a name that is not UTF-8 cannot be stored" in done.output and "cut off after 0 whole items" in done.output
 
 
+def test_files_of_one_name_in_two_folders_are_told_apart(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    use_small_vocabulary(workspace)
+    policy = workspace.root / "policies" / "data.yaml"
+    use_policy(workspace, f"{policy.read_text()}\nfields: [{{files: '*', text: words, license: =MIT}}]\n")
+    words = rows(0, 30).replace(b'"text"', b'"words"').splitlines(keepends=True)
+    for folder, content in (("a", rows(40, 2)), ("b", b"".join(words[:15])), ("c", b"".join(words[15:]))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.jsonl").write_bytes(content)
+    assert workspace.root.is_relative_to(tmp_path)  # and is not read
+    done = command_here("ingest", str(tmp_path), home=workspace)
+    assert "kinds that are not read" not in done.output
+    assert done.exit_code == 0 and f"1 not ingested ({tmp_path / 'a' / 'x.jsonl'})" in done.output, done.output
+    assert trained_on(ledger) == exactly(30)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.zip", "a.pdf"])
 def test_the_exit_code_says_that_nothing_was_taken(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str

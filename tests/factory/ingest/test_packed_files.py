@@ -96,6 +96,20 @@ def test_a_file_with_more_rows_or_bytes_than_a_shard_is_cut(workspace: Workspace
     ]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_column_that_one_part_of_a_file_has_is_one_of_the_file(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path, first: bool
+) -> None:
+    fields = "fields: [{files: '*', source: shop, license: =MIT}]"
+    use_policy(workspace, f"tokenizer: {{vocab_size: 400}}\nlimits: {{max_rows: 8}}\n{fields}\n")
+    named = slice(0, 4) if first else slice(16, 20)
+    found = [{"text": one["text"], "id": one["id"]} for one in texts(0, 20)]
+    found[named] = [one | {"shop": "s"} for one in found[named]]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, found)))
+    reports = ingest_path(workspace, ledger, tmp_path / "a.jsonl", SILENT)
+    assert [one.state for one in reports] == ["ingested"] * 3 and trained_on(ledger) == exactly(20)
+
+
 def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Workspace, ledger: Ledger) -> None:
     with_limits(workspace, "max_rows: 8")
     array = json.dumps(texts(0, 20)).encode()

@@ -190,6 +190,8 @@ def test_columns_without_text_are_not_read(tmp_path: Path) -> None:
         (b'id,text\n1,"' + b"x" * 3_000_000 + b'\n""\n",y\n2,b\n', ["row_too_long", {"id": "2", "text": "b"}]),
         (b"id,text\n1,caf\xe9\n", [{"id": "1", "text": "caf\udce9"}]),  # dropped as bad_encoding by what reads the row
         (b"text\n\xef\xbb\xbfa\n", [{"text": "\ufeffa"}]),
+        (b'text;"title, long, of, it"\na, b;c\n', [{"text": "a, b", "title, long, of, it": "c"}]),
+        (b"id,shop,text\n1,,a\n", [{"id": "1", "shop": None, "text": "a"}]),  # there is such a column
     ],
 )  # fmt: skip
 def test_records_of_tables(tmp_path: Path, data: bytes, rows: list[Any]) -> None:

@@ -95,10 +95,12 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
         ({"messages": [ASKED | {"content": [{"type": "input_audio"}]}, SAID]}, "'input_audio'"),
         ({"messages": CHAT, "images": ["a.png"]}, "'images'"),
         ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "message 1: 'weight' is 0.5"),
+        ({"messages": [ASKED, SAID | {"weight": "0"}]}, "message 1: 'weight' is '0'"),
         ({"messages": [ASKED, SAID | {"training": "no"}]}, "message 1: 'training' is no"),
         ({"messages": [ASKED | {"train": True}, SAID]}, "only the assistant's turns carry loss"),
         ({"messages": [ASKED, SAID | {"weight": 0}]}, "no_supervised: every answer is of weight 0"),
         ({"prompt": "Why?", "completion": "So.", "label": False}, "'label'"),
+        ({"prompt": "Why?", "completion": "So.", "label": "False"}, "'label'"),  # as a CSV file has it
         ({"conversations": [{"from": "function_call", "value": "{}"}]}, "it is 'function_call'"),
         ({"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "x"}, "without a 'prompt'"),
         ({"prompt": "Why?", "chosen": [ASKED | {"content": "Who?"}, SAID], "rejected": []}, "in which 'prompt' does not occur"),
