@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
+PLAIN = re.compile(r"[A-Za-z_][\w.+/-]*( [\w.+/-]+)*", re.ASCII)  # that no quotes are put around
 Scalar = float | int | str | bool | None
 
 
@@ -45,7 +48,17 @@ def written(value: Scalar) -> str:
     """As people write it: 0.006, 1e-05, linear, true, null."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return _word(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _word(text: str) -> str:
+    """
+    >>> [_word(text) for text in ("linear", "CC-BY-4.0", "my licence", "a: {b}", "12:30", "no", "")]
+    ['linear', 'CC-BY-4.0', 'my licence', '"a: {b}"', '"12:30"', '"no"', '""']
+    """
+    return text if PLAIN.fullmatch(text) and yaml.safe_load(text) == text else json.dumps(text)
 
 
 def _added(text: str, mapping: yaml.MappingNode, rest: Sequence[str], value: Scalar) -> str:
@@ -60,9 +73,9 @@ def _added(text: str, mapping: yaml.MappingNode, rest: Sequence[str], value: Sca
 
 def _line(path: Sequence[str], value: Scalar) -> str:
     *sections, key = path
-    line = f"{key}: {written(value)}"
+    line = f"{_word(key)}: {written(value)}"
     for section in reversed(sections):
-        line = f"{section}: {{{line}}}"
+        line = f"{_word(section)}: {{{line}}}"
     return line
 
 

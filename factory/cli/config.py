@@ -58,7 +58,9 @@ def show(
 def set_(
     name: Annotated[str, typer.Argument(help="A policy, as in 'factory config show', or 'recipe'.")],
     key: Annotated[str, typer.Argument(help="With dots between its sections: licences.missing, held_out.share.")],
-    value: Annotated[str, typer.Argument(help="As YAML: 0.05, true, or a mapping whose keys are each set: '{train: true}'.")],
+    value: Annotated[
+        str, typer.Argument(help="As YAML: 0.05, true, or a mapping whose keys are each set: '{train: true}'.")
+    ],
     where: Where = DEFAULT,
 ) -> None:
     """Change one key in the workspace's own copy of a policy, which is made of the one in force where there is none. Comments stay; what the
@@ -76,13 +78,16 @@ def change(workspace: Workspace, name: str, key: str, value: str) -> Path:
 
     from agents.core.yaml_edit import set_value
     from kernels.contract.files import write_atomically
+    from kernels.contract.strict_yaml import read_yaml
     from trainer.contract.errors import TrainerError
 
     source = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
     own = workspace.own_recipe() if name == "recipe" else workspace.root / "policies" / f"{name}.yaml"
     text = source.read_text("utf-8") if source.exists() else ""
     try:
-        given = yaml.safe_load(value)
+        if not all(key.split(".")):
+            raise ValueError("no key: names with dots between them, as 'factory config show' prints them")
+        given = read_yaml(value, "the value", ValueError)
         for place, one in _leaves(key.split("."), given):
             text = set_value(text, place, one)
     except (ValueError, yaml.YAMLError) as error:
@@ -101,6 +106,8 @@ def change(workspace: Workspace, name: str, key: str, value: str) -> Path:
 
 def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
     """(path, single value) of each in a mapping. Raises: ValueError for a list, which has no place of its own in a text."""
+    if value == {}:
+        raise ValueError("an empty mapping sets nothing")
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves([*place, str(key)], inner)

@@ -5,6 +5,7 @@ The numbers are the release gate's own (``factory.gates.release.releasability``)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,11 +22,13 @@ from factory.gates.release.releasability import RIGHT, DomainSize, GuardSize, Si
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
+from factory.ledger.removals import NO_LICENCE
 from factory.ledger.rows import EvaluationRow, champion
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, load_named, task_folder, task_names
 
 NAMED = 4  # licences in a line
+PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that a shell and YAML leave as it is
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,9 @@ def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dic
 
 def _size(task: EvalTask, margin: float) -> TaskSize:
     items = len(task.items or task.records)
-    return TaskSize(items, len({getattr(item, "source", None) or n for n, item in enumerate(task.items)}) or items, margin)
+    return TaskSize(
+        items, len({getattr(item, "source", None) or n for n, item in enumerate(task.items)}) or items, margin
+    )
 
 
 def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
@@ -201,16 +206,28 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         return
     named = ", ".join(f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED])
     first = next(iter(other))
+    take_out = f"'factory data remove --license \"{first}\"'"
     if first == NONE:
         todo = "if they are yours, 'factory config set data licences.missing \"{train: true, release: true}\"'"
+        take_out = f"'factory data remove --license {NO_LICENCE}'"
+    elif not PLAIN.fullmatch(first):  # what a file says it is: no part of a command that a person pastes
+        todo, take_out = (
+            f"if {first!r} allows it, list it under licences.known in data.yaml",
+            "take these documents out",
+        )
     else:
         listed = f"'factory config set data licences.known \"{{{first}: {{train: true, release: true}}}}\"'"
-        todo = f"if {first} allows it, {listed}; where it is named wrongly, 'factory data relabel --license \"{first}\" --to-license NAME'"
+        todo = f"if {first} allows it, {listed}; where it is named wrongly, "
+        own = ledger.read("SELECT 1 AS one FROM documents WHERE fate = 'train' AND license = :name LIMIT 1", name=first)
+        right = f"'factory data relabel --license \"{first}\" --to-license NAME'"
+        todo += (
+            right if own else "'factory data claims' lists what came under another licence too, and how to settle it"
+        )
     text = (
         f"{share:.1%} of the tokens are of documents whose licence does not allow the release of a model: {named}; "
         f"{policy.not_releasable_max:.1%} are allowed"
     )
-    yield ReleasableLine("licences", False, text, f"{todo}; else 'factory data remove --license'")
+    yield ReleasableLine("licences", False, text, f"{todo}; else {take_out}")
 
 
 def _recipe(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:

@@ -126,7 +126,9 @@ def test_no_password_is_shown(tmp_path: Path, more: list[str]) -> None:
 
 def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None:
     shipped = workspace.policy("data.yaml").read_text()
-    done = command_here("config", "set", "data", "licences.known", "{OFL-1.1: {train: true, release: true}}", home=workspace)
+    done = command_here(
+        "config", "set", "data", "licences.known", "{OFL-1.1: {train: true, release: true}}", home=workspace
+    )
     own = workspace.root / "policies" / "data.yaml"
     assert done.exit_code == 0 and str(own) in done.stdout
     licence = DataPolicy.load(own).licences.of("OFL-1.1")
@@ -143,6 +145,11 @@ def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None
         (("data", "held_out.shares", "0.1"), "unknown key 'held_out.shares'; did you mean 'share'?"),
         (("data", "held_out.share", "much"), "held_out.share"),
         (("data", "held_out", "{"), "held_out: "),
+        (("data", "held_out", "{}"), "an empty mapping sets nothing"),
+        (("data", "", "1"), "no key"),
+        (("data", "licences..train", "1"), "no key"),
+        (("recipe", "seed", "010"), "010 is another number in YAML 1.1 than in 1.2: write 10"),
+        (("recipe", "seed", "12:30"), "valid integer (got '12:30')"),
         (("data", "domains.code.pii", "[email]"), "a list is changed in the file itself"),
         (("date", "held_out.share", "0.1"), "no policy 'date'; did you mean 'data'?"),
     ],
@@ -151,3 +158,12 @@ def test_what_the_schema_refuses_is_not_written(words: tuple[str, ...], said: st
     done = command_here("config", "set", *words, home=workspace)
     assert done.exit_code and said in str(done.exception), done.exception
     assert not (workspace.root / "policies" / "data.yaml").exists()
+    assert not workspace.own_recipe().exists()
+
+
+@pytest.mark.parametrize("name", ["a: b, {c}", "4.0", "NO", "#1 \u201cours\u201d", "it's [1]"])
+def test_a_name_is_set_as_it_is_written(name: str, workspace: Workspace) -> None:
+    value = f"{{{json.dumps(name)}: {{train: true, release: true}}}}"
+    done = command_here("config", "set", "data", "licences.known", value, home=workspace)
+    assert done.exit_code == 0, done.exception
+    assert DataPolicy.load(workspace.policy("data.yaml")).licences.of(name).release

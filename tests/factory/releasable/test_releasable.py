@@ -73,6 +73,33 @@ def test_licences_that_hold_are_said_and_allowed_by_what_it_says(
     assert by_name(look(workspace, ledger))["licences"].ok
 
 
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_licence_that_is_not_listed_is_allowed_or_taken_out_by_what_it_says(
+    which: int, workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    ingest([*texts(0, 120), *(row | {"license": "My Own 1.0"} for row in texts(200, 60))])
+    said = commands(by_name(look(workspace, ledger))["licences"].todo)
+    assert len(said) == 3
+    yes = ["--yes"] if which else []
+    assert command_here(*shlex.split(said[which]), *yes, home=workspace).exit_code == 0
+    assert by_name(look(workspace, ledger))["licences"].ok
+
+
+def test_what_a_file_names_is_never_part_of_a_command(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    """A person pastes it into a shell."""
+    ingest([row | {"license": "$(touch pwned)"} for row in texts(0, 120)])
+    todo = by_name(look(workspace, ledger))["licences"].todo
+    assert commands(todo) == [] and "under licences.known in data.yaml" in todo
+
+
+def test_a_licence_that_only_copies_name_is_settled(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    """No document's own row names it, so none could be relabelled."""
+    ingest(texts(0, 120))
+    ingest([row | {"license": "My Own 1.0"} for row in texts(0, 60)], "copies.jsonl")
+    todo = by_name(look(workspace, ledger))["licences"].todo
+    assert "data claims" in todo and "relabel" not in todo
+
+
 def test_too_little_data_is_said_with_how_much(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     ingest(texts(0, 6))
     line = by_name(look(workspace, ledger))["text"]
