@@ -23,13 +23,15 @@ from factory.ledger.ledger import Ledger
 @dataclass
 class Gathered:
     """``left_out``: by suffix, how many files of folders and patterns are of kinds that are not read. ``addresses``: of files that were
-    fetched. ``known``: how many of an address were ingested before."""
+    fetched. ``known``: how many of an address were ingested before. ``broken``: data sets in a folder that
+    cannot be read, with why."""
 
     packs: list[Pack] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     addresses: dict[Path, str] = field(default_factory=dict)
     known: int = 0
+    broken: dict[str, str] = field(default_factory=dict)
 
     def words(self) -> str:
         """What is left out, for a person; '': nothing."""
@@ -95,7 +97,10 @@ def _walk(folder: Path, found: Gathered, workspace: Path) -> Iterator[Path]:
         folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in home)
         for one in [one for one in folders if is_dataset(Path(where) / one)]:
             folders.remove(one)
-            found.packs.append(_dataset(Path(where) / one))
+            try:
+                found.packs.append(_dataset(Path(where) / one))
+            except InputError as error:
+                found.broken[str(Path(where) / one)] = str(error)
         for name in sorted(files):
             if not name.startswith(".") and (path := Path(where) / name).is_file():
                 yield path

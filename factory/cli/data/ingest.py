@@ -87,7 +87,7 @@ def ingest(
             return
         progress: Progress = SILENT if as_json else terminal
         found = _gathered(workspace, ledger, paths, progress)
-        done = _Done(progress)
+        done = _Done(progress, found.broken)
         _ingest_all(workspace, ledger, found, done, progress, again)
         refresh(workspace, ledger, progress)
     if as_json:
@@ -107,6 +107,8 @@ def _gathered(workspace: Workspace, ledger: Ledger, paths: list[str] | None, pro
     found = gather(workspace, ledger, paths, progress)
     if words := found.words():
         progress.line(f"  {words}")
+    for why in found.broken.values():
+        progress.line(f"  {why}")
     if found.known:
         progress.line(f"  {found.known:,} files there were ingested before")
     return found
@@ -115,10 +117,10 @@ def _gathered(workspace: Workspace, ledger: Ledger, paths: list[str] | None, pro
 class _Done:
     """What came of each file."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, failed: dict[str, str]) -> None:
         self.progress = progress
         self.reports: list[ShardReport] = []
-        self.failed: dict[str, str] = {}
+        self.failed = dict(failed)
 
     def ingested(self, report: ShardReport) -> None:
         from factory.ingest.inbox import describe_shard

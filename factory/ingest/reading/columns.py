@@ -88,7 +88,12 @@ def _checked(
 
 def is_dataset(folder: Path) -> bool:
     """Is it a folder that ``save_to_disk`` of Hugging Face's ``datasets`` wrote?"""
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+    if (folder / "dataset_dict.json").is_file():
+        return True
+    try:
+        return b'"_data_files"' in (folder / "state.json").read_bytes()  # else the state of something else
+    except OSError:
+        return False
 
 
 def dataset_files(folder: Path) -> list[Path]:

@@ -89,6 +89,19 @@ def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
     assert "a name that is not UTF-8 cannot be stored" in done.output and "cut off after 0 whole items" in done.output
 
 
+def test_a_broken_data_set_or_another_state_ends_no_folder(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    use_small_vocabulary(workspace)
+    for folder, state in (("broken", {"_data_files": [{"filename": "gone.arrow"}]}), ("app", {"page": 3})):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        (tmp_path / "data" / folder / "state.json").write_text(json.dumps(state))
+    (tmp_path / "data" / "app" / "a.jsonl").write_bytes(rows(0, 20))
+    done = command_here("ingest", str(tmp_path / "data"), home=workspace)
+    assert done.exit_code == 0 and trained_on(ledger) == exactly(20), done.output
+    assert "the data set on disk lacks gone.arrow" in done.output and "1 not ingested" in done.output
+
+
 def test_files_of_one_name_in_two_folders_are_told_apart(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     use_small_vocabulary(workspace)
     policy = workspace.root / "policies" / "data.yaml"
