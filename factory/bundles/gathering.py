@@ -3,6 +3,7 @@ document is among it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from factory.evals.evaluator import items_of
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import documents_of, identity_sha256, item_identity
 from factory.evals.tasks import DEV, EvalItem
-from factory.gates.release.licences import NONE, not_releasable, tokens_by_licence
+from factory.gates.release.licences import NONE, masked_throughout, not_releasable, tokens_by_licence
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
+from factory.ingest.document import maker_of
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import every_anomaly
 from factory.ledger.decisions import override_on
@@ -105,13 +107,17 @@ def _licences(
             f"allow it, at most {policy.not_releasable_max:.1%} is allowed: {named}; no bundle was made (licences in data.yaml)"
         )
     written = written_in(ledger, planned_shards(ledger, release.segment))
+    synthetic = Counter({one.maker: one.supervised_tokens for one in written})
+    for row in masked_throughout(ledger, release.segment).values():
+        if maker := maker_of(row["detail"]):
+            synthetic[maker] -= row["supervised_tokens"]
     allows = {name or NONE: rules.of(name).release for name in tokens}
     return {
         "model": licence,
         "supervised_tokens": {name or NONE: count for name, count in sorted(tokens.items())},
         "release_allowed": allows,
         "not_releasable": other,
-        "synthetic": {one.maker: one.supervised_tokens for one in written},
+        "synthetic": dict(+synthetic),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from factory.core.errors import InputError
-from factory.gates.release.licences import NONE
+from factory.gates.release.licences import NONE, masked_throughout
 from factory.ingest.document import SYNTHETIC, maker_of
 from factory.ingest.rules.claims import counted
 from factory.ingest.rules.policy import Licences
@@ -48,7 +48,13 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in ledger.read(groups):
         _add(found, row, row["license"], 1)
+    masked = masked_throughout(ledger, segment)
+    for key in masked:
+        for row in ledger.read(f"{sql} AND d.key = :key", key=key):
+            _add(found, row, row["license"], -1)
     for key, conflict in moved.items():  # a text that came under several licences
+        if key in masked:
+            continue
         for row in ledger.read(f"{sql} AND d.key = :key", key=key):
             _add(found, row, row["license"], -1)
             _add(found, row, conflict.counts_as(licences), 1)

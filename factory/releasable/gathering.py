@@ -23,7 +23,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import NO_LICENCE
-from factory.ledger.rows import EvaluationRow, champion
+from factory.ledger.rows import EvaluationRow, SegmentRow, champion
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, load_named, task_folder, task_names
 
@@ -188,6 +188,8 @@ def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
 
 
 def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
+    from factory.training.planning import last_segment
+
     policy, data = (
         ReleasePolicy.load(workspace.policy("gates/release.yaml")),
         DataPolicy.load(workspace.policy("data.yaml")),
@@ -196,6 +198,17 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     other = not_releasable(data.licences, tokens)
     share = sum(other.values())
     if share <= policy.not_releasable_max:
+        trunk = last_segment(ledger, "trunk")
+        lineage = [row.id for row in SegmentRow.lineage(ledger, trunk.id)] if trunk else []
+        shares = {
+            number: sum(not_releasable(data.licences, tokens_by_licence(ledger, number, data.licences)).values())
+            for number in lineage
+        }
+        if spoilt := [number for number, part in shares.items() if part > policy.not_releasable_max]:
+            text = f"{shares[spoilt[-1]]:.1%} of what the trunk was trained on may not be released, though no more is to be trained on"
+            todo = f"'factory rewind {spoilt[0]}': it is trained again without, from before segment {spoilt[0]}"
+            yield ReleasableLine("licences", False, text, todo)
+            return
         yield ReleasableLine(
             "licences",
             True,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
 
 from factory.ingest.rules.claims import conflicts, counted
 from factory.ingest.rules.policy import Licences
-from factory.ledger.ledger import Ledger
+from factory.ledger.ledger import Ledger, documents
 from factory.ledger.rows import SegmentRow
 
+AT_ONCE = 5000  # keys in one query
 NONE = "no licence"  # of documents that name none
 
 
@@ -17,8 +21,9 @@ def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | No
     """Supervised tokens of each licence in the token shards of a segment and of all before it (None: of all that there are to train on); '' where a
     document names none.
 
-    Documents that were trained on and are quarantined or removed since count too. With a ``policy`` a text that came under several licences
-    counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``); without one under the licence of the row that stayed.
+    Documents that were trained on and are quarantined or removed since count too; those that every plan masks do not (``masked_throughout``). With a
+    ``policy`` a text that came under several licences counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``);
+    without one under the licence of the row that stayed.
     """
     used = token_shards_of(ledger, segment) if segment is not None else every_token_shard(ledger)
     fates = "('train', 'quarantined', 'removed')" if segment is not None else "('train')"
@@ -28,10 +33,14 @@ def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | No
     for group in ledger.read(sql):
         if group["token_shard"] in used:
             found[group["license"] or ""] += group["tokens"]
+    masked = masked_throughout(ledger, segment) if segment is not None else {}
+    for row in masked.values():
+        found[row["license"] or ""] -= row["supervised_tokens"]
+    found = +found
     if policy is None:
         return dict(found)
     for one in counted(ledger, policy).values():
-        if one.token_shard in used:
+        if one.token_shard in used and one.key not in masked:
             own = one.claims[0].license
             found[own] -= one.supervised_tokens
             found[one.counts_as(policy)] += one.supervised_tokens
@@ -43,11 +52,12 @@ def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | No
 def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
     """Of the supervised tokens that no release is allowed of, those of texts for which another shard names a licence that allows one: a person
     can settle which is right."""
-    used = token_shards_of(ledger, segment)
+    used, masked = token_shards_of(ledger, segment), masked_throughout(ledger, segment)
     return sum(
         one.supervised_tokens
         for one in conflicts(ledger)
         if one.token_shard in used
+        and one.key not in masked
         and not policy.of(one.counts_as(policy)).release
         and any(policy.of(name).release for name in one.standing)
     )
@@ -55,11 +65,31 @@ def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
 
 def token_shards_of(ledger: Ledger, segment: int) -> set[str]:
     """The token shards of a segment and of all before it."""
-    used: set[str] = set()
-    for row in SegmentRow.lineage(ledger, segment):
-        plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
-        used |= {shard["id"] for shard in plan["token_shards"]}
-    return used
+    return {shard["id"] for plan in _plans(ledger, segment) for shard in plan["token_shards"]}
+
+
+def masked_throughout(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
+    """By key, documents that lie in those token shards and that nothing was learned of: each plan that has their shard masks them, as they were
+    taken out before the first. ``license``, ``token_shard``, ``supervised_tokens``, ``detail`` of each."""
+    plans = [
+        ({shard["id"] for shard in plan["token_shards"]}, set(plan.get("masked", ())))
+        for plan in _plans(ledger, segment)
+    ]
+    keys = sorted({key for _, masked in plans for key in masked})
+    c = documents.c
+    columns = sa.select(c.key, c.license, c.token_shard, c.supervised_tokens, c.detail)
+    parts = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
+    rows = [row for part in parts for row in ledger.rows(columns.where(c.key.in_(part)))]
+    return {
+        row["key"]: row
+        for row in rows
+        if all(row["key"] in masked for ids, masked in plans if row["token_shard"] in ids)
+    }
+
+
+def _plans(ledger: Ledger, segment: int) -> list[Mapping[str, Any]]:
+    names = dict.fromkeys(row.data_plan for row in SegmentRow.lineage(ledger, segment))
+    return [ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=name)[0]["plan"] for name in names]
 
 
 def every_token_shard(ledger: Ledger) -> set[str]:

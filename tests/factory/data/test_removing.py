@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from factory.bundles.shards import shard_rows
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
@@ -17,15 +18,17 @@ from factory.data.cost import cost_of
 from factory.data.exposure import Exposure
 from factory.data.removing import Outlook, look, mark_new_releases, remove, undo
 from factory.data.selecting import by_name, by_value, fates_of
-from factory.diagnosis.by_hand import quarantine
+from factory.diagnosis.by_hand import quarantine, rewind
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.gates.release.licences import tokens_by_licence
 from factory.ingest.chain import ingest_shard
+from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import MARKED
-from factory.ledger.ledger import Ledger, record, releases
+from factory.ledger.ledger import Ledger, documents, record, releases
 from factory.ledger.removals import REMOVED, mark_in_words, marks, removals
 from factory.ledger.rows import SegmentRow, Subject
+from factory.releasable.gathering import look as releasable
 from factory.release.releases import reconcile, register_candidate
 from factory.reports.provenance import of_document, of_release
 from factory.reports.release_report import release_report
@@ -347,3 +350,28 @@ def test_who_wrote_a_document_is_shown(workspace: Workspace, ledger: Ledger) -> 
         ]
         is None
     )
+
+
+def test_what_was_taken_out_before_the_first_step_holds_no_release(copied: Copy) -> None:
+    """The way that a hold for licences advises: take out, rewind, train again. The token shard is the same, which other documents share."""
+    workspace, ledger = copied()
+    rows = ledger.read("SELECT key, supervised_tokens FROM documents WHERE fate = 'train' ORDER BY key LIMIT 5")
+    with ledger.begin() as tx:
+        tx.execute(documents.update().values(license="MIT"))
+        tx.execute(documents.update().where(documents.c.key.in_([row["key"] for row in rows])).values(license="Bad"))
+    tokens = tokens_by_licence(ledger, 2)
+    assert tokens["Bad"] == sum(row["supervised_tokens"] for row in rows) > 0
+    assert command_here("data", "remove", "--license", "Bad", "--yes", home=workspace).exit_code == 0
+    assert tokens_by_licence(ledger, 2) == tokens, "the trunk was trained on them"
+    (workspace.root / "policies" / "gates" / "release.yaml").write_text("not_releasable_max: 0.0\n")
+    said = lambda: next(line for line in releasable(workspace, ledger) if line.name == "licences")
+    assert said().ok is False and "'factory rewind 1'" in said().todo
+    rewind(ledger, 1, "ann", "")
+    number = plan_trunk(workspace, ledger, 5)
+    assert said().ok
+    assert plan_of(ledger, SegmentRow.get(ledger, number))["masked"] == [row["key"] for row in rows]
+    assert tokens_by_licence(ledger, number) == {"MIT": tokens["MIT"]}
+    policy = DataPolicy.load(workspace.policy("data.yaml")).licences
+    listed = shard_rows(ledger, number, policy, with_documents=False)
+    assert {row["license"] for row in listed} == {"MIT"}
+    assert sum(row["supervised_tokens"] for row in listed) == tokens["MIT"]
