@@ -210,7 +210,8 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         f"{share:.1%} of the tokens are of documents whose licence does not allow the release of a model: {named}; "
         f"{policy.not_releasable_max:.1%} are allowed"
     )
-    yield ReleasableLine("licences", False, text, f"{todo}; else 'factory data remove --license'")
+    out = "none" if first == NONE else f'"{first}"'
+    yield ReleasableLine("licences", False, text, f"{todo}; else 'factory data remove --license {out}'")
 
 
 def _recipe(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
