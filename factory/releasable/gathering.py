@@ -168,7 +168,9 @@ def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dic
 
 def _size(task: EvalTask, margin: float) -> TaskSize:
     items = len(task.items or task.records)
-    return TaskSize(items, len({getattr(item, "source", None) or n for n, item in enumerate(task.items)}) or items, margin)
+    return TaskSize(
+        items, len({getattr(item, "source", None) or n for n, item in enumerate(task.items)}) or items, margin
+    )
 
 
 def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
