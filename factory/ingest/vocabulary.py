@@ -76,6 +76,10 @@ def frozen_tokenizer(
         sample = list(_sample_spool(tasks, spool, share))
         for other in others:
             sample += _sample_file(other, policy, share)
+        if not any(sample):  # no vocabulary of nothing, whatever a person said of little text
+            raise LittleTextError(
+                "the tokenizer is trained once, on documents to train on, and all that came so far are held out: ingest it with more documents"
+            )
         bar.advance(note=f"{sum(map(len, sample)) / 1e6:.1f} MB of {len(others) + 1} shards")
         # It may be called from worker-free code, where the library would start threads of its own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

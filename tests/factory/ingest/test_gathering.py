@@ -89,6 +89,14 @@ def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
     assert "a name that is not UTF-8 cannot be stored" in done.output and "cut off after 0 whole items" in done.output
 
 
+def test_no_vocabulary_is_made_where_all_text_is_held_out(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    use_small_vocabulary(workspace)
+    (tmp_path / "a.jsonl").write_bytes(rows(0, 2))
+    done = command_here("ingest", "--small-vocabulary", str(tmp_path / "a.jsonl"), home=workspace)
+    assert isinstance(done.exception, InputError) and "all that came so far are held out" in str(done.exception)
+    assert not ledger.rows(sa.select(tokenizers))
+
+
 def test_a_broken_data_set_or_another_state_ends_no_folder(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:

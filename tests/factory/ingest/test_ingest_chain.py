@@ -161,6 +161,7 @@ def test_every_row_has_exactly_one_fate(tmp_path_factory: pytest.TempPathFactory
     use_policy(workspace, "limits: {max_bad_rows: 1}\ntokenizer: {vocab_size: 300}\n")
     ledger = Ledger.create(workspace.ledger_url)
     path = workspace.inbox / "a.jsonl"
+    rows = [*({"text": prose(100 + i, 60), **MIT} for i in range(6)), *rows]  # of which something is to train on
     path.write_bytes(
         b"\n".join([b'{"text": "head"}', *(r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows)])
         + b"\n"
