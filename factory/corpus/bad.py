@@ -54,7 +54,7 @@ def write_bad_shard(path: Path, workspace: Workspace, ledger: Ledger) -> Path:
     ]
     rows += [{"id": f"short/{i}", "text": "See above.", "domain": "docs", "license": LICENSE} for i in range(3)]
     rows += [
-        {"id": "shape/0", "body": "no text key"},
+        {"id": "shape/0", "title": "no text key"},
         {"id": "shape/1", "messages": [{"role": "user", "content": "Hello?"}]},
     ]
     lines = [json.dumps(row).encode() for row in rows]

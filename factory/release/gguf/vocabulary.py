@@ -39,7 +39,7 @@ def read_vocabulary(export: Path, vocab_size: int) -> Vocabulary:
 
     Raises: InputError for a tokenizer that llama.cpp would split otherwise.
     """
-    tokenizer = Tokenizer.load(export)
+    tokenizer = Tokenizer.load(export, probed=False)  # what it splits is looked at below
     where = export / "tokenizer.json"
     data = json.loads(where.read_text(encoding="utf-8"))
     model = data["model"]

@@ -134,7 +134,7 @@ TAMPERED: dict[str, tuple[Change, str, set[str]]] = {
     "where training began": (edited(layout.PROVENANCE, lambda v: segments(v)[0].update(parent=7)), layout.PROVENANCE, {"provenance", "spdx"}),
     "the data plan": (edited(layout.PROVENANCE, lambda v: segments(v)[-1].update(data_plan="x")), layout.PROVENANCE, {"provenance", "spdx"}),
     "a subject": (edited(layout.PROVENANCE, lambda v: v["subject"].pop()), layout.PROVENANCE, {"provenance", "spdx"}),
-    "a token shard": (replaced(layout.SHARDS, '"documents": 563', '"documents": 562'), layout.SHARDS, {"card", "croissant", "spdx", "data"}),
+    "a token shard": (replaced(layout.SHARDS, '"documents": 565', '"documents": 564'), layout.SHARDS, {"card", "croissant", "spdx", "data"}),
     "a document's licence": (replaced(layout.DOCUMENTS, "PSF-2.0", "CC-BY-NC-4.0"), layout.DOCUMENTS, {"croissant", "spdx", "data"}),
     "an anomaly": (edited(layout.ANOMALIES, lambda v: v["quarantined"].append({})), layout.ANOMALIES, {"card", "spdx"}),
     "another fixture": (edited(layout.FIXTURE, another("texts", [])), layout.FIXTURE, {"provenance", "spdx"}),

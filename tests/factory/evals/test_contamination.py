@@ -92,7 +92,11 @@ def checks(workspace: Workspace, ledger: Ledger, held: list[str], trained: list[
         tx.execute(documents.insert(), rows)
         tx.execute(
             held_out.insert(),
-            [{"key": k, "domain": "docs", "source": k, "content": {"text": t}} for k, t, is_trained in of if not is_trained],
+            [
+                {"key": k, "domain": "docs", "group_key": k, "sealed": n % 2 == 0, "content": {"text": t}}
+                for n, (k, t, is_trained) in enumerate(of)
+                if not is_trained
+            ],
         )  # fmt: skip
     encoded = [tokenizer.encode_text(what)[0] for what in trained]
     return contamination_checks(ledger, tokenizer, [shard_of(workspace.shards, *encoded)], EvalPolicy())

@@ -20,8 +20,8 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import run
 from factory.ingest.inbox import arrived, take
-from factory.ledger.files import held
-from factory.ledger.ledger import Ledger, segments
+from factory.ledger.files import SMALL_VOCABULARY, held
+from factory.ledger.ledger import Ledger, record, segments
 from factory.retrying.backoff import Backoff
 from factory.retrying.steady import Steady
 from factory.retrying.tries import retry
@@ -30,6 +30,13 @@ from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 
 TEXT = "A sentence that is long enough to be kept as a document of its own, and not the only one. " * 12
+
+
+@pytest.fixture(autouse=True)
+def _little_text_is_enough(ledger: Ledger) -> None:
+    """A sentence or two trains the tokenizer here: a person said so."""
+    with ledger.begin() as tx:
+        record(tx, SMALL_VOCABULARY, "tokenizer", {"by": "ada"})
 
 
 def drop(workspace: Workspace, name: str, text: str = TEXT) -> None:
