@@ -177,7 +177,7 @@ PLACES = {
     r"plant/backups(/[^./][^/]*)?(/.*)?": "a name that is given to what is whole; old ones are removed",
     r"plant/segments/#-[a-z]+/owner\.json": "a name that is given to what is whole",
     r"plant/exports/\.champion\.new": "a link made aside, renamed",
-    r"plant/shards/\.ingest-#(/[^/]+)?": "a spool: the next ingest removes it",
+    r"plant/shards/\.ingest-#(/[^/]+){0,2}": "a spool: the next ingest removes it",
     r"plant/exports/(champion|serving\.json|segment-#)": "a name that is given to what is whole",
     r"plant/(ladder/#|segments/#-[a-z]+/checkpoints)/step-#(/[^/]+)?": "named when it is whole; an old one that is removed is no longer named first",
     r"plant/segments/#-[a-z]+/(kernels\.yaml|segment\.json|result\.json)": "a name that is given to what is whole",

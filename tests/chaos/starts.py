@@ -206,7 +206,7 @@ def with_live_log(site: Path) -> None:
 
 
 def with_older_ledger(site: Path) -> None:
-    """As a factory of schema 2 would have left it: whole paths, no identity, no notes of changes, no backup, no owners of segments."""
+    """As a factory of schema 2 would have left it: whole paths, no identity, no notes of changes, no groups, no backup, no owners of segments."""
     import shutil
 
     from factory.ledger.places import PLACES, _each
@@ -219,7 +219,10 @@ def with_older_ledger(site: Path) -> None:
     with closing(sqlite3.connect(plant / "ledger.db")) as db, db:
         for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
             db.execute(f'DROP TRIGGER "{name}"')
-        db.execute("DROP TABLE changes")
+        db.executescript("DROP TABLE changes; DROP TABLE relabels; DROP INDEX documents_by_group;")
+        for column in ("documents.group_key", "documents.facts", "held_out.sealed", "token_shards.moved"):
+            db.execute("ALTER TABLE {} DROP COLUMN {}".format(*column.split(".")))
+        db.execute("ALTER TABLE held_out RENAME COLUMN group_key TO source")
         db.execute("DELETE FROM meta WHERE key = 'identity'")
         db.execute("UPDATE meta SET value = '2' WHERE key = 'schema'")
         for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
