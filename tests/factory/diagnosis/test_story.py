@@ -26,12 +26,12 @@ from tests.support.stopping import left_of, started_by
 
 SETTINGS = {
     "optimizer": {"lr": 5e-3},
-    "stability": {"window": 16, "noise_scale_every": 5},
+    "stability": {"window": 16, "spike_deviations": 6.0, "noise_scale_every": 5},
     "schedule": {"warmup_steps": 4, "trunk_steps": {"first": 24, "later": 12}, "anneal_steps": 12},
 }
 # Each document of the shard is one piece, and a bad one has as many tokens as the good one in its place (22), so that the order of the
 # documents depends on how many there are alone: the trunk goes on with steps 24 to 35, and step 40, the fifth of the anneal, draws these two.
-BAD = (32, 62)
+BAD = (38, 60)
 
 
 def write_poison(path: Path) -> None:
