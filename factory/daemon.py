@@ -235,6 +235,7 @@ def reconcile(
     from factory.retention.watching import training_waits
 
     attempts = attempts or Once()
+    looking = "looking whether the data can be released", lambda: refresh(workspace, ledger, progress)
     for name, chore in _chores(workspace, ledger, progress, pause_of(ledger), settle):
         attempts.attempt(name, chore)
     done = repeats = 0
@@ -242,10 +243,15 @@ def reconcile(
     while True:
         resting = attempts.resting()
         look = partial(observe, workspace, ledger, settle=settle, endless=endless, resting=resting)
-        world = with_mending(workspace, ledger, progress, look)
+        try:
+            world = with_mending(workspace, ledger, progress, look)
+        except FactoryError:  # such as a recipe that doesn't fit: that holds releases
+            attempts.attempt(*looking)
+            raise
         world = replace(world, low_on_disk=training_waits(workspace, ledger, progress))
         action = next_action(world)
         if action is None:
+            attempts.attempt(*looking)
             attempts.waits(_why_training_waits(workspace, ledger, world))
             return done
         if action.kind == "ingest":
@@ -253,7 +259,7 @@ def reconcile(
             with_mending(workspace, ledger, progress, partial(take, workspace, ledger, action.subject, progress))
             done += 1
             continue
-        attempts.attempt("looking whether the data can be released", lambda: refresh(workspace, ledger, progress))
+        attempts.attempt(*looking)
         repeats = repeats + 1 if action == previous else 0
         done += attempts.attempt(str(action), _action(workspace, ledger, action, progress, repeats))
         previous = action

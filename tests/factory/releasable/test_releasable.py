@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
+from factory.daemon import reconcile
 from factory.ingest.chain import ShardReport
 from factory.ledger.ledger import Ledger
 from factory.releasable.gathering import ReleasableLine, describe, look, verdict
@@ -139,13 +141,23 @@ def test_it_is_recorded_once_and_again_when_something_changed(
     refresh(workspace, ledger, said)
     count = lambda: ledger.read("SELECT COUNT(*) AS n FROM events WHERE kind = 'releasable'")[0]["n"]
     assert count() == 1 and any("recipe" in line for line in said.lines)
-    kept = newest(ledger)
-    assert kept and [line["name"] for line in kept["lines"]] == [line.name for line in look(workspace, ledger)]
+    kept = newest(workspace, ledger)
+    assert kept and not kept["changed"] and [line["name"] for line in kept["lines"]] == [line.name for line in look(workspace, ledger)]
     shown = command_here("status", home=workspace).stdout
-    assert "release   held by recipe" in shown
+    assert "release   held by recipe" in shown and "something changed since" not in shown
     ingest(texts(100, 60), "more.jsonl")
+    assert "something changed since" in command_here("status", home=workspace).stdout
     refresh(workspace, ledger, said)
     assert count() == 2
+
+
+def test_the_daemon_looks_also_where_it_can_plan_nothing(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+    """A recipe that does not fit ends a pass before its first action."""
+    ingest(texts(0, 60))
+    with pytest.raises(ConfigError, match="vocab_size"):
+        reconcile(workspace, ledger, Said())
+    kept = newest(workspace, ledger)
+    assert kept and [line["name"] for line in kept["lines"] if line["ok"] is False] == ["recipe"]
 
 
 def test_words_for_a_person() -> None:
