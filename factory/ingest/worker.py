@@ -204,7 +204,8 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
             return Finished(task.place, dropped=("contaminated", "a chat that shares words with a held-out document"))
         shorter = decontaminate.trim(content["text"], task.cuts, rules.margin, rules.max_trimmed)
         if shorter is None:
-            reason = f"shares {len(task.cuts)} passages with held-out documents, too much of it to cut out"
+            shared = "a passage" if len(task.cuts) == 1 else f"{len(task.cuts)} passages"
+            reason = f"shares {shared} with held-out documents, too much of it to cut out"
             return Finished(task.place, dropped=("contaminated", reason))
         trimmed = len(content["text"]) - len(shorter)
         content = {"text": shorter}

@@ -22,7 +22,11 @@ POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 def newest(workspace: Workspace, db: Reads) -> dict[str, Any] | None:
     """``lines`` of the newest report, when it was made (``at``), and whether something changed since that it follows from (``changed``)."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
-        return {"at": row["at"], "lines": row["detail"]["lines"], "changed": row["detail"]["key"] != _key(workspace, db)}
+        return {
+            "at": row["at"],
+            "lines": row["detail"]["lines"],
+            "changed": row["detail"]["key"] != _key(workspace, db),
+        }
     return None
 
 
