@@ -112,7 +112,7 @@ def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
         for key, inner in value.items():
             yield from _leaves([*place, str(key)], inner)
     elif isinstance(value, list):
-        raise ValueError("a list is changed in the file itself")
+        raise ValueError("a list is not set here: change it in the file")
     else:
         yield place, value
 

@@ -89,7 +89,7 @@ def frozen_tokenizer(
             if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(ledger):
                 raise LittleTextError(_too_little(sample, made.vocab_size, policy.tokenizer.vocab_size, aside))
             progress.line(
-                f"  the tokenizer has {made.vocab_size:,} tokens, for ever, and not {policy.tokenizer.vocab_size:,}: the text gave no more"
+                f"  the tokenizer has {made.vocab_size:,} tokens, not {policy.tokenizer.vocab_size:,}: the text gives no more, and it is trained once"
             )
         workspace.tokenizer.mkdir(parents=True, exist_ok=True)
         for name in sorted(

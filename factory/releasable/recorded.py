@@ -19,10 +19,11 @@ RELEASABLE = "releasable"  # event: {"key", "lines"}
 POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 
 
-def newest(db: Reads) -> dict[str, Any] | None:
-    """``lines`` of the newest report and when it was made (``at``)."""
+def newest(workspace: Workspace, db: Reads) -> dict[str, Any] | None:
+    """``lines`` of the newest report, when it was made (``at``), and whether data or policies changed since (``stale``)."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
-        return {"at": row["at"], "lines": row["detail"]["lines"]}
+        stale = row["detail"]["key"] != _key(workspace, db)
+        return {"at": row["at"], "lines": row["detail"]["lines"], "stale": stale}
     return None
 
 

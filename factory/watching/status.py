@@ -39,7 +39,7 @@ def facts(workspace: Workspace) -> dict[str, Any]:
             "open_verdicts": open_verdicts(db),
             "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in every_anomaly(db)),
             "data_ahead": data_ahead(db),
-            "releasable": newest(db),
+            "releasable": newest(workspace, db),
             "disk": disk(workspace, db, now),
             "spend": spend(db, now),
         }
@@ -139,7 +139,9 @@ def _releasable_lines(found: dict[str, Any]) -> list[str]:
     lines = [
         f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding
     ]
-    return lines or ["release   nothing would hold one: 'factory data list' has the report"]
+    lines = lines or ["release   nothing would hold one: 'factory data list' has the report"]
+    changed = "          data, tasks or policies changed since this report: 'factory data list' makes it again"
+    return [*lines, changed] if report["stale"] else lines
 
 
 def _disk_line(found: dict[str, Any]) -> str:

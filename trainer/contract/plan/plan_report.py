@@ -237,7 +237,7 @@ def remarks(plan: RunPlan) -> list[str]:
     if ask.mfu is None and effort.network > effort.network_there:
         found.append(
             f"the network bounds this plan: it moves {effort.network_there / GB:.0f} GB/s a GPU, and {effort.network / GB:,.0f} "
-            f"would hide the gathering, so {effort.reached:.1%} of the peak is reached not {effort.mfu:.1%} (--network: yours; --mfu: as measured)"
+            f"would hide the gathering, so {effort.reached:.1%} of the peak is reached, not {effort.mfu:.1%} (--network: yours; --mfu: as measured)"
         )
     if model.experts is not None and layout.expert == 1 and math.gcd(layout.data, model.experts.count) > 1:
         expert = math.gcd(layout.data, model.experts.count)
