@@ -134,7 +134,9 @@ def _domain_line(
         text = f"{halves}; the gate needs {policy.clusters_min}"
         if not more:
             return ReleasableLine(name, True, text)
-        advice = f"it passes {guard.passed:.0%} of equally good models, and would pass 80% with about {guard.needed} groups"
+        advice = (
+            f"it passes {guard.passed:.0%} of equally good models, and would pass 80% with about {guard.needed} groups"
+        )
         return ReleasableLine(
             name, None, f"{text}; {advice}", f"bring more documents of {name}; each shard holds some out"
         )
@@ -208,7 +210,9 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         }
         if spoilt := [number for number, part in shares.items() if part > policy.not_releasable_max]:
             text = f"{shares[spoilt[-1]]:.1%} of what the trunk was trained on may not be released, though later segments are free of it"
-            todo = f"'factory rewind {spoilt[0]}': the trunk is trained again without it, from before segment {spoilt[0]}"
+            todo = (
+                f"'factory rewind {spoilt[0]}': the trunk is trained again without it, from before segment {spoilt[0]}"
+            )
             yield ReleasableLine("licences", False, text, todo)
             return
         yield ReleasableLine(
@@ -236,7 +240,9 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         own = ledger.read("SELECT 1 AS one FROM documents WHERE fate = 'train' AND license = :name LIMIT 1", name=first)
         right = f"'factory data relabel --license \"{first}\" --to-license NAME'"
         todo += (
-            right if own else "'factory data claims' lists the texts that came under another licence too, and how to settle it"
+            right
+            if own
+            else "'factory data claims' lists the texts that came under another licence too, and how to settle it"
         )
     text = (
         f"{share:.1%} of the tokens are from documents whose licence does not allow the release of a model: {named}; "

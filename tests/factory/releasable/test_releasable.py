@@ -154,7 +154,11 @@ def test_it_is_recorded_once_and_again_when_something_changed(
     count = lambda: ledger.read("SELECT COUNT(*) AS n FROM events WHERE kind = 'releasable'")[0]["n"]
     assert count() == 1 and any("recipe" in line for line in said.lines)
     kept = newest(workspace, ledger)
-    assert kept and not kept["stale"] and [line["name"] for line in kept["lines"]] == [line.name for line in look(workspace, ledger)]
+    assert (
+        kept
+        and not kept["stale"]
+        and [line["name"] for line in kept["lines"]] == [line.name for line in look(workspace, ledger)]
+    )
     shown = command_here("status", home=workspace).stdout
     assert "release   held by recipe" in shown and "changed since this report" not in shown
     use_policy(workspace, "tokenizer: {vocab_size: 401}\n")
