@@ -53,7 +53,7 @@ def init(
         tune_if_new(workspace, Terminal())
     print(f"workspace ready at {workspace.root}")
     if Path(os.environ.get("FACTORY_HOME") or DEFAULT).resolve() != workspace.root:
-        print(f"next: export FACTORY_HOME={shlex.quote(str(workspace.root))}, so that every command finds it")
+        print(f"so that later commands find it: export FACTORY_HOME={shlex.quote(str(workspace.root))}")
     print(f"next: drop shards into {workspace.inbox} and run 'factory run --once', or 'factory ingest PATH'")
 
 

@@ -57,7 +57,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class NewLabels:
-    """None: stays. ``license`` 'none' or '', ``source`` '': none named."""
+    """None: unchanged. ``license`` 'none' or '', ``source`` '': none named."""
 
     domain: str | None = None
     source: str | None = None
@@ -219,7 +219,7 @@ def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: NewLabels) 
     if change.group in ("url-host", "conversation") and not any((row["facts"] or {}).get(change.group) for row in rows):
         what = {"url-host": "url", "conversation": "conversation_id"}[change.group]
         raise InputError(
-            f"of none of the {len(rows):,} documents a {what} is known: their rows named none, or came before the factory kept it. Group by "
+            f"none of the {len(rows):,} documents has a known {what}: their rows named none, or came before the factory kept it. Group by "
             "'document', 'source' or 'path', or take them out and ingest rows that name it"
         )
 
@@ -378,7 +378,7 @@ def _say(
             domain for domain in domains if policy.rules(domain).group not in (change.group, _same(change.group))
         )
         said += [
-            f"data.yaml groups domain {domain} by {policy.rules(domain).group}: write 'group: {change.group}' there for what comes from now on"
+            f"data.yaml groups domain {domain} by {policy.rules(domain).group}: write 'group: {change.group}' there for later documents"
             for domain in others
         ]
     if found.held:
@@ -425,6 +425,6 @@ def _refuse_or_say_plans(
             f"segment {planned.id} is planned already and still has them as they were ('factory rewind {planned.id}' takes it back)"
         )
     said.append(
-        "segments planned from now on have them in their new domain, whose order, and that of the domains they leave, begins anew"
+        "later segments have them in their new domain; its order, and that of the domains they leave, begins anew"
     )
     return said

@@ -34,7 +34,7 @@ PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that a shell and YAML le
 
 @dataclass(frozen=True)
 class ReleasableLine:
-    """``ok``: False, it holds every release; None, it tells less than it could, or is only said. ``todo``: what to do, with commands."""
+    """``ok``: False, it holds every release; None, a warning; True, nothing to do. ``todo``: what to do, with commands."""
 
     name: str  # a domain, 'gain', 'cloze', 'licences', 'recipe', or a task
     ok: bool | None
@@ -64,7 +64,7 @@ def describe(lines: list[ReleasableLine]) -> list[str]:
 
 
 def verdict(lines: list[ReleasableLine]) -> str:
-    """In a word or two: what the lines say together."""
+    """One line: what holds releases."""
     holding = [line.name for line in lines if line.ok is False]
     return f"releases would be held: {', '.join(holding)}" if holding else "nothing would hold a release"
 

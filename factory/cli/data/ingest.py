@@ -77,7 +77,7 @@ def ingest(
                     f"{busy}; a running 'factory run' ingests what is put into {workspace.inbox}: put it there"
                 ) from None
             ask_again(ledger, files)
-            said = f"the daemon, which runs, tries {len(files)} quarantined files again in its next pass"
+            said = f"the running daemon tries {len(files)} quarantined files again in its next pass"
             said = said if files else "nothing is quarantined"
             print_json({"files": [path.name for path in files], "says": said}) if as_json else terminal.line(
                 f"  {said}"

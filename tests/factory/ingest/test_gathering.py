@@ -93,7 +93,7 @@ def test_no_vocabulary_is_made_where_all_text_is_held_out(workspace: Workspace, 
     use_small_vocabulary(workspace)
     (tmp_path / "a.jsonl").write_bytes(rows(0, 2))
     done = command_here("ingest", "--small-vocabulary", str(tmp_path / "a.jsonl"), home=workspace)
-    assert isinstance(done.exception, InputError) and "all that came so far are held out" in str(done.exception)
+    assert isinstance(done.exception, InputError) and "all so far are held out" in str(done.exception)
     assert not ledger.rows(sa.select(tokenizers))
 
 

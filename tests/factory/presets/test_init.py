@@ -48,7 +48,7 @@ def test_what_it_says_next_lets_every_later_command_find_the_workspace(
     said = lambda *words: CliRunner().invoke(app, ["init", "--no-tune", *words]).stdout
     assert "export" not in said()
     line = next(line for line in said("-w", "my factory").splitlines() if "export" in line)
-    assert line == f"next: export FACTORY_HOME='{tmp_path / 'my factory'}', so that every command finds it"
+    assert line == f"so that later commands find it: export FACTORY_HOME='{tmp_path / 'my factory'}'"
     monkeypatch.setenv("FACTORY_HOME", str(tmp_path / "my factory"))
     assert "export" not in said()
 
@@ -89,7 +89,7 @@ def test_shipped_comments_and_rules_stay_in_the_copy(tmp_path: Path) -> None:
         (["--preset", "laptop", "--recipe", "tiny"], "name --preset or --recipe, not both"),
         (["--recipe", "dmeo"], "no recipe 'dmeo'; did you mean 'demo'?"),
         (["--preset", "one-gpu"], "preset one-gpu needs one GPU with 11.8 GB; this machine has no GPU and 8 GB of memory: '--preset laptop'"),
-        (["--vocabulary", "100"], "--vocabulary: 100 is not within 300 and"),
+        (["--vocabulary", "100"], "--vocabulary: 100 is not between 300 and"),
         (["--tokenizer", "nowhere.json"], "--tokenizer: nowhere.json cannot be read"),
     ],
 )  # fmt: skip
