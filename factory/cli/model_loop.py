@@ -31,7 +31,10 @@ def init(
         typer.Option(help="A Hugging Face tokenizer.json, or its folder (default: the first ingest trains one)."),
     ] = None,
     vocabulary: Annotated[
-        int, typer.Option(help="Entries of the vocabulary, of recipe and tokenizer both (default: the recipe's).")
+        int,
+        typer.Option(
+            help="Entries of the vocabulary, of recipe and tokenizer both (default: the recipe's).", show_default=False
+        ),
     ] = 0,
     repository: Annotated[
         str, typer.Option(help="Git repository whose code is trained with and patched (default: this factory's own).")
