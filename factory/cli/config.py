@@ -59,11 +59,11 @@ def set_(
     name: Annotated[str, typer.Argument(help="A policy, as in 'factory config show', or 'recipe'.")],
     key: Annotated[str, typer.Argument(help="With dots between its sections: licences.missing, held_out.share.")],
     value: Annotated[
-        str, typer.Argument(help="As YAML: 0.05, true, or a mapping whose keys are each set: '{train: true}'.")
+        str, typer.Argument(help="As YAML: 0.05, true, or a mapping, of which each key is set: '{train: true}'.")
     ],
     where: Where = DEFAULT,
 ) -> None:
-    """Change one key in the workspace's own copy of a policy, which is made of the one in force where there is none. Comments stay; what the
+    """Change one key in the workspace's own copy of a policy. Without a copy, one is made of the file in force. Comments stay; a value that the
     schema refuses is not written."""
     workspace = Workspace.open(where)
     if name not in _schemas():
@@ -112,7 +112,7 @@ def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
         for key, inner in value.items():
             yield from _leaves([*place, str(key)], inner)
     elif isinstance(value, list):
-        raise ValueError("a list is changed in the file itself")
+        raise ValueError("a list is not set here: change it in the file")
     else:
         yield place, value
 

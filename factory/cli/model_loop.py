@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,14 +31,17 @@ def init(
         typer.Option(help="A Hugging Face tokenizer.json, or its folder (default: the first ingest trains one)."),
     ] = None,
     vocabulary: Annotated[
-        int, typer.Option(help="Entries of the vocabulary, of recipe and tokenizer both (default: the recipe's).")
+        int,
+        typer.Option(
+            help="Entries of the vocabulary, of recipe and tokenizer both (default: the recipe's).", show_default=False
+        ),
     ] = 0,
     repository: Annotated[
         str, typer.Option(help="Git repository whose code is trained with and patched (default: this factory's own).")
     ] = "",
     tune: Annotated[bool, typer.Option(help="Time the registered kernels on this machine (as 'factory tune').")] = True,
     force: Annotated[
-        bool, typer.Option("--force", help="Also what is too large for this machine: another one will train.")
+        bool, typer.Option("--force", help="Allow what is too large for this machine: another machine will train.")
     ] = False,
 ) -> None:
     """Make a workspace: one folder that holds all state of one factory. Safe to run again."""
@@ -49,10 +54,10 @@ def init(
         from factory.training.tuning import tune_if_new
 
         tune_if_new(workspace, Terminal())
-    print(
-        f"workspace ready at {workspace.root}\n"
-        f"next: drop shards into {workspace.inbox} and run 'factory run --once', or 'factory ingest PATH'"
-    )
+    print(f"workspace ready at {workspace.root}")
+    if Path(os.environ.get("FACTORY_HOME") or DEFAULT).resolve() != workspace.root:
+        print(f"so that later commands find it: export FACTORY_HOME={shlex.quote(str(workspace.root))}")
+    print(f"next: drop shards into {workspace.inbox} and run 'factory run --once', or 'factory ingest PATH'")
 
 
 @app.command()

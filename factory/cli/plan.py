@@ -38,9 +38,9 @@ def plan(
         float | None, typer.Option(help="GB a second between nodes, of one GPU (default: the GPU's usual card; 50 are 400 Gb/s).")
     ] = None,
     expert_parallel: Annotated[
-        int, typer.Option(help="GPUs that share the experts, in a trainer that can; this one cannot.")
+        int, typer.Option(help="GPUs that share the experts; for a plan of another trainer, as this one cannot.")
     ] = 1,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Products in fp8, in a trainer that can; this one cannot.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Matrix products in fp8; for a plan of another trainer, as this one cannot.")] = False,
     price: Annotated[float | None, typer.Option(help="Dollars of a GPU for an hour (default: 2).")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a row, with --params or --config (default: 4096).")] = None,
     vocab: Annotated[

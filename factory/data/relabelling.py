@@ -37,6 +37,7 @@ from trainer.contract.data.token_shard import TokenShard, ranges_of, rows_of
 from trainer.contract.errors import DataPlanError, TokenShardError
 
 RELABELLED = "relabelled"  # kind of its event
+FATES = {"train": "to train on", "held_out": "held out"}  # as a person reads them
 c = documents.c
 COLUMNS = (
     c.key, c.shard, c.domain, c.source, c.license, c.releasable, c.group_key, c.facts, c.fate, c.token_shard, c.content_sha256,
@@ -56,7 +57,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class NewLabels:
-    """None: stays. ``license`` 'none' or '', ``source`` '': none named."""
+    """None: unchanged. ``license`` 'none' or '', ``source`` '': none named."""
 
     domain: str | None = None
     source: str | None = None
@@ -99,7 +100,7 @@ def look(workspace: Workspace, ledger: Ledger, chosen: Filter, change: NewLabels
     _refuse_names(ledger, change)
     rows = _selected(ledger, chosen)
     if not rows:
-        raise InputError("no document that is trained on, held out or taken out is all of that; nothing was changed")
+        raise InputError("no document matches all of these filters; nothing was changed")
     _refuse_unknown_facts(rows, change)
     changed = {row["key"]: new for row in rows if (new := _changed(row, change, policy))}
     if not changed:
@@ -218,7 +219,7 @@ def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: NewLabels) 
     if change.group in ("url-host", "conversation") and not any((row["facts"] or {}).get(change.group) for row in rows):
         what = {"url-host": "url", "conversation": "conversation_id"}[change.group]
         raise InputError(
-            f"of none of the {len(rows):,} documents a {what} is known: their rows named none, or came before the factory kept it. Group by "
+            f"none of the {len(rows):,} documents has a known {what}: their rows named none, or came before the factory kept it. Group by "
             "'document', 'source' or 'path', or take them out and ingest rows that name it"
         )
 
@@ -366,22 +367,22 @@ def _say(
     workspace: Workspace, ledger: Ledger, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], found: Relabelling
 ) -> None:
     change, said = found.change, found.said
-    fates = Counter(row["fate"] for row in rows if row["key"] in found.documents)
+    fates = Counter(FATES.get(row["fate"], row["fate"]) for row in rows if row["key"] in found.documents)
     counts = ", ".join(f"{count:,} {fate}" for fate, count in sorted(fates.items()))
     said.insert(0, f"{len(found.documents):,} of {found.selected:,} documents change ({counts})")
     domains = {change.domain} if change.domain is not None else {row["domain"] for row in rows}
     if change.group is not None:
         groups = {found.documents.get(row["key"], row).get("group_key", row["group_key"]) or row["key"] for row in rows}
-        said.append(f"they are {len(groups):,} groups by {change.group} now")
+        said.append(f"grouped by {change.group}: {len(groups):,} group{'' if len(groups) == 1 else 's'}")
         others = sorted(
             domain for domain in domains if policy.rules(domain).group not in (change.group, _same(change.group))
         )
         said += [
-            f"data.yaml groups domain {domain} by {policy.rules(domain).group}: write 'group: {change.group}' there for what comes from now on"
+            f"data.yaml groups domain {domain} by {policy.rules(domain).group}: write 'group: {change.group}' there for later documents"
             for domain in others
         ]
     if found.held:
-        said.append("the suite is another one: the champion is measured again before the next candidate is compared")
+        said.append("the held-out suite changes: a champion is measured again before the next candidate is compared")
     if found.token_shards:
         said += _refuse_or_say_plans(workspace, ledger, rows, found)
 
@@ -424,6 +425,6 @@ def _refuse_or_say_plans(
             f"segment {planned.id} is planned already and still has them as they were ('factory rewind {planned.id}' takes it back)"
         )
     said.append(
-        "segments planned from now on have them in their new domain, whose order, and that of the domains they leave, begins anew"
+        "later segments have them in their new domain; its order, and that of the domains they leave, begins anew"
     )
     return said

@@ -36,7 +36,9 @@ class Gathered:
     def words(self) -> str:
         """What is left out, for a person; '': nothing."""
         kinds = ", ".join(f"{suffix or 'no suffix'} {count:,}" for suffix, count in self.left_out.most_common(6))
-        return f"{self.left_out.total():,} files are of kinds that are not read: {kinds}" if self.left_out else ""
+        if (count := self.left_out.total()) == 0:
+            return ""
+        return f"{count:,} {'file is' if count == 1 else 'files are'} left out, of kinds that are not read: {kinds}"
 
 
 def gather(workspace: Workspace, ledger: Ledger, names: Sequence[str], progress: Progress) -> Gathered:

@@ -78,7 +78,7 @@ def frozen_tokenizer(
             sample += _sample_file(other, policy, share)
         if not any(sample):  # no vocabulary of nothing, whatever a person said of little text
             raise LittleTextError(
-                "the tokenizer is trained once, on documents to train on, and all that came so far are held out: ingest it with more documents"
+                "the tokenizer is trained once, on documents to train on, and all so far are held out: ingest this file together with more documents"
             )
         bar.advance(note=f"{sum(map(len, sample)) / 1e6:.1f} MB of {len(others) + 1} shards")
         # It may be called from worker-free code, where the library would start threads of its own.
@@ -89,7 +89,7 @@ def frozen_tokenizer(
             if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(ledger):
                 raise LittleTextError(_too_little(sample, made.vocab_size, policy.tokenizer.vocab_size, aside))
             progress.line(
-                f"  the tokenizer has {made.vocab_size:,} tokens, for ever, and not {policy.tokenizer.vocab_size:,}: the text gave no more"
+                f"  the tokenizer has {made.vocab_size:,} tokens, not {policy.tokenizer.vocab_size:,}: the text gives no more, and it is trained once"
             )
         workspace.tokenizer.mkdir(parents=True, exist_ok=True)
         for name in sorted(
@@ -110,8 +110,8 @@ def _too_little(sample: Sequence[str], found: int, wanted: int, folder: Path) ->
     rounded = math.ceil(needed / 10 ** (unit := max(0, len(str(int(needed))) - 2))) * 10**unit
     return (
         f"the tokenizer is trained once, and there is too little text for it: {there:,} characters give {found:,} of the {wanted:,} tokens that "
-        f"policies/data.yaml asks for (tokenizer.vocab_size); about {rounded:,} are needed. Ingest it with more text, or have it "
-        f"trained on this with 'factory ingest --small-vocabulary': the model then has {found:,} tokens for ever"
+        f"policies/data.yaml asks for (tokenizer.vocab_size); about {rounded:,} are needed. Ingest this file together with more text, "
+        f"or train the tokenizer on it with 'factory ingest --small-vocabulary': the vocabulary then stays at {found:,} tokens"
     )
 
 

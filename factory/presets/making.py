@@ -138,7 +138,7 @@ def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> 
     if given is None:
         if asked.vocabulary and not 300 <= asked.vocabulary <= 1 << 20:
             raise InputError(
-                f"--vocabulary: {asked.vocabulary} is not within 300 and {1 << 20}: 256 bytes and a few special tokens come first"
+                f"--vocabulary: {asked.vocabulary} is not between 300 and {1 << 20}: 256 bytes and a few special tokens come first"
             )
         return size
     there = given.vocab_size

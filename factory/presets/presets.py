@@ -78,7 +78,7 @@ def too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
     """Why a recipe cannot be trained on a machine; empty: it can. ``gpus``: how many it is for, as its preset says."""
     if gpus and not machine.gpus:
         size = memory_needed(recipe, gpus, 0.0, 2)
-        return f"needs {size / GB:.1f} GB of {'a GPU' if gpus == 1 else f'each of {gpus} GPUs'}; this machine has {machine}"
+        return f"needs {'one GPU' if gpus == 1 else f'{gpus} GPUs, each'} with {size / GB:.1f} GB; this machine has {machine}"
     there = min(machine.gpus, default=machine.memory)
     try:
         size = memory_needed(recipe, machine.ranks, there, 2 if machine.gpus and recipe.precision != "fp32" else 4)
@@ -86,7 +86,7 @@ def too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
         return f"cannot be shared: {error}; this machine has {machine}"
     if size <= there:
         return ""
-    return f"needs {size / GB:.1f} GB of {'each GPU' if machine.gpus else 'memory'}; this machine has {machine}"
+    return f"needs {size / GB:.1f} GB {'on each GPU' if machine.gpus else 'of memory'}; this machine has {machine}"
 
 
 def fitting(machine: Hardware, folder: Path) -> str:

@@ -6,6 +6,7 @@ The numbers are the release gate's own (``factory.gates.release.releasability``)
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.removals import NO_LICENCE
 from factory.ledger.rows import EvaluationRow, SegmentRow, champion
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.task_file import EvalTask, load_named, task_folder, task_names
+from factory.tasks.task_file import EvalTask, load_named, look_into, task_folder, task_names
 
 NAMED = 4  # licences in a line
 PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that a shell and YAML leave as it is
@@ -33,7 +34,7 @@ PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that a shell and YAML le
 
 @dataclass(frozen=True)
 class ReleasableLine:
-    """``ok``: False, it holds every release; None, it tells less than it could, or is only said. ``todo``: what to do, with commands."""
+    """``ok``: False, it holds every release; None, a warning; True, nothing to do. ``todo``: what to do, with commands."""
 
     name: str  # a domain, 'gain', 'cloze', 'licences', 'recipe', or a task
     ok: bool | None
@@ -63,7 +64,7 @@ def describe(lines: list[ReleasableLine]) -> list[str]:
 
 
 def verdict(lines: list[ReleasableLine]) -> str:
-    """In a word or two: what the lines say together."""
+    """One line: what holds releases."""
     holding = [line.name for line in lines if line.ok is False]
     return f"releases would be held: {', '.join(holding)}" if holding else "nothing would hold a release"
 
@@ -87,6 +88,7 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     }
     domains = {name: _domain(suite, name, known.get(name)) for name in sorted({*trained, *suite.domains})}
     tasks, wrong = _tasks(workspace)
+    files = look_into(task_folder(workspace)).tasks
     newest = champion(ledger)
     right = _cloze_right(ledger, newest.candidate) if newest else None
     sizes = Sizes(
@@ -101,7 +103,7 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     for name, domain in domains.items():
         yield _domain_line(policy, name, domain, guards.get(name), trained.get(name, 0))
     if CLOZE in guards:
-        yield _small(guards[CLOZE], CLOZE, "bring documents: the questions are made of what is held out")
+        yield _small(guards[CLOZE], CLOZE, "bring more documents: its questions are made from the held-out ones")
     for name in tasks:
         yield _small(guards[name], f"task {name}", "add items to it, or allow a larger margin in tasks.yaml")
     for name, why in wrong.items():
@@ -109,11 +111,11 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
             f"task {name}",
             False,
             why,
-            f"'factory tasks check {task_folder(workspace) / name}.yaml' says more; or take the file away",
+            f"'factory tasks check {shlex.quote(str(files[name]))}' checks it again; or take the file away",
         )
     if found.gain is not None:
         of = "measured" if known else "assumed"
-        text = f"a gain of {found.gain:.3f} bits per byte in every domain would be seen with 80 % (by the {of} spread between groups)"
+        text = f"a gain of {found.gain:.3f} bits per byte in every domain would be shown 80 times in 100 (by the {of} spread between groups)"
         yield ReleasableLine("gain", True, text)
 
 
@@ -132,7 +134,9 @@ def _domain_line(
         text = f"{halves}; the gate needs {policy.clusters_min}"
         if not more:
             return ReleasableLine(name, True, text)
-        advice = f"it lets {guard.passed:.0%} of models through that are as good there, with about {guard.needed} groups 80 %"
+        advice = (
+            f"it passes {guard.passed:.0%} of equally good models, and would pass 80% with about {guard.needed} groups"
+        )
         return ReleasableLine(
             name, None, f"{text}; {advice}", f"bring more documents of {name}; each shard holds some out"
         )
@@ -140,7 +144,7 @@ def _domain_line(
     text = f"{have.documents} held-out documents of {halves}; the gate needs {needed}"
     if have.documents + trained >= 4 * policy.clusters_min:
         regroup = f"'factory data relabel --domain {name} --group document'"
-        todo = f"bring documents of other groups, or, where documents do not quote one another, {regroup}"
+        todo = f"bring documents of other groups; or, if documents do not quote one another, {regroup}"
     else:
         todo = f"bring more documents of {name}, or name another domain for them: 'factory data relabel --domain {name} --to-domain OTHER'"
     return ReleasableLine(name, False, text, todo)
@@ -149,8 +153,8 @@ def _domain_line(
 def _small(guard: GuardSize, name: str, todo: str) -> ReleasableLine:
     if guard.state == "stands":
         return ReleasableLine(name, True, f"guards with {guard.have} items")
-    size = f"about {guard.needed} are needed" if guard.needed else "no number is enough for its margin"
-    text = f"informs and does not guard: its {guard.have} items let {guard.passed:.0%} of models through that are as good, 80 % are needed; {size}"
+    size = f"about {guard.needed} items are needed" if guard.needed else "no number of items is enough for its margin"
+    text = f"informs, does not guard: its {guard.have} items pass {guard.passed:.0%} of equally good models, a guard must pass 80%; {size}"
     return ReleasableLine(name, None, text, todo)
 
 
@@ -205,8 +209,10 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
             for number in lineage
         }
         if spoilt := [number for number, part in shares.items() if part > policy.not_releasable_max]:
-            text = f"{shares[spoilt[-1]]:.1%} of what the trunk was trained on may not be released, though no more is to be trained on"
-            todo = f"'factory rewind {spoilt[0]}': it is trained again without, from before segment {spoilt[0]}"
+            text = f"{shares[spoilt[-1]]:.1%} of what the trunk was trained on may not be released, though later segments are free of it"
+            todo = (
+                f"'factory rewind {spoilt[0]}': the trunk is trained again without it, from before segment {spoilt[0]}"
+            )
             yield ReleasableLine("licences", False, text, todo)
             return
         yield ReleasableLine(
@@ -214,7 +220,7 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
             True,
             "all of the data may be released"
             if not share
-            else f"{share:.1%} may not be released, {policy.not_releasable_max:.1%} are allowed",
+            else f"{share:.1%} may not be released, and at most {policy.not_releasable_max:.1%} is accepted",
         )
         return
     named = ", ".join(f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED])
@@ -230,15 +236,17 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         )
     else:
         listed = f"'factory config set data licences.known \"{{{first}: {{train: true, release: true}}}}\"'"
-        todo = f"if {first} allows it, {listed}; where it is named wrongly, "
+        todo = f"if {first} allows it, {listed}; if the name is wrong, "
         own = ledger.read("SELECT 1 AS one FROM documents WHERE fate = 'train' AND license = :name LIMIT 1", name=first)
         right = f"'factory data relabel --license \"{first}\" --to-license NAME'"
         todo += (
-            right if own else "'factory data claims' lists what came under another licence too, and how to settle it"
+            right
+            if own
+            else "'factory data claims' lists the texts that came under another licence too, and how to settle it"
         )
     text = (
-        f"{share:.1%} of the tokens are of documents whose licence does not allow the release of a model: {named}; "
-        f"{policy.not_releasable_max:.1%} are allowed"
+        f"{share:.1%} of the tokens are from documents whose licence does not allow the release of a model: {named}; "
+        f"at most {policy.not_releasable_max:.1%} is accepted"
     )
     yield ReleasableLine("licences", False, text, f"{todo}; else {take_out}")
 

@@ -1,4 +1,4 @@
-"""The newest releasability report, in the ledger: made again where something changed that it follows from."""
+"""The newest releasability report, in the ledger: made again when something that it depends on has changed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 
 
 def newest(workspace: Workspace, db: Reads) -> dict[str, Any] | None:
-    """``lines`` of the newest report, when it was made (``at``), and whether something changed since that it follows from (``changed``)."""
+    """``lines`` of the newest report, when it was made (``at``), and whether data or policies changed since (``stale``)."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
-        return {
-            "at": row["at"],
-            "lines": row["detail"]["lines"],
-            "changed": row["detail"]["key"] != _key(workspace, db),
-        }
+        stale = row["detail"]["key"] != _key(workspace, db)
+        return {"at": row["at"], "lines": row["detail"]["lines"], "stale": stale}
     return None
 
 
 def refresh(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
-    """Make the report again if something changed, and say what is new in it. A policy that cannot be read is told elsewhere."""
+    """Make the report again if something changed, and say what is new in it. An unreadable policy is reported elsewhere."""
     from factory.ledger.writing import record_once
     from factory.releasable.gathering import describe, look, verdict
 
@@ -61,7 +58,7 @@ def _stored(db: Reads) -> dict[str, Any] | None:
 
 
 def _key(workspace: Workspace, db: Reads) -> str:
-    """A hash of what the report follows from, cheap to look at: numbers of the ledger, stamps of policies, recipe and tasks."""
+    """A hash of what the report depends on, cheap to compute: numbers of the ledger, stamps of policies, recipe and tasks."""
     counts = db.read(
         "SELECT (SELECT COUNT(*) FROM shards) AS shards, (SELECT MAX(ingested_at) FROM shards) AS at, (SELECT COUNT(*) FROM verdicts) AS verdicts, "
         "(SELECT COUNT(*) FROM releases) AS releases, (SELECT COUNT(*) FROM relabels) AS relabels, "

@@ -42,9 +42,9 @@ class TaskLimits(StrictPolicy):
     code_printed_kib: Count = 256
     """What one answer with its tests may print."""
     formula_cpu_seconds: Count = 5
-    """CPU time of comparing one formula with its gold (math-verify); what takes more is not equal, and counted."""
+    """CPU seconds for comparing one formula with its gold (math-verify). A comparison that takes more counts as not equal."""
     formula_memory_mib: Count = 2048
-    """Memory of comparing formulas."""
+    """MiB of memory for comparing formulas."""
     lm_eval_seconds: Positive = 6 * 3600.0
     """Time limit of one task of lm-eval, the model's own time included."""
     lm_eval_memory_mib: Count = 8192

@@ -140,9 +140,8 @@ def _releasable_lines(found: dict[str, Any]) -> list[str]:
         f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding
     ]
     lines = lines or ["release   nothing would hold one: 'factory data list' has the report"]
-    if report["changed"]:
-        lines[-1] += f"; looked at {span(found['at'] - report['at'])} ago, and something changed since"
-    return lines
+    changed = "          data, tasks, recipe or policies changed since this report: 'factory data list' looks again"
+    return [*lines, changed] if report["stale"] else lines
 
 
 def _disk_line(found: dict[str, Any]) -> str:

@@ -11,7 +11,9 @@ from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, per
 from factory.core.errors import InputError, WorkspaceError
 
 commands = typer.Typer()
-data = typer.Typer(no_args_is_help=True, help="The data: what there is, and taking documents out of it.")
+data = typer.Typer(
+    no_args_is_help=True, help="The data: list it, take documents out, correct their domains, sources and licences."
+)
 commands.add_typer(data, name="data")
 
 Names = list[str] | None

@@ -37,22 +37,20 @@ def ingest(
     where: Where = DEFAULT,
     again: Annotated[
         bool,
-        typer.Option(
-            "--again", help="Also what was quarantined: these files, or without any all that are in quarantine/."
-        ),
+        typer.Option("--again", help="Try quarantined files again: these, or all of quarantine/ if none is named."),
     ] = False,
     small_vocabulary: Annotated[
         bool,
         typer.Option(
             "--small-vocabulary",
-            help="Train the tokenizer on the text that there is, though it gives fewer tokens than data.yaml asks for. It stays for ever.",
+            help="Train the tokenizer now, though the text gives fewer tokens than data.yaml asks for. It is trained only once.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. While the daemon runs, put them into the inbox
-    in place of this; '--again' has it try what is in quarantine/ in its next pass. What is wrong with one file keeps none of the others out;
-    the exit code is 2 where nothing at all was taken."""
+    instead; '--again' has it try what is in quarantine/ in its next pass. A file that cannot be read keeps none of the others out; the exit
+    code is 2 if nothing at all was taken."""
     from factory.daemon import LOCK
     from factory.ingest.filing import ask_again, quarantined_files
     from factory.ingest.gathering import gather
@@ -79,7 +77,7 @@ def ingest(
                     f"{busy}; a running 'factory run' ingests what is put into {workspace.inbox}: put it there"
                 ) from None
             ask_again(ledger, files)
-            said = f"the daemon, which runs, tries {len(files)} quarantined files again in its next pass"
+            said = f"the running daemon tries {len(files)} quarantined files again in its next pass"
             said = said if files else "nothing is quarantined"
             print_json({"files": [path.name for path in files], "says": said}) if as_json else terminal.line(
                 f"  {said}"

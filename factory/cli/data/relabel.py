@@ -14,20 +14,20 @@ from factory.core.errors import InputError
 
 @data.command("relabel")
 def relabel_data(
-    domain: Annotated[Names, typer.Option(help="Of this domain; may be repeated.")] = None,
-    source: Annotated[Names, typer.Option(help="Of this source; may be repeated.")] = None,
+    domain: Annotated[Names, typer.Option(help="Documents of this domain; may be repeated.")] = None,
+    source: Annotated[Names, typer.Option(help="Documents of this source; may be repeated.")] = None,
     licence: Annotated[
-        Names, typer.Option("--license", help="Of this licence, 'none' for those without; may be repeated.")
+        Names, typer.Option("--license", help="Documents of this licence, or 'none'; may be repeated.")
     ] = None,
-    shard: Annotated[Names, typer.Option(help="That came in a shard of this name; may be repeated.")] = None,
-    document: Annotated[Names, typer.Option(help="Id or key; may be repeated.")] = None,
+    shard: Annotated[Names, typer.Option(help="Documents of this shard; may be repeated.")] = None,
+    document: Annotated[Names, typer.Option(help="The document with this id or key; may be repeated.")] = None,
     to_domain: Annotated[str | None, typer.Option(help="Their domain from now on.")] = None,
     to_source: Annotated[str | None, typer.Option(help="Their source from now on; '': none.")] = None,
-    to_license: Annotated[str | None, typer.Option(help="Their licence from now on; 'none': none is named.")] = None,
+    to_license: Annotated[str | None, typer.Option(help="Their licence from now on; 'none': they name none.")] = None,
     group: Annotated[
         str | None,
         typer.Option(
-            help="What they are held out and judged by: document, source, path, url-host, conversation or none."
+            help="What is held out as a whole: document, source, path, url-host, conversation or none (as document)."
         ),
     ] = None,
     where: Where = DEFAULT,
@@ -38,8 +38,8 @@ def relabel_data(
 ) -> None:
     """Give documents another domain, source, licence or group, in place: nothing is ingested again.
 
-    Of several kinds of filter all must hold, of several names of one kind one. The decision is recorded with your name. Licences count at the
-    release gate at once; domains in every segment that is planned from then on; groups in the next evaluation. Needs that no daemon runs.
+    A document is changed if it matches one name of each kind of filter. The decision is recorded with your name. Licences count at the
+    release gate at once; domains in every segment that is planned from then on; groups in the next evaluation. Stop 'factory run' first.
     """
     from factory.core.errors import nearest
     from factory.daemon import LOCK

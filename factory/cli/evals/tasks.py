@@ -91,8 +91,8 @@ def check(
         terminal.line(f"  {words}")
     if hits:
         terminal.line(
-            f"  {len(hits)} items stand in training data that was there before them (first: {hits[0][1]}); at most "
-            f"{policy.contaminated_max:.0%} is allowed"
+            f"  {len(hits)} of {found['items']} items are in training data from before the task (first: in document {hits[0][1]}); "
+            f"a task with more than {policy.contaminated_max:.0%} holds every candidate (contaminated_max in tasks.yaml)"
         )
 
 

@@ -204,7 +204,8 @@ def override_hold(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Release a candidate that the gate holds because too little was shown. Never one that failed a check, or that licences forbid."""
+    """Release a candidate that the gate holds because too little was shown. Never one that failed a check, or
+    whose licences do not allow it."""
     from factory.core.progress import SILENT
     from factory.ledger.rows import ReleaseRow, champion
     from factory.release.releases import override

@@ -25,13 +25,13 @@ class Target(StrictPolicy):
 
 class Guards(StrictPolicy):
     """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected over those that stand, must be above −δ.
-    Cloze stands where an equally good model fails it at most once in five; else it informs, and rejects where a loss is shown."""
+    Cloze guards if an equally good model fails it at most once in five; else it informs, and rejects if a loss is shown."""
 
     bits_per_byte_margin: NotNegative = 0.02
     """A loss smaller than this, in bits per byte, is allowed, counted from the best release of the line; where twice the replicas' noise
     is larger, that is. δ is what is left of it, or twice the noise floor of the measurement, whichever is larger."""
     cloze_margin: NotNegative = 0.15
-    """Share of cloze items. Of how many items cloze stands at it is told by the verdict, and follows from the champion's share right."""
+    """Share of cloze items. The verdict says with how many items cloze guards at it; that depends on the champion's share right."""
     alpha: Level = 0.05
     """Chance of passing any guard wrongly, all guards together."""
     noise_floor_max: NotNegative = 0.02

@@ -1,4 +1,4 @@
-"""Which suffix means what: text, code, and what is not read, with what to do in its place.
+"""Which suffix means what: text, code, and kinds that are not read, with what to do instead.
 
 A file's kind is its last suffix, or the one before that of a compression; of some files of code the whole name (``Makefile``).
 """

@@ -40,9 +40,9 @@ class DomainRules(StrictPolicy):
     pii: list[PiiKind] = ["email", "ip", "phone", "card", "secret"]
     """What is replaced, see pii.py."""
     group: Kind = "document"
-    """What rises and falls together, so that it is held out or trained on as a whole, and counts once at the release gate: each document by
-    itself ('document', or 'none'), or all of one source, of one path (a row's 'path', else the file it came in), of one host (its 'url'), of one
-    conversation (its 'conversation_id'). A document that lacks the key is a group of its own."""
+    """Which documents depend on one another. A group is held out or trained on as a whole, and counts once at the release gate: each document
+    by itself ('document', or 'none'), or all of one source, of one path (a row's 'path', else the file it came in), of one host (its 'url'), of
+    one conversation (its 'conversation_id'). A document that lacks the key is a group of its own."""
     hold_out_at_most: NotNegative = 400
     """Documents of this domain, over all shards."""
 
@@ -78,9 +78,9 @@ class HeldOut(StrictPolicy):
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     """Of groups, as ``group`` of their domain says."""
     least: NotNegative = 8
-    """Groups of each domain that are held out before the share counts, in the sealed half and in the dev half each, at most half of what came
-    of it: of a domain with fewer nothing can be judged (``documents_min`` in gates/release.yaml). The first group of each half, of 16 documents
-    at most together, is held out even of fewer. No more documents are held out than ``hold_out_at_most``; with a share of 0, none."""
+    """Groups of each domain in each half, sealed and dev, that are held out before the share applies; at most half of the domain is. A domain with
+    fewer cannot be judged (``documents_min`` in gates/release.yaml). The first group of each half is held out even if that is more than half (16
+    documents together at most). At most ``hold_out_at_most`` documents are held out; with a share of 0, none."""
 
 
 class Licence(StrictPolicy):
@@ -124,7 +124,7 @@ class Licences(StrictPolicy):
         return LicenceReader(dict.fromkeys(map(folded, self.known), True), False, all, all).read(name)
 
     def near(self, name: str) -> str | None:
-        """A listed name that one which is not listed may stand for."""
+        """A listed name that an unlisted one may be a spelling of."""
         listed = {folded(other): other for other in self.known}
         begins = sorted(other for other in listed if other.startswith(f"{folded(name)}-"))
         return next((listed[other] for other in (*begins, *get_close_matches(folded(name), listed, 1))), None)
@@ -152,7 +152,7 @@ class ShardLimits(StrictPolicy):
     max_rows: Count = 500_000
     """Of a shard; a file with more is cut into several."""
     part_bytes: Annotated[int, Field(ge=1000)] = 256_000_000
-    """A larger file is cut into shards of about so many bytes of JSON lines, each of which is stored for itself."""
+    """A larger file is cut into shards of about so many bytes of JSON lines."""
     max_shard_bytes: Annotated[int, Field(ge=1000)] = 8_000_000_000
     """Of what is compressed, after decompression."""
     max_expansion: Annotated[float, Field(gt=1)] = 200.0
@@ -175,7 +175,7 @@ class DataPolicy(StrictPolicy):
     tokenizer: TokenizerRules = TokenizerRules()
     limits: ShardLimits = ShardLimits()
     fields: list[FieldMapping] = []
-    """Which columns of a team's own files are what, by the files' names; the first that matches counts. Known shapes need none."""
+    """What your own columns mean, by the files' names; the first mapping that matches is used. Known shapes need none."""
 
     def rules(self, domain: str) -> DomainRules:
         return self.domains.get(domain) or self.domains.get("default") or DomainRules()

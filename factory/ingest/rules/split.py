@@ -309,7 +309,7 @@ def grouping_lines(domain: str, found: Mapping[str, Any]) -> list[str]:
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
     >>> for line in grouping_lines("reviews", told): print(line)
     reviews: 'group: source' makes 1 group of its 800 documents, and none can be held out whole in each half: 16 documents of it are held out, \
-which the release gate takes as independent. Shards of more groups mend that; 'factory data relabel --domain reviews --group document' says so
+which the release gate takes as independent. Bring documents of more groups; or accept it: 'factory data relabel --domain reviews --group document'
     """
     kind, remedy = found["group"], f"'factory data relabel --domain {domain} --group document'"
     lines = []
@@ -323,12 +323,12 @@ which the release gate takes as independent. Shards of more groups mend that; 'f
     if found["parts"]:
         lines.append(
             f"{makes}, and none can be held out whole in each half: {found['parts']:,} documents of it are held out, which the release gate takes "
-            f"as independent. Shards of more groups mend that; {remedy} says so"
+            f"as independent. Bring documents of more groups; or accept it: {remedy}"
         )
     elif not all(found["halves"]):
         sealed, dev = found["halves"]
         lines.append(
-            f"{makes}: {sealed} are held out in the sealed half and {dev} in the dev half, so that no release can be judged on it yet. Shards of "
-            f"more groups mend that, or {remedy}"
+            f"{makes}: {sealed} are held out in the sealed half and {dev} in the dev half, so no release can be judged on it yet. Bring documents "
+            f"of more groups, or {remedy}"
         )
     return lines

@@ -1,4 +1,4 @@
-"""``data.yaml: fields``: which column of a team's own files is what.
+"""``data.yaml: fields``: what the columns of a team's own files mean.
 
 A value names a column by a dotted path, is a template of columns, or a constant:
 
@@ -91,13 +91,13 @@ NAMES = ("domain", "source", "license", "id", "url", "path", "conversation", "sy
 
 
 class FieldMapping(StrictPolicy):
-    """What the columns of some files are: a dotted path ('meta.lang', 'turns.0.content'), a template ('{title}: {body}'), or a constant
+    """What the columns of some files mean: a dotted path ('meta.lang', 'turns.0.content'), a template ('{title}: {body}'), or a constant
     ('=prose'). What is not mapped is read as without a mapping."""
 
     files: Annotated[str, Field(min_length=1), AfterValidator(_a_file_name)]
-    """Pattern of the files' names ('*.csv'); of several mappings that match the first counts."""
+    """Pattern of the files' names ('*.csv'); the first mapping that matches is used."""
     text: Column | None = None
-    """The words of a plain document."""
+    """The text of a plain document."""
     messages: Column | None = None
     """The turns of a chat: a list of objects with role and content, or from and value."""
     prompt: Column | None = None
@@ -109,7 +109,7 @@ class FieldMapping(StrictPolicy):
     domain: ColumnOrConstant | None = None
     source: ColumnOrConstant | None = None
     license: ColumnOrConstant | None = None
-    """An SPDX name or expression; of a list of names all must allow it."""
+    """An SPDX name or expression; of a list of names all apply."""
     id: Column | None = None
     url: Column | None = None
     """Where a document is from; its host may be its group."""
@@ -120,7 +120,7 @@ class FieldMapping(StrictPolicy):
     synthetic_by: ColumnOrConstant | None = None
     """Which model wrote it."""
     ignore: list[Meaningful] = []
-    """Fields of a chat that the template does not show, and for which a row is refused: they are dropped, and the words stay."""
+    """Fields of a chat that the template cannot show. A row that has one is refused; one named here is dropped, and the texts stay."""
 
     @model_validator(mode="after")
     def _one_content(self) -> FieldMapping:

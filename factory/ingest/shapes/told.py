@@ -105,8 +105,8 @@ def _held_back(name: str, held: dict[str, Any]) -> str:
     count = f"{held['documents']:,} {'document' if held['documents'] == 1 else 'documents'}"
     if held["why"] == "missing":
         return (
-            f"{count} to train on name no licence, which holds releases back; where you know it, 'fields' in data.yaml says it "
-            "(license: =MIT)"
+            f"{count} to train on without a licence, which holds releases back: name it with 'factory data relabel --shard NAME "
+            "--license none --to-license MIT', and for later files under 'fields' in data.yaml (license: =MIT)"
         )
     if held["why"] == "listed":
         return f"{count} to train on are under {name!r}, which holds releases back ('release: false' under licences in data.yaml)"

@@ -150,7 +150,7 @@ def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None
         (("data", "licences..train", "1"), "no key"),
         (("recipe", "seed", "010"), "010 is another number in YAML 1.1 than in 1.2: write 10"),
         (("recipe", "seed", "12:30"), "valid integer (got '12:30')"),
-        (("data", "domains.code.pii", "[email]"), "a list is changed in the file itself"),
+        (("data", "domains.code.pii", "[email]"), "a list is not set here: change it in the file"),
         (("date", "held_out.share", "0.1"), "no policy 'date'; did you mean 'data'?"),
     ],
 )

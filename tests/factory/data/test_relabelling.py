@@ -78,7 +78,7 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
     as_one_group(ledger, sealed=False)
     assert build_suite(ledger, EvalPolicy(), "t").documents == ()
     said = do(plant, Filter(domain=["reviews"]), NewLabels(group="document"))
-    assert said[0] == "80 of 80 documents change (16 held_out, 64 train)"
+    assert said[0] == "80 of 80 documents change (16 held out, 64 to train on)"
     assert (
         "held out as 16 groups: 16 that nothing has read yet are dealt to both halves, 0 keep the half in which they were read"
         in said
@@ -154,7 +154,7 @@ def test_a_group_is_made_of_recorded_facts_alone(plant: tuple[Workspace, Ledger]
     ledger = plant[1]
     ingest(plant, reviews(0, 40), "a.jsonl")
     with pytest.raises(
-        InputError, match="of none of the 40 documents a url is known: .* Group by 'document', 'source' or 'path'"
+        InputError, match="none of the 40 documents has a known url: .* Group by 'document', 'source' or 'path'"
     ):
         look(*plant, Filter(domain=["reviews"]), NewLabels(group="url-host"))
     ingest(plant, [row | {"url": f"https://h{n % 10}.org/{n}"} for n, row in enumerate(reviews(100, 40))], "b.jsonl")
@@ -267,7 +267,7 @@ def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_
     )
     before, plan = exposure(), plan_of(ledger, SegmentRow.get(ledger, 2))
     said = do((workspace, ledger), Filter(document=[row["key"] for row in part]), NewLabels(domain="law"))
-    assert said[-1].startswith("segments planned from now on have them in their new domain")
+    assert said[-1].startswith("later segments have them in their new domain")
     assert exposure() == before and plan_of(ledger, SegmentRow.get(ledger, 2)) == plan
     count = lambda domain: sum(
         row["domains"].get(domain, {"documents": 0})["documents"]
@@ -376,7 +376,9 @@ def test_the_command_asks_or_is_told_and_waits_for_no_daemon(plant: tuple[Worksp
     as_one_group(ledger, sealed=True)
     words = ["data", "relabel", "--domain", "reviews", "--group", "document"]
     shown = command_here(*words, "--dry-run", home=workspace)
-    assert shown.exit_code == 0 and "30 of 30 documents change (15 held_out, 15 train)" in shown.output, shown.output
+    assert shown.exit_code == 0 and "30 of 30 documents change (15 held out, 15 to train on)" in shown.output, (
+        shown.output
+    )
     unsaid = command_here(*words, home=workspace)
     assert isinstance(unsaid.exception, InputError) and "say --yes to relabel them" in str(unsaid.exception)
     with workspace.lock("model-loop"):

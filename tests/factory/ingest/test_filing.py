@@ -184,7 +184,7 @@ def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, l
             said = factory("ingest", *words, *home)
         assert (said.returncode, said.stdout) == (
             0,
-            "  the daemon, which runs, tries 1 quarantined files again in its next pass\n",
+            "  the running daemon tries 1 quarantined files again in its next pass\n",
         )
         assert tries(ledger) == count and list(workspace.quarantine.iterdir()) == [file]
         lines = one_pass(workspace, ledger).lines

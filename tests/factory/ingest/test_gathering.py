@@ -43,7 +43,7 @@ def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tm
     (data / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     assert gathered(workspace, ledger, data) == (["hf"], ["a.jsonl", "b.csv"])
     found = gather(workspace, ledger, [str(data)], SILENT)
-    assert found.words() == "2 files are of kinds that are not read: .png 1, no suffix 1"
+    assert found.words() == "2 files are left out, of kinds that are not read: .png 1, no suffix 1"
     assert gathered(workspace, ledger, f"{data}/**/*.csv") == ([], ["b.csv"])
     assert gathered(workspace, ledger, data / "hf") == (["hf"], [])
     assert gathered(workspace, ledger, data / "a.jsonl", data / "a.jsonl", data / "deep" / "c.png") == (
@@ -93,7 +93,7 @@ def test_no_vocabulary_is_made_where_all_text_is_held_out(workspace: Workspace, 
     use_small_vocabulary(workspace)
     (tmp_path / "a.jsonl").write_bytes(rows(0, 2))
     done = command_here("ingest", "--small-vocabulary", str(tmp_path / "a.jsonl"), home=workspace)
-    assert isinstance(done.exception, InputError) and "all that came so far are held out" in str(done.exception)
+    assert isinstance(done.exception, InputError) and "all so far are held out" in str(done.exception)
     assert not ledger.rows(sa.select(tokenizers))
 
 

@@ -210,8 +210,8 @@ def test_a_key_that_makes_one_group_of_a_domain_is_said_with_the_remedy(
     assert [line for line in said if "'MIT'" not in line] == [
         "  one.jsonl: 60 documents; 44 to train on, 16 held out",
         "    reviews: 'group: source' makes 1 group of its 60 documents, and none can be held out whole in each half: 16 documents of it are "
-        "held out, which the release gate takes as independent. Shards of more groups mend that; 'factory data relabel --domain reviews --group "
-        "document' says so",
+        "held out, which the release gate takes as independent. Bring documents of more groups; or accept it: 'factory data relabel --domain "
+        "reviews --group document'",
     ]
     assert halves(ledger) == {True: 8, False: 8}
     suite = build_suite(ledger, EvalPolicy(), "t")

@@ -41,6 +41,18 @@ def sizes(root: Path) -> tuple[str, int, int, int]:
     return workspace.config.recipe, recipe.model.vocab_size, policy.vocab_size, policy.sample_bytes
 
 
+def test_what_it_says_next_lets_every_later_command_find_the_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = lambda *words: CliRunner().invoke(app, ["init", "--no-tune", *words]).stdout
+    assert "export" not in said()
+    line = next(line for line in said("-w", "my factory").splitlines() if "export" in line)
+    assert line == f"so that later commands find it: export FACTORY_HOME='{tmp_path / 'my factory'}'"
+    monkeypatch.setenv("FACTORY_HOME", str(tmp_path / "my factory"))
+    assert "export" not in said()
+
+
 @pytest.mark.parametrize(
     ("words", "made"),
     [
@@ -76,8 +88,8 @@ def test_shipped_comments_and_rules_stay_in_the_copy(tmp_path: Path) -> None:
         (["--preset", "laptp"], "no preset 'laptp'; did you mean 'laptop'?"),
         (["--preset", "laptop", "--recipe", "tiny"], "name --preset or --recipe, not both"),
         (["--recipe", "dmeo"], "no recipe 'dmeo'; did you mean 'demo'?"),
-        (["--preset", "one-gpu"], "preset one-gpu needs 11.8 GB of a GPU; this machine has no GPU and 8 GB of memory: '--preset laptop'"),
-        (["--vocabulary", "100"], "--vocabulary: 100 is not within 300 and"),
+        (["--preset", "one-gpu"], "preset one-gpu needs one GPU with 11.8 GB; this machine has no GPU and 8 GB of memory: '--preset laptop'"),
+        (["--vocabulary", "100"], "--vocabulary: 100 is not between 300 and"),
         (["--tokenizer", "nowhere.json"], "--tokenizer: nowhere.json cannot be read"),
     ],
 )  # fmt: skip

@@ -64,10 +64,10 @@ def test_the_largest_preset_that_fits_a_machine(here: Hardware, fits: str) -> No
 @pytest.mark.parametrize(
     ("name", "here", "said"),
     [
-        ("one-gpu", LAPTOP, r"needs 11\.8 GB of a GPU; this machine has no GPU and 8 GB of memory"),
-        ("eight-gpus", LAPTOP, r"needs 21\.3 GB of each of 8 GPUs; this machine has no GPU"),
-        ("one-gpu", machine(1, 8), r"needs 12\.6 GB of each GPU; this machine has 1 GPU of 8 GB"),
-        ("eight-gpus", machine(2, 24), r"needs 29\.9 GB of each GPU; this machine has 2 GPUs of 24 GB"),
+        ("one-gpu", LAPTOP, r"needs one GPU with 11\.8 GB; this machine has no GPU and 8 GB of memory"),
+        ("eight-gpus", LAPTOP, r"needs 8 GPUs, each with 21\.3 GB; this machine has no GPU"),
+        ("one-gpu", machine(1, 8), r"needs 12\.6 GB on each GPU; this machine has 1 GPU of 8 GB"),
+        ("eight-gpus", machine(2, 24), r"needs 29\.9 GB on each GPU; this machine has 2 GPUs of 24 GB"),
         ("one-gpu", machine(3, 80), r"cannot be shared: batch\.sequences \(128\) is not a multiple of .* ranks \(3\); .*3 GPUs"),
     ],
 )  # fmt: skip

@@ -120,8 +120,22 @@ def test_a_small_task_informs_and_its_size_is_said(
     line = by_name(look(workspace, ledger))["task sums"]
     assert line.ok is guards
     if not guards:
-        needed = re.search(r"about (\d+) are needed", line.text)
+        needed = re.search(r"about (\d+) items are needed", line.text)
         assert needed and int(needed[1]) > 1000 and f"its {items} items" in line.text
+
+
+def test_a_published_file_that_is_no_task_is_named_by_a_command_that_finds_it(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    """It has no YAML file beside it."""
+    ingest(texts(0, 60))
+    folder = workspace.root / "policies" / "tasks"
+    folder.mkdir(parents=True)
+    (folder / "few.jsonl").write_text('{"question": "2 + 2?", "answer": "#### 4"}\n')
+    line = next(line for line in look(workspace, ledger) if line.name.startswith("task "))
+    [command] = commands(line.todo)
+    assert line.ok is False and "items_min" in line.text
+    assert str(command_here(*shlex.split(command), home=workspace).exception) == line.text
 
 
 def test_a_recipe_of_another_vocabulary_is_said_before_training(
@@ -142,16 +156,23 @@ def test_it_is_recorded_once_and_again_when_something_changed(
     count = lambda: ledger.read("SELECT COUNT(*) AS n FROM events WHERE kind = 'releasable'")[0]["n"]
     assert count() == 1 and any("recipe" in line for line in said.lines)
     kept = newest(workspace, ledger)
-    assert kept and not kept["changed"] and [line["name"] for line in kept["lines"]] == [line.name for line in look(workspace, ledger)]
+    assert (
+        kept
+        and not kept["stale"]
+        and [line["name"] for line in kept["lines"]] == [line.name for line in look(workspace, ledger)]
+    )
     shown = command_here("status", home=workspace).stdout
-    assert "release   held by recipe" in shown and "something changed since" not in shown
+    assert "release   held by recipe" in shown and "changed since this report" not in shown
+    use_policy(workspace, "tokenizer: {vocab_size: 401}\n")
+    assert "changed since this report: 'factory data list'" in command_here("status", home=workspace).stdout
     ingest(texts(100, 60), "more.jsonl")
-    assert "something changed since" in command_here("status", home=workspace).stdout
     refresh(workspace, ledger, said)
     assert count() == 2
 
 
-def test_the_daemon_looks_also_where_it_can_plan_nothing(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_the_daemon_looks_also_where_it_can_plan_nothing(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
     """A recipe that does not fit ends a pass before its first action."""
     ingest(texts(0, 60))
     with pytest.raises(ConfigError, match="vocab_size"):

@@ -177,7 +177,9 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
         else ""
     )
     low, high = (1.0, 1.0) if ask.mfu is not None else (1 / SPREAD, SPREAD)
-    spread = lambda value: "" if ask.mfu is not None else f"{value * low:,.1f} to {value * high:,.1f}: "
+    spread = lambda value, places: (
+        "" if ask.mfu is not None else f"{value * low:,.{places}f} to {value * high:,.{places}f}: "
+    )
     said = (
         "as measured"
         if ask.mfu is not None
@@ -199,8 +201,10 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
             f"{layout.gpus} × {ask.gpu.peak_flops / 1e12:g} TFLOP/s × MFU {effort.mfu:.2g} / FLOPs a token{apart}",
             f"{ask.gpu.source}; {mfu}",
         ),
-        Line("time", effort.days, f"{effort.days:,.1f} days", f"{spread(effort.days)}tokens / throughput", said),
-        Line("GPU hours", effort.gpu_hours, f"{effort.gpu_hours:,.0f}", f"{spread(effort.gpu_hours)}GPUs × time", said),
+        Line("time", effort.days, f"{effort.days:,.1f} days", f"{spread(effort.days, 1)}tokens / throughput", said),
+        Line(
+            "GPU hours", effort.gpu_hours, f"{effort.gpu_hours:,.0f}", f"{spread(effort.gpu_hours, 0)}GPUs × time", said
+        ),
         Line(
             "cost",
             effort.cost,
@@ -237,7 +241,7 @@ def remarks(plan: RunPlan) -> list[str]:
     if ask.mfu is None and effort.network > effort.network_there:
         found.append(
             f"the network bounds this plan: it moves {effort.network_there / GB:.0f} GB/s a GPU, and {effort.network / GB:,.0f} "
-            f"would hide the gathering, so {effort.reached:.1%} of the peak is reached not {effort.mfu:.1%} (--network: yours; --mfu: as measured)"
+            f"would hide the gathering, so {effort.reached:.1%} of the peak is reached, not {effort.mfu:.1%} (--network: yours; --mfu: as measured)"
         )
     if model.experts is not None and layout.expert == 1 and math.gcd(layout.data, model.experts.count) > 1:
         expert = math.gcd(layout.data, model.experts.count)
