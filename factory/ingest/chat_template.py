@@ -63,7 +63,7 @@ _TOOLS = (
     "{%- set ns.text = ns.text + ', ' + (key | tojson) + ': ' + (value | tojson) -%}\n"
     "{%- endif -%}\n"
     "{%- endfor -%}\n"
-    "{%- set ns.tools = ns.tools + '\\n{\"type\": \"function\", \"function\": ' + ns.text + '}}' -%}\n"
+    '{%- set ns.tools = ns.tools + \'\\n{"type": "function", "function": \' + ns.text + \'}}\' -%}\n'
     "{%- endfor -%}\n"
     "{%- if ns.tools -%}\n"
     f"{{%- set ns.tools = {_quoted(TOOLS_HEAD)} + ns.tools + {_quoted(TOOLS_TAIL)} -%}}\n"

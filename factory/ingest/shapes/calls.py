@@ -119,7 +119,9 @@ def _tool(where: str, item: Any) -> Tool:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRow("bad_schema", f"{where} is no function with a 'name'")
     _refuse_kind(where, item)
-    if function is inner and (strange := sorted(str(key) for key in item if key not in ("type", "function") and item[key])):
+    if function is inner and (
+        strange := sorted(str(key) for key in item if key not in ("type", "function") and item[key])
+    ):
         raise BadRow("bad_schema", f"{where}: {strange[0][:40]!r} beside the function has no place")
     order = [*TOOL_KEYS, *(key for key in function if key not in (*TOOL_KEYS, "type"))]
     parts = [f"{_json(key)}: {_json(function[key], where)}" for key in order if function.get(key) is not None]

@@ -122,7 +122,9 @@ def look_beside(row: Mapping[str, Any], read: Collection[str], ignore: Collectio
             _refused_or_ignored(name, ignore, notes)
 
 
-def offering(row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes) -> list[Turn]:
+def offering(
+    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
+) -> list[Turn]:
     """The chat of a row, with its tools in the system turn. Raises: BadRow 'bad_schema'."""
     found = [name for name in TOOLS if name in row and name not in read and _says_something(name, row[name])]
     read.update(TOOLS)
@@ -170,7 +172,9 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, await
     if all(name in shown for name in CALLS) or calls and "<tool_call>" in (content or ""):
         raise BadRow("bad_schema", f"{where} says its calls twice; 'ignore' one of the fields")
     if reasoning and (content or "").lstrip().startswith("<think>"):
-        raise BadRow("bad_schema", f"{where}: its content begins with '<think>', and a field has reasoning too: 'ignore' that")
+        raise BadRow(
+            "bad_schema", f"{where}: its content begins with '<think>', and a field has reasoning too: 'ignore' that"
+        )
     if calls:
         notes.said.add("calls of tools are written into the assistant's turn (<tool_call>)")
     if reasoning:

@@ -26,13 +26,18 @@ WEATHER = {
     },
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"town":"Zürich"}'}}
-OTHER = {"id": "c2", "type": "function", "function": {"name": "get_weather", "arguments": '{"town": "Bern", "at": 1.50}'}}
+OTHER = CALL | {"id": "c2", "function": {"name": "get_weather", "arguments": '{"town": "Bern", "at": 1.50}'}}
 ASKED = {"role": "user", "content": "Weather?"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL, OTHER]}
 RESULTS = [{"role": "tool", "tool_call_id": f"c{n}", "content": '{"sky": "clear"}'} for n in (1, 2)]
 SAID = {"role": "assistant", "content": "Clear."}
 CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Zürich"}}\n</tool_call>'
 CALLED_TOO = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Bern", "at": 1.5}}\n</tool_call>'
+SYSTEM = {"role": "system", "content": "Be short."}
+OLDER = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+THINKS = CALLS | {"reasoning_content": "Hm.", "tool_calls": [CALL]}
+THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+ZURICH = json.dumps({"name": "get_weather", "arguments": {"town": "Zürich"}})
 HERMES_SYSTEM = f"You may call these: <tools> [{json.dumps(WEATHER)}] </tools>"
 
 
@@ -55,7 +60,8 @@ def hf(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory):  # noqa:
 def turns_of(row: Any, ignore: tuple[str, ...] = (), plain: bool = False) -> tuple[list[dict[str, Any]], Notes]:
     notes = Notes(plain)
     mapping = FieldMapping(files="*", ignore=list(ignore)) if ignore else None
-    return normalise(parse_document(json.loads(json.dumps(row)), "text", mapping, notes).content, code=False)["messages"], notes
+    parsed = parse_document(json.loads(json.dumps(row)), "text", mapping, notes)
+    return normalise(parsed.content, code=False)["messages"], notes
 
 
 def bad(row: Any, **how: Any) -> str:
@@ -69,7 +75,8 @@ def decoded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Arguments as objects: what vLLM hands its template, and what transformers' documentation asks for."""
     messages = json.loads(json.dumps(messages))
     for message in messages:
-        for call in [*message.get("tool_calls", []), *([message["function_call"]] if "function_call" in message else [])]:
+        older = [message["function_call"]] if "function_call" in message else []
+        for call in [*message.get("tool_calls", []), *older]:
             function = call.get("function", call)
             function["arguments"] = json.loads(function["arguments"])
     return messages
@@ -88,8 +95,8 @@ ROWS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[Any] | None, st
     ),
     (
         "with a system message and content beside the call",
-        {"messages": [{"role": "system", "content": "Be short."}, ASKED, CALLS | {"content": "Let me see."}, *RESULTS, SAID], "tools": [WEATHER]},
-        decoded([{"role": "system", "content": "Be short."}, ASKED, CALLS | {"content": "Let me see."}, *RESULTS, SAID]), [WEATHER],
+        {"messages": [SYSTEM, ASKED, CALLS | {"content": "Let me see."}, *RESULTS, SAID], "tools": [WEATHER]},
+        decoded([SYSTEM, ASKED, CALLS | {"content": "Let me see."}, *RESULTS, SAID]), [WEATHER],
         f"Let me see.\n{CALLED}\n{CALLED_TOO}Clear.",
     ),
     (
@@ -99,17 +106,16 @@ ROWS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[Any] | None, st
     ),
     (
         "OpenAI's older functions",
-        {"messages": [ASKED, {"role": "assistant", "content": None, "function_call": CALL["function"]}, {"role": "function", "name": "get_weather", "content": "3"}, SAID],
-         "functions": [WEATHER["function"]]},
-        decoded([ASKED, {"role": "assistant", "content": None, "function_call": CALL["function"]}, {"role": "tool", "content": "3"}, SAID]),
+        {"messages": [ASKED, OLDER, {"role": "function", "name": "get_weather", "content": "3"}, SAID], "functions": [WEATHER["function"]]},
+        decoded([ASKED, OLDER, {"role": "tool", "content": "3"}, SAID]),
         [WEATHER["function"]], f"{CALLED}Clear.",
     ),
     (
         "ShareGPT with function_call",
-        {"conversations": [{"from": "human", "value": "Weather?"}, {"from": "function_call", "value": json.dumps({"name": "get_weather", "arguments": {"town": "Zürich"}})},
+        {"conversations": [{"from": "human", "value": "Weather?"}, {"from": "function_call", "value": ZURICH},
                            {"from": "observation", "value": "3"}, {"from": "gpt", "value": "Clear."}],
          "system": "Be short.", "tools": json.dumps([WEATHER["function"]])},
-        decoded([{"role": "system", "content": "Be short."}, ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}, SAID]),
+        decoded([SYSTEM, ASKED, CALLS | {"content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}, SAID]),
         [WEATHER], f"{CALLED}Clear.",
     ),
     (
@@ -128,9 +134,8 @@ ROWS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[Any] | None, st
     ),
     (
         "reasoning before a call, and alone",
-        {"messages": [ASKED, CALLS | {"reasoning_content": "Hm.", "tool_calls": [CALL]}, RESULTS[0], {"role": "assistant", "content": "", "reasoning_content": "Hm."}],
-         "tools": [WEATHER]},
-        decoded([ASKED, CALLS | {"reasoning_content": "Hm.", "tool_calls": [CALL]}, RESULTS[0], {"role": "assistant", "content": None, "reasoning_content": "Hm."}]),
+        {"messages": [ASKED, THINKS, RESULTS[0], THOUGHT], "tools": [WEATHER]},
+        decoded([ASKED, THINKS, RESULTS[0], THOUGHT | {"content": None}]),
         [WEATHER], f"<think>\nHm.\n</think>\n\n{CALLED}<think>\nHm.\n</think>",
     ),
     (
@@ -142,7 +147,9 @@ ROWS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[Any] | None, st
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "messages", "tools", "learned"), [one[1:] for one in ROWS], ids=[one[0] for one in ROWS])
+@pytest.mark.parametrize(
+    ("row", "messages", "tools", "learned"), [one[1:] for one in ROWS], ids=[one[0] for one in ROWS]
+)
 def test_ids_at_ingest_are_those_of_the_exported_template_and_only_the_assistants_words_carry_loss(
     tokenizer: Tokenizer, hf: Any, row: dict[str, Any], messages: list[dict[str, Any]], tools: Any, learned: str
 ) -> None:
@@ -158,7 +165,7 @@ def test_ids_at_ingest_are_those_of_the_exported_template_and_only_the_assistant
 def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, hf: Any) -> None:
     """vLLM fills in what is missing with nulls, in the order of its own fields."""
     row = {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": True}
-    filled = {"type": "function", "function": {"name": "get_weather", "description": None, "parameters": {"b": 1, "a": 2}, "strict": True}}
+    filled = {"type": "function", "function": {"name": "get_weather", "description": None, **row}}
     said, notes = turns_of({"messages": [ASKED, SAID], "tools": [{"strict": True, **row}]})
     assert tokenizer.encode_messages(said)[0][:-1].tolist() == served(hf, [ASKED, SAID], [filled])
     line = '{"type": "function", "function": {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": true}}'
@@ -171,11 +178,13 @@ def test_what_was_written_is_what_the_parsers_of_servers_read_back(tokenizer: To
     said, _ = turns_of({"messages": [ASKED, CALLS, *RESULTS, SAID]})
     parts = said[1]["content"].split("<tool_call>")[1:]
     read = [json.loads(part.split("</tool_call>")[0]) for part in parts]
-    assert read == [{"name": "get_weather", "arguments": {"town": "Zürich"}}, {"name": "get_weather", "arguments": {"town": "Bern", "at": 1.5}}]
+    assert [one["arguments"] for one in read] == [{"town": "Zürich"}, {"town": "Bern", "at": 1.5}]
+    assert all([*one] == ["name", "arguments"] and one["name"] == "get_weather" for one in read)
 
 
 characters = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
-odd = st.one_of(characters, st.sampled_from([*SPECIAL, f'a{SPECIAL[2]}\n"\'', "</tool_call>", "<b>&amp;</b>", "\\", "\n\n", "{{ x }}", "é", "\u2028"]))
+ODD = [*SPECIAL, f"a{SPECIAL[2]}\n\"'", "</tool_call>", "<b>&amp;</b>", "\\", "\n\n", "{{ x }}", "é", "\u2028"]
+odd = st.one_of(characters, st.sampled_from(ODD))
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | odd,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(odd, inner, max_size=3),
@@ -187,10 +196,11 @@ named = odd.filter(bool)
 @given(st.dictionaries(odd, values, max_size=4), named, odd, odd, odd, values, st.booleans())
 @settings(deadline=None, max_examples=150)
 def test_odd_content_gives_the_same_ids_and_no_special_token(
-    tokenizer: Tokenizer, hf: Any, arguments: dict[str, Any], name: str, content: str, reasoning: str, system: str, extra: Any, as_text: bool
-) -> None:
+    tokenizer: Tokenizer, hf: Any, arguments: Any, name: str, content: str, reasoning: str, system: str, extra: Any, as_text: bool
+) -> None:  # fmt: skip
     """Special tokens that are spelled in it are broken by a blank in the template, as in any content."""
-    tool = {"type": "function", "function": {"name": name, "description": reasoning, "parameters": arguments, "extra": extra}}
+    function = {"name": name, "description": reasoning, "parameters": arguments, "extra": extra}
+    tool = {"type": "function", "function": function}
     calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
     answer = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
     messages = [{"role": "system", "content": system}, ASKED, answer, {"role": "tool", "content": "3"}]
@@ -198,11 +208,7 @@ def test_odd_content_gives_the_same_ids_and_no_special_token(
     if as_text:
         row[2]["tool_calls"][0]["function"]["arguments"] = json.dumps(arguments)
     notes = Notes()
-    try:
-        said = parse_document({"messages": row, "tools": [tool]}, "text", None, notes).content["messages"]
-    except BadRow as error:  # what the content says already, or a parameter that says nothing
-        assert "says its calls twice" in error.detail
-        return
+    said = parse_document({"messages": row, "tools": [tool]}, "text", None, notes).content["messages"]
     broken = [turn | {"content": defused(turn["content"])} for turn in said]
     found = served(hf, messages, [tool])
     assert tokenizer.encode_messages(broken)[0][:-1].tolist() == found
@@ -235,7 +241,7 @@ def calling(call: Any, **message: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (calling([CALL | {"function": {"name": "f", "arguments": "{'a': 1}"}}]), "message 1: 'tool_calls': the arguments of 'f': a text that is no JSON"),
+        (calling([CALL | {"function": {"name": "f", "arguments": "{'a': 1}"}}]), "1: 'tool_calls': the arguments of 'f': a text that is no JSON"),
         (calling([CALL | {"function": {"name": "f", "arguments": "[1]"}}]), "the arguments of 'f' are list, and no object"),
         (calling([{}]), "message 1: 'tool_calls': a call names no function"),
         (calling("get_weather()"), "message 1: 'tool_calls': a text that is no JSON"),
@@ -283,7 +289,7 @@ def test_what_a_person_ignores_is_dropped_and_said() -> None:
         ("tools", "tool_calls", "tool_call_id", "reasoning"),
     )
     assert [turn["content"] for turn in said] == ["Weather?", "", *(one["content"] for one in RESULTS), "Clear."]
-    assert all(one.startswith("ignored, as 'fields' in data.yaml says: ") for one in notes.said) and len(notes.said) == 4
+    assert {one.rpartition(" ")[2] for one in notes.said} == {"tools", "tool_calls", "tool_call_id", "reasoning"}
 
 
 def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses_what_that_does_not_show(
