@@ -96,7 +96,7 @@ def texts_without_bos(export: Path) -> None:
 
 DEFUSED = " | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
 CONTENT = "ns.text | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
-ROLE = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if message") : CHAT_TEMPLATE.index("{{- '<|im_start|>'")]
+ROLE = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if message['role'] not") : CHAT_TEMPLATE.index("{%- set ns.text = message")]
 BOS, FIRST = CHAT_TEMPLATE.split("\n")[0], "{%- for message in messages -%}"
 FOR = "{%- for message in messages if message['role'] != 'system' -%}"
 # break → (its own check, what else cannot pass then, how)
@@ -117,7 +117,7 @@ BREAKS: dict[str, tuple[str, set[str], Break]] = {
     "texts without BOS": ("tokenizer", {"server_text", "whitespace", "engine_start"}, texts_without_bos),
     "chats without BOS": (
         "server_chat",
-        {"whitespace", "system_message", "typed_special", "engine_start"},
+        {"whitespace", "system_message", "typed_special", "tools_printed", "engine_start"},
         in_template(f"{BOS}\n", ""),
     ),
     "no BOS": ("bos_eos", set(), in_json("config.json", bos_token_id=None)),
@@ -128,18 +128,18 @@ BREAKS: dict[str, tuple[str, set[str], Break]] = {
     "a repetition penalty": ("generation_config", {"engine_start"}, in_json("generation_config.json", repetition_penalty=1.2)),
     "sampled": ("generation_config", set(), in_json("generation_config.json", do_sample=True, temperature=0.7)),
     "greedy in transformers alone": ("generation_config", set(), in_json("generation_config.json", temperature="left out")),
-    "special tokens no longer defused": ("typed_special", {"engine_start"}, in_template(CONTENT, "ns.text")),
+    "special tokens no longer defused": ("typed_special", {"tools_printed", "engine_start"}, in_template(CONTENT, "ns.text")),
     "any role": ("injected_role", {"engine_start"}, in_template(ROLE, "")),
-    "system messages dropped": ("system_message", {"engine_start"}, in_template(FIRST, FOR)),
+    "system messages dropped": ("system_message", {"tools_printed", "engine_start"}, in_template(FIRST, FOR)),
     "tools in another JSON": ("tools_printed", {"engine_start"}, in_template("(value | tojson)", "(value | string)")),
     "tools dropped": ("tools_printed", {"engine_start"}, in_template("{%- if ns.tools -%}", "{%- if false -%}")),
     "special tokens in tools": ("tools_printed", {"engine_start"}, in_template(f"ns.tools{DEFUSED}", "ns.tools")),
     "arguments in another JSON": ("tools_printed", {"engine_start"}, in_template("{}) | tojson)", "{}) | tojson(ensure_ascii=true))")),
     "reasoning dropped": ("tools_printed", {"engine_start"}, in_template("'<think>\\n' + ns.reasoning", "'<think>\\n'")),
-    "contents trimmed": ("whitespace", {"engine_start"}, in_template(CONTENT, CONTENT + " | trim")),
+    "contents trimmed": ("whitespace", {"tools_printed", "engine_start"}, in_template(CONTENT, CONTENT + " | trim")),
     "no line after a turn": (
         "server_chat",
-        {"whitespace", "system_message", "engine_start"},
+        {"whitespace", "system_message", "tools_printed", "engine_start"},
         in_template("'<|im_end|>\\n'", "'<|im_end|>'"),
     ),
     "two templates": ("template", set(), in_json("tokenizer_config.json", chat_template="{{ messages }}")),
