@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agents.core.untrusted import one_line
-from factory.ingest.document import Content, Row, content_sha256, flat, normalise, parse_document, parse_json
+from factory.ingest.document import Content, Row, compared, content_sha256, flat, normalise, parse_document, parse_json
 from factory.ingest.reading.rows import BadRow, Origin, RawRow, take_origin
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
@@ -114,7 +114,7 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
-        words = word_hashes(flat(content))
+        words = word_hashes(compared(content))
         assert row.content_sha256
         shingles.append(near_dup.shingles(words, bytes.fromhex(row.content_sha256)))
         grams.append(decontaminate.ngrams(words, job.policy.decontamination.ngram))
@@ -220,7 +220,7 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
         return Finished(task.place, dropped=("no_round_trip", "the tokenizer does not give the same text back"))
     if task.held_out:
         return Finished(task.place, tokens, mask, content=content)
-    sampled = winnow(decontaminate.ngrams(word_hashes(flat(content)), rules.ngram), rules.sample_window)
+    sampled = winnow(decontaminate.ngrams(word_hashes(compared(content)), rules.ngram), rules.sample_window)
     return Finished(task.place, tokens, mask, sampled, trimmed)
 
 

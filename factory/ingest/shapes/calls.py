@@ -73,6 +73,11 @@ def with_tools(system: str, tools: Sequence[Tool]) -> str:
     return "\n\n".join([*([system.strip()] if system.strip() else []), f"{TOOLS_HEAD}{lines}{TOOLS_TAIL}"])
 
 
+def before_tools(system: str) -> str:
+    """A system turn's own words, without the tools: these are the same in all chats of an application, and make no two of them alike."""
+    return system.partition(TOOLS_HEAD)[0]
+
+
 def lists_itself(system: str, tools: Sequence[Tool]) -> bool:
     """Does a system turn list all of these tools already, as the rows of Hermes' function calling do?"""
     return "<tools>" in system and all(tool.name in system for tool in tools)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from factory.core.workspace import Workspace
+from factory.evals.contamination import contamination_checks
+from factory.evals.policy import EvalPolicy
+from factory.ingest.chain import ShardReport
 from factory.ingest.chat_template import PLAIN_TEMPLATE, defused
 from factory.ingest.document import BadRow, normalise, parse_document
 from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.tokenizer import SPECIAL, Tokenizer, shows_calls, train
+from factory.ledger.ledger import Ledger
+from tests.support.factory.made_up_text import prose
 from tests.support.text.library import library
+from trainer.contract.data.token_shard import TokenShard
 
 WEATHER = {
     "type": "function",
@@ -308,3 +316,75 @@ def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses
         "workspace has); 'ignore: [reasoning, tool_call_id, tool_calls, tools]' under 'fields' in data.yaml drops them and keeps the words"
     )
     assert turns_of({"messages": [ASKED, SAID]}, plain=True)[0] == [ASKED, SAID]
+
+
+def chats(first: int, count: int) -> list[dict[str, Any]]:
+    """Of one application: all have the same tools, which are most of their words."""
+    tools = [
+        {"name": f"f{n}", "description": prose(n, 60), "parameters": {"type": "object", "properties": {}}}
+        for n in range(8)
+    ]
+    found = []
+    for n in range(first, first + count):
+        call = {"id": f"c{n}", "function": {"name": "f1", "arguments": json.dumps({"what": prose(3000 + n, 12)})}}
+        found.append(
+            {
+                "id": f"t{n}",
+                "license": "MIT",
+                "tools": tools,
+                "messages": [
+                    {"role": "user", "content": prose(1000 + n, 20)},
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "reasoning_content": prose(2000 + n, 8),
+                        "tool_calls": [call],
+                    },
+                    {"role": "tool", "tool_call_id": f"c{n}", "content": prose(4000 + n, 20)},
+                    {"role": "assistant", "content": prose(5000 + n, 20)},
+                ],
+            }
+        )
+    return found
+
+
+def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is_the_assistants(
+    workspace: Workspace, ledger: Ledger, ingest: Callable[..., ShardReport]
+) -> None:
+    """The list of tools makes no two chats near-duplicates, and no training chat contaminated: in one shard, and over two."""
+    reports = [ingest(chats(0, 24), "a.jsonl"), ingest(chats(24, 6), "b.jsonl")]
+    assert [report.counts["dropped"] for report in reports] == [{}, {}]
+    assert [report.counts["train"] + report.counts["held_out"] for report in reports] == [24, 6]
+    assert reports[0].counts["held_out"] > 0 and "unread" not in reports[0].counts
+    assert reports[0].counts["read_as"] == {
+        "calls of tools are written into the assistant's turn (<tool_call>)": 24,
+        "reasoning is written before the answer (<think>)": 24,
+        "tools are listed in the system turn (<tools>)": 24,
+    }
+    tokenizer = Tokenizer.load(workspace.tokenizer)
+    token_shards = [TokenShard(path) for path in workspace.shards.glob("[0-9a-f]*")]
+    for shard in token_shards:
+        columns = shard.documents.to_pydict()
+        for name, start, length in zip(columns["id"], columns["start"], columns["length"], strict=True):
+            ids, mask = shard.tokens[start : start + length], shard.loss_mask(start, start + length)
+            n = int(name[1:])
+            assert tokenizer.decode(ids[mask]) == (
+                f'<think>\n{prose(2000 + n, 8)}\n</think>\n\n<tool_call>\n{{"name": "f1", "arguments": '
+                f'{{"what": {json.dumps(prose(3000 + n, 12))}}}}}\n</tool_call>{prose(5000 + n, 20)}'
+            )
+    checks = contamination_checks(ledger, tokenizer, token_shards, EvalPolicy())
+    assert all(check.ok for check in checks), checks
+    assert "training data 0%" in checks[1].detail
+
+
+def test_an_older_workspace_drops_such_rows_and_says_why(
+    workspace: Workspace, ingest: Callable[..., ShardReport]
+) -> None:
+    ingest([{"text": prose(n)} for n in range(20)], "first.jsonl")
+    (workspace.tokenizer / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    plain = [
+        {"messages": [ASKED | {"content": prose(n, 20)}, SAID | {"content": prose(100 + n, 20)}]} for n in range(20)
+    ]
+    report = ingest([*chats(0, 3), *plain], "a.jsonl")
+    assert report.counts["dropped"] == {"bad_schema": 3} and report.counts["train"] + report.counts["held_out"] == 20
+    assert "the chat template of this older workspace has no place for them" in report.counts["examples"]["bad_schema"]
