@@ -383,7 +383,7 @@ def test_an_older_workspace_drops_such_rows_and_says_why(
     ingest([{"text": prose(n)} for n in range(20)], "first.jsonl")
     (workspace.tokenizer / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
     plain = [
-        {"messages": [ASKED | {"content": prose(n, 20)}, SAID | {"content": prose(100 + n, 20)}]} for n in range(20)
+        {"messages": [ASKED | {"content": prose(6000 + n, 20)}, SAID | {"content": prose(7000 + n, 20)}]} for n in range(20)
     ]
     report = ingest([*chats(0, 3), *plain], "a.jsonl")
     assert report.counts["dropped"] == {"bad_schema": 3} and report.counts["train"] + report.counts["held_out"] == 20
