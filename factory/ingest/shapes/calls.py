@@ -80,7 +80,8 @@ def before_tools(system: str) -> str:
 
 def lists_itself(system: str, tools: Sequence[Tool]) -> bool:
     """Does a system turn list all of these tools already, as the rows of Hermes' function calling do?"""
-    return "<tools>" in system and all(tool.name in system for tool in tools)
+    listed = system.partition("<tools>")[2].rpartition("</tools>")[0]
+    return all(f'"{tool.name}"' in listed or f"'{tool.name}'" in listed for tool in tools)
 
 
 def read_tools(name: str, value: Any) -> list[Tool]:

@@ -120,7 +120,7 @@ class FieldMapping(StrictPolicy):
     synthetic_by: ColumnOrConstant | None = None
     """Which model wrote it."""
     ignore: list[Meaningful] = []
-    """Fields of a chat that the template does not show, and for which a row is refused: they are dropped, and the words stay."""
+    """Fields of a chat that mean something (tools, reasoning, images …) and that are dropped all the same: the words stay."""
 
     @model_validator(mode="after")
     def _one_content(self) -> FieldMapping:

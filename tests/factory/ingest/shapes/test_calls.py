@@ -181,6 +181,15 @@ def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, 
     assert notes.said == {"tools are listed in the system turn (<tools>)"} and not notes.unread
 
 
+@pytest.mark.parametrize(
+    "system",
+    ["Use get_weather.", "<tools> of get_weather", "<tools>[]</tools> get_weather", "<tools>['other']</tools>"],
+)
+def test_a_system_message_that_only_names_a_tool_does_not_list_it(system: str) -> None:
+    said, _ = turns_of({"messages": [SYSTEM | {"content": system}, ASKED, SAID], "tools": [WEATHER]})
+    assert said[0]["content"].startswith(f"{system}\n\n# Tools") and "naïve ☃" in said[0]["content"] and len(said) == 3
+
+
 def test_what_was_written_is_what_the_parsers_of_servers_read_back(tokenizer: Tokenizer) -> None:
     """vLLM's parser 'hermes' takes what is between the tags as JSON."""
     said, _ = turns_of({"messages": [ASKED, CALLS, *RESULTS, SAID]})
@@ -383,7 +392,8 @@ def test_an_older_workspace_drops_such_rows_and_says_why(
     ingest([{"text": prose(n)} for n in range(20)], "first.jsonl")
     (workspace.tokenizer / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
     plain = [
-        {"messages": [ASKED | {"content": prose(6000 + n, 20)}, SAID | {"content": prose(7000 + n, 20)}]} for n in range(20)
+        {"messages": [ASKED | {"content": prose(6000 + n, 20)}, SAID | {"content": prose(7000 + n, 20)}]}
+        for n in range(20)
     ]
     report = ingest([*chats(0, 3), *plain], "a.jsonl")
     assert report.counts["dropped"] == {"bad_schema": 3} and report.counts["train"] + report.counts["held_out"] == 20
