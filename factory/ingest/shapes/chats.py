@@ -58,6 +58,9 @@ Meaningful = Literal[
 MEANINGFUL: frozenset[str] = frozenset(get_args(Meaningful))
 _OF_MESSAGES = MEANINGFUL - {"label"}
 _OF_ROWS = MEANINGFUL - {"name"}
+_OF_MANY = frozenset(
+    {"messages", "conversations", "conversation", "chosen"}
+)  # beside them a row's reasoning may be anybody's
 _READ = frozenset({"role", "content", "from", "value", "weight", "train", "training"})
 
 Turn = dict[str, Any]  # {"role": str, "content": str}, and {"weight": 0} of an answer that carries no loss
@@ -117,9 +120,23 @@ def refuse(notes: Notes) -> None:
 
 def look_beside(row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: Notes) -> None:
     """The fields of a row that hold a chat: those that mean something for it are refused or, where a person said so, ignored."""
-    for name in _OF_ROWS.difference(TOOLS).intersection(row).difference(read):
+    for name in sorted(_OF_ROWS.difference(TOOLS).intersection(row).difference(read)):
         if _says_something(name, row[name]):
             _refused_or_ignored(name, ignore, notes)
+
+
+def thinking(
+    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
+) -> list[Turn]:
+    """The chat of a row that is one question and its answer, with the row's reasoning before that. Raises: BadRow 'bad_schema'."""
+    names = [name for name in REASONING if name in row and name not in read and _says_something(name, row[name])]
+    names = [name for name in names if name not in ignore and not notes.plain]
+    last, answers = said[-1], [turn for turn in said if turn["role"] == "assistant"]
+    if not names or answers != [last] or _OF_MANY & read:
+        return said
+    read.update(names)
+    reasoning = _reasoning("the row", row, names, last["content"], notes)
+    return [*said[:-1], last | {"content": spoken(last["content"], reasoning, [])}]
 
 
 def offering(
@@ -163,7 +180,8 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, await
     if role != "tool":
         awaited.clear()
     where = f"message {place}"
-    reasoning = read_reasoning(where, message, [name for name in REASONING if name in shown])
+    names = [name for name in REASONING if name in shown]
+    reasoning = _reasoning(where, message, names, content or "", notes)
     calls = [call for name in CALLS if name in shown for call in read_calls(f"{where}: {name!r}", message[name])]
     if content is None and not (reasoning or calls):
         if ignored or notes.refused:  # all that it says is a call: dropped by the person's word, or refused later
@@ -171,17 +189,23 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, await
         raise BadRow("bad_schema", f"message {place}: content is not a string")
     if all(name in shown for name in CALLS) or calls and "<tool_call>" in (content or ""):
         raise BadRow("bad_schema", f"{where} says its calls twice; 'ignore' one of the fields")
-    if reasoning and (content or "").lstrip().startswith("<think>"):
-        raise BadRow(
-            "bad_schema", f"{where}: its content begins with '<think>', and a field has reasoning too: 'ignore' that"
-        )
     if calls:
         notes.said.add("calls of tools are written into the assistant's turn (<tool_call>)")
-    if reasoning:
-        notes.said.add("reasoning is written before the answer (<think>)")
     awaited += calls
     turn: Turn = {"role": role, "content": spoken(content or "", reasoning, calls)}
     return turn | {"weight": 0} if _weighs_nothing(place, role, message, notes) else turn
+
+
+def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content: str, notes: Notes) -> str:
+    """What an answer thinks; empty without a field for it. Raises: BadRow 'bad_schema'."""
+    reasoning = read_reasoning(where, holder, names)
+    if reasoning and content.lstrip().startswith("<think>"):
+        raise BadRow(
+            "bad_schema", f"{where}: the content begins with '<think>', and a field has reasoning too: 'ignore' that"
+        )
+    if reasoning:
+        notes.said.add("reasoning is written before the answer (<think>)")
+    return reasoning
 
 
 def _fields(
