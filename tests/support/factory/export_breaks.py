@@ -96,7 +96,9 @@ def texts_without_bos(export: Path) -> None:
 
 DEFUSED = " | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
 CONTENT = "ns.text | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
-ROLE = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if message['role'] not") : CHAT_TEMPLATE.index("{%- set ns.text = message")]
+ROLE = CHAT_TEMPLATE[
+    CHAT_TEMPLATE.index("{%- if message['role'] not") : CHAT_TEMPLATE.index("{%- set ns.text = message")
+]
 BOS, FIRST = CHAT_TEMPLATE.split("\n")[0], "{%- for message in messages -%}"
 FOR = "{%- for message in messages if message['role'] != 'system' -%}"
 # break → (its own check, what else cannot pass then, how)
