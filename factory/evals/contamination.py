@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import Check
+from factory.ingest.shapes.calls import before_tools
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import FATE
@@ -34,8 +35,10 @@ def contamination_checks(
     ledger: Ledger, tokenizer: Tokenizer, shards: Sequence[TokenShard], policy: EvalPolicy
 ) -> list[Check]:
     """Both checks of what a candidate was trained on."""
-    held = dict(_held_out_tokens(ledger, tokenizer))
-    return [_same_hashes(ledger), shared_tokens(held, shards, policy.contamination_ngram, policy.contamination_overlap)]
+    found = list(_held_out_tokens(ledger, tokenizer))
+    held, skipped = {key: ids for key, ids, _ in found}, {key: tools for key, _, tools in found}
+    size, limit = policy.contamination_ngram, policy.contamination_overlap
+    return [_same_hashes(ledger), shared_tokens(held, shards, size, limit, skipped)]
 
 
 def _same_hashes(ledger: Ledger) -> Check:
@@ -51,15 +54,18 @@ def _same_hashes(ledger: Ledger) -> Check:
     return Check("no_held_out_in_training", not found, words)
 
 
-def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens]]:
-    """(key, ids from BOS to the end token) of every held-out document."""
+def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens, int]]:
+    """(key, ids from BOS to the end token, how many of the first are a system turn that lists tools) of every held-out document."""
     h, d = held_out.c, documents.c
     living = sa.select(h.key, h.content).join(documents, d.key == h.key).where(d.fate != FATE).order_by(h.key)
     for row in ledger.rows(living):
         content = row["content"]
         messages = content.get("messages")
         ids, _ = tokenizer.encode_messages(messages) if messages else tokenizer.encode_text(content["text"][:LONGEST])
-        yield row["key"], ids.astype(np.int64)
+        tools = 0
+        if messages and before_tools(messages[0]["content"]) != messages[0]["content"]:
+            tools = int(np.flatnonzero(ids == tokenizer.stop_token)[0])
+        yield row["key"], ids.astype(np.int64), tools
 
 
 @dataclass
@@ -72,10 +78,16 @@ class _Found:
     seen: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # of each wanted run's hash
 
 
-def shared_tokens(held: dict[str, Tokens], shards: Sequence[TokenShard], size: int, limit: float) -> Check:
+def shared_tokens(
+    held: dict[str, Tokens],
+    shards: Sequence[TokenShard],
+    size: int,
+    limit: float,
+    skipped: Mapping[str, int] | None = None,
+) -> Check:
     """``held``: ids of each held-out document by key. A document is contaminated when a training document has the same ids, or when more than
-    ``limit`` of its runs of ``size`` tokens stand in the shards."""
-    runs = {key: hashed_runs(ids, size) for key, ids in held.items()}
+    ``limit`` of its runs of ``size`` tokens stand in the shards; ``skipped``: but for its first ones, of tools, which many chats share."""
+    runs = {key: hashed_runs(ids[(skipped or {}).get(key, 0) :], size) for key, ids in held.items()}
     wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *runs.values()]))
     found = _Found(seen=np.zeros(len(wanted), bool))
     for shard in shards:

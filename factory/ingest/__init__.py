@@ -15,5 +15,6 @@
 ``index``                          what the ledger knows of earlier shards
 ``decide``                         duplicates, held-out split, contamination: decisions over the whole shard
 ``tokenizer`` ``vocabulary``       the tokenizer; its one training
+``chat_template``                  what exports are served with: the tokenizer's chats, in Jinja
 ``store``                          the ledger rows, in one transaction
 """

@@ -45,7 +45,7 @@ from factory.ingest.rules.claims import CONFLICT
 from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.told import Told, missing_columns, refuse_missing_columns
-from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish, look_at
 from factory.ledger.files import FILED
@@ -190,7 +190,7 @@ def _run(
     whole: Callable[[], Iterator[RawRow]] | None,
     progress: Progress,
 ) -> Ingested | ShardProblem:
-    job = IngestJob(policy, spool, sha256[:16], path.name)
+    job = IngestJob(policy, spool, sha256[:16], path.name, not shows_calls(workspace.tokenizer))
     told = Told()
     analysed: list[Analysed] = []
     try:

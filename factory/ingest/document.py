@@ -13,6 +13,7 @@ from typing import Any
 from factory.core.errors import InputError
 from factory.ingest.rules.split import facts_of
 from factory.ingest.shapes.bad_row import BadRow as BadRow
+from factory.ingest.shapes.calls import before_tools
 from factory.ingest.shapes.chats import ROLES as ROLES
 from factory.ingest.shapes.chats import Notes, carries_loss
 from factory.ingest.shapes.mapping import FieldMapping
@@ -185,8 +186,16 @@ def normalise(content: Content, *, code: bool) -> Content:
 
 
 def flat(content: Content) -> str:
-    """All words of a document as one text, for hashes of words and filters."""
+    """All words of a document as one text, for filters and the vocabulary."""
     return content["text"] if "text" in content else "\n".join(m["content"] for m in content["messages"])
+
+
+def compared(content: Content) -> str:
+    """The words by which documents are compared with others: of a chat not the list of tools, which many share and nobody learns."""
+    if "messages" not in content or content["messages"][0]["role"] != "system":
+        return flat(content)
+    first, *others = content["messages"]
+    return flat({"messages": [first | {"content": before_tools(first["content"])}, *others]})
 
 
 def content_sha256(content: Content) -> str:

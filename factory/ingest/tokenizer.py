@@ -19,7 +19,7 @@ too. tokenizer.json says so to other programs, in its post-processor; a tokenize
 
 A document cannot produce special tokens: the string ``<|im_end|>`` inside text or a message is encoded as ordinary
 characters here, and the exported chat template breaks it with a blank (``<| im_end|>``), because other programs match
-special tokens in the rendered string. Roles that could spell them are refused there.
+special tokens in the rendered string. Roles that could spell them are refused there (``chat_template``).
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from factory.core.errors import InputError
+from factory.ingest.chat_template import (
+    CHAT_TEMPLATE,
+    OLDER_TEMPLATES,
+    PLAIN_TEMPLATE,
+    PLAIN_WITHOUT_BOS,
+    TEMPLATE_WITHOUT_BOS,
+)
 from factory.ingest.document import Content
 from factory.ingest.shapes.chats import carries_loss, turn_of
 from kernels.contract.files import write_atomically
@@ -50,27 +57,6 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-# A role is written down as it comes, so only those of training documents may come: another could spell special tokens.
-_ROLE_CHECK = (
-    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}\n"
-    "{{- raise_exception('role: expected system, user, assistant or tool') -}}\n"
-    "{%- endif -%}\n"
-)
-_FOR_EACH = "{%- for message in messages -%}\n"
-_TURNS = (
-    "{{- '<|im_start|>' + message['role'] + '\\n' -}}\n"
-    "{{- message['content'] | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>') -}}\n"
-    "{{- '<|im_end|>\\n' -}}\n"
-    "{%- endfor -%}\n"
-    "{%- if add_generation_prompt -%}\n"
-    "{{- '<|im_start|>assistant\\n' -}}\n"
-    "{%- endif -%}\n"
-)
-_BOS = "{{- '<|endoftext|>' -}}\n"
-CHAT_TEMPLATE = _BOS + _FOR_EACH + _ROLE_CHECK + _TURNS
-TEMPLATE_WITHOUT_BOS = _FOR_EACH + _ROLE_CHECK + _TURNS
-OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers without BOS: the same ids, for any role
 
 # The same pattern for ASCII text, in the standard library's regex: without letters, digits or blanks beyond ASCII the two
 # agree, and a table of known pieces then makes encoding three times as fast (4 instead of 1.5 MB/s on a core).
@@ -166,8 +152,10 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """This factory's template, as it must be for this tokenizer."""
-        return CHAT_TEMPLATE if self.bos else TEMPLATE_WITHOUT_BOS
+        """This factory's template, as it must be for this tokenizer: an older one, where it was frozen with that."""
+        if shows_calls(self.folder):
+            return CHAT_TEMPLATE if self.bos else TEMPLATE_WITHOUT_BOS
+        return PLAIN_TEMPLATE if self.bos else PLAIN_WITHOUT_BOS
 
     @property
     def bos_token(self) -> int | None:
@@ -219,7 +207,7 @@ class Tokenizer:
         return {"messages": [turn_of(role, content, bool(learned)) for role, content, learned in turns]}
 
     def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
-        """Copy the files that transformers and vLLM need into an export folder, with this factory's chat template, and name BOS in its
+        """Copy the files that transformers and vLLM need into an export folder, with the tokenizer's ``chat_template``, and name BOS in its
         config.json: the trainer, which writes that, knows no tokenizer.
 
         ``as_it_was``: with the template that the tokenizer was trained with, for an older export that is made again.
@@ -337,6 +325,16 @@ def write_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
     write_atomically(folder / "special_tokens_map.json", json.dumps(names, indent=1))
     write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=1))
     write_atomically(folder / "tokenizer.json", tokenizer)
+
+
+def shows_calls(folder: Path) -> bool:
+    """Does the template of a tokenizer's folder write tools, calls of them and reasoning as ingest does? One that is not there yet will."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8") in (CHAT_TEMPLATE, TEMPLATE_WITHOUT_BOS)
+    except FileNotFoundError:
+        return True
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _shown(ids: list[int]) -> str:

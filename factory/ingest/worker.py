@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agents.core.untrusted import one_line
-from factory.ingest.document import Content, Row, content_sha256, flat, normalise, parse_document, parse_json
+from factory.ingest.document import Content, Row, compared, content_sha256, flat, normalise, parse_document, parse_json
 from factory.ingest.reading.rows import BadRow, Origin, RawRow, take_origin
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
@@ -47,6 +47,7 @@ class IngestJob:
     spool: Path
     prefix: str  # of the keys: the first 16 hex digits of the shard's SHA-256
     name: str  # of the file, by which its columns are mapped
+    plain: bool  # the tokenizer was frozen with a chat template that shows no tools, calls or reasoning
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,11 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
         row = Row(number, key, key, "unknown")
         rows.append(row)
         try:
-            content = read_row(job.policy, row, raw, job.name, told)
+            content = read_row(job.policy, row, raw, job.name, told, job.plain)
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
-        words = word_hashes(flat(content))
+        words = word_hashes(compared(content))
         assert row.content_sha256
         shingles.append(near_dup.shingles(words, bytes.fromhex(row.content_sha256)))
         grams.append(decontaminate.ngrams(words, job.policy.decontamination.ngram))
@@ -124,10 +125,10 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
     return Analysed(chunk, rows, alive, near_dup.signatures(shingles), lengths, told)
 
 
-def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told) -> Content:
-    """Validate, normalise, filter and redact one row of a file, filling in ``row`` and ``told``. Raises: BadRow."""
+def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, plain: bool = False) -> Content:
+    """Validate, normalise, filter and redact one row of a file, filling in ``row`` and ``told``. ``plain``: as in a job. Raises: BadRow."""
     decoded, origin, mapping = _looked_at(policy, raw, file, told)
-    notes, read = Notes(), {*READ}
+    notes, read = Notes(plain), {*READ}
     if mapping:
         columns = [path for _, value in mapping[1].values() for path in value.columns]
         read |= {*columns, *(path.partition(".")[0] for path in columns)}
@@ -220,7 +221,7 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
         return Finished(task.place, dropped=("no_round_trip", "the tokenizer does not give the same text back"))
     if task.held_out:
         return Finished(task.place, tokens, mask, content=content)
-    sampled = winnow(decontaminate.ngrams(word_hashes(flat(content)), rules.ngram), rules.sample_window)
+    sampled = winnow(decontaminate.ngrams(word_hashes(compared(content)), rules.ngram), rules.sample_window)
     return Finished(task.place, tokens, mask, sampled, trimmed)
 
 

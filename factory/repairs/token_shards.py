@@ -28,7 +28,7 @@ from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
 from factory.ingest.rules.held_tasks import HELD, task_prefix
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, record
@@ -194,7 +194,7 @@ def _documents(
     wanted = {
         row["key"] for row in ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
     } - {f"{shard[:16]}:{row}" for row in erased}
-    job = IngestJob(policy, folder / "spool", shard[:16], name)
+    job = IngestJob(policy, folder / "spool", shard[:16], name, not shows_calls(workspace.tokenizer))
     known = _held_out_then(ledger, shard)
     with progress.task(f"{name}: tokenise again", total=len(wanted)) as task:
         for chunk in chunks(read_rows(folder / name, policy.limits), policy):

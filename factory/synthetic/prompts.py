@@ -9,6 +9,7 @@ from typing import Any
 from factory.core.errors import InputError
 from factory.ingest.document import BadRow, Content, parse_document, parse_json
 from factory.ingest.rules.policy import Licences
+from factory.ingest.shapes.calls import TOOLS
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 LONGEST = 1 << 20  # bytes of a line
@@ -84,6 +85,7 @@ def _prompt(line: bytes, as_json: bool, default_domain: str) -> Prompt:
     whole = {key: row.get(key) for key in ("domain", "source", "license")}
     if messages is not None:
         whole["messages"] = [*messages, ANSWER] if isinstance(messages, list) and messages else messages
+        whole |= {name: row[name] for name in TOOLS if name in row}  # listed in the system turn, as in training
     elif isinstance(text, str) and text.strip():
         whole["text"] = text
     else:

@@ -3,8 +3,9 @@
     >>> turns([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}], frozenset(), Notes())
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello', 'weight': 0}]
 
-The template has a place for a role and a text. What else a message says (calls of tools, reasoning, names, images) would be dropped in silence,
-so the row is refused, and names the field; ``ignore`` in ``data.yaml: fields`` is the person's word to drop it.
+The template has a place for a role and a text, and writes tools, calls of them and reasoning as text (``calls``): so does this. What else a message
+says (names, images) would be dropped in silence, so the row is refused, and names the field; ``ignore`` in ``data.yaml: fields`` is the person's word
+to drop it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from factory.ingest.shapes.bad_row import BadRow
+from factory.ingest.shapes.calls import (
+    CALLS,
+    REASONING,
+    TOOLS,
+    Call,
+    lists_itself,
+    read_calls,
+    read_reasoning,
+    read_tools,
+    spoken,
+    with_tools,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -30,17 +43,24 @@ _ROLE_OF = {
     "model": "assistant",
     "observation": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
 }
+_CALLING = ("function_call", "tool_call")  # ShareGPT's roles of turns whose value is a call
 _TEXT_PARTS = ("text", "input_text", "output_text")  # of content in parts: chat completions, and OpenAI's responses
 
-# Fields of a message or a row that mean something to a reader of the chat, and that the template does not show.
+# Fields of a message or a row that mean something to a reader of the chat: they are shown, or refused.
 Meaningful = Literal[
-    "tools", "functions", "tool_calls", "function_call", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking",
+    "tools", "functions", "tool_calls", "function_call", "function_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking",
     "refusal", "audio", "audios", "image", "images", "video", "videos", "documents", "label", "train_detail",
 ]  # fmt: skip
 MEANINGFUL: frozenset[str] = frozenset(get_args(Meaningful))
 _OF_MESSAGES = MEANINGFUL - {"label"}
 _OF_ROWS = MEANINGFUL - {"name"}
+_OF_MANY = frozenset(
+    {"messages", "conversations", "conversation", "chosen"}
+)  # beside them a row's reasoning may be anybody's
 _READ = frozenset({"role", "content", "from", "value", "weight", "train", "training"})
 
 Turn = dict[str, Any]  # {"role": str, "content": str}, and {"weight": 0} of an answer that carries no loss
@@ -49,8 +69,9 @@ Turn = dict[str, Any]  # {"role": str, "content": str}, and {"weight": 0} of an 
 @dataclass
 class Notes:
     """What was found in a row beside its words. ``said``: sentences for a person; ``unread``: fields that nothing reads; ``refused``: those
-    with a meaning that has no place in the template."""
+    with a meaning that has no place in the template. ``plain``: that is an older one, which shows roles and texts alone."""
 
+    plain: bool = False
     said: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
@@ -79,29 +100,68 @@ def turns(messages: Any, ignore: Collection[str], notes: Notes) -> list[Turn]:
     """A list of messages. Raises: BadRow 'bad_schema'. Fields that cannot be shown are added to ``notes.refused``."""
     if not isinstance(messages, list | tuple) or not messages:
         raise BadRow("bad_schema", "'messages' is not a list of messages")
-    return [_turn(place, message, ignore, notes) for place, message in enumerate(messages)]
+    awaited: list[Call] = []  # calls of the turn before, whose results come next, in their order
+    return [_turn(place, message, ignore, notes, awaited) for place, message in enumerate(messages)]
 
 
 def refuse(notes: Notes) -> None:
     """Raises: BadRow where a field has a meaning that no document can hold."""
     if notes.refused:
         named = sorted(notes.refused)
+        them = "it" if len(named) == 1 else "them"
+        older = notes.plain and any(name in (*TOOLS, *CALLS, *REASONING, "tool_call_id") for name in named)
         raise BadRow(
             "bad_schema",
-            f"{', '.join(map(repr, named))}: the chat template has no place for "
-            f"{'it' if len(named) == 1 else 'them'}; 'ignore: [{', '.join(named)}]' under 'fields' in data.yaml drops "
-            f"{'it' if len(named) == 1 else 'them'} and keeps the words",
+            f"{', '.join(map(repr, named))}: the chat template {'of this older workspace ' if older else ''}has no place for {them}"
+            f"{' (a new workspace has)' if older else ''}; 'ignore: [{', '.join(named)}]' under 'fields' in data.yaml drops {them} and "
+            "keeps the words",
         )
 
 
 def look_beside(row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: Notes) -> None:
     """The fields of a row that hold a chat: those that mean something for it are refused or, where a person said so, ignored."""
-    for name in _OF_ROWS.intersection(row).difference(read):
+    for name in sorted(_OF_ROWS.difference(TOOLS).intersection(row).difference(read)):
         if _says_something(name, row[name]):
             _refused_or_ignored(name, ignore, notes)
 
 
-def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes) -> Turn:
+def thinking(
+    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
+) -> list[Turn]:
+    """The chat of a row that is one question and its answer, with the row's reasoning before that. Raises: BadRow 'bad_schema'."""
+    names = [name for name in REASONING if name in row and name not in read and _says_something(name, row[name])]
+    names = [name for name in names if name not in ignore and not notes.plain]
+    last, answers = said[-1], [turn for turn in said if turn["role"] == "assistant"]
+    if not names or answers != [last] or _OF_MANY & read:
+        return said
+    read.update(names)
+    reasoning = _reasoning("the row", row, names, last["content"], notes)
+    return [*said[:-1], last | {"content": spoken(last["content"], reasoning, [])}]
+
+
+def offering(
+    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
+) -> list[Turn]:
+    """The chat of a row, with its tools in the system turn. Raises: BadRow 'bad_schema'."""
+    found = [name for name in TOOLS if name in row and name not in read and _says_something(name, row[name])]
+    read.update(TOOLS)
+    for name in [name for name in found if notes.plain or name in ignore]:
+        _refused_or_ignored(name, ignore, notes)
+        found.remove(name)
+    if not found:
+        return said
+    if len(found) > 1:
+        raise BadRow("bad_schema", f"{' and '.join(map(repr, found))} both list tools; 'ignore' one of them")
+    tools = read_tools(found[0], row[found[0]])
+    system, others = ("", said) if said[0]["role"] != "system" else (said[0]["content"], said[1:])
+    if lists_itself(system, tools):
+        notes.said.add(f"{found[0]!r} is not written again: the system turn lists the tools itself")
+        return said
+    notes.said.add("tools are listed in the system turn (<tools>)")
+    return [{"role": "system", "content": with_tools(system, tools)}, *others]
+
+
+def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, awaited: list[Call]) -> Turn:
     if not isinstance(message, dict):
         raise BadRow("bad_schema", f"message {place} is not an object")
     named = message.get("role", message.get("from"))
@@ -112,21 +172,77 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes) -> Tu
         )
     if named == "developer":
         notes.said.add("the role 'developer' is read as 'system'")
-    called = False
-    for name in message.keys() - _READ:
-        if name not in _OF_MESSAGES:
-            if message[name] is not None:
-                notes.unread.add(f"messages.{name}"[:80])
-        elif _says_something(name, message[name]):
-            _refused_or_ignored(name, ignore, notes)
-            called = called or name in ("tool_calls", "function_call")
+    if named in _CALLING:
+        call = message.get("content", message.get("value"))
+        message = {**message, "content": None, "function_call": call if _says_something("", call) else [{}]}
+    shown, ignored = _fields(role, message, ignore, notes, awaited)
     content = _text(place, message.get("content", message.get("value")), notes)
-    if content is None and called:  # all that it says is a call: refused, or dropped by the person's word
-        return {"role": role, "content": "", "weight": 0}
-    if content is None:
+    if role != "tool":
+        awaited.clear()
+    where = f"message {place}"
+    names = [name for name in REASONING if name in shown]
+    reasoning = _reasoning(where, message, names, content or "", notes)
+    calls = [call for name in CALLS if name in shown for call in read_calls(f"{where}: {name!r}", message[name])]
+    if content is None and not (reasoning or calls):
+        if ignored or notes.refused:  # all that it says is a call: dropped by the person's word, or refused later
+            return {"role": role, "content": "", "weight": 0}
         raise BadRow("bad_schema", f"message {place}: content is not a string")
-    turn: Turn = {"role": role, "content": content}
+    if all(name in shown for name in CALLS) or calls and "<tool_call>" in (content or ""):
+        raise BadRow("bad_schema", f"{where} says its calls twice; 'ignore' one of the fields")
+    if calls:
+        notes.said.add("calls of tools are written into the assistant's turn (<tool_call>)")
+    awaited += calls
+    turn: Turn = {"role": role, "content": spoken(content or "", reasoning, calls)}
     return turn | {"weight": 0} if _weighs_nothing(place, role, message, notes) else turn
+
+
+def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content: str, notes: Notes) -> str:
+    """What an answer thinks; empty without a field for it. Raises: BadRow 'bad_schema'."""
+    reasoning = read_reasoning(where, holder, names)
+    if reasoning and content.lstrip().startswith("<think>"):
+        raise BadRow(
+            "bad_schema", f"{where}: the content begins with '<think>', and a field has reasoning too: 'ignore' that"
+        )
+    if reasoning:
+        notes.said.add("reasoning is written before the answer (<think>)")
+    return reasoning
+
+
+def _fields(
+    role: str, message: dict[str, Any], ignore: Collection[str], notes: Notes, awaited: list[Call]
+) -> tuple[set[str], bool]:
+    """What of a message is shown beside its content, and whether a call of it is ignored; the others are refused.
+
+    Raises: BadRow for a result that stands in another place than its call.
+    """
+    shown: set[str] = set()
+    ignored = False
+    answers = awaited.pop(0) if role == "tool" and awaited else None
+    for name in message.keys() - _READ:
+        value = message[name]
+        if name not in _OF_MESSAGES:
+            if value is not None:
+                notes.unread.add(f"messages.{name}"[:80])
+            continue
+        if not _says_something(name, value):
+            continue
+        if name not in ignore and not notes.plain:
+            if role == "assistant" and name in (*CALLS, *REASONING):
+                shown.add(name)
+                continue
+            if answers and name == "tool_call_id":  # the template shows no ids: a result is told by its place
+                if answers.id not in (None, value):
+                    raise BadRow(
+                        "bad_schema",
+                        f"a result of the call {str(value)[:40]!r} stands where that of {str(answers.id)[:40]!r} does: results are "
+                        "told by the order of the calls",
+                    )
+                continue
+            if answers and name == "name" and value == answers.name:
+                continue
+        ignored = ignored or name in CALLS and name in ignore
+        _refused_or_ignored(name, ignore, notes)
+    return shown, ignored
 
 
 def _text(place: int, content: Any, notes: Notes) -> str | None:

@@ -120,7 +120,7 @@ class FieldMapping(StrictPolicy):
     synthetic_by: ColumnOrConstant | None = None
     """Which model wrote it."""
     ignore: list[Meaningful] = []
-    """Fields of a chat that the template cannot show. A row that has one is refused; one named here is dropped, and the texts stay."""
+    """Fields of a chat with a meaning (tools, reasoning, images …) that are dropped all the same; the texts stay."""
 
     @model_validator(mode="after")
     def _one_content(self) -> FieldMapping:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from factory.ingest.shapes.bad_row import BadRow
-from factory.ingest.shapes.chats import Notes, Turn, carries_loss, look_beside, refuse, turns
+from factory.ingest.shapes.chats import Notes, Turn, carries_loss, look_beside, offering, refuse, thinking, turns
 from factory.ingest.shapes.mapping import NAMES, FieldMapping, read
 
 Shape = Callable[[dict[str, Any], frozenset[str], Notes], "Content | None"]
@@ -39,7 +39,9 @@ def as_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[st
     ignore = frozenset(mapping.ignore if mapping else ())
     kind, value, used = (mapping and _mapped(row, mapping, ignore, notes)) or _recognised(row, ignore, notes)
     if kind == "messages":
+        value = thinking(row, used, value, ignore, notes)
         look_beside(row, used, ignore, notes)
+        value = offering(row, used, value, ignore, notes)
         refuse(notes)
         if not any(map(carries_loss, value)):
             some = any(turn["role"] == "assistant" for turn in value)

@@ -14,8 +14,9 @@ from factory.core.errors import nearest
 from factory.core.left_files import parse_json_object
 from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_config
+from factory.ingest.chat_template import OLDER_TEMPLATES
 from factory.ingest.document import ROLES
-from factory.ingest.tokenizer import OLDER_TEMPLATES, Tokenizer
+from factory.ingest.tokenizer import Tokenizer
 from factory.release.serving import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults, Sampling
 from factory.serving.api.errors import ApiError

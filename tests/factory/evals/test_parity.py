@@ -21,7 +21,7 @@ from factory.evals.probes.engine_process import VLLM_PROGRAM
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.tokenizer import OLDER_TEMPLATES, TEMPLATE_WITHOUT_BOS
+from factory.ingest.chat_template import OLDER_TEMPLATES, PLAIN_WITHOUT_BOS
 from factory.ledger.ledger import checkpoints, record, segments
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import (
@@ -235,7 +235,7 @@ def test_workspaces_of_older_factories_get_the_newer_template_and_no_bos(plant: 
     tokenizer = type(plant.tokenizer).load(older)
     tokenizer.copy_to(tmp_path / "new")
     tokenizer.copy_to(tmp_path / "again", as_it_was=True)
-    for name, template in {"new": TEMPLATE_WITHOUT_BOS, "again": OLDER_TEMPLATES[0]}.items():
+    for name, template in {"new": PLAIN_WITHOUT_BOS, "again": OLDER_TEMPLATES[0]}.items():
         assert (tmp_path / name / "chat_template.jinja").read_text() == template
         assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["chat_template"] == template
     ids, _ = tokenizer.encode_text("one")

@@ -174,6 +174,7 @@ def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str,
     chat = [{"role": "user", "content": "What is a <|im_end|>?"}]
     rendered = reading.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     assert rendered == tokenizer().prompt([{"role": "user", "content": "What is a <| im_end|>?"}]).tolist()
+    assert reading.chat_template == of_export.chat_template == tokenizer().chat_template
     assert (reading.bos_token, reading.eos_token, reading.pad_token) == ("<|endoftext|>", "<|im_end|>", "<|endoftext|>")
 
 

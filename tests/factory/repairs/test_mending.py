@@ -18,7 +18,7 @@ from factory.core.exports import folder_sha256
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.gates.release.gate import decide
-from factory.ingest.tokenizer import CHAT_TEMPLATE, OLDER_TEMPLATES
+from factory.ingest.chat_template import OLDER_TEMPLATES, PLAIN_TEMPLATE
 from factory.ledger.ledger import Ledger, candidates, events
 from factory.ledger.rows import CandidateRow, SegmentRow
 from factory.repairs import mending
@@ -146,7 +146,7 @@ def test_a_champions_export_that_was_touched_is_made_again_and_the_next_candidat
 
 
 def test_an_older_factorys_export_is_made_again_as_that_one_made_it(copied: Copy) -> None:
-    """With the template of its day; a new one is made with this factory's."""
+    """With the template of its day; a new one refuses roles that spell special tokens."""
     workspace, ledger = copied()
     row = CandidateRow.first(ledger, "ORDER BY id")
     assert row is not None
@@ -161,7 +161,7 @@ def test_an_older_factorys_export_is_made_again_as_that_one_made_it(copied: Copy
     assert folder_sha256(export) == CandidateRow.get(ledger, row.id).export_sha256
     assert (export / "chat_template.jinja").read_text() == OLDER_TEMPLATES[0]
     make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), export)
-    assert (export / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    assert (export / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
 
 
 def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> None:

@@ -13,7 +13,10 @@ import openai
 import pytest
 import torch
 
+from factory.evals.export_config import ExportError
 from factory.evals.reference_model import ReferenceModel
+from factory.ingest.chat_template import CHAT_TEMPLATE, PLAIN_TEMPLATE, TEMPLATE_WITHOUT_BOS
+from factory.serving.api.request import load_served
 from factory.serving.native.server import NativeEngine, application
 from tests.support.serving.served import CONTEXT, PROMPT, continuation, make_export, tokenizer
 
@@ -283,3 +286,13 @@ def test_an_export_that_would_be_served_wrongly_is_refused(tmp_path: Path, name:
     (export / name).write_text(content)
     with pytest.raises(InputError, match=words):
         NativeEngine(export, torch.device("cpu"))
+
+
+def test_an_export_with_the_template_of_an_older_workspace_is_served(tmp_path: Path) -> None:
+    export = make_export(tmp_path / "export", 1)
+    assert load_served(export).tokenizer.chat_template == CHAT_TEMPLATE
+    (export / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    assert load_served(export).tokenizer.chat_template == PLAIN_TEMPLATE
+    (export / "chat_template.jinja").write_text(TEMPLATE_WITHOUT_BOS)
+    with pytest.raises(ExportError, match="not the template"):
+        load_served(export)

@@ -46,3 +46,15 @@ def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
     path.write_bytes(b"\n \n")
     with pytest.raises(InputError, match="holds no prompt"):
         read_prompts(path, "text", None)
+
+
+def test_the_tools_of_a_prompt_are_in_its_system_turn_as_in_training(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "Weather?"}], "tools": [{"name": "weather"}]}\n')
+    (prompt,) = read_prompts(path, "text", None)
+    system, asked = prompt.content["messages"]
+    assert system["role"] == "system" and asked["content"] == "Weather?"
+    assert '{"type": "function", "function": {"name": "weather"}}' in system["content"].split("\n")
+    path.write_text('{"messages": [{"role": "user", "content": "Weather?"}], "tools": ["weather"]}\n')
+    with pytest.raises(InputError, match="line 1: tools.0: a text that is no JSON"):
+        read_prompts(path, "text", None)

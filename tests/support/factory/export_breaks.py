@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from factory.ingest.tokenizer import CHAT_TEMPLATE
+from factory.ingest.chat_template import CHAT_TEMPLATE
 from tests.support.factory.exports import VOCAB
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with
@@ -94,10 +94,13 @@ def texts_without_bos(export: Path) -> None:
     in_json("tokenizer_config.json", add_bos_token=False)(export)
 
 
-CONTENT = "message['content'] | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
-ROLE = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if message") : CHAT_TEMPLATE.index("{{- '<|im_start|>'")]
-(BOS, FIRST), FOR = CHAT_TEMPLATE.split("\n")[:2], "{%- for message in messages if message['role'] != 'system' -%}"
-TOOLS = "{%- if tools -%}{{- '<|im_start|>system\\n' + tools | tojson -}}{%- endif -%}"
+DEFUSED = " | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
+CONTENT = "ns.text | replace('<|im_', '<| im_') | replace('<|endoftext|>', '<| endoftext|>')"
+ROLE = CHAT_TEMPLATE[
+    CHAT_TEMPLATE.index("{%- if message['role'] not") : CHAT_TEMPLATE.index("{%- set ns.text = message")
+]
+BOS, FIRST = CHAT_TEMPLATE.split("\n")[0], "{%- for message in messages -%}"
+FOR = "{%- for message in messages if message['role'] != 'system' -%}"
 # break → (its own check, what else cannot pass then, how)
 BREAKS: dict[str, tuple[str, set[str], Break]] = {
     "weights of another checkpoint": ("weights", set(), other_weights),
@@ -116,7 +119,7 @@ BREAKS: dict[str, tuple[str, set[str], Break]] = {
     "texts without BOS": ("tokenizer", {"server_text", "whitespace", "engine_start"}, texts_without_bos),
     "chats without BOS": (
         "server_chat",
-        {"whitespace", "system_message", "typed_special", "engine_start"},
+        {"whitespace", "system_message", "typed_special", "tools_printed", "engine_start"},
         in_template(f"{BOS}\n", ""),
     ),
     "no BOS": ("bos_eos", set(), in_json("config.json", bos_token_id=None)),
@@ -127,14 +130,18 @@ BREAKS: dict[str, tuple[str, set[str], Break]] = {
     "a repetition penalty": ("generation_config", {"engine_start"}, in_json("generation_config.json", repetition_penalty=1.2)),
     "sampled": ("generation_config", set(), in_json("generation_config.json", do_sample=True, temperature=0.7)),
     "greedy in transformers alone": ("generation_config", set(), in_json("generation_config.json", temperature="left out")),
-    "special tokens no longer defused": ("typed_special", {"engine_start"}, in_template(CONTENT, "message['content']")),
+    "special tokens no longer defused": ("typed_special", {"tools_printed", "engine_start"}, in_template(CONTENT, "ns.text")),
     "any role": ("injected_role", {"engine_start"}, in_template(ROLE, "")),
-    "system messages dropped": ("system_message", {"engine_start"}, in_template(FIRST, FOR)),
-    "tools printed": ("tools_printed", {"engine_start"}, in_template(FIRST, TOOLS + FIRST)),
-    "contents trimmed": ("whitespace", {"engine_start"}, in_template(CONTENT, CONTENT + " | trim")),
+    "system messages dropped": ("system_message", {"tools_printed", "engine_start"}, in_template(FIRST, FOR)),
+    "tools in another JSON": ("tools_printed", {"engine_start"}, in_template("(value | tojson)", "(value | string)")),
+    "tools dropped": ("tools_printed", {"engine_start"}, in_template("{%- if ns.tools -%}", "{%- if false -%}")),
+    "special tokens in tools": ("tools_printed", {"engine_start"}, in_template(f"ns.tools{DEFUSED}", "ns.tools")),
+    "arguments in another JSON": ("tools_printed", {"engine_start"}, in_template("{}) | tojson)", "{}) | tojson(ensure_ascii=true))")),
+    "reasoning dropped": ("tools_printed", {"engine_start"}, in_template("'<think>\\n' + ns.reasoning", "'<think>\\n'")),
+    "contents trimmed": ("whitespace", {"tools_printed", "engine_start"}, in_template(CONTENT, CONTENT + " | trim")),
     "no line after a turn": (
         "server_chat",
-        {"whitespace", "system_message", "engine_start"},
+        {"whitespace", "system_message", "tools_printed", "engine_start"},
         in_template("'<|im_end|>\\n'", "'<|im_end|>'"),
     ),
     "two templates": ("template", set(), in_json("tokenizer_config.json", chat_template="{{ messages }}")),

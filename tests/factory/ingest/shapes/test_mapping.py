@@ -130,7 +130,7 @@ def test_what_was_read_as_what_is_counted_and_said_once_a_shard(workspace: Works
         {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": prose(n)}], "lang": "en"}
         for n in range(12)
     ]
-    rows += [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [1]}] * 2
+    rows += [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "images": [1]}] * 2
     report = ingest(rows)
     assert report.counts["read_as"] == {"read as ShareGPT: conversations → messages": 12}
     assert report.counts["unread"] == {"lang": 12}
@@ -138,7 +138,7 @@ def test_what_was_read_as_what_is_counted_and_said_once_a_shard(workspace: Works
     assert lines[1:4] == [
         "    read as ShareGPT: conversations → messages, 12 rows",
         "    fields that nothing reads: lang",
-        "    dropped by bad_schema: 2, such as row 12: 'tools': the chat template has no place for it; 'ignore: [tools]' under 'fields' in "
+        "    dropped by bad_schema: 2, such as row 12: 'images': the chat template has no place for it; 'ignore: [images]' under 'fields' in "
         "data.yaml drops it and keeps the words",
     ]
 

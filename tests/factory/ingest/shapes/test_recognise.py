@@ -87,10 +87,9 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"messages": CHAT, "tools": [{"type": "function"}]}, "'tools': the chat template has no place for it; 'ignore: [tools]'"),
-        ({"messages": [ASKED, SAID | {"tool_calls": [{}], "reasoning_content": "Hm."}], "tools": [1]}, "'reasoning_content', 'tool_calls', 'tools'"),
+        ({"messages": CHAT, "documents": [{"title": "a"}]}, "'documents': the chat template has no place for it; 'ignore: [documents]'"),
+        ({"messages": [ASKED, SAID | {"refusal": "No.", "audio": {"id": 1}}]}, "'audio', 'refusal': the chat template has no place for them"),
         ({"messages": [ASKED | {"name": "Ann"}, SAID]}, "'name'"),
-        ({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [{}]}]}, "'tool_calls'"),
         ({"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {}}]}, SAID]}, "message 0: a part of its content is 'image_url'"),
         ({"messages": [ASKED | {"content": [{"type": "input_audio"}]}, SAID]}, "'input_audio'"),
         ({"messages": CHAT, "images": ["a.png"]}, "'images'"),
@@ -101,7 +100,7 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
         ({"messages": [ASKED, SAID | {"weight": 0}]}, "no_supervised: every answer is of weight 0"),
         ({"prompt": "Why?", "completion": "So.", "label": False}, "'label'"),
         ({"prompt": "Why?", "completion": "So.", "label": "False"}, "'label'"),  # as a CSV file has it
-        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "it is 'function_call'"),
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "message 0: 'function_call': a call names no function"),
         ({"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "x"}, "without a 'prompt'"),
         ({"prompt": "Why?", "chosen": [ASKED | {"content": "Who?"}, SAID], "rejected": []}, "in which 'prompt' does not occur"),
         ({"system": "Be long.", "messages": [SYSTEM, *CHAT]}, "begin with another one"),

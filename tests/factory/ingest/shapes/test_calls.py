@@ -1,0 +1,409 @@
+"""Tools, calls and reasoning: what ingest trains on is what transformers makes of the same messages with the exported template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from factory.core.workspace import Workspace
+from factory.evals.contamination import contamination_checks
+from factory.evals.policy import EvalPolicy
+from factory.ingest.chain import ShardReport
+from factory.ingest.chat_template import PLAIN_TEMPLATE, defused
+from factory.ingest.document import BadRow, normalise, parse_document
+from factory.ingest.shapes.chats import Notes
+from factory.ingest.shapes.mapping import FieldMapping
+from factory.ingest.tokenizer import SPECIAL, Tokenizer, shows_calls, train
+from factory.ledger.ledger import Ledger
+from tests.support.factory.made_up_text import prose
+from tests.support.text.library import library
+from trainer.contract.data.token_shard import TokenShard
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a town, naïve ☃",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"town":"Zürich"}'}}
+OTHER = CALL | {"id": "c2", "function": {"name": "get_weather", "arguments": '{"town": "Bern", "at": 1.50}'}}
+ASKED = {"role": "user", "content": "Weather?"}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL, OTHER]}
+RESULTS = [{"role": "tool", "tool_call_id": f"c{n}", "content": '{"sky": "clear"}'} for n in (1, 2)]
+SAID = {"role": "assistant", "content": "Clear."}
+CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Zürich"}}\n</tool_call>'
+CALLED_TOO = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Bern", "at": 1.5}}\n</tool_call>'
+SYSTEM = {"role": "system", "content": "Be short."}
+OLDER = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+THINKS = CALLS | {"reasoning_content": "Hm.", "tool_calls": [CALL]}
+THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+ZURICH = json.dumps({"name": "get_weather", "arguments": {"town": "Zürich"}})
+HERMES_SYSTEM = f"You may call these: <tools> [{json.dumps(WEATHER)}] </tools>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    sample = [library()[name].text for name in ("inspect", "ast", "json")]
+    return train(iter(sample), 1000, tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def hf(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("export")
+    tokenizer.copy_to(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def turns_of(row: Any, ignore: tuple[str, ...] = (), plain: bool = False) -> tuple[list[dict[str, Any]], Notes]:
+    notes = Notes(plain)
+    mapping = FieldMapping(files="*", ignore=list(ignore)) if ignore else None
+    parsed = parse_document(json.loads(json.dumps(row)), "text", mapping, notes)
+    return normalise(parsed.content, code=False)["messages"], notes
+
+
+def bad(row: Any, **how: Any) -> str:
+    with pytest.raises(BadRow) as caught:
+        turns_of(row, **how)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def decoded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments as objects: what vLLM hands its template, and what transformers' documentation asks for."""
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        older = [message["function_call"]] if "function_call" in message else []
+        for call in [*message.get("tool_calls", []), *older]:
+            function = call.get("function", call)
+            function["arguments"] = json.loads(function["arguments"])
+    return messages
+
+
+def served(hf: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
+    return list(hf.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True)["input_ids"])
+
+
+ROWS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[Any] | None, str]] = [
+    # what it is, the row, the messages and the tools that a client sends a server, all that carries loss
+    (
+        "OpenAI's fine-tuning",
+        {"messages": [ASKED, CALLS, *RESULTS, SAID], "tools": [WEATHER], "parallel_tool_calls": True},
+        decoded([ASKED, CALLS, *RESULTS, SAID]), [WEATHER], f"{CALLED}\n{CALLED_TOO}Clear.",
+    ),
+    (
+        "with a system message and content beside the call",
+        {"messages": [SYSTEM, ASKED, CALLS | {"content": "Let me see."}, *RESULTS, SAID], "tools": [WEATHER]},
+        decoded([SYSTEM, ASKED, CALLS | {"content": "Let me see."}, *RESULTS, SAID]), [WEATHER],
+        f"Let me see.\n{CALLED}\n{CALLED_TOO}Clear.",
+    ),
+    (
+        "a call of weight 0",
+        {"messages": [ASKED, CALLS | {"weight": 0}, *RESULTS, SAID], "tools": json.dumps([WEATHER])},
+        decoded([ASKED, CALLS, *RESULTS, SAID]), [WEATHER], "Clear.",
+    ),
+    (
+        "OpenAI's older functions",
+        {"messages": [ASKED, OLDER, {"role": "function", "name": "get_weather", "content": "3"}, SAID], "functions": [WEATHER["function"]]},
+        decoded([ASKED, OLDER, {"role": "tool", "content": "3"}, SAID]),
+        [WEATHER["function"]], f"{CALLED}Clear.",
+    ),
+    (
+        "ShareGPT with function_call",
+        {"conversations": [{"from": "human", "value": "Weather?"}, {"from": "function_call", "value": ZURICH},
+                           {"from": "observation", "value": "3"}, {"from": "gpt", "value": "Clear."}],
+         "system": "Be short.", "tools": json.dumps([WEATHER["function"]])},
+        decoded([SYSTEM, ASKED, CALLS | {"content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "3"}, SAID]),
+        [WEATHER], f"{CALLED}Clear.",
+    ),
+    (
+        "Hermes' function calling",
+        {"conversations": [{"from": "system", "value": HERMES_SYSTEM}, {"from": "human", "value": "Weather?"}, {"from": "gpt", "value": CALLED},
+                           {"from": "tool", "value": "<tool_response>\n3\n</tool_response>"}, {"from": "gpt", "value": "Clear."}],
+         "tools": json.dumps([WEATHER])},
+        [{"role": "system", "content": HERMES_SYSTEM}, ASKED, {"role": "assistant", "content": CALLED},
+         {"role": "tool", "content": "<tool_response>\n3\n</tool_response>"}, SAID], None, f"{CALLED}Clear.",
+    ),
+    (
+        "reasoning, as DeepSeek and Qwen name it",
+        {"messages": [ASKED, SAID | {"reasoning_content": "\nHm.\n"}, ASKED, SAID | {"reasoning": "Hm?"}, ASKED, SAID | {"thinking": "So."}]},
+        [ASKED, SAID | {"reasoning_content": "\nHm.\n"}, ASKED, SAID | {"reasoning": "Hm?"}, ASKED, SAID | {"thinking": "So."}], None,
+        "<think>\nHm.\n</think>\n\nClear.<think>\nHm?\n</think>\n\nClear.<think>\nSo.\n</think>\n\nClear.",
+    ),
+    (
+        "reasoning before a call, and alone",
+        {"messages": [ASKED, THINKS, RESULTS[0], THOUGHT], "tools": [WEATHER]},
+        decoded([ASKED, THINKS, RESULTS[0], THOUGHT | {"content": None}]),
+        [WEATHER], f"<think>\nHm.\n</think>\n\n{CALLED}<think>\nHm.\n</think>",
+    ),
+    (
+        "a question, its answer and a column of reasoning",
+        {"instruction": "Weather?", "output": "Clear.", "reasoning": "Hm.\n"}, [ASKED, SAID | {"reasoning": "Hm.\n"}], None,
+        "<think>\nHm.\n</think>\n\nClear.",
+    ),
+    (
+        "prompt and completion with tools",
+        {"prompt": [ASKED], "completion": [{"role": "assistant", "tool_calls": [{"name": "get_weather", "arguments": {}}]}], "tools": [WEATHER]},
+        [ASKED, {"role": "assistant", "tool_calls": [{"name": "get_weather", "arguments": {}}]}], [WEATHER],
+        '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>',
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "tools", "learned"), [one[1:] for one in ROWS], ids=[one[0] for one in ROWS]
+)
+def test_ids_at_ingest_are_those_of_the_exported_template_and_only_the_assistants_words_carry_loss(
+    tokenizer: Tokenizer, hf: Any, row: dict[str, Any], messages: list[dict[str, Any]], tools: Any, learned: str
+) -> None:
+    said, _ = turns_of(row)
+    ids, mask = tokenizer.encode_messages(said)
+    assert ids[:-1].tolist() == served(hf, messages, tools)
+    assert tokenizer.decode(ids[mask]) == learned
+    answers = sum(turn["role"] == "assistant" and turn.get("weight") != 0 for turn in said)
+    assert (ids[mask] == tokenizer.stop_token).sum() == answers
+    assert tokenizer.content(ids.astype(int), mask) == {"messages": said}, "a token shard gives the turns back"
+
+
+def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, hf: Any) -> None:
+    """vLLM fills in what is missing with nulls, in the order of its own fields."""
+    row = {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": True}
+    filled = {"type": "function", "function": {"name": "get_weather", "description": None, **row}}
+    said, notes = turns_of({"messages": [ASKED, SAID], "tools": [{"strict": True, **row}]})
+    assert tokenizer.encode_messages(said)[0][:-1].tolist() == served(hf, [ASKED, SAID], [filled])
+    line = '{"type": "function", "function": {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": true}}'
+    assert line in said[0]["content"].split("\n") and said[0]["role"] == "system"
+    assert notes.said == {"tools are listed in the system turn (<tools>)"} and not notes.unread
+
+
+@pytest.mark.parametrize(
+    "system",
+    ["Use get_weather.", "<tools> of get_weather", "<tools>[]</tools> get_weather", "<tools>['other']</tools>"],
+)
+def test_a_system_message_that_only_names_a_tool_does_not_list_it(system: str) -> None:
+    said, _ = turns_of({"messages": [SYSTEM | {"content": system}, ASKED, SAID], "tools": [WEATHER]})
+    assert said[0]["content"].startswith(f"{system}\n\n# Tools") and "naïve ☃" in said[0]["content"] and len(said) == 3
+
+
+def test_what_was_written_is_what_the_parsers_of_servers_read_back(tokenizer: Tokenizer) -> None:
+    """vLLM's parser 'hermes' takes what is between the tags as JSON."""
+    said, _ = turns_of({"messages": [ASKED, CALLS, *RESULTS, SAID]})
+    parts = said[1]["content"].split("<tool_call>")[1:]
+    read = [json.loads(part.split("</tool_call>")[0]) for part in parts]
+    assert [one["arguments"] for one in read] == [{"town": "Zürich"}, {"town": "Bern", "at": 1.5}]
+    assert all([*one] == ["name", "arguments"] and one["name"] == "get_weather" for one in read)
+
+
+characters = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+ODD = [*SPECIAL, f"a{SPECIAL[2]}\n\"'", "</tool_call>", "<b>&amp;</b>", "\\", "\n\n", "{{ x }}", "é", "\u2028"]
+odd = st.one_of(characters, st.sampled_from(ODD))
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | odd,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(odd, inner, max_size=3),
+    max_leaves=8,
+)
+named = odd.filter(bool)
+
+
+@given(st.dictionaries(odd, values, max_size=4), named, odd, odd, odd, values, st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_odd_content_gives_the_same_ids_and_no_special_token(
+    tokenizer: Tokenizer, hf: Any, arguments: Any, name: str, content: str, reasoning: str, system: str, extra: Any, as_text: bool
+) -> None:  # fmt: skip
+    """Special tokens that are spelled in it are broken by a blank in the template, as in any content."""
+    function = {"name": name, "description": reasoning, "parameters": arguments, "extra": extra}
+    tool = {"type": "function", "function": function}
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+    answer = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
+    messages = [{"role": "system", "content": system}, ASKED, answer, {"role": "tool", "content": "3"}]
+    row = json.loads(json.dumps(messages))
+    if as_text:
+        row[2]["tool_calls"][0]["function"]["arguments"] = json.dumps(arguments)
+    notes = Notes()
+    said = parse_document({"messages": row, "tools": [tool]}, "text", None, notes).content["messages"]
+    broken = [turn | {"content": defused(turn["content"])} for turn in said]
+    found = served(hf, messages, [tool])
+    assert tokenizer.encode_messages(broken)[0][:-1].tolist() == found
+    assert [token for token in found if token < 3] == [0, *[1, 2] * 4], "those of the frame alone"
+    ids = tokenizer.encode_messages(said)[0][:-1]
+    assert ids[ids < 3].tolist() == [0, *[1, 2] * 4]
+
+
+def test_what_the_template_cannot_show_as_trained_is_refused_there(hf: Any) -> None:
+    for messages, said in (
+        ([ASKED, CALLS], "expected an object"),
+        ([ASKED, SAID | {"content": [{"type": "text", "text": "a"}]}], "content: expected text"),
+        ([ASKED, {"role": "assistant", "content": None}], "content: expected text"),
+        ([{"role": "system", "content": None}, ASKED], "content: expected text"),
+        ([ASKED, SAID | {"reasoning": {"a": 1}}], "reasoning: expected text"),
+        ([ASKED | {"role": "ipython"}], "role: expected"),
+    ):
+        with pytest.raises(Exception, match=said):
+            served(hf, messages, [WEATHER])
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    return {"messages": [ASKED, CALLS, RESULTS[0] | changes, SAID], "tools": [WEATHER]}
+
+
+def calling(call: Any, **message: Any) -> dict[str, Any]:
+    return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": call} | message, SAID]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (calling([CALL | {"function": {"name": "f", "arguments": "{'a': 1}"}}]), "1: 'tool_calls': the arguments of 'f': a text that is no JSON"),
+        (calling([CALL | {"function": {"name": "f", "arguments": "[1]"}}]), "the arguments of 'f' are list, and no object"),
+        (calling([{}]), "message 1: 'tool_calls': a call names no function"),
+        (calling("get_weather()"), "message 1: 'tool_calls': a text that is no JSON"),
+        (calling(3), "message 1: 'tool_calls' is int; a list of calls is expected"),
+        (calling([{"type": "custom", "custom": {"name": "f", "input": "x"}}]), "a call names no function"),
+        (calling([CALL | {"type": "retrieval"}]), "of type 'retrieval'; functions alone have a place"),
+        (calling([{"name": "f", "parameters": {"a": 1}}]), "'parameters' of a call has no place"),
+        (calling([CALL], function_call=CALL["function"]), "says its calls twice"),
+        (calling([CALL], content=f"So: {CALLED}"), "says its calls twice"),
+        (calling([CALL], role="user"), "'tool_calls': the chat template has no place for it"),
+        (result(tool_call_id="c2"), "a result of the call 'c2' stands where that of 'c1' does: results are told by the order of the calls"),
+        (result(name="other"), "'name': the chat template has no place"),
+        ({"messages": [ASKED, {"role": "tool", "content": "3", "tool_call_id": "c1"}, SAID]}, "'tool_call_id': the chat template has no place"),
+        ({"messages": [ASKED, SAID | {"reasoning": "a", "thinking": "b"}]}, "'reasoning' and 'thinking' differ"),
+        ({"messages": [ASKED, SAID | {"reasoning_content": ["a"]}]}, "'reasoning_content' is list; a text is expected"),
+        ({"messages": [ASKED, SAID | {"content": "<think>a</think>b", "reasoning": "a"}]}, "message 1: the content begins with '<think>'"),
+        ({"messages": [ASKED | {"reasoning": "a"}, SAID]}, "'reasoning': the chat template has no place"),
+        ({"messages": [ASKED, SAID], "reasoning": "a"}, "'reasoning': the chat template has no place"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]], "thinking": "a"}, "'thinking': the chat template has no place"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "reasoning": "a"}, "'reasoning': the chat template has no place"),
+        ({"prompt": "a", "completion": "b", "reasoning": ["a"]}, "the row: 'reasoning' is list; a text is expected"),
+        ({"prompt": "a", "completion": "<think>b", "thinking": "a"}, "the row: the content begins with '<think>'"),
+        ({"messages": [ASKED, SAID], "tools": [{"type": "web_search"}]}, "tools.0 is no function with a 'name'"),
+        ({"messages": [ASKED, SAID], "tools": [WEATHER | {"type": "mcp"}]}, "tools.0: of type 'mcp'"),
+        ({"messages": [ASKED, SAID], "tools": [WEATHER | {"cache": "yes"}]}, "tools.0: 'cache' beside the function has no place"),
+        ({"messages": [ASKED, SAID], "tools": "get_weather(town)"}, "'tools': a text that is no JSON"),
+        ({"messages": [ASKED, SAID], "tools": 3}, "'tools' is int; a list of functions is expected"),
+        ({"messages": [ASKED, SAID], "tools": [WEATHER], "functions": [WEATHER["function"]]}, "'tools' and 'functions' both list tools"),
+        ({"messages": [ASKED, SAID | {"function_calls": "f()"}]}, "'function_calls': the chat template has no place"),
+        ({"messages": [ASKED, SAID | {"audio": {"id": 1}}], "tools": [WEATHER]}, "'audio': the chat template has no place"),
+        ({"conversations": [{"from": "human", "value": "Why?"}, {"from": "function_call", "value": "get(x)"}]}, "a text that is no JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_no_call_no_tool_or_out_of_place_costs_its_row_and_is_named(row: dict[str, Any], said: str) -> None:
+    assert said in bad(row)
+
+
+def test_numbers_that_json_has_no_word_for_cost_their_row() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(BadRow, match="it cannot be written as JSON"):
+            parse_document(calling([{"name": "f", "arguments": {"a": value}}]), "text")
+    with pytest.raises(BadRow, match="surrogate"):
+        parse_document(calling([{"name": "f", "arguments": '{"a": "\\ud800"}'}]), "text")
+
+
+def test_what_a_person_ignores_is_dropped_and_said() -> None:
+    said, notes = turns_of(
+        {"messages": [ASKED, CALLS, *RESULTS, SAID | {"reasoning": "a"}], "tools": [WEATHER]},
+        ("tools", "tool_calls", "tool_call_id", "reasoning"),
+    )
+    assert [turn["content"] for turn in said] == ["Weather?", "", *(one["content"] for one in RESULTS), "Clear."]
+    assert {one.rpartition(" ")[2] for one in notes.said} == {"tools", "tool_calls", "tool_call_id", "reasoning"}
+
+
+def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses_what_that_does_not_show(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    assert shows_calls(tokenizer.folder) and shows_calls(tmp_path / "not there yet")
+    tokenizer.copy_to(tmp_path / "older")
+    (tmp_path / "older" / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    older = Tokenizer.load(tmp_path / "older")
+    assert not shows_calls(older.folder) and older.chat_template == PLAIN_TEMPLATE != tokenizer.chat_template
+    older.copy_to(tmp_path / "export")
+    assert (tmp_path / "export" / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
+    row = {"messages": [ASKED, CALLS, *RESULTS, SAID | {"reasoning": "a"}], "tools": [WEATHER]}
+    assert bad(row, plain=True) == (
+        "bad_schema: 'reasoning', 'tool_call_id', 'tool_calls', 'tools': the chat template of this older workspace has no place for them (a new "
+        "workspace has); 'ignore: [reasoning, tool_call_id, tool_calls, tools]' under 'fields' in data.yaml drops them and keeps the words"
+    )
+    assert turns_of({"messages": [ASKED, SAID]}, plain=True)[0] == [ASKED, SAID]
+
+
+def chats(first: int, count: int) -> list[dict[str, Any]]:
+    """Of one application: all have the same tools, which are most of their words."""
+    tools = [
+        {"name": f"f{n}", "description": prose(n, 60), "parameters": {"type": "object", "properties": {}}}
+        for n in range(8)
+    ]
+    found = []
+    for n in range(first, first + count):
+        call = {"id": f"c{n}", "function": {"name": "f1", "arguments": json.dumps({"what": prose(3000 + n, 12)})}}
+        found.append(
+            {
+                "id": f"t{n}",
+                "license": "MIT",
+                "tools": tools,
+                "messages": [
+                    {"role": "user", "content": prose(1000 + n, 20)},
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "reasoning_content": prose(2000 + n, 8),
+                        "tool_calls": [call],
+                    },
+                    {"role": "tool", "tool_call_id": f"c{n}", "content": prose(4000 + n, 20)},
+                    {"role": "assistant", "content": prose(5000 + n, 20)},
+                ],
+            }
+        )
+    return found
+
+
+def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is_the_assistants(
+    workspace: Workspace, ledger: Ledger, ingest: Callable[..., ShardReport]
+) -> None:
+    """The list of tools makes no two chats near-duplicates, and no training chat contaminated: in one shard, and over two."""
+    reports = [ingest(chats(0, 24), "a.jsonl"), ingest(chats(24, 6), "b.jsonl")]
+    assert [report.counts["dropped"] for report in reports] == [{}, {}]
+    assert [report.counts["train"] + report.counts["held_out"] for report in reports] == [24, 6]
+    assert reports[0].counts["held_out"] > 0 and "unread" not in reports[0].counts
+    assert reports[0].counts["read_as"] == {
+        "calls of tools are written into the assistant's turn (<tool_call>)": 24,
+        "reasoning is written before the answer (<think>)": 24,
+        "tools are listed in the system turn (<tools>)": 24,
+    }
+    tokenizer = Tokenizer.load(workspace.tokenizer)
+    token_shards = [TokenShard(path) for path in workspace.shards.glob("[0-9a-f]*")]
+    for shard in token_shards:
+        columns = shard.documents.to_pydict()
+        for name, start, length in zip(columns["id"], columns["start"], columns["length"], strict=True):
+            ids, mask = shard.tokens[start : start + length], shard.loss_mask(start, start + length)
+            n = int(name[1:])
+            assert tokenizer.decode(ids[mask]) == (
+                f'<think>\n{prose(2000 + n, 8)}\n</think>\n\n<tool_call>\n{{"name": "f1", "arguments": '
+                f'{{"what": {json.dumps(prose(3000 + n, 12))}}}}}\n</tool_call>{prose(5000 + n, 20)}'
+            )
+    checks = contamination_checks(ledger, tokenizer, token_shards, EvalPolicy())
+    assert all(check.ok for check in checks), checks
+    assert "training data 0%" in checks[1].detail
+
+
+def test_an_older_workspace_drops_such_rows_and_says_why(
+    workspace: Workspace, ingest: Callable[..., ShardReport]
+) -> None:
+    ingest([{"text": prose(n)} for n in range(20)], "first.jsonl")
+    (workspace.tokenizer / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    plain = [
+        {"messages": [ASKED | {"content": prose(6000 + n, 20)}, SAID | {"content": prose(7000 + n, 20)}]}
+        for n in range(20)
+    ]
+    report = ingest([*chats(0, 3), *plain], "a.jsonl")
+    assert report.counts["dropped"] == {"bad_schema": 3} and report.counts["train"] + report.counts["held_out"] == 20
+    assert "the chat template of this older workspace has no place for them" in report.counts["examples"]["bad_schema"]
