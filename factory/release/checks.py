@@ -48,7 +48,7 @@ def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:
 
 
 def check_current(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: InputError when the candidate was judged again since, its training was rewound, or champion, licences or anomalies are not those of then."""
+    """Raises: InputError when the candidate was judged again since, its training was rewound, or champion, licences or anomalies are others."""
     check_newest(ledger, verdict)
     check_not_rewound(ledger, verdict)
     check_champion(ledger, verdict)

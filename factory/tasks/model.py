@@ -2,8 +2,8 @@
 
 As its Hugging Face model does: context and continuation are encoded together, after BOS, and split after as many tokens as the context has alone;
 blanks at the context's end belong to the continuation; what is too long loses its beginning. That is counted. Log-probabilities of one window are
-added up in fp32 and in the same order: at 340 nats an fp64 sum is another number by 3e-5, which a perplexity shows. Of a tokenizer without BOS the stop
-token stands for an empty context.
+added up in fp32 and in the same order: at 340 nats an fp64 sum is another number by 3e-5, which a perplexity shows. Of a tokenizer without BOS the
+stop token stands for an empty context.
 """
 
 from __future__ import annotations
