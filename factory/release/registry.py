@@ -56,9 +56,10 @@ ABOUT = (
 
 
 def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
-    """Raises: InputError when the candidate was not judged."""
+    """Raises: InputError when there is no such candidate, or it was not judged."""
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
     if verdict is None:
+        CandidateRow.get(ledger, candidate_id)
         raise InputError(f"candidate {candidate_id} was not judged yet: run 'factory evaluate {candidate_id}'")
     return verdict
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
+from factory.cli.core.options import person
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
@@ -27,7 +28,7 @@ from factory.ledger.ledger import releases as releases_table
 from factory.ledger.rows import ReleaseRow, VerdictRow, champion
 from factory.release import overriding, releases
 from factory.release.answering import ApprovalAnswers
-from factory.release.approvals import register_candidate
+from factory.release.approvals import register_candidate, reject
 from factory.release.checks import OutOfDate
 from factory.release.registry import MODEL
 from factory.release.releases import override, reconcile, release
@@ -240,6 +241,19 @@ def test_what_is_finished_later_is_looked_at_again(
     assert best is not None and best.number == number
 
 
+def test_what_a_person_rejected_is_not_said_to_be_approvable(workspace: Workspace, scene: Ledger) -> None:
+    reject(workspace, scene, add_judged(scene, 2, evidence(), against=1), "eve", "it swears")
+    with pytest.raises(InputError, match="candidate:2 was rejected by eve: it swears; no override of it counts"):
+        override(workspace, scene, 2, "ada", WHY)
+
+
+@pytest.mark.parametrize("name", ["", " ", "\n", "a\x1b[31mda"])
+def test_who_decides_has_a_name_that_can_be_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", name)
+    monkeypatch.setenv("LOGNAME", "ada  lovelace")
+    assert person() == "ada lovelace"
+
+
 def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scene: Ledger) -> None:
     add_judged(scene, 2, HELD, against=1)
     override(workspace, scene, 2, "ada", WHY)
@@ -252,11 +266,13 @@ def test_the_command(workspace: Workspace, scene: Ledger, monkeypatch: pytest.Mo
     monkeypatch.setenv("USER", "ada")
     add_judged(scene, 2, HELD, against=1)
     run = lambda *words: CliRunner().invoke(app, ["releases", *words, "--workspace", str(workspace.root)])
-    for none in ((), ("--reason", ""), ("--reason", " \n\t")):
+    for none in ((), ("--reason", ""), ("--reason", " \n\t"), ("--reason", "\u2800\u200b\x00 –")):
         error = run("override", "2", *none).exception
         assert isinstance(error, InputError) and str(error).startswith(
             "an override needs a reason, which stays on record"
         )
+    assert "no candidate 9" in str(run("override", "9", "--reason", WHY).exception)
+    assert "at most 2,000 characters" in str(run("override", "2", "--reason", "x" * 10_000).exception)
     done = run("override", "2", "--reason", WHY, "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["release"] == 2
     assert (
