@@ -112,12 +112,10 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
     apart = tasks_aside(tasks, policy.clusters_min)
     for name, task in sorted(sizes.tasks.items()):
         known = ScoredGuard(task.items, float(task.groups), tasks.variances[name], task.margin, sizes.tasks_alpha)
-        size = _scored(name, known, name in apart)
-        found.append(
-            replace(size, margin=known.margin_needed())
-            if size.state == "aside" and task.groups >= policy.clusters_min
-            else size
-        )
+        mine = _scored(name, known, name in apart)
+        if mine.state == "aside" and task.groups >= policy.clusters_min:
+            mine = replace(mine, margin=known.margin_needed())
+        found.append(mine)
     return Releasability(tuple(found), None if holds else detectable(policy, assumed), tuple(holds))
 
 
