@@ -159,7 +159,7 @@ def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
     """What makes a task a guard."""
     if guard.margin is None:
         return "add items to it"
-    command = policy.allowing(guard.name, guard.margin)
+    command = policy.setting(guard.name, "margin", guard.margin)
     how = f"'{command}'" if command else "its margin in tasks.yaml"
     return f"add items to it, or have it guard against a loss of more than {guard.margin:.2f}: {how}"
 

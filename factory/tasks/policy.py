@@ -86,20 +86,21 @@ class TasksPolicy(StrictPolicy):
         """The tier of a task."""
         return self.tasks.get(task, self.others)
 
-    def allowing(self, task: str, margin: float) -> str:
-        """The command that allows a task this margin and leaves it its tier; empty: its name is nothing to paste into a shell.
+    def setting(self, task: str, key: str, value: object) -> str:
+        """The command that changes one key of a task and leaves it its others; empty: its name is nothing to paste into a shell.
 
-        >>> TasksPolicy().allowing("arc", 0.12)
+        >>> TasksPolicy().setting("arc", "margin", 0.12)
         'factory config set tasks tasks.arc.margin 0.12'
-        >>> TasksPolicy(others=Tier(tier="each")).allowing("my.arc", 0.12)
+        >>> TasksPolicy(others=Tier(tier="each")).setting("my.arc", "margin", 0.12)
         'factory config set tasks tasks "{my.arc: {tier: each, margin: 0.12}}"'
         """
         if not NAME.fullmatch(task):
             return ""
         kept = {} if task in self.tasks else self.others.model_dump(mode="json", exclude_defaults=True)
+        kept.pop(key, None)
         if not kept and "." not in task:
-            return f"factory config set tasks tasks.{task}.margin {margin}"
-        keys = ", ".join(f"{key}: {value}" for key, value in {**kept, "margin": margin}.items())
+            return f"factory config set tasks tasks.{task}.{key} {value}"
+        keys = ", ".join(f"{name}: {one}" for name, one in {**kept, key: value}.items())
         return f'factory config set tasks tasks "{{{task}: {{{keys}}}}}"'
 
     @classmethod
