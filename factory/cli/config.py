@@ -39,7 +39,7 @@ def show(
 ) -> None:
     """Print every key with its value, its source (default, shipped file, workspace's own copy, repository) and its meaning."""
     if name is not None and name not in NAMES:
-        raise InputError(f"no configuration {name!r}{nearest(name, NAMES)}; there are: {', '.join(NAMES)}")
+        raise InputError(f"no configuration {name!r}{nearest(name, NAMES)}")
     if where == DEFAULT and not where.exists():
         workspace = Workspace(where.resolve(), Config())  # before 'factory init': what ships
     else:
@@ -67,7 +67,7 @@ def set_(
     schema refuses is not written."""
     workspace = Workspace.open(where)
     if name not in _schemas():
-        raise InputError(f"no policy {name!r}{nearest(name, _schemas())}; there are: {', '.join(_schemas())}")
+        raise InputError(f"no policy {name!r}{nearest(name, _schemas())}")
     path = change(workspace, name, key, value)
     print(f"{path}: {key}: {value}")
 

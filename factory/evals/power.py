@@ -142,6 +142,15 @@ class ScoredGuard:
             low, high = (low, middle) if self._of(middle).stands else (middle, high)
         return high
 
+    def margin_needed(self) -> float | None:
+        """The least margin, in hundredths, with which as many items stand; None: none below 1.
+
+        >>> ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05).margin_needed()
+        0.21
+        """
+        hundredths = range(math.floor(100 * self.margin) + 1, 100)
+        return next((n / 100 for n in hundredths if replace(self, margin=n / 100).stands), None)
+
     def _of(self, items: int) -> ScoredGuard:
         return replace(self, items=items, groups=self.groups * items / self.items)
 

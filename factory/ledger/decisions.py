@@ -12,6 +12,7 @@ from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, Subject, Verdic
 
 APPROVED, REJECTED = "approved", "rejected"  # events about a verdict: {sha256, by, why}
 OVERRIDDEN = "overridden"  # event about a verdict that holds, released all the same: {sha256, evidence_sha256, by, why}
+WITHDRAWN = "withdrawn"  # event about a release that was decided and never public: {why, candidate}; an override of before counts no more
 REFUSED = "approval_refused"  # event about a candidate: what a person asked for in MLflow, and why it was not done
 BY_POLICY = "policy"  # who approved a release for which the verdict was enough
 
@@ -28,9 +29,11 @@ class Decision:
 
 def decision_on(db: Reads, verdict: VerdictRow) -> Decision | None:
     """The rejection of exactly what a verdict judged, else its newest approval or override; None: nobody decided."""
-    newest = None
-    sql = "SELECT kind, detail FROM events WHERE kind IN (:yes, :no, :over) AND subject = :subject ORDER BY id"
+    newest, gone = None, _withdrawn_at(db, verdict)
+    sql = "SELECT id, kind, detail FROM events WHERE kind IN (:yes, :no, :over) AND subject = :subject ORDER BY id"
     for row in db.read(sql, yes=APPROVED, no=REJECTED, over=OVERRIDDEN, subject=str(Subject("verdict", verdict.id))):
+        if row["kind"] == OVERRIDDEN and row["id"] < gone:
+            continue
         if row["detail"]["sha256"] == verdict.subject_sha256:
             newest = Decision(row["kind"], str(row["detail"]["by"]), str(row["detail"].get("why", "")))
             if newest.word == REJECTED:
@@ -39,13 +42,20 @@ def decision_on(db: Reads, verdict: VerdictRow) -> Decision | None:
 
 
 def override_on(db: Reads, verdict: VerdictRow) -> dict[str, str] | None:
-    """{by, why, sha256 of the export, evidence_sha256} of a person's override of exactly what a verdict judged; None: there is none."""
-    sql = "SELECT detail FROM events WHERE kind = :over AND subject = :subject ORDER BY id DESC"
-    for row in db.read(sql, over=OVERRIDDEN, subject=str(Subject("verdict", verdict.id))):
+    """{by, why, sha256 of the export, evidence_sha256} of a person's override of exactly what a verdict judged; None: there is none that stands."""
+    sql = "SELECT detail FROM events WHERE kind = :over AND subject = :subject AND id > :gone ORDER BY id DESC"
+    about = {"over": OVERRIDDEN, "subject": str(Subject("verdict", verdict.id)), "gone": _withdrawn_at(db, verdict)}
+    for row in db.read(sql, **about):
         detail = row["detail"]
         if detail["sha256"] == verdict.subject_sha256:
             return {key: str(detail[key]) for key in ("by", "why", "sha256", "evidence_sha256")}
     return None
+
+
+def _withdrawn_at(db: Reads, verdict: VerdictRow) -> int:
+    """The newest event that withdrew a release of a verdict's candidate; 0: none did."""
+    rows = db.read("SELECT id, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=WITHDRAWN)
+    return next((int(row["id"]) for row in rows if row["detail"].get("candidate") == verdict.number), 0)
 
 
 def rejected_before(db: Reads, verdict: VerdictRow) -> bool:

@@ -10,6 +10,7 @@ from agents.core.yaml_edit import set_value
 from factory.backups.backups import make_ledger
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.workspace import Config, Workspace, code_root
+from factory.git.repository import live_commit
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary_size import fits, padded
@@ -44,7 +45,7 @@ class NewWorkspace:
 def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
     """A new workspace, or the one that is there already, if it is what is asked for. ``repository``: whose code is trained with and patched.
 
-    Raises: InputError, ConfigError, WorkspaceError; then nothing was made.
+    Raises: InputError, ConfigError, WorkspaceError, RepositoryError; then nothing was made.
     """
     root = where.expanduser().resolve()
     with ExitStack() as held:
@@ -53,6 +54,10 @@ def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
             workspace = Workspace.open(root)
             _refuse_other(workspace, asked, given)
         else:
+            if repository is not None:
+                if not repository.is_dir():
+                    raise InputError(f"--repository: {repository} is not a folder: name a git checkout")
+                live_commit(repository)
             start = start_of(asked, given, root, repository or code_root(), Hardware.here())
             config = Config(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)

@@ -89,6 +89,7 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     domains = {name: _domain(suite, name, known.get(name)) for name in sorted({*trained, *suite.domains})}
     tasks, wrong = _tasks(workspace)
     files = look_into(task_folder(workspace)).tasks
+    chosen = TasksPolicy.load(workspace.policy("tasks.yaml"))
     newest = champion(ledger)
     right = _cloze_right(ledger, newest.candidate) if newest else None
     sizes = Sizes(
@@ -96,7 +97,7 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
         cloze_items=len(build_cloze(suite, tokenizer, measured)),
         cloze_right=RIGHT if right is None else right,
         tasks={name: _size(task, margin) for name, (task, margin) in tasks.items()},
-        tasks_alpha=TasksPolicy.load(workspace.policy("tasks.yaml")).guards_alpha,
+        tasks_alpha=chosen.guards_alpha,
     )
     found = releasability(policy, sizes)
     guards = {guard.name: guard for guard in found.guards}
@@ -105,7 +106,7 @@ def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     if CLOZE in guards:
         yield _small(guards[CLOZE], CLOZE, "bring more documents: its questions are made from the held-out ones")
     for name in tasks:
-        yield _small(guards[name], f"task {name}", "add items to it, or allow a larger margin in tasks.yaml")
+        yield _small(guards[name], f"task {name}", _larger(chosen, guards[name]))
     for name, why in wrong.items():
         yield ReleasableLine(
             f"task {name}",
@@ -156,6 +157,15 @@ def _small(guard: GuardSize, name: str, todo: str) -> ReleasableLine:
     size = f"about {guard.needed} items are needed" if guard.needed else "no number of items is enough for its margin"
     text = f"informs, does not guard: its {guard.have} items pass {guard.passed:.0%} of equally good models, a guard must pass 80%; {size}"
     return ReleasableLine(name, None, text, todo)
+
+
+def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
+    """What makes a task a guard."""
+    if guard.margin is None:
+        return "add items to it"
+    command = policy.setting(guard.name, "margin", guard.margin)
+    how = f"'{command}'" if command else "its margin in tasks.yaml"
+    return f"add items to it, or have it guard against a loss of more than {guard.margin:.2f}: {how}"
 
 
 def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dict[str, str]]:

@@ -125,7 +125,7 @@ def _ask(
     """Show on a version that it waits for a person, or what became of that; ``given``: its tags before."""
     known = decided(ledger, verdict)
     if known is None and (waits(workspace, ledger, verdict) or APPROVAL_TAG in given):
-        if APPROVAL_TAG in given and given.get("verdict_id") == str(verdict.id):
+        if given.get(APPROVAL_TAG, OVERRIDDEN) != OVERRIDDEN and given.get("verdict_id") == str(verdict.id):
             return  # asked already, or a word that is to be answered
         asked = waits(workspace, ledger, verdict)
         known = (

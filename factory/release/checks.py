@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.gates.release.evidence import ReleaseEvidence
+from factory.gates.release.judge import of_training
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.training_now import training_now
 from factory.ledger.anomalies import rewound_in
 from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
@@ -11,7 +16,7 @@ from factory.release.registry import check_export, newest_verdict
 
 
 class OutOfDate(InputError):
-    """The verdict was against a champion that is no longer champion."""
+    """The verdict was against a champion that is no longer champion, or licences or anomalies of the training are others by now."""
 
 
 def promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
@@ -42,11 +47,12 @@ def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:
         )
 
 
-def check_current(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: InputError when the candidate was judged again since, its training was rewound, or the champion is another one than then."""
+def check_current(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> None:
+    """Raises: InputError when the candidate was judged again since, its training was rewound, or champion, licences or anomalies are others."""
     check_newest(ledger, verdict)
     check_not_rewound(ledger, verdict)
     check_champion(ledger, verdict)
+    check_training(workspace, ledger, verdict)
 
 
 def check_not_rewound(db: Reads, verdict: VerdictRow) -> None:
@@ -65,6 +71,21 @@ def check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
         raise OutOfDate(
             f"verdict {verdict.id} judged {verdict.subject} against {verdict.against or 'no champion'}, but "
             f"{subject or 'no candidate'} is champion now: evaluate it again"
+        )
+
+
+def check_training(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> None:
+    """Licences and anomalies of its training as they are now: people may have changed both since it was judged.
+
+    Raises: OutOfDate when they hold the candidate; ConfigError.
+    """
+    now = training_now(workspace, ledger, verdict.number)
+    if now["releasable"] is None and verdict.evidence(ledger).get("releasable") is None:
+        now["releasable"] = 1.0  # nothing is recorded of what it was trained on, and no verdict of it said otherwise
+    policy = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
+    if held := of_training(policy, ReleaseEvidence(**now)):
+        raise OutOfDate(
+            f"{verdict.subject} would be held now: {held[0].text} 'factory evaluate {verdict.number}' judges it again"
         )
 
 

@@ -11,6 +11,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.recorded import held_by, not_overridable
 from factory.gates.release.training_now import training_now
+from factory.ledger.decisions import REJECTED, decision_on
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import VerdictRow
 
@@ -18,9 +19,9 @@ LONGEST_REASON = 2000
 
 
 def reason_of(words: str) -> str:
-    """A person's reason, on one line. Raises: InputError for none."""
+    """A person's reason, on one line. Raises: InputError for one without a letter or digit."""
     why = " ".join("".join(letter if letter.isprintable() else " " for letter in words).split())
-    if not why:
+    if not any(letter.isalnum() for letter in why):
         raise InputError('an override needs a reason, which stays on record: --reason "…"; nothing was released')
     if len(why) > LONGEST_REASON:
         raise InputError(
@@ -32,6 +33,8 @@ def reason_of(words: str) -> str:
 def override_of(workspace: Workspace, ledger: Ledger, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
     """The event's detail. Raises: InputError for a verdict that does not hold, or holds for what no person overrides."""
     name = f"verdict {verdict.id} on {verdict.subject}"
+    if (known := decision_on(ledger, verdict)) and known.word == REJECTED:
+        raise InputError(f"{name} was {known}; no override of it counts; nothing was released")
     if verdict.outcome != "hold":
         instead = {
             "promote": f"'factory releases approve {verdict.number}' releases it",

@@ -46,6 +46,8 @@ SHOWN = (
 REGISTERED = (
     "registered"  # the tag that is written last: of what was shown when alias, report and approval were there too
 )
+# Tags of what may be no more: data was put back, a release was withdrawn.
+PASSING = frozenset({"removed_data", "release", "bundle", "overridden_by", "override_reason"})
 ABOUT = (
     "A version for each candidate that was judged. Alias champion: what is served; alias candidate: what was judged last. Click a version: "
     "verdict, numbers, reasons, links to report, pictures, training and bundle. Approve or reject there, by the tag approval. Filter: "
@@ -54,9 +56,10 @@ ABOUT = (
 
 
 def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
-    """Raises: InputError when the candidate was not judged."""
+    """Raises: InputError when there is no such candidate, or it was not judged."""
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
     if verdict is None:
+        CandidateRow.get(ledger, candidate_id)
         raise InputError(f"candidate {candidate_id} was not judged yet: run 'factory evaluate {candidate_id}'")
     return verdict
 
@@ -105,8 +108,8 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
         if version is None:
             source = log_model(client, run, candidate)
             version = client.create_model_version(MODEL, source, run, tags | {REGISTERED: "not yet"}, description=about)
-        if "removed_data" in version.tags and "removed_data" not in tags:  # it was put back
-            client.delete_model_version_tag(MODEL, version.version, "removed_data")
+        for key in sorted(PASSING & version.tags.keys() - tags.keys()):
+            client.delete_model_version_tag(MODEL, version.version, key)
         for key, value in tags.items():
             if version.tags.get(key) != value:
                 client.set_model_version_tag(MODEL, version.version, key, value)

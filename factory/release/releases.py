@@ -6,7 +6,8 @@ alias and the served link follow it, and are put back when a person or a crash m
 
 What is released is what was judged: before each step the export is hashed again and compared with the verdict's hash; a
 person's approval, where the policy asks for one, is recorded with that hash too. A verdict against a champion that is no
-longer champion is out of date: its release is withdrawn, and the candidate must be judged again.
+longer champion is out of date, and so is one whose licences or anomalies hold the candidate by now: its release is withdrawn
+until it is public, and the candidate must be judged again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from factory.core.errors import InputError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
-from factory.ledger.decisions import OVERRIDDEN, override_on
+from factory.ledger.decisions import OVERRIDDEN, WITHDRAWN, override_on
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
 from factory.ledger.snapshot import Snapshot
@@ -32,6 +33,7 @@ from factory.release.checks import (
     check_current,
     check_judged,
     check_not_rewound,
+    check_training,
     releasable,
 )
 from factory.release.overriding import override_of, reason_of
@@ -77,13 +79,14 @@ def release(
         saga.finish_others(candidate)
         known = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
-            check_current(ledger, verdict)
+            check_current(workspace, ledger, verdict)
             check_judged(ledger, verdict)
             if approved_by:
                 approve(ledger, verdict_id, approved_by)
             number = _decide(ledger, verdict, approver(workspace, ledger, verdict))
         else:
             number = known.number
+            saga.check_begun(number)
         saga.advance(number)
     return number
 
@@ -105,7 +108,7 @@ def override(
         if known is None:
             verdict = newest_verdict(ledger, candidate)
             detail = override_of(workspace, ledger, verdict, by, why)
-            check_current(ledger, verdict)
+            check_current(workspace, ledger, verdict)
             check_judged(ledger, verdict)
             number = _decide(ledger, verdict, by, detail)
         elif override_on(ledger, VerdictRow.get(ledger, known.verdict)) is None:
@@ -114,6 +117,7 @@ def override(
             )
         else:
             number = known.number
+            saga.check_begun(number)
         saga.advance(number)
     return number
 
@@ -169,6 +173,12 @@ class _Saga:
         self.workspace, self.ledger, self.progress = workspace, ledger, progress
         self.tracking = Tracking.open(workspace, ledger)
 
+    def check_begun(self, number: int) -> None:
+        """Before one that was begun earlier goes on. What is public is not undone. Raises: OutOfDate."""
+        row = ReleaseRow.get(self.ledger, number)
+        if row.state != "published":
+            check_training(self.workspace, self.ledger, VerdictRow.get(self.ledger, row.verdict))
+
     def advance(self, number: int) -> None:
         """Take a release from its recorded state to ``published``. Raises: InputError, and the state stays."""
         steps: dict[str, Callable[[ReleaseRow], None]] = {
@@ -223,6 +233,7 @@ class _Saga:
             if row.candidate == candidate:
                 continue
             try:
+                self.check_begun(row.number)
                 self.advance(row.number)
                 done.append(f"finished release {row.number}, which had been interrupted")
             except InputError as error:
@@ -230,7 +241,7 @@ class _Saga:
                     detail = {"why": str(error), "candidate": row.candidate}
                     with self.ledger.begin() as tx:
                         tx.execute(releases.delete().where(releases.c.number == row.number))
-                        record(tx, "withdrawn", Subject("release", row.number), detail)
+                        record(tx, WITHDRAWN, Subject("release", row.number), detail)
                 done.append(f"release {row.number} cannot be finished: {error}")
         return done
 

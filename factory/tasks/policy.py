@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 
+NAME = re.compile(r"[a-zA-Z_][\w.-]*", re.ASCII)
 Positive = Annotated[float, Field(gt=0, le=1e6)]
 
 
@@ -83,6 +85,23 @@ class TasksPolicy(StrictPolicy):
     def of(self, task: str) -> Tier:
         """The tier of a task."""
         return self.tasks.get(task, self.others)
+
+    def setting(self, task: str, key: str, value: object) -> str:
+        """The command that changes one key of a task and leaves it its others; empty: its name is nothing to paste into a shell.
+
+        >>> TasksPolicy().setting("arc", "margin", 0.12)
+        'factory config set tasks tasks.arc.margin 0.12'
+        >>> TasksPolicy(others=Tier(tier="each")).setting("my.arc", "margin", 0.12)
+        'factory config set tasks tasks "{my.arc: {tier: each, margin: 0.12}}"'
+        """
+        if not NAME.fullmatch(task):
+            return ""
+        kept = {} if task in self.tasks else self.others.model_dump(mode="json", exclude_defaults=True)
+        kept.pop(key, None)
+        if not kept and "." not in task:
+            return f"factory config set tasks tasks.{task}.{key} {value}"
+        keys = ", ".join(f"{name}: {one}" for name, one in {**kept, key: value}.items())
+        return f'factory config set tasks tasks "{{{task}: {{{keys}}}}}"'
 
     @classmethod
     def load(cls, path: Path) -> TasksPolicy:

@@ -53,9 +53,10 @@ def _evidence(
         ours = measure(workspace, ledger, candidate, task, policy, progress)
         theirs = measure(workspace, ledger, best.candidate, task, policy, progress) if best else None
     except (TaskError, IsolationError) as error:
+        never = policy.setting(name, "tier", "never")
         todo = (
-            f"mend task {name} ('factory tasks check FILE' looks at it), then 'factory evaluate {candidate}'; or measure it no more (tier: never "
-            "in tasks.yaml)."
+            f"mend task {name} ('factory tasks check FILE' looks at it), then 'factory evaluate {candidate}'; or measure it no more: "
+            + (f"'{never}'." if never else "tier: never in tasks.yaml.")
         )
         return TaskEvidence.problem(f"Task {name} could not be measured: {str(error).removesuffix('.')}.", todo)
     summary = EvaluationRow.get(ledger, ours).summary

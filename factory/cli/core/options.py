@@ -29,8 +29,9 @@ def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
 
 
 def person() -> str:
-    """The person who decides on the command line."""
-    return os.environ.get("USER") or os.environ.get("LOGNAME") or f"uid {os.getuid()}"
+    """The person who decides on the command line, on one line."""
+    names = (" ".join(os.environ.get(key, "").split()) for key in ("USER", "LOGNAME"))
+    return next((name for name in names if name and name.isprintable()), f"uid {os.getuid()}")
 
 
 def print_json(value: Any) -> None:

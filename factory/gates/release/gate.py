@@ -1,6 +1,6 @@
 """The release gate: gather the evidence on a candidate, judge it, record the verdict.
 
-The champion is measured on the candidate's suite if it was not yet. A verdict on the same subject, policy and evidence is recorded once.
+The champion is measured on the candidate's suite if it was not yet. A verdict on the policy and evidence of the newest on its subject is that one.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ def _record(
     }
     same = [verdicts.c[name].is_not_distinct_from(value) for name, value in values.items()]
     with ledger.begin() as tx:
-        known = sa.select(verdicts.c.id, verdicts.c.evidence).where(
-            verdicts.c.gate == GATE, verdicts.c.subject == subject, *same
-        )
-        for row in tx.execute(known):
+        # The newest alone: what changed and was changed back, as a licence, is a new verdict over the one between.
+        own = (verdicts.c.gate == GATE) & (verdicts.c.subject == subject)
+        newest = sa.select(sa.func.max(verdicts.c.id)).where(own).scalar_subquery()
+        for row in tx.execute(sa.select(verdicts.c.id, verdicts.c.evidence).where(verdicts.c.id == newest, *same)):
             if row.evidence.get("sha256") == stored["sha256"]:
                 return int(row.id)
         number = record_verdict(

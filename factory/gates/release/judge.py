@@ -69,8 +69,7 @@ def judge(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Verdict:
     if looks is None or looks < 0:
         missing.append(Reason("looks_unknown", "How often the sealed half was read before is not known."))
     missing += _basics(policy, evidence)
-    missing += _anomalies(evidence)
-    missing += _licences(policy, evidence)
+    missing += of_training(policy, evidence)
     if evidence.against is None:
         missing.append(Reason("no_champion", "The evidence does not say which champion to compare with."))
     elif evidence.against == FIRST_RELEASE:
@@ -124,6 +123,11 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     if number(evidence.cloze_items) is None:
         missing.append(Reason("not_measured", "Cloze was not measured."))
     return missing
+
+
+def of_training(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
+    """What its training speaks against it, which people may change at any time: open anomalies, and licences."""
+    return [*_anomalies(evidence), *_licences(policy, evidence)]
 
 
 def _anomalies(evidence: ReleaseEvidence) -> list[Reason]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from factory.evals.power import Needed, ScoredGuard, variance_right
@@ -77,6 +77,7 @@ class GuardSize:
     have: int
     needed: int | None
     passed: float
+    margin: float | None = None  # of a task that is aside: the least with which as many items stand
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
     apart = tasks_aside(tasks, policy.clusters_min)
     for name, task in sorted(sizes.tasks.items()):
         known = ScoredGuard(task.items, float(task.groups), tasks.variances[name], task.margin, sizes.tasks_alpha)
-        found.append(_scored(name, known, name in apart))
+        mine = _scored(name, known, name in apart)
+        if mine.state == "aside" and task.groups >= policy.clusters_min:
+            mine = replace(mine, margin=known.margin_needed())
+        found.append(mine)
     return Releasability(tuple(found), None if holds else detectable(policy, assumed), tuple(holds))
 
 

@@ -26,4 +26,6 @@ def with_tasks(policy: ReleasePolicy, verdict: Verdict, evidence: TaskEvidence) 
     )
 
 
-SHOW = "train on ('factory run'), or allow the task a wider margin (tasks.yaml)."
+SHOW = (
+    "train on ('factory run'), or allow the task a wider margin (as 'factory config set tasks tasks.NAME.margin 0.05')."
+)

@@ -21,7 +21,7 @@ import numpy as np
 
 from factory.core.errors import InputError
 from factory.ingest.rules.decontaminate import ngrams
-from factory.ingest.rules.task_folder import suffix_of
+from factory.ingest.rules.task_folder import is_numbered, suffix_of
 from factory.ingest.rules.words import Hashes, word_hashes
 from trainer.contract.data.token_shard import file_sha256
 
@@ -74,6 +74,12 @@ def read_items(path: Path) -> ItemFile:
 
 def _numbered(folder: Path) -> ItemFile:
     """Of a folder of numbered files (``task_folder.is_numbered``), in their order."""
+    if not is_numbered(folder) or not any(folder.iterdir()):
+        below = next((path for path in sorted(folder.rglob("*")) if is_numbered(path) and any(path.iterdir())), None)
+        raise InputError(
+            f"{folder}: a folder is a task where it has numbered files alone (0.json, 1.json …), a record each"
+            + (f", as {below} has: name that one" if below else ": name a file in it")
+        )
     records: list[dict[str, Any]] = []
     files = sorted(folder.iterdir(), key=lambda path: int(path.stem))
     for path in files:

@@ -62,6 +62,12 @@ def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
         "few": "aside",
         "large": "stands",
     }
+    wider = guard(small, "own").margin
+    assert (
+        wider is not None and 0.02 < wider < 0.3 and guard(small, "few").margin is None is guard(small, "large").margin
+    )
+    for margin, state in ((wider, "stands"), (wider - 0.01, "aside")):
+        assert guard(replace(small, tasks={"own": TaskSize(40, 40, margin)}), "own").state == state
     for name, grown in (
         (CLOZE, lambda n: replace(small, cloze_items=n)),
         ("own", lambda n: replace(small, tasks={"own": TaskSize(n, n, 0.02)})),

@@ -23,9 +23,10 @@ from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.gate import decide
 from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record, releases, verdicts
-from factory.ledger.rows import CandidateRow, champion
+from factory.ledger.rows import CandidateRow, Subject, VerdictRow, champion
 from tests.support.factory.exports import SHARD, Plant, plant_of_one_thread, save_export, tiny_model, trained
 from tests.support.paths import ROOT
+from tests.support.plants.released_plant import evaluated, released_plant
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
 
@@ -384,3 +385,22 @@ def test_server_disagreement_and_contamination_are_found(plant: Plant, better: i
 def test_unknown_candidate(plant: Plant) -> None:
     with pytest.raises(InputError, match="no candidate 99; there are: 1"):
         evaluate(plant.workspace, plant.ledger, 99, SILENT)
+
+
+def test_what_changed_and_was_changed_back_is_judged_as_before(tmp_path: Path) -> None:
+    """The newest verdict says what is: a wrong licence that a person corrects does not hold a candidate for ever."""
+    plant = released_plant(tmp_path)
+    candidate = plant.add_candidate(
+        save_export(tiny_model(3), plant.workspace.exports / "candidate-3", plant.tokenizer)
+    )
+    evaluated(plant, candidate, 2.0)
+    found = []
+    for licence in ("MIT", "CC-BY-NC-4.0", "MIT", "MIT"):
+        with plant.ledger.begin() as tx:
+            tx.execute(documents.update().values(license=licence))
+        found.append(decide(plant.workspace, plant.ledger, candidate, SILENT))
+        newest = VerdictRow.newest(plant.ledger, "release", Subject("candidate", candidate))
+        assert newest is not None and newest.id == found[-1]
+    said = ["whose licence does not allow" in " ".join(VerdictRow.get(plant.ledger, one).reasons) for one in found]
+    assert said == [False, True, False, False]
+    assert found[2] not in found[:2] and found[3] == found[2], "what did not change is not recorded again"

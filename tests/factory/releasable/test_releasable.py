@@ -7,7 +7,10 @@ import shlex
 from collections.abc import Callable
 
 import pytest
+from typer.testing import CliRunner
 
+import factory.cli  # noqa: F401 (registers every command)
+from factory.cli.app import app
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
 from factory.daemon import reconcile
@@ -15,6 +18,7 @@ from factory.ingest.chain import ShardReport
 from factory.ledger.ledger import Ledger
 from factory.releasable.gathering import ReleasableLine, describe, look, verdict
 from factory.releasable.recorded import newest, refresh
+from factory.tasks.policy import TasksPolicy
 from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import texts, use_policy
 from tests.support.factory.task_files import sums, write_task
@@ -138,6 +142,23 @@ def test_a_published_file_that_is_no_task_is_named_by_a_command_that_finds_it(
     assert str(command_here(*shlex.split(command), home=workspace).exception) == line.text
 
 
+@pytest.mark.parametrize(("name", "others"), [("sums", "{}"), ("my.sums", "{tier: each}")])
+def test_the_margin_of_ones_own_that_is_advised_makes_a_task_a_guard(
+    name: str, others: str, workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
+    """The command runs as it stands, and leaves the task its tier."""
+    ingest(texts(0, 60))
+    write_task(workspace, name, sums(40), kind="maths")
+    (workspace.root / "policies" / "tasks.yaml").write_text(f"others: {others}\n")
+    tier = TasksPolicy.load(workspace.policy("tasks.yaml")).of(name).tier
+    command = re.search(r"'factory (config set .*)'$", by_name(look(workspace, ledger))[f"task {name}"].todo)
+    assert command
+    done = CliRunner().invoke(app, [*shlex.split(command[1]), "--workspace", str(workspace.root)])
+    assert done.exit_code == 0, done.output
+    assert by_name(look(workspace, ledger))[f"task {name}"].ok is True
+    assert TasksPolicy.load(workspace.policy("tasks.yaml")).of(name).tier == tier
+
+
 def test_a_recipe_of_another_vocabulary_is_said_before_training(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
@@ -170,9 +191,7 @@ def test_it_is_recorded_once_and_again_when_something_changed(
     assert count() == 2
 
 
-def test_the_daemon_looks_also_where_it_can_plan_nothing(
-    workspace: Workspace, ledger: Ledger, ingest: Ingest
-) -> None:
+def test_the_daemon_looks_also_where_it_can_plan_nothing(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     """A recipe that does not fit ends a pass before its first action."""
     ingest(texts(0, 60))
     with pytest.raises(ConfigError, match="vocab_size"):

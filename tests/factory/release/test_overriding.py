@@ -18,13 +18,18 @@ from typer.testing import CliRunner
 
 import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
+from factory.cli.core.options import person
 from factory.core.errors import InputError
+from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.ledger.ledger import Ledger, anomalies, documents, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.rows import ReleaseRow, VerdictRow, champion
 from factory.release import overriding, releases
+from factory.release.answering import ApprovalAnswers
+from factory.release.approvals import register_candidate, reject
+from factory.release.checks import OutOfDate
 from factory.release.registry import MODEL
 from factory.release.releases import override, reconcile, release
 from factory.reports.release_facts import listed, shown
@@ -155,13 +160,9 @@ def test_what_changed_since_it_was_judged_is_looked_at_again(workspace: Workspac
         with pytest.raises(InputError, match=f"candidate:2 would be held now for what no person overrides: .*{words}"):
             override(workspace, scene, 2, "ada", WHY)
 
-    def licence(name: str) -> None:
-        with scene.begin() as tx:
-            tx.execute(documents.update().values(license=name))
-
-    licence("CC-BY-NC-4.0")
+    licence(scene, "CC-BY-NC-4.0")
     refused("CC-BY-NC-4.0 100.0%.*'factory evaluate 2' judges it again")
-    licence("MIT")
+    licence(scene, "MIT")
     policy = workspace.root / "policies" / "data.yaml"
     policy.write_text("licences: {known: {MIT: {train: true, release: false}}}\n")
     refused("MIT 100.0%")
@@ -173,6 +174,84 @@ def test_what_changed_since_it_was_judged_is_looked_at_again(workspace: Workspac
     with scene.begin() as tx:
         tx.execute(anomalies.delete())
     assert recorded(scene) == [] and override(workspace, scene, 2, "ada", WHY) == 2
+
+
+def licence(ledger: Ledger, name: str) -> None:
+    with ledger.begin() as tx:
+        tx.execute(documents.update().values(license=name))
+
+
+def test_whoever_approves_licences_and_anomalies_of_now_count(workspace: Workspace, scene: Ledger) -> None:
+    """A promoted candidate, whose licence a person corrected since: by the command, by a word in MLflow, by the policy."""
+    approval(workspace, "manual")
+    verdict = add_judged(scene, 2, evidence(), against=1)
+    licence(scene, "CC-BY-NC-4.0")
+    words = "candidate:2 would be held now: 100.0% .*CC-BY-NC-4.0.* 'factory evaluate 2' judges it again"
+    for by in ("ada", None):
+        with pytest.raises(OutOfDate, match=words):
+            release(workspace, scene, verdict, approved_by=by)
+        approval(workspace, "automatic")
+    approval(workspace, "manual")
+    version = register_candidate(workspace, scene, 2)
+    client = open_client(workspace)
+    client.set_model_version_tag(MODEL, version, "approval", "approved")
+    [line] = ApprovalAnswers(workspace, scene, SILENT).look()
+    assert "was refused" in line and "CC-BY-NC-4.0" in line
+    decided = scene.rows(sa.select(events).where(events.c.kind == "approved"))
+    assert decided == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
+    licence(scene, "MIT")
+    assert release(workspace, scene, verdict, approved_by="ada") == 2
+
+
+@pytest.mark.parametrize("state", ["decided", "aliased"])
+def test_what_is_finished_later_is_looked_at_again(
+    workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Killed midway, and a licence corrected before the daemon's next pass: withdrawn everywhere. What is public stays."""
+    verdict = add_judged(scene, 2, HELD, against=1)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(releases._Saga, "_publish" if state == "aliased" else "_register", killed)
+        override(workspace, scene, 2, "ada", WHY)
+    row = ReleaseRow.first(scene, "WHERE candidate = 2")
+    assert row is not None and row.state == state
+    licence(scene, "CC-BY-NC-4.0")
+    with pytest.raises(OutOfDate, match="candidate:2 would be held now: .*CC-BY-NC-4.0"):
+        override(workspace, scene, 2, "ada", WHY)
+    assert "release 2 cannot be finished: candidate:2 would be held now" in reconcile(workspace, scene)[0]
+    assert reconcile(workspace, scene) == [], "MLflow shows what is"
+    assert ReleaseRow.first(scene, "WHERE candidate = 2") is None and len(recorded(scene)) == 1
+    client = open_client(workspace)
+    [tags] = [dict(one.tags) for one in client.search_model_versions(f"name = '{MODEL}'") if str(one.version) == "2"]
+    assert not {"release", "overridden_by", "override_reason"} & tags.keys() and tags.get("approval", "") == ""
+    assert str(client.get_model_version_by_alias(MODEL, "champion").version) == "1"
+    assert ApprovalAnswers(workspace, scene, SILENT).look() == []
+    assert listed(scene)[1]["state"] == "held" and listed(scene)[1]["override"] is None
+    licence(scene, "MIT")
+    with pytest.raises(InputError, match="is 'hold', not 'promote'"):
+        release(workspace, scene, verdict)  # an override that was withdrawn is none
+    number = override(workspace, scene, 2, "bob", "again")
+    assert [one["override"] and one["override"]["by"] for one in listed(scene)] == [None, "bob"]
+    licence(scene, "CC-BY-NC-4.0")
+    assert reconcile(workspace, scene) == [] and override(workspace, scene, 2, "bob", "again") == number
+    best = champion(scene)
+    assert best is not None and best.number == number
+
+
+def test_what_a_person_rejected_is_not_said_to_be_approvable(workspace: Workspace, scene: Ledger) -> None:
+    reject(workspace, scene, add_judged(scene, 2, evidence(), against=1), "eve", "it swears")
+    with pytest.raises(InputError, match="candidate:2 was rejected by eve: it swears; no override of it counts"):
+        override(workspace, scene, 2, "ada", WHY)
+
+
+@pytest.mark.parametrize("name", ["", " ", "\n", "a\x1b[31mda"])
+def test_who_decides_has_a_name_that_can_be_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", name)
+    monkeypatch.setenv("LOGNAME", "ada  lovelace")
+    assert person() == "ada lovelace"
 
 
 def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scene: Ledger) -> None:
@@ -187,11 +266,13 @@ def test_the_command(workspace: Workspace, scene: Ledger, monkeypatch: pytest.Mo
     monkeypatch.setenv("USER", "ada")
     add_judged(scene, 2, HELD, against=1)
     run = lambda *words: CliRunner().invoke(app, ["releases", *words, "--workspace", str(workspace.root)])
-    for none in ((), ("--reason", ""), ("--reason", " \n\t")):
+    for none in ((), ("--reason", ""), ("--reason", " \n\t"), ("--reason", "\u2800\u200b\x00 –")):
         error = run("override", "2", *none).exception
         assert isinstance(error, InputError) and str(error).startswith(
             "an override needs a reason, which stays on record"
         )
+    assert "no candidate 9" in str(run("override", "9", "--reason", WHY).exception)
+    assert "at most 2,000 characters" in str(run("override", "2", "--reason", "x" * 10_000).exception)
     done = run("override", "2", "--reason", WHY, "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["release"] == 2
     assert (

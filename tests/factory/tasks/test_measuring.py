@@ -140,7 +140,8 @@ def test_a_small_task_informs_and_a_large_one_guards(
     verdict = with_tasks(ReleasePolicy(), judge(ReleasePolicy(), evidence()), task)
     assert verdict.outcome == outcome and any(words in reason for reason in verdict.reasons), verdict.reasons
     assert (outcome == "hold") == (
-        verdict.reasons[0] == "To do: train on ('factory run'), or allow the task a wider margin (tasks.yaml)."
+        verdict.reasons[0]
+        == "To do: train on ('factory run'), or allow the task a wider margin (as 'factory config set tasks tasks.NAME.margin 0.05')."
     )
 
 

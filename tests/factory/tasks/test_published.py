@@ -274,6 +274,29 @@ def test_math_is_read_from_its_folder_of_numbered_files(workspace: Workspace, le
     )
 
 
+def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> None:
+    folder = task_folder(workspace)
+    inner = folder / "MATH" / "test" / "algebra"
+    inner.mkdir(parents=True)
+    (inner / "0.json").write_text('{"problem": "1+1?", "solution": "\\\\boxed{2}"}')
+    (folder / "empty").mkdir()
+    (folder / "MATH.tar").write_bytes(b"")
+    says = {
+        "MATH.tar": "an archive is not read: unpack it, and check the data file or the folder of numbered files in it",
+        "MATH": f"numbered files alone (0.json, 1.json …), a record each, as {inner} has: name that one",
+        "empty": "a record each: name a file in it",
+        "gone.tar": "there is no such file",
+    }
+    for name, words in says.items():
+        with pytest.raises(TaskError) as found:
+            load_task(folder / name, POLICY)
+        assert (
+            words in str(found.value)
+            and str(found.value).startswith(str(folder / name))
+            and "\n" not in str(found.value)
+        )
+
+
 def test_an_own_item_with_two_answers_is_refused(workspace: Workspace) -> None:
     items = sums()
     path = write_task(workspace, "sums", [*items, {**items[3], "id": "again", "answer": 8}], kind="maths")

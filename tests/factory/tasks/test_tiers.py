@@ -111,8 +111,8 @@ def test_a_task_that_cannot_be_measured_holds_by_name(plant: Plant, line: tuple[
     held = verdict(plant, line[1])
     assert held.outcome == "hold"
     assert held.reasons[:2] == [
-        f"To do: mend task broken ('factory tasks check FILE' looks at it), then 'factory evaluate {line[1]}'; or measure it no more (tier: never "
-        "in tasks.yaml).",
+        f"To do: mend task broken ('factory tasks check FILE' looks at it), then 'factory evaluate {line[1]}'; or measure it no more: "
+        "'factory config set tasks tasks.broken.tier never'.",
         f"Task broken could not be measured: {path.with_suffix('.jsonl')}: 1 items, at least 8 are needed (items_min in tasks.yaml).",
     ]
     path.unlink()

@@ -19,6 +19,8 @@ from trainer.contract.strict import Strict, parse
 MOST_BYTES = 1 << 20
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Of these kinds a config.json that does not say so has one matrix for embedding and head: the default of their classes in transformers 5.
+TIED = ("cohere", "ernie4_5", "gemma", "smollm3", "starcoder2")
 # Their blocks are no attention with a gated MLP, or not only: no formula here holds for them.
 OTHER_BLOCKS = (
     "n_embd",
@@ -131,7 +133,10 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
         shared = number("n_shared_experts", 0)
         if wide := number("shared_expert_intermediate_size", 0):
             shared = round(wide / max(1, each))
-        dense = number("first_k_dense_replace", len(config.get("mlp_only_layers") or ()))
+        alone = config.get("mlp_only_layers") or []
+        if not isinstance(alone, list):
+            raise RecipeError(f"{where}: mlp_only_layers: expected a list, got {alone!r}")
+        dense = number("first_k_dense_replace", len(alone))
         experts = parse(
             ExpertsRecipe,
             {
@@ -144,6 +149,7 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
             where,
             RecipeError,
         )
+    tied = config.get("tie_word_embeddings")
     shape = {
         "vocab_size": number("vocab_size"),
         "d_model": width,
@@ -154,8 +160,8 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
         "d_ff": number("intermediate_size", 4 * width),
         "context": context or min(number("max_position_embeddings", 4096), 4096),
         "experts": experts.model_dump() if experts else None,
-        "untied": config.get("tie_word_embeddings") is not True,
+        "untied": not (str(config.get("model_type", "")).startswith(TIED) if tied is None else tied is True),
         "latent": latent.model_dump() if latent else None,
-        "expert_nodes": number("topk_group") if config.get("topk_group") and config.get("n_group", 1) > 1 else None,
+        "expert_nodes": number("topk_group") if config.get("topk_group") and number("n_group", 1) > 1 else None,
     }
     return parse(PublicModel, shape, where, RecipeError)

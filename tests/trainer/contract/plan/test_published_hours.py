@@ -26,6 +26,19 @@ def test_a_config_gives_the_published_number_of_parameters(name: str) -> None:
     assert shape_of_config(run.config, name).parameters == pytest.approx(run.parameters, rel=0.005)
 
 
+@pytest.mark.parametrize(("kind", "said", "tied"), [
+    ("llama", None, False), ("gemma2", None, True), ("smollm3", None, True), ("gemma2", False, False), ("llama", True, True),
+])  # fmt: skip
+def test_a_config_that_does_not_say_whether_the_head_is_tied_is_read_as_its_class_does(
+    kind: str, said: bool | None, tied: bool
+) -> None:
+    shape = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {**shape, "intermediate_size": 128, "model_type": kind, "tie_word_embeddings": said}
+    both = {on: shape_of_config(config | {"tie_word_embeddings": on}, "x").parameters for on in (True, False)}
+    assert both[False] - both[True] == 1000 * 64
+    assert shape_of_config(config, "x").parameters == both[tied]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_published_gpu_hours_lie_within_35_per_cent(name: str) -> None:
     assert planned(RUNS[name], name) == pytest.approx(RUNS[name].hours, rel=0.35)
@@ -52,6 +65,8 @@ def test_a_folder_or_a_file_is_read(tmp_path: Path) -> None:
     [
         ({"hidden_size": None}, "'hidden_size' is missing: this is no config.json of a decoder"),
         ({"mamba_d_state": 16, "model_type": "jamba"}, "jamba has 'mamba_d_state': only decoders of attention"),
+        ({"n_group": "x", "topk_group": 4}, "n_group: expected a whole number, got 'x'"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list, got 3"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers: expected a whole number, got 'many'"),
         (
             {"num_experts": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
