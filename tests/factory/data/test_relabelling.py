@@ -23,8 +23,9 @@ from factory.evals.suite import build_suite
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, relabels
-from factory.ledger.rows import SegmentRow
+from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, record, relabels
+from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.writing import insert
 from factory.repairs.lost_ledger import restore
 from factory.repairs.token_shards import rebuild_token_shard
 from factory.training.planning import last_checkpoint, plan_of, plan_trunk
@@ -96,28 +97,30 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
         look(*plant, Filter(domain=["reviews"]), NewLabels(group="none"))
 
 
-def read(ledger: Ledger) -> None:
-    """An agent worked: what is held out may have been read."""
+def read(ledger: Ledger, at: float | None = None) -> None:
+    """An agent worked: what is held out may have been read. ``at``: what the clock said."""
     values = {
         "agent": "a",
         "asked": "",
         "base_commit": "c",
         "profile": 1,
         "state": "nothing",
-        "created_at": time.time(),
+        "created_at": time.time() if at is None else at,
     }
     with ledger.begin() as tx:
-        tx.execute(agent_runs.insert().values(**values))
+        number = insert(tx, agent_runs, **values)
+        record(tx, "agent_began", Subject("agent_run", number), {"agent": "a"})
 
 
+@pytest.mark.parametrize("at", [1.0, None, 1e11])  # whatever the clock says
 @pytest.mark.parametrize("sealed", [True, False])
 def test_what_was_read_keeps_its_half_and_the_rest_is_dealt_to_the_other(
-    plant: tuple[Workspace, Ledger], sealed: bool
+    plant: tuple[Workspace, Ledger], sealed: bool, at: float | None
 ) -> None:
     ledger = plant[1]
     ingest(plant, reviews(0, 20), "a.jsonl")
     before = set(halves(ledger))
-    read(ledger)
+    read(ledger, at)
     ingest(plant, reviews(100, 20), "b.jsonl")
     as_one_group(ledger, sealed)
     do(plant, Filter(source=["reviews"]), NewLabels(group="document"))
