@@ -133,6 +133,7 @@ def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: P
     from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
     from factory.ingest.readers import is_read
     from factory.ingest.reading.kinds import is_archive
+    from factory.ingest.rules.policy import DataPolicy
 
     def small(name: str, size: int) -> bool:
         return size < SMALL_BYTES and is_read(name) and not is_archive(name) and shown_name(Path(name)) == name
@@ -150,8 +151,13 @@ def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: P
     say = lambda report: progress.line(
         describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     )
-    progress.line(f"  {len(ready):,} small files of the inbox are ingested as one")
-    pack = Pack("inbox", [(file.name, file.path) for file in ready])
+    pack, refused = Pack("inbox", [(file.name, file.path) for file in ready]).without_refused(
+        DataPolicy.load(workspace.policy("data.yaml"))
+    )
+    if not pack.files:
+        return False
+    unread.update(refused)  # each says for itself why
+    progress.line(f"  {len(pack.files):,} small files of the inbox are ingested as one")
     try:
         reports = ingest_pack(workspace, ledger, pack, progress, ingested=say, unread=unread)
     except (FactoryError, OSError) as error:

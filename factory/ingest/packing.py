@@ -14,12 +14,13 @@ over a whole shard, with the ledger as it is at that moment, and one transaction
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from factory.ingest.reading.columns import dataset_files
 from factory.ingest.reading.rows import as_line, with_path
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
+from factory.ingest.shapes.told import Told, missing_columns
+from factory.ingest.worker import look_at
 from factory.ledger.files import PACKED, packed
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.removals import erased_shards
@@ -62,6 +65,11 @@ class Pack:
     def of_dataset(cls, folder: Path) -> Pack:
         """Raises: ShardProblem."""
         return cls(folder.name, [(str(file.relative_to(folder)), file) for file in dataset_files(folder)], folder)
+
+    def without_refused(self, policy: DataPolicy) -> tuple[Pack, list[Path]]:
+        """The pack without those of its many files of which a mapping names a column that they lack, and these: each is refused for itself."""
+        refused = [path for name, path in self.files if policy.fields and _lacks_columns(name, path, self.name, policy)]
+        return replace(self, files=[one for one in self.files if one[1] not in refused]), refused
 
     @property
     def alone(self) -> Path | None:
@@ -234,6 +242,16 @@ def _rows(pack: Pack, limits: ShardLimits, left: _LeftOut) -> Iterator[RawRow]:
             left.files.add(path)
             continue
         yield from found
+
+
+def _lacks_columns(name: str, path: Path, pack: str, policy: DataPolicy) -> bool:
+    told = Told()
+    with contextlib.suppress(ShardProblem):  # which is said when the pack is read
+        for row in read_rows(path, policy.limits, lambda path, why: None, name):
+            look_at(policy, with_path(row, name), pack, told)
+            if told.mapped and not missing_columns(told, policy.fields):
+                break
+    return bool(missing_columns(told, policy.fields))
 
 
 @dataclass(frozen=True)
