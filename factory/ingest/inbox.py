@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,9 +188,8 @@ def ingest_arrived(
 
     After a kill between the two the next call recognises the content and only moves the file.
     """
-    say = lambda report: progress.line(
-        describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
-    )
+    before = ingested_before(ledger)
+    say = lambda report: progress.line(describe_report(shown_name(path), report, before))
     ingest_path(workspace, ledger, path, progress, ingested=say, workers=workers)
 
 
@@ -366,6 +365,22 @@ def _key(workspace: Workspace) -> str:
     from factory.ingest.reading_code import reading_key
 
     return reading_key(workspace)
+
+
+def ingested_before(ledger: Ledger) -> dict[str, float]:
+    """By SHA-256, when each shard that there is was ingested: seconds since 1970."""
+    rows = ledger.read("SELECT sha256, ingested_at FROM shards WHERE state = 'ingested'")
+    return {row["sha256"]: row["ingested_at"] for row in rows}
+
+
+def describe_report(name: str, report: ShardReport, before: Mapping[str, float]) -> str:
+    """As ``describe_shard``; of content that was ingested ``before``, when, and under which name, if another than the file's own."""
+    if report.sha256 not in before:
+        return describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(before[report.sha256]))
+    named = f", as {report.name}" if report.name != name else ""
+    counts = f"{report.counts.get('train', 0):,} to train on, {report.counts.get('held_out', 0):,} held out"
+    return f"  {name} was ingested already, on {when}{named}: {counts}; nothing of it was stored again"
 
 
 def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:

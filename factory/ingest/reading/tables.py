@@ -116,7 +116,9 @@ def _text(stream: ByteStream, limit: int) -> Iterator[str]:
         if start:
             block, start = block.removeprefix(b"\xef\xbb\xbf"), False
         found = (rest + block).splitlines(keepends=True)  # of bytes: at LF, CR LF and CR alone
-        rest = b"" if not found or found[-1].endswith(b"\n") else found.pop()  # of a CR, the LF may be in the next block
+        rest = (
+            b"" if not found or found[-1].endswith(b"\n") else found.pop()
+        )  # of a CR, the LF may be in the next block
         for line in found:
             yield line.decode("utf-8", "surrogateescape")
         if len(rest) > limit:

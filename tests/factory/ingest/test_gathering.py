@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -118,6 +119,24 @@ def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
     assert trained_on(ledger) == exactly(30)
     assert "3 shards: " in done.output and "2 quarantined; 1 not ingested" in done.output
     assert "a name that is not UTF-8 cannot be stored" in done.output and "cut off after 0 whole items" in done.output
+
+
+def test_what_was_ingested_before_is_said_with_its_name(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    use_small_vocabulary(workspace)
+    (tmp_path / "a.jsonl").write_bytes(rows(0, 30))
+    (tmp_path / "b.jsonl").write_bytes(rows(0, 30))
+    (tmp_path / "c.csv").write_text("text\n" + prose(90))
+    first = command_here("ingest", str(tmp_path / "a.jsonl"), str(tmp_path / "c.csv"), home=workspace).output
+    assert "already" not in first and "2 shards: 24 documents to train on, 16 held out\n" in first
+    again = command_here("ingest", *(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.csv")), home=workspace)
+    when = r"was ingested already, on 20\d\d-\d\d-\d\d \d\d:\d\d"
+    stored = r"\d+ to train on, \d+ held out; nothing of it was stored again"
+    assert again.exit_code == 0 and re.search(rf"  a\.jsonl {when}: {stored}\n", again.output), again.output
+    assert re.search(rf"  b\.jsonl {when}, as a\.jsonl: {stored}\n", again.output)
+    assert re.search(rf"  c\.csv {when}, as c\.csv#1\.jsonl\.zst: {stored}\n", again.output)
+    assert "0 shards: 0 documents to train on, 0 held out; 3 ingested before" in again.output
+    put(workspace, rows(0, 30), "d.jsonl")
+    assert one_pass(workspace, ledger).about("d.jsonl was ingested already, on ")
 
 
 def test_no_vocabulary_is_made_where_all_text_is_held_out(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
