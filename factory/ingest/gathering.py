@@ -16,8 +16,8 @@ from factory.ingest.packing import MANY, SMALL_BYTES, Pack
 from factory.ingest.readers import ShardProblem, is_read
 from factory.ingest.reading.columns import is_dataset
 from factory.ingest.reading.kinds import is_archive
-from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.remote import fetched, is_address
+from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.ledger import Ledger
 
 
