@@ -81,11 +81,15 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
 
     Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for what is wrong with the machine, the policy or the ledger.
     """
+    alone = _take_together(workspace, ledger, path, progress)
+    for one in [path] if alone is None else alone:
+        _take_alone(workspace, ledger, one, progress)
+
+
+def _take_alone(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
     from factory.ingest.pool import WorkerDiedError
     from factory.ingest.vocabulary import LittleTextError
 
-    if _take_together(workspace, ledger, path, progress):
-        return
     stamp: Stamp = ()
     try:
         stamp = stamp_of(path)
@@ -127,26 +131,31 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
         progress.line(f"  {shown_name(path)} stays in the inbox: {why}")
 
 
-def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> bool:
-    """Ingest the inbox's many small files as one shard, if ``path`` is one of them; returns whether that was done. They are in it then, and
-    are removed, but for those that could not be read: each is taken, and quarantined, for itself."""
+def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> list[Path] | None:
+    """Ingest the inbox's many small files as one shard, if ``path`` is one of them. They are in it then, and are removed, but for those that
+    could not be read.
+
+    Returns those that are to be taken, and quarantined, each for itself; None: ``path`` is not one of many. Each is named once: as one of fewer,
+    a file that spoils the others would do so again.
+    """
     from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
     from factory.ingest.readers import is_read
     from factory.ingest.reading.kinds import is_archive
     from factory.ingest.rules.policy import DataPolicy
+    from factory.ingest.vocabulary import LittleTextError
 
     def small(name: str, size: int) -> bool:
         return size < SMALL_BYTES and is_read(name) and not is_archive(name) and shown_name(Path(name)) == name
 
     if not small(path.name, path.stat().st_size if path.is_file() else SMALL_BYTES):
-        return False
+        return None
     if sum(small(name, 0) for name in os.listdir(workspace.inbox)) < MANY:
-        return False
+        return None
     ready = [
         file for file in _look(workspace, ledger, SETTLE_SECONDS) if not file.why and small(file.name, file.stamp[0])
     ]
     if len(ready) < MANY or path not in [file.path for file in ready]:
-        return False
+        return None
     unread: set[Path] = set()
     say = lambda report: progress.line(
         describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
@@ -155,23 +164,21 @@ def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: P
         DataPolicy.load(workspace.policy("data.yaml"))
     )
     if not pack.files:
-        return False
+        return refused
     unread.update(refused)  # each says for itself why
     progress.line(f"  {len(pack.files):,} small files of the inbox are ingested as one")
     try:
-        reports = ingest_pack(workspace, ledger, pack, progress, ingested=say, unread=unread)
+        ingest_pack(workspace, ledger, pack, progress, ingested=say, unread=unread)
     except (FactoryError, OSError) as error:
         if not is_about_the_file(error) and not isinstance(error, FileNotFoundError):
             raise
         progress.line(f"  they are not: {error}; each is taken for itself")
-        return False
-    if any(report.state == "quarantined" for report in reports):
-        return False  # which of them is to blame, each says for itself
+        return [path] if isinstance(error, FileNotFoundError | LittleTextError) else [file.path for file in ready]
     for file in ready:
         with contextlib.suppress(FileNotFoundError):
             if file.path not in unread and stamp_of(file.path) == file.stamp:
                 file.path.unlink()
-    return not path.exists()
+    return sorted(unread)
 
 
 def is_about_the_file(error: Exception) -> bool:
