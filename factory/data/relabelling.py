@@ -27,6 +27,7 @@ from factory.ingest.document import LONGEST_NAME, refuse_domain
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.split import KINDS, Kind, group_of, is_sealed, unit_of
+from factory.ingest.shapes.mapping import whole_name
 from factory.ledger.ledger import Ledger, documents, held_out, record, relabels, shards, token_shards
 from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT, refused
 from factory.ledger.rows import SegmentRow
@@ -52,7 +53,7 @@ class Filter:
     domain: Sequence[str] = ()
     source: Sequence[str] = ()
     license: Sequence[str] = ()  # 'none': that name none
-    shard: Sequence[str] = ()  # file names
+    shard: Sequence[str] = ()  # names of shards, or of the files that they are parts of
     document: Sequence[str] = ()  # ids or keys
 
 
@@ -193,9 +194,9 @@ def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
             c.domain.in_(_known(chosen.domain, "domain", ledger.read("SELECT DISTINCT domain AS name FROM documents")))
         )
     if chosen.shard:
-        listed = ledger.read("SELECT name, sha256 FROM shards")
-        names = _known(chosen.shard, "shard", listed)
-        where.append(c.shard.in_([row["sha256"] for row in listed if row["name"] in names]))
+        listed = ledger.read("SELECT name, sha256 FROM shards WHERE state = 'ingested'")
+        names = _known(chosen.shard, "shard", [*listed, *({"name": whole_name(row["name"])} for row in listed)])
+        where.append(c.shard.in_([row["sha256"] for row in listed if {row["name"], whole_name(row["name"])} & names]))
     for column in ("source", "license"):
         if names := getattr(chosen, column):
             by_value(ledger, column, names)  # refuses a name that no document has

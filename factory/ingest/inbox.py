@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from factory.ingest.filing import (
     return_quarantined,
 )
 from factory.ingest.rules.split import grouping_lines
+from factory.ingest.shapes.mapping import whole_name
 from factory.ingest.shapes.told import row_lines
 from factory.ledger.files import HELD, held, small_vocabulary
 from factory.ledger.ledger import Ledger
@@ -403,7 +405,7 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
             words.append(f"{count:,} OF ITS TEXTS CAME UNDER ANOTHER LICENCE in {shard}")
         words.append(
             "the strictest counts, and none named is strict too: releases may be held back until 'factory data settle LICENCE --shard "
-            f"{name}' says which is right ('factory data claims' lists them)"
+            f"{shlex.quote(whole_name(name))}' says which is right ('factory data claims' lists them)"
         )
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]

@@ -18,10 +18,12 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.exposure import Exposure
 from factory.data.relabelling import Filter, NewLabels, look, relabel
+from factory.data.settling import settle
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.ingest.chain import ShardReport, ingest_shard
+from factory.ingest.inbox import ingest_path
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, record, relabels
 from factory.ledger.rows import SegmentRow, Subject
@@ -182,6 +184,25 @@ def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Led
     after = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
     assert after == {"the right name" if old == name else old: half for old, half in before.items()}
     assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
+
+
+def test_a_file_is_named_as_it_came_whatever_shards_were_made_of_it(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    use_policy(workspace, POLICY + "limits: {max_rows: 30}\n")
+    (workspace.root / "a.json").write_text(json.dumps(reviews(0, 60)))
+    assert len(ingest_path(workspace, ledger, workspace.root / "a.json", SILENT)) == 2
+    ingest(plant, reviews(100, 20, license=None), "b.jsonl")
+    (first, *_) = do(plant, Filter(shard=["a.json"]), NewLabels(license="MIT"))
+    assert first.startswith("60 of 60 documents change")
+    with pytest.raises(InputError, match="no document has shard 'c.json'; did you mean 'a.json'"):
+        look(*plant, Filter(shard=["c.json"]), NewLabels(license="MIT"))
+    with pytest.raises(InputError, match="the 30 documents have that already"):
+        look(*plant, Filter(shard=["a.json#2.jsonl.zst"]), NewLabels(license="MIT"))
+    (workspace.root / "c.jsonl").write_text(
+        "".join(json.dumps(row | {"license": "BSD"}) + "\n" for row in reviews(0, 5))
+    )
+    ingest_path(workspace, ledger, workspace.root / "c.jsonl", SILENT)
+    assert len(settle(ledger, "MIT", [], ["a.json"], "ann", "")) == 5
 
 
 @pytest.mark.parametrize("kind", ["conversation", "path"])
