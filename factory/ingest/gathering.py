@@ -73,6 +73,10 @@ def gather(workspace: Workspace, ledger: Ledger, names: Sequence[str], progress:
 
 def _paths(workspace: Workspace, name: str) -> list[Path]:
     """A file or folder, also by its name in quarantine/ alone, or what a pattern matches."""
+    if not name.strip():  # of a variable that is not set, say; to Python it is the current folder
+        raise InputError(
+            "one of the names is empty: name files, folders, patterns or addresses ('.' is the current folder)"
+        )
     path = Path(name)
     if path.exists():
         return [path]

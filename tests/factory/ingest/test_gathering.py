@@ -56,6 +56,7 @@ def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tm
         ("nothing.jsonl", "no such file"),
         (f"{data}/*.parquet", "no file matches"),
         ("unheard://y/z", "unheard"),
+        ("", "one of the names is empty"),
     ):
         with pytest.raises(InputError, match=why):
             gathered(workspace, ledger, wrong)
