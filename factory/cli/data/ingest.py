@@ -178,10 +178,14 @@ def _ingest_all(
 
     def pack(number: int, beside: list[Path]) -> None:
         say = partial(done.ingested, found.packs[number].name)
-        how: dict[str, Any] = {"again": again, "ingested": say, "beside": beside}
+        unread: set[Path] = set()
+        how: dict[str, Any] = {"again": again, "ingested": say, "beside": beside, "unread": unread}
         reports = ingest_pack(workspace, ledger, found.packs[number], progress, **how)
-        for _, path in found.packs[number].files:
-            settled(path, reports)
+        for path in (path for _, path in found.packs[number].files if path in found.addresses):
+            if path in unread:  # it is not fetched again: it is kept, in quarantine/
+                file(path, beside)
+            else:
+                settled(path, reports)
 
     todo: list[tuple[str, Callable[[list[Path]], None], list[Path]]] = [
         (one.name, partial(pack, number), [path for _, path in one.files]) for number, one in enumerate(found.packs)
