@@ -16,6 +16,7 @@ from factory.ingest.rules.claims import counted
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
+from factory.ledger.removals import with_contents
 from factory.ledger.rows import SegmentRow
 from factory.repairs.token_shards import token_shard_fault
 from trainer.contract.data.token_shard import TokenShard
@@ -24,11 +25,12 @@ COUNTS = ("documents", "tokens", "supervised_tokens", "synthetic_tokens", "quara
 
 
 def planned_shards(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
-    """By id, the token shards in the data plans of a segment and of all before it, as the newest of them has each."""
+    """By id, the token shards in the data plans of a segment and of all before it, as the newest of them has each, at the place where
+    it is now."""
     found: dict[str, dict[str, Any]] = {}
     for row in SegmentRow.lineage(ledger, segment):
         plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
-        found |= {shard["id"]: shard for shard in plan["token_shards"]}
+        found |= {shard["id"]: shard for shard in with_contents(ledger, plan)["token_shards"]}
     return found
 
 
@@ -94,14 +96,14 @@ def releasable_documents(
     Raises: InputError for a token shard that is gone or damaged.
     """
     moved = counted(ledger, licences)
-    for place in planned_shards(ledger, segment).values():
+    for number, place in planned_shards(ledger, segment).items():
         if fault := token_shard_fault(root / place["path"], deep=True):
             raise InputError(
                 f"{fault}: its documents cannot be handed on; 'factory doctor --repair' (stop 'factory run' first) makes it again"
             )
         shard = TokenShard(root / place["path"])
         sql = "SELECT key, domain, source, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"
-        kept = {row["key"]: row for row in ledger.read(sql, shard=shard.id)}
+        kept = {row["key"]: row for row in ledger.read(sql, shard=number)}
         for key in kept.keys() & moved.keys():
             kept[key]["license"] = moved[key].counts_as(licences) or None
         for row in shard.documents.to_pylist():

@@ -27,6 +27,7 @@ from factory.ingest.document import LONGEST_NAME, refuse_domain
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.split import KINDS, Kind, group_of, is_sealed, unit_of
+from factory.ingest.shapes.mapping import whole_name
 from factory.ledger.ledger import Ledger, documents, held_out, record, relabels, shards, token_shards
 from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT, refused
 from factory.ledger.rows import SegmentRow
@@ -38,6 +39,8 @@ from trainer.contract.errors import DataPlanError, TokenShardError
 
 RELABELLED = "relabelled"  # kind of its event
 FATES = {"train": "to train on", "held_out": "held out"}  # as a person reads them
+# Kinds of the events of what chooses by held-out documents: an evaluation, a verdict, a proposal, an agent's run.
+READING = ("evaluated", "judged", "drafted", "agent_began")
 c = documents.c
 COLUMNS = (
     c.key, c.shard, c.domain, c.source, c.license, c.releasable, c.group_key, c.facts, c.fate, c.token_shard, c.content_sha256,
@@ -51,7 +54,7 @@ class Filter:
     domain: Sequence[str] = ()
     source: Sequence[str] = ()
     license: Sequence[str] = ()  # 'none': that name none
-    shard: Sequence[str] = ()  # file names
+    shard: Sequence[str] = ()  # names of shards, or of the files that they are parts of
     document: Sequence[str] = ()  # ids or keys
 
 
@@ -192,9 +195,9 @@ def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
             c.domain.in_(_known(chosen.domain, "domain", ledger.read("SELECT DISTINCT domain AS name FROM documents")))
         )
     if chosen.shard:
-        listed = ledger.read("SELECT name, sha256 FROM shards")
-        names = _known(chosen.shard, "shard", listed)
-        where.append(c.shard.in_([row["sha256"] for row in listed if row["name"] in names]))
+        listed = ledger.read("SELECT name, sha256 FROM shards WHERE state = 'ingested'")
+        names = _known(chosen.shard, "shard", [*listed, *({"name": whole_name(row["name"])} for row in listed)])
+        where.append(c.shard.in_([row["sha256"] for row in listed if {row["name"], whole_name(row["name"])} & names]))
     for column in ("source", "license"):
         if names := getattr(chosen, column):
             by_value(ledger, column, names)  # refuses a name that no document has
@@ -276,8 +279,8 @@ def _held(
 ) -> dict[str, dict[str, Any]]:
     """By key, the columns of ``held_out`` that become others; ``said`` gets a line on halves that are dealt anew or kept."""
     h = held_out.c
-    listed = sa.select(h.key, h.domain, h.group_key, h.sealed, c.fate, c.content_sha256, shards.c.ingested_at)
-    listed = listed.join(documents, c.key == h.key).join(shards, shards.c.sha256 == c.shard)
+    listed = sa.select(h.key, h.domain, h.group_key, h.sealed, c.fate, c.content_sha256)
+    listed = listed.join(documents, c.key == h.key)
     old = {row["key"]: row for row in ledger.rows(listed)}
     new = {key: dict(row) for key, row in old.items()}
     for key in old.keys() & changed.keys():
@@ -287,18 +290,20 @@ def _held(
             name = changed[key]["group_key"]
             new[key]["group_key"] = key if name is None or name in trained else name
     regrouped = {new[key]["group_key"] for key in old if new[key]["group_key"] != old[key]["group_key"]}
-    _deal(new, regrouped, _last_read(ledger), said)
+    came, last_read = _came(ledger), _last_read(ledger)
+    unread = {key for key in old if came.get(key.partition(":")[0], 0) > last_read}
+    _deal(new, regrouped, unread, said)
     names = ("domain", "group_key", "sealed")
     found = {key: {n: new[key][n] for n in names if new[key][n] != old[key][n]} for key in sorted(old)}
     return {key: values for key, values in found.items() if values}
 
 
-def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], last_read: float, said: list[str]) -> None:
-    """Set ``sealed`` of the regrouped ones."""
+def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[str], said: list[str]) -> None:
+    """Set ``sealed`` of the regrouped ones; ``unread``: keys of documents that nothing has read."""
     members: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in held.values():
         members[row["group_key"]].append(row)
-    kept = {name: [row for row in members[name] if row["ingested_at"] <= last_read] for name in regrouped}
+    kept = {name: [row for row in members[name] if row["key"] not in unread] for name in regrouped}
     for name in regrouped:
         if kept[name]:
             half = all(row["sealed"] for row in kept[name])  # one that choices were made by makes all of it dev
@@ -326,16 +331,17 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], last_read: fl
         said.append(f"{what}, {len(regrouped) - len(dealt):,} keep the half in which they were read")
 
 
-def _last_read(ledger: Ledger) -> float:
-    """When held-out documents were last read by anything that chooses."""
-    newest = (
-        "SELECT MAX(created_at) AS at FROM evaluations WHERE suite_sha256 NOT LIKE 'task:%'",
-        "SELECT MAX(created_at) AS at FROM verdicts WHERE gate IN ('release', 'patch', 'recipe')",
-        "SELECT MAX(created_at) AS at FROM proposals",
-        "SELECT MAX(created_at) AS at FROM agent_runs",
-        "SELECT MAX(created_at) AS at FROM segments WHERE kind = 'average'",
-    )
-    return max(ledger.read(sql)[0]["at"] or 0.0 for sql in newest)
+def _last_read(ledger: Ledger) -> int:
+    """The newest event of anything that chooses by held-out documents; 0: there was none. By number: a clock may go back."""
+    sql = f"""SELECT MAX(id) AS id FROM events WHERE kind IN ({", ".join(map(repr, READING))})
+        OR kind = 'segment_planned' AND subject IN (SELECT 'segment:' || id FROM segments WHERE kind = 'average')"""
+    return int(ledger.read(sql)[0]["id"] or 0)
+
+
+def _came(ledger: Ledger) -> dict[str, int]:
+    """By the first 16 digits of a shard's SHA-256, the event of its ingest."""
+    rows = ledger.read("SELECT subject, MAX(id) AS id FROM events WHERE kind = 'ingested' GROUP BY subject")
+    return {row["subject"].removeprefix("shard:"): int(row["id"]) for row in rows}
 
 
 # -- training documents ------------------------------------------------------------------------------------------------

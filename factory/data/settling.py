@@ -10,6 +10,7 @@ from factory.core.errors import InputError, nearest
 from factory.data.selecting import keys_of_one
 from factory.ingest.rules.claims import SETTLED, LicenceConflict, LicencePolicy, conflicts
 from factory.ingest.rules.licence_names import folded
+from factory.ingest.shapes.mapping import whole_name
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.removals import NO_LICENCE
 
@@ -76,7 +77,7 @@ def settle(
     ledger: Ledger, licence: str, names: Sequence[str], shards: Sequence[str], by: str, why: str
 ) -> list[LicenceConflict]:
     """Set aside every other claim than ``licence`` ('none': that no licence is named) about documents with these ids or keys, or about all
-    documents for which these shards claim something that others don't; returns the conflicts as they were.
+    documents for which these shards, or parts of these files, claim something that others don't; returns the conflicts as they were.
 
     Raises: InputError where there is no conflict, or nobody claims ``licence``, and as ``keys_of_one``.
     """
@@ -84,7 +85,8 @@ def settle(
     about = [
         one
         for one in conflicts(ledger)
-        if wanted & {claim.key for claim in one.claims} or {claim.shard for claim in one.claims} & set(shards)
+        if wanted & {claim.key for claim in one.claims}
+        or {name for claim in one.claims for name in (claim.shard, whole_name(claim.shard))} & set(shards)
     ]
     if not about:
         raise InputError(

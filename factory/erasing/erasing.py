@@ -42,6 +42,7 @@ from factory.ledger.removals import (
 )
 from factory.ledger.rows import SegmentRow, Subject
 from factory.repairs.token_shards import raw_shard
+from factory.sandbox.together import remove_left
 from factory.training.planning import plan_of
 from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
@@ -101,6 +102,7 @@ def _erase(workspace: Workspace, ledger: Ledger, removal: Removal, progress: Pro
     said = []
     for left in workspace.shards.glob(".writing-*"):  # of a time before that was killed
         remove(left)
+    remove_left(workspace.shards)
     with ledger.begin() as tx:
         rows = sa.select(c.key).where(c.rule == removal.rule("held_out"))
         tx.execute(held_out.delete().where(held_out.c.key.in_(rows)))

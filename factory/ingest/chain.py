@@ -88,13 +88,15 @@ def ingest_shard(
     again: bool = False,
     beside: Sequence[Path] = (),
     whole: Callable[[], Iterator[RawRow]] | None = None,
+    quarantines: bool = True,
 ) -> ShardReport:
     """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned. One that was quarantined is
     tried again when its name, the data policy or the code that reads it is another, or where ``again`` says so.
 
     ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard. ``beside``: files that are
     to be ingested after this one: the tokenizer, which the first ingest trains, is trained on text of them too. ``whole``: of a part, all rows
-    of its file, where a mapped column is looked for that the part lacks.
+    of its file, where a mapped column is looked for that the part lacks. Without ``quarantines`` a file that is unusable as a whole leaves no
+    trace, and ShardProblem is raised.
 
     Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad policy;
     WorkerDiedError; LittleTextError where there is too little text to train the tokenizer on; FactoryError when the disk is full. What is wrong
@@ -121,6 +123,8 @@ def ingest_shard(
             found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, beside, whole, progress)
         _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
+            if not quarantines:
+                raise found
             _copy_to_quarantine(workspace, path, sha256)
         with ledger.begin() as tx:
             _store(tx, ledger, path, before.st_size, sha256, found, parameters, reading_key(workspace))
@@ -205,7 +209,7 @@ def _run(
         _look_in_the_whole(whole(), told, policy, path.name)
     refuse_missing_columns(told, policy.fields, path.name)
     rows = [row for one in analysed for row in one.rows]
-    if bad := _mostly_bad(rows, policy.limits.max_bad_rows):
+    if bad := mostly_bad(rows, policy.limits.max_bad_rows):
         return bad
     if not any(one.alive for one in analysed):
         return Ingested(rows, None, {}, None, None, told, {})
@@ -285,7 +289,8 @@ def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int
         yield chunk, first, rows
 
 
-def _mostly_bad(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
+def mostly_bad(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
+    """Why a file is unusable as a whole; None: it is not."""
     bad = Counter(row.rule for row in rows if row.rule in BAD_RULES)
     share = bad.total() / max(len(rows), 1)
     if share <= max_share and bad.total() < max(len(rows), 1):

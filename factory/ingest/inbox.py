@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from factory.ingest.filing import (
     return_quarantined,
 )
 from factory.ingest.rules.split import grouping_lines
+from factory.ingest.shapes.mapping import whole_name
 from factory.ingest.shapes.told import row_lines
 from factory.ledger.files import HELD, held, small_vocabulary
 from factory.ledger.ledger import Ledger
@@ -81,11 +83,15 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
 
     Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for what is wrong with the machine, the policy or the ledger.
     """
+    alone = _take_together(workspace, ledger, path, progress)
+    for one in [path] if alone is None else alone:
+        _take_alone(workspace, ledger, one, progress)
+
+
+def _take_alone(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
     from factory.ingest.pool import WorkerDiedError
     from factory.ingest.vocabulary import LittleTextError
 
-    if _take_together(workspace, ledger, path, progress):
-        return
     stamp: Stamp = ()
     try:
         stamp = stamp_of(path)
@@ -127,45 +133,54 @@ def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -
         progress.line(f"  {shown_name(path)} stays in the inbox: {why}")
 
 
-def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> bool:
-    """Ingest the inbox's many small files as one shard, if ``path`` is one of them; returns whether that was done. They are in it then, and
-    are removed, but for those that could not be read: each is taken, and quarantined, for itself."""
+def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> list[Path] | None:
+    """Ingest the inbox's many small files as one shard, if ``path`` is one of them. They are in it then, and are removed, but for those that
+    could not be read.
+
+    Returns those that are to be taken, and quarantined, each for itself; None: ``path`` is not one of many. Each is named once: as one of fewer,
+    a file that spoils the others would do so again.
+    """
     from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
     from factory.ingest.readers import is_read
     from factory.ingest.reading.kinds import is_archive
+    from factory.ingest.rules.policy import DataPolicy
+    from factory.ingest.vocabulary import LittleTextError
 
     def small(name: str, size: int) -> bool:
         return size < SMALL_BYTES and is_read(name) and not is_archive(name) and shown_name(Path(name)) == name
 
     if not small(path.name, path.stat().st_size if path.is_file() else SMALL_BYTES):
-        return False
+        return None
     if sum(small(name, 0) for name in os.listdir(workspace.inbox)) < MANY:
-        return False
+        return None
     ready = [
         file for file in _look(workspace, ledger, SETTLE_SECONDS) if not file.why and small(file.name, file.stamp[0])
     ]
     if len(ready) < MANY or path not in [file.path for file in ready]:
-        return False
+        return None
     unread: set[Path] = set()
     say = lambda report: progress.line(
         describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     )
-    progress.line(f"  {len(ready):,} small files of the inbox are ingested as one")
-    pack = Pack("inbox", [(file.name, file.path) for file in ready])
+    pack, refused = Pack("inbox", [(file.name, file.path) for file in ready]).without_refused(
+        DataPolicy.load(workspace.policy("data.yaml"))
+    )
+    if not pack.files:
+        return refused
+    unread.update(refused)  # each says for itself why
+    progress.line(f"  {len(pack.files):,} small files of the inbox are ingested as one")
     try:
-        reports = ingest_pack(workspace, ledger, pack, progress, ingested=say, unread=unread)
+        ingest_pack(workspace, ledger, pack, progress, ingested=say, unread=unread)
     except (FactoryError, OSError) as error:
         if not is_about_the_file(error) and not isinstance(error, FileNotFoundError):
             raise
         progress.line(f"  they are not: {error}; each is taken for itself")
-        return False
-    if any(report.state == "quarantined" for report in reports):
-        return False  # which of them is to blame, each says for itself
+        return [path] if isinstance(error, FileNotFoundError | LittleTextError) else [file.path for file in ready]
     for file in ready:
         with contextlib.suppress(FileNotFoundError):
             if file.path not in unread and stamp_of(file.path) == file.stamp:
                 file.path.unlink()
-    return not path.exists()
+    return sorted(unread)
 
 
 def is_about_the_file(error: Exception) -> bool:
@@ -182,9 +197,8 @@ def ingest_arrived(
 
     After a kill between the two the next call recognises the content and only moves the file.
     """
-    say = lambda report: progress.line(
-        describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
-    )
+    before = ingested_before(ledger)
+    say = lambda report: progress.line(describe_report(shown_name(path), report, before))
     ingest_path(workspace, ledger, path, progress, ingested=say, workers=workers)
 
 
@@ -362,6 +376,22 @@ def _key(workspace: Workspace) -> str:
     return reading_key(workspace)
 
 
+def ingested_before(ledger: Ledger) -> dict[str, float]:
+    """By SHA-256, when each shard that there is was ingested: seconds since 1970."""
+    rows = ledger.read("SELECT sha256, ingested_at FROM shards WHERE state = 'ingested'")
+    return {row["sha256"]: row["ingested_at"] for row in rows}
+
+
+def describe_report(name: str, report: ShardReport, before: Mapping[str, float]) -> str:
+    """As ``describe_shard``; of content that was ingested ``before``, when, and under which name, if another than the file's own."""
+    if report.sha256 not in before:
+        return describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(before[report.sha256]))
+    named = f", as {report.name}" if report.name != name else ""
+    counts = f"{report.counts.get('train', 0):,} to train on, {report.counts.get('held_out', 0):,} held out"
+    return f"  {name} was ingested already, on {when}{named}: {counts}; nothing of it was stored again"
+
+
 def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:
     """For people: a line, and one more for each thing that has to be said of its rows."""
     counts = counts or {}
@@ -375,7 +405,7 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] |
             words.append(f"{count:,} OF ITS TEXTS CAME UNDER ANOTHER LICENCE in {shard}")
         words.append(
             "the strictest counts, and none named is strict too: releases may be held back until 'factory data settle LICENCE --shard "
-            f"{name}' says which is right ('factory data claims' lists them)"
+            f"{shlex.quote(whole_name(name))}' says which is right ('factory data claims' lists them)"
         )
     if state == "quarantined":
         words = [f"QUARANTINED: {reason}"] + words[1:]

@@ -14,12 +14,13 @@ over a whole shard, with the ledger as it is at that moment, and one transaction
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,16 @@ import pyarrow as pa
 from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ingest.chain import ShardReport, ingest_shard, quarantine, report, settled
+from factory.ingest.chain import ShardReport, ingest_shard, mostly_bad, quarantine, report, settled
+from factory.ingest.document import Row
 from factory.ingest.filing import file_away
 from factory.ingest.readers import RawRow, ShardProblem, is_longer, is_shard, read_rows
 from factory.ingest.reading.columns import dataset_files
-from factory.ingest.reading.rows import as_line, with_path
+from factory.ingest.reading.rows import BadRow, as_line, with_path
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
+from factory.ingest.shapes.told import Told, missing_columns
+from factory.ingest.worker import look_at, read_row
 from factory.ledger.files import PACKED, packed
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.removals import erased_shards
@@ -62,6 +66,16 @@ class Pack:
     def of_dataset(cls, folder: Path) -> Pack:
         """Raises: ShardProblem."""
         return cls(folder.name, [(str(file.relative_to(folder)), file) for file in dataset_files(folder)], folder)
+
+    def without_refused(self, policy: DataPolicy) -> tuple[Pack, list[Path]]:
+        """The pack without those of its many files of which a mapping names a column that they lack, and these: each is refused for itself."""
+        refused = [path for name, path in self.files if policy.fields and _lacks_columns(name, path, self.name, policy)]
+        return replace(self, files=[one for one in self.files if one[1] not in refused]), refused
+
+    def without_bad(self, policy: DataPolicy) -> tuple[Pack, dict[str, ShardProblem]]:
+        """The pack without those of its many files that would be quarantined if they came alone, and why each would be, by its path."""
+        bad = {name: why for name, path in self.files if (why := _unusable(name, path, self.name, policy))}
+        return replace(self, files=[one for one in self.files if one[0] not in bad]), bad
 
     @property
     def alone(self) -> Path | None:
@@ -133,12 +147,13 @@ def ingest_pack(
 ) -> list[ShardReport]:
     """Ingest what a pack holds, part by part; ``ingested`` is called with the report of each. What was packed stays where it is.
 
-    A file that cannot be read to its end is quarantined, and its report is the last: the parts before stay. ``unread`` gets those of many files
-    of which nothing was read.
+    A file that cannot be read to its end is quarantined, and its report is the last: the parts before stay. Of many files those that would be
+    quarantined if they came alone are left out where they spoil a part. ``unread`` gets those of many files of which nothing was read.
 
     Raises: as ``ingest_shard``; InputError where nothing of a folder or of many files can be read, or one of them changed meanwhile.
     """
-    limits = DataPolicy.load(workspace.policy("data.yaml")).limits
+    policy = DataPolicy.load(workspace.policy("data.yaml"))
+    limits, together = policy.limits, pack.alone is None and pack.folder is None
     before = _stamps(pack)
     sha256 = pack.sha256()
     parts = packed(ledger, sha256)
@@ -149,9 +164,11 @@ def ingest_pack(
     done = [] if again else _finished(parts, key, ledger)
     if done and done[-1]["last"]:
         reports = [one for part in done if (one := report(ledger, part["shard"]))]
-        for one in reports:
-            ingested(one)
-        return reports
+        if not together or all(one.state == "ingested" for one in reports):
+            for one in reports:
+                ingested(one)
+            return reports
+        done = []
     reports = []
     left = _LeftOut(files=set() if unread is None else unread)
     folder = workspace.shards / ".packing"
@@ -165,7 +182,10 @@ def ingest_pack(
             _refuse_changed(pack, before)
             whole = None if part.first == 0 and part.last else lambda: _rows(pack, limits, _LeftOut())
             how: dict[str, Any] = {"again": again, "workers": workers, "beside": beside, "whole": whole}
+            how["quarantines"] = not together
             one = ingest_shard(workspace, ledger, part.path, progress, **how)
+            if together and one.state == "quarantined":  # in a time when such a part was
+                raise ShardProblem(str(one.reason))
             ingested(one)
             _file(workspace, ledger, part.path, one)
             detail = {
@@ -181,6 +201,16 @@ def ingest_pack(
             raise ShardProblem(f"nothing in it can be read: {why}")
     except ShardProblem as problem:
         _refuse_changed(pack, before)
+        rest, bad = pack.without_bad(policy) if together else (pack, {})
+        if bad and rest.files:
+            spoilt = _LeftOut()
+            for name, path in pack.files:
+                if name in bad:
+                    spoilt(name, f"unusable, {bad[name]}")
+                    left.files.add(path)
+            progress.line(f"  {pack.name}: {spoilt.words()}")
+            how = {"again": again, "workers": workers, "ingested": ingested, "beside": beside, "unread": left.files}
+            return [*reports, *ingest_pack(workspace, ledger, rest, progress, **how)]
         stored = [*done, *reports]
         if stored:
             rows = sum(part["rows"] for part in done) + sum(one.rows for one in reports)
@@ -234,6 +264,30 @@ def _rows(pack: Pack, limits: ShardLimits, left: _LeftOut) -> Iterator[RawRow]:
             left.files.add(path)
             continue
         yield from found
+
+
+def _lacks_columns(name: str, path: Path, pack: str, policy: DataPolicy) -> bool:
+    told = Told()
+    with contextlib.suppress(ShardProblem):  # which is said when the pack is read
+        for row in read_rows(path, policy.limits, lambda path, why: None, name):
+            look_at(policy, with_path(row, name), pack, told)
+            if told.mapped and not missing_columns(told, policy.fields):
+                break
+    return bool(missing_columns(told, policy.fields))
+
+
+def _unusable(name: str, path: Path, pack: str, policy: DataPolicy) -> ShardProblem | None:
+    rows: list[Row] = []
+    try:
+        for raw in read_rows(path, policy.limits, lambda path, why: None, name):
+            rows.append(row := Row(len(rows), str(len(rows)), "", "unknown"))
+            try:
+                read_row(policy, row, with_path(raw, name), pack, Told())
+            except BadRow as bad:
+                row.drop(bad.rule, bad.detail)
+    except ShardProblem:  # which is said when the pack is read
+        return None
+    return mostly_bad(rows, policy.limits.max_bad_rows)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from agents.core.yaml_edit import set_value
 from factory.backups.backups import make_ledger
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.workspace import Config, Workspace, code_root
-from factory.git.repository import live_commit
+from factory.git.git_store import entries_of
+from factory.git.repository import LIVE_FOLDERS, RepositoryError, live_commit
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary_size import fits, padded
@@ -52,12 +53,10 @@ def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
         given = held.enter_context(opened(asked.tokenizer)) if asked.tokenizer else None
         if (root / "factory.yaml").exists():
             workspace = Workspace.open(root)
-            _refuse_other(workspace, asked, given)
+            _refuse_other(workspace, asked, given, repository)
         else:
-            if repository is not None:
-                if not repository.is_dir():
-                    raise InputError(f"--repository: {repository} is not a folder: name a git checkout")
-                live_commit(repository)
+            if repository:
+                _refuse_no_code(repository)
             start = start_of(asked, given, root, repository or code_root(), Hardware.here())
             config = Config(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)
@@ -67,12 +66,31 @@ def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
     return workspace
 
 
-def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | None) -> None:
+def _refuse_no_code(repository: Path) -> None:
+    """Raises: InputError for what nothing can be trained with: no folder, no git checkout, no commit, or of other code."""
+    way = "name a clone of the factory's repository, or leave --repository out"
+    if not repository.is_dir():
+        raise InputError(f"--repository {repository}: no such folder: {way}")
+    try:
+        commit = live_commit(repository)
+    except RepositoryError as error:
+        raise InputError(f"--repository: {error}") from error
+    there = {path.partition("/")[0] for path in entries_of(repository, commit)}
+    if missing := [folder for folder in LIVE_FOLDERS if folder not in there]:
+        raise InputError(f"--repository {repository}: its commit {commit[:12]} has no folder {missing[0]}/: {way}")
+
+
+def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | None, repository: Path | None) -> None:
     """Raises: InputError where a workspace is not what is asked for: what was ingested and trained there is made of what it is."""
     there = workspace.config.recipe
     if (wanted := asked.preset or asked.recipe) not in ("", there):
         raise InputError(
             f"{workspace.root} is a workspace already, of recipe {there}: name a new folder for {wanted}, or change 'recipe' in its factory.yaml"
+        )
+    if repository and repository.resolve() != workspace.repository.resolve():
+        raise InputError(
+            f"--repository {repository}: {workspace.root} is a workspace already, of {workspace.repository}: name a new folder, or change "
+            "'repository' in its factory.yaml"
         )
     source = workspace.recipe_path()
     size = _parsed(source.read_text(encoding="utf-8"), source).model.vocab_size

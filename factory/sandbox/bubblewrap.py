@@ -34,8 +34,8 @@ def command(view: View, status: int, given: Callable[[bytes], int], held: int | 
     arguments += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
     for path in view.devices:
         arguments += ["--dev-bind", path, path]
-    for path in view.given:
-        arguments += ["--ro-bind", path, path]
+    for path, place in view.given:
+        arguments += ["--ro-bind", path, place]
     for path in view.writable:
         arguments += ["--bind", path, path]
     for path in ("/proc", "/dev", "/"):

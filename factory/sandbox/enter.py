@@ -96,7 +96,7 @@ def make_file_system(spec: dict) -> None:
     mounts += [(path, taken(path, inside | READONLY)) for path in spec["system"]]
     source, target = spec["launcher"]
     mounts.append((target, taken(source, inside | READONLY)))
-    mounts += [(path, taken(path, inside | READONLY)) for path in spec["given"]]
+    mounts += [(place, taken(path, inside | READONLY)) for path, place in spec["given"]]
     mounts += [(path, taken(path, inside)) for path in spec["writable"]]
 
     attach(made("tmpfs", inside, size="1m", mode="0755"), "/tmp")

@@ -22,6 +22,7 @@ from typing import IO
 from factory.core.errors import IsolationError
 from factory.sandbox import sandbox
 from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
+from factory.sandbox.together import together
 from factory.sandbox.view import cache_variables, clean_environment, view
 from trainer.contract import stopping
 
@@ -43,10 +44,13 @@ class Running:
         events: StatusPipe | None = None,
         init: int = 0,
         status: IO[bytes] | None = None,
+        links: contextlib.ExitStack | None = None,
     ) -> None:
-        """``events`` come through ``status``; ``init`` is the process number of the sandbox's init. All three are for a sandbox only."""
+        """``events`` come through ``status``; ``init`` is the process number of the sandbox's init; ``links`` are there until
+        its end. All are for a sandbox only."""
         self.process, self.events, self.init = process, events, init
         self._status = status  # open as long as events come
+        self._links = links or contextlib.ExitStack()
         self._end = _pidfd(init) if init else None
         self.pid = process.pid
         self.returncode: int | None = None
@@ -93,6 +97,7 @@ class Running:
             with self._end:
                 select.select([self._end], [], [])
             self._end = None
+        self._links.close()
 
     def errors(self) -> Iterator[str]:
         """The lines of its standard error, where that is a pipe, until it closes it."""
@@ -137,11 +142,11 @@ def start(
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
     variables = {**clean_environment(cache), **passed, **cache_variables(cache), **LOOPBACK, **environment}
     rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), "/tmp", "/dev"]}
-    with Opening() as opening:
+    with Opening() as opening, contextlib.ExitStack() as links:
         seen = view(
             launched(command, rules, opening),
             writable=folders,
-            given=[*readonly, cwd],
+            given=links.enter_context(together([*readonly, cwd])),
             cwd=cwd,
             environment=variables,
             tmp=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2,  # as Linux sizes /dev/shm
@@ -172,7 +177,7 @@ def start(
                 process.kill()
                 process.wait()
             raise
-        return Running(process, events, init or 0, status)
+        return Running(process, events, init or 0, status, links.pop_all())
 
 
 def refusal() -> str:

@@ -41,6 +41,7 @@ from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox import namespaces as sandbox_namespaces
 from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
+from factory.sandbox.together import together
 from factory.sandbox.view import LAUNCHER_INSIDE, View, clean_environment, view
 from factory.sandbox.watch import folder_size, free_space, tree, unlinked
 
@@ -154,12 +155,12 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     # Idle OpenMP threads that spin slow a busy machine down many times and spoil its timings.
     seen_variables = {**clean_environment(output / "cache"), "OMP_WAIT_POLICY": "PASSIVE", **devices.environment()}
-    with Opening() as opening:
+    with Opening() as opening, together(readonly) as given:
         rules = _rules(output, limits, bool(devices.nodes()))
         seen = view(
             launched(command, rules, opening),
             writable=[output],
-            given=readonly,
+            given=given,
             cwd=cwd or output,
             environment={**seen_variables, **(environment or {})},
             tmp=limits.tmp,

@@ -30,7 +30,7 @@ VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER)
 
 @dataclass(frozen=True)
 class View:
-    """Paths are the same inside, except ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``.
+    """Paths are the same inside, except those of ``given``, and ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``.
 
     Besides them: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, the files ``ETC``, and
     ``/tmp`` and ``/dev/shm`` of ``tmp`` bytes each. Only these two and ``writable`` are writable. ``/proc`` is not, because a sandbox that
@@ -39,7 +39,7 @@ class View:
 
     links: Mapping[str, str]  # path → where it points
     system: Sequence[str]  # read-only
-    given: Sequence[str]  # read-only; a missing one is an error
+    given: Sequence[tuple[str, str]]  # read-only: (what, where); a missing one is an error
     devices: Sequence[str]  # files in /dev, besides the harmless ones
     writable: Sequence[str]  # folders that are there
     tmp: int
@@ -52,7 +52,7 @@ def view(
     command: Sequence[str],
     *,
     writable: Sequence[Path],
-    given: Sequence[Path],
+    given: Sequence[tuple[str, str]],
     cwd: Path,
     environment: Mapping[str, str],
     tmp: int,
@@ -65,7 +65,7 @@ def view(
     system += [path for path in (*SYSTEM_FILES, *interpreter_paths()) if os.path.exists(path)]
     system += [path for path in GPU_FACTS if nodes and os.path.exists(path)]
     folders = list(map(str, writable))
-    return View(links, system, list(map(str, given)), nodes, folders, tmp, str(cwd), environment, command)
+    return View(links, system, given, nodes, folders, tmp, str(cwd), environment, command)
 
 
 @functools.cache

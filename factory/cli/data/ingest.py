@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -54,6 +55,7 @@ def ingest(
     from factory.daemon import LOCK
     from factory.ingest.filing import ask_again, quarantined_files
     from factory.ingest.gathering import gather
+    from factory.ingest.inbox import ingested_before
     from factory.ledger.files import SMALL_VOCABULARY
     from factory.ledger.ledger import record
     from factory.releasable.recorded import refresh
@@ -85,7 +87,7 @@ def ingest(
             return
         progress: Progress = SILENT if as_json else terminal
         found = _gathered(workspace, ledger, paths, progress)
-        done = _Done(progress, found.broken)
+        done = _Done(progress, found.broken, ingested_before(ledger))
         _ingest_all(workspace, ledger, found, done, progress, again)
         refresh(workspace, ledger, progress)
     if as_json:
@@ -115,28 +117,35 @@ def _gathered(workspace: Workspace, ledger: Ledger, paths: list[str] | None, pro
 class _Done:
     """What came of each file."""
 
-    def __init__(self, progress: Progress, failed: dict[str, str]) -> None:
+    def __init__(self, progress: Progress, failed: dict[str, str], before: dict[str, float]) -> None:
         self.progress = progress
+        self.before = before  # by SHA-256, shards and when they were ingested
+        self.new: list[ShardReport] = []
         self.reports: list[ShardReport] = []
         self.failed = dict(failed)
 
-    def ingested(self, report: ShardReport) -> None:
-        from factory.ingest.inbox import describe_shard
+    def ingested(self, name: str, report: ShardReport) -> None:
+        """``name``: of the file or folder that it came in."""
+        from factory.ingest.inbox import describe_report
 
         self.reports.append(report)
-        self.progress.line(describe_shard(report.name, report.state, report.rows, report.counts, report.reason))
+        self.progress.line(describe_report(name, report, self.before))
+        if report.state == "ingested" and report.sha256 not in self.before:
+            self.new.append(report)
+            self.before[report.sha256] = time.time()
 
     def end(self, found: Gathered) -> None:
         """Say it together. Raises: InputError where nothing was taken, though something was asked for."""
         good = [report for report in self.reports if report.state == "ingested"]
-        bad = len(self.reports) - len(good)
+        bad, known = len(self.reports) - len(good), len(good) - len(self.new)
         if len(self.reports) + len(self.failed) > 1:
             counts: Counter[str] = Counter()
-            for report in good:
+            for report in self.new:
                 counts.update({key: report.counts[key] for key in ("train", "held_out")})
             words = [
-                f"{len(good):,} shards: {counts['train']:,} documents to train on, {counts['held_out']:,} held out"
+                f"{len(self.new):,} shards: {counts['train']:,} documents to train on, {counts['held_out']:,} held out"
             ]
+            words += [f"{known:,} ingested before"] * (known > 0)
             words += [f"{bad:,} quarantined"] * (bad > 0)
             words += [f"{len(self.failed):,} not ingested ({', '.join(list(self.failed)[:4])})"] * bool(self.failed)
             self.progress.line(f"  {'; '.join(words)}")
@@ -162,15 +171,19 @@ def _ingest_all(
             settle(workspace, ledger, path, address, reports)
 
     def file(path: Path, beside: list[Path]) -> None:
-        how: dict[str, Any] = {"again": again, "ingested": done.ingested, "beside": beside}
+        how: dict[str, Any] = {"again": again, "ingested": partial(done.ingested, path.name), "beside": beside}
         settled(path, ingest_path(workspace, ledger, path, progress, **how))
 
     def pack(number: int, beside: list[Path]) -> None:
+        say = partial(done.ingested, found.packs[number].name)
         unread: set[Path] = set()
-        how: dict[str, Any] = {"again": again, "ingested": done.ingested, "beside": beside, "unread": unread}
+        how: dict[str, Any] = {"again": again, "ingested": say, "beside": beside, "unread": unread}
         reports = ingest_pack(workspace, ledger, found.packs[number], progress, **how)
-        for _, path in found.packs[number].files:
-            settled(path, reports)
+        for path in (path for _, path in found.packs[number].files if path in found.addresses):
+            if path in unread:  # it is not fetched again: it is kept, in quarantine/
+                file(path, beside)
+            else:
+                settled(path, reports)
 
     todo: list[tuple[str, Callable[[list[Path]], None], list[Path]]] = [
         (one.name, partial(pack, number), [path for _, path in one.files]) for number, one in enumerate(found.packs)

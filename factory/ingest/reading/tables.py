@@ -5,7 +5,8 @@
     lines"
     2,"a ""word\"""
 
-The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that its first line has most of, outside quotes. An empty field is no value (None). A
+The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that its first line has most of, outside quotes; a line ``sep=;`` before the header,
+as Excel writes it, says it. Lines end in LF, CR LF, or CR. An empty field is no value (None). A
 record with another number of fields than the header, or with a quote inside a quoted field, costs its row; so does one that is longer than a row
 may be, which is not held in memory.
 """
@@ -21,6 +22,7 @@ from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
 from factory.ingest.reading.streams import ByteStream, Readable, blocks
 
 _DELIMITERS = ",;\t|"
+_SAID = re.compile(r'"?sep=([^\w"\r\n])"?[\r\n]*', re.IGNORECASE)
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
@@ -64,10 +66,13 @@ class _Records:
         self.size = self.quotes = 0  # characters, and quotes, of the record under way
         self.text = _text(stream, limit)
         self.last = ""  # line
+        self.last = next(self.text, "")
+        if said := _SAID.fullmatch(self.last):
+            self.delimiter = said[1]
+            return
         if not delimiter:
-            self.last = next(self.text, "")
             self.delimiter = max(_DELIMITERS, key=_QUOTED.sub("", self.last).count)
-            self.text = itertools.chain([self.last] if self.last else [], self.text)
+        self.text = itertools.chain([self.last] if self.last else [], self.text)
 
     def __iter__(self) -> Iterator[list[str] | BadRow]:
         while True:
@@ -95,7 +100,7 @@ class _Records:
 
     def _pass_over(self) -> int:
         """To the end of a record that is too long. Returns how long it was: characters."""
-        while self.quotes % 2 or not self.last.endswith("\n"):
+        while self.quotes % 2 or not self.last.endswith(("\n", "\r")):
             if not (line := next(self.text, "")):
                 break
             self.last = line
@@ -110,9 +115,12 @@ def _text(stream: ByteStream, limit: int) -> Iterator[str]:
     for block in blocks(stream):
         if start:
             block, start = block.removeprefix(b"\xef\xbb\xbf"), False
-        *found, rest = (rest + block).split(b"\n")
+        found = (rest + block).splitlines(keepends=True)  # of bytes: at LF, CR LF and CR alone
+        rest = (
+            b"" if not found or found[-1].endswith(b"\n") else found.pop()
+        )  # of a CR, the LF may be in the next block
         for line in found:
-            yield line.decode("utf-8", "surrogateescape") + "\n"
+            yield line.decode("utf-8", "surrogateescape")
         if len(rest) > limit:
             yield rest.decode("utf-8", "surrogateescape")
             rest = b""

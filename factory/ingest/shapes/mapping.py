@@ -145,6 +145,15 @@ class FieldMapping(StrictPolicy):
                 yield name, value
 
 
+def whole_name(shard: str) -> str:
+    """The name of the file that a shard is a part of; its own, where it is the file.
+
+    >>> whole_name("a.csv#2.jsonl.zst"), whole_name("a.jsonl")
+    ('a.csv', 'a.jsonl')
+    """
+    return _PART.sub("", shard)
+
+
 def mapping_of(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMapping] | None:
     """The first mapping for a file of one of these names ('': none), and its place in the list. A part of a file has the mapping of the whole.
 
@@ -152,7 +161,7 @@ def mapping_of(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMappi
     >>> [found[0] if (found := mapping_of(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
     [0, 0, 1, None]
     """
-    names = {name for file in files if file for name in (file, _PART.sub("", file))}
+    names = {name for file in files if file for name in (file, whole_name(file))}
     return next(
         ((at, one) for at, one in enumerate(fields) if any(fnmatchcase(name, one.files) for name in names)), None
     )

@@ -42,6 +42,9 @@ def as_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[st
         value = thinking(row, used, value, ignore, notes)
         look_beside(row, used, ignore, notes)
         value = offering(row, used, value, ignore, notes)
+        named = {path for _, mapped in mapping.values() for path in mapped.columns} if mapping else set()
+        if "label" not in used | ignore | named and _is_pair_of_one(used, mapping) and _is_zero(row.get("label")):
+            notes.refused.add("label")
         refuse(notes)
         if not any(map(carries_loss, value)):
             some = any(turn["role"] == "assistant" for turn in value)
@@ -181,6 +184,20 @@ def _prompt_and_completion(row: dict[str, Any], ignore: frozenset[str], notes: N
     notes.said.add("read as prompt and completion: prompt → user, completion → assistant")
     said = _pair(row["prompt"], row["completion"], ignore, notes)
     return _with_row_system(row, said, {"prompt", "completion"})
+
+
+def _is_pair_of_one(used: set[str], mapping: FieldMapping | None) -> bool:
+    """Prompt and completion, where a ``label`` beside them says that the completion is good or bad (TRL's KTO)."""
+    return used >= {"prompt", "completion"} or (mapping is not None and mapping.prompt is not None)
+
+
+def _is_zero(label: Any) -> bool:
+    """``false`` as a number, as tables write it. It may be a class too: the person says so with 'ignore: [label]'.
+
+    >>> [_is_zero(label) for label in (0, 0.0, "0", "0.0", 1, "1", 2, "bad", None)]
+    [True, True, True, True, False, False, False, False, False]
+    """
+    return isinstance(label, int | float) and label == 0 or isinstance(label, str) and label.strip() in ("0", "0.0")
 
 
 def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:

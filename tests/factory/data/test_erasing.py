@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from factory.bundles.shards import releasable_documents
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
@@ -26,7 +27,7 @@ from factory.erasing.erasing import finish_removals
 from factory.erasing.rewriting import rewrite_without
 from factory.ingest.inbox import ingest_arrived, tend
 from factory.ingest.readers import read_rows
-from factory.ingest.rules.policy import ShardLimits
+from factory.ingest.rules.policy import Licence, Licences, ShardLimits
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import erased_shards, removals
@@ -128,6 +129,24 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     whole.write_bytes(b"\n".join(before[name]) + b"\n")
     ingest_arrived(workspace, ledger, whole, SILENT)
     assert not whole.exists() and raw_lines(workspace)[name] == after[name], "the old file does not bring the text back"
+
+
+def test_what_is_left_can_be_handed_on_in_a_bundle(copied: Copy) -> None:
+    workspace, ledger = copied()
+    names = {row["license"] for row in ledger.read("SELECT license FROM documents WHERE license IS NOT NULL")}
+    rules = Licences(
+        known=dict.fromkeys(names, Licence(train=True, release=True)), missing=Licence(train=True, release=True)
+    )
+    newest = SegmentRow.select(ledger, "WHERE state = 'done' ORDER BY id")[-1].id
+    tokenizer = Tokenizer.load(workspace.tokenizer)
+    handed_on = lambda: {
+        row["id"]: row for row in releasable_documents(workspace.root, ledger, tokenizer, newest, rules)
+    }
+    before = handed_on()
+    erase(ledger, keys := chosen(ledger))
+    finish_removals(workspace, ledger, SILENT)
+    gone = {ledger.read("SELECT id FROM documents WHERE key = :key", key=key)[0]["id"] for key in keys}
+    assert handed_on() == {name: row for name, row in before.items() if name not in gone} and gone & before.keys()
 
 
 def test_a_token_shard_with_erased_documents_is_made_again(copied: Copy) -> None:

@@ -18,13 +18,16 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.exposure import Exposure
 from factory.data.relabelling import Filter, NewLabels, look, relabel
+from factory.data.settling import settle
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.gates.release.licences import not_releasable, tokens_by_licence
 from factory.ingest.chain import ShardReport, ingest_shard
+from factory.ingest.inbox import ingest_path
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, relabels
-from factory.ledger.rows import SegmentRow
+from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, record, relabels
+from factory.ledger.rows import SegmentRow, Subject
+from factory.ledger.writing import insert
 from factory.repairs.lost_ledger import restore
 from factory.repairs.token_shards import rebuild_token_shard
 from factory.training.planning import last_checkpoint, plan_of, plan_trunk
@@ -96,28 +99,30 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
         look(*plant, Filter(domain=["reviews"]), NewLabels(group="none"))
 
 
-def read(ledger: Ledger) -> None:
-    """An agent worked: what is held out may have been read."""
+def read(ledger: Ledger, at: float | None = None) -> None:
+    """An agent worked: what is held out may have been read. ``at``: what the clock said."""
     values = {
         "agent": "a",
         "asked": "",
         "base_commit": "c",
         "profile": 1,
         "state": "nothing",
-        "created_at": time.time(),
+        "created_at": time.time() if at is None else at,
     }
     with ledger.begin() as tx:
-        tx.execute(agent_runs.insert().values(**values))
+        number = insert(tx, agent_runs, **values)
+        record(tx, "agent_began", Subject("agent_run", number), {"agent": "a"})
 
 
+@pytest.mark.parametrize("at", [1.0, None, 1e11])  # whatever the clock says
 @pytest.mark.parametrize("sealed", [True, False])
 def test_what_was_read_keeps_its_half_and_the_rest_is_dealt_to_the_other(
-    plant: tuple[Workspace, Ledger], sealed: bool
+    plant: tuple[Workspace, Ledger], sealed: bool, at: float | None
 ) -> None:
     ledger = plant[1]
     ingest(plant, reviews(0, 20), "a.jsonl")
     before = set(halves(ledger))
-    read(ledger)
+    read(ledger, at)
     ingest(plant, reviews(100, 20), "b.jsonl")
     as_one_group(ledger, sealed)
     do(plant, Filter(source=["reviews"]), NewLabels(group="document"))
@@ -179,6 +184,25 @@ def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Led
     after = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
     assert after == {"the right name" if old == name else old: half for old, half in before.items()}
     assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
+
+
+def test_a_file_is_named_as_it_came_whatever_shards_were_made_of_it(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    use_policy(workspace, POLICY + "limits: {max_rows: 30}\n")
+    (workspace.root / "a.json").write_text(json.dumps(reviews(0, 60)))
+    assert len(ingest_path(workspace, ledger, workspace.root / "a.json", SILENT)) == 2
+    ingest(plant, reviews(100, 20, license=None), "b.jsonl")
+    (first, *_) = do(plant, Filter(shard=["a.json"]), NewLabels(license="MIT"))
+    assert first.startswith("60 of 60 documents change")
+    with pytest.raises(InputError, match="no document has shard 'c.json'; did you mean 'a.json'"):
+        look(*plant, Filter(shard=["c.json"]), NewLabels(license="MIT"))
+    with pytest.raises(InputError, match="the 30 documents have that already"):
+        look(*plant, Filter(shard=["a.json#2.jsonl.zst"]), NewLabels(license="MIT"))
+    (workspace.root / "c.jsonl").write_text(
+        "".join(json.dumps(row | {"license": "BSD"}) + "\n" for row in reviews(0, 5))
+    )
+    ingest_path(workspace, ledger, workspace.root / "c.jsonl", SILENT)
+    assert settle(ledger, "MIT", [], ["a.json"], "ann", "")
 
 
 @pytest.mark.parametrize("kind", ["conversation", "path"])

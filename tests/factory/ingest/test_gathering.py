@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import json
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,7 @@ def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tm
         ("nothing.jsonl", "no such file"),
         (f"{data}/*.parquet", "no file matches"),
         ("unheard://y/z", "unheard"),
+        ("", "one of the names is empty"),
     ):
         with pytest.raises(InputError, match=why):
             gathered(workspace, ledger, wrong)
@@ -69,6 +72,36 @@ def test_many_small_files_of_a_folder_are_one_pack(workspace: Workspace, ledger:
     assert pack.name == "src" and len(pack.files) == 40 and pack.files[0][0] == "m0/f0.py"
     assert [path.name for path in found.files] == ["large.jsonl"]
     assert gathered(workspace, ledger, tmp_path / "src" / "m1")[0] == []  # few of them
+
+
+def test_of_many_small_files_those_alone_are_refused_that_lack_a_mapped_column(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    """Given by name, and in the inbox; once the mapping fits them, they are taken."""
+    use_small_vocabulary(workspace)
+    policy = workspace.policy("data.yaml")
+    use_policy(workspace, f"{policy.read_text()}\nfields: [{{files: 'f*', text: words, license: =MIT}}]\n")
+    for folder in (tmp_path / "data", workspace.inbox):
+        folder.mkdir(exist_ok=True)
+        for number in range(40):
+            column = "wrods" if number % 20 == 7 else "words"
+            first = number + (100 if folder == workspace.inbox else 0)
+            path = folder / f"f{number:02d}.jsonl"
+            path.write_bytes(rows(first, 1).replace(b'"text"', f'"{column}"'.encode()))
+            os.utime(path, (1e9, 1e9))
+    done = command_here("ingest", str(tmp_path / "data"), home=workspace)
+    assert done.exit_code == 0 and trained_on(ledger) == exactly(40) - Counter(["d7", "d27"]), done.output
+    assert "2 not ingested (f07.jsonl, f27.jsonl)" in done.output
+    assert "f07.jsonl is not ingested: f07.jsonl: fields.0.text in data.yaml" in done.output
+    said = one_pass(workspace, ledger)
+    assert said.about("38 small files of the inbox are ingested as one")
+    assert said.about("f27.jsonl stays in the inbox: f27.jsonl: fields.0.text in data.yaml")
+    assert sorted(path.name for path in workspace.inbox.iterdir()) == ["f07.jsonl", "f27.jsonl"]
+    use_policy(workspace, policy.read_text().replace("text: words", "text: wrods"))
+    done = command_here("ingest", str(tmp_path / "data"), home=workspace)
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(40) | Counter(f"d{number}" for number in range(100, 140))
+    assert not list(workspace.inbox.iterdir())
 
 
 def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
@@ -87,6 +120,24 @@ def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
     assert trained_on(ledger) == exactly(30)
     assert "3 shards: " in done.output and "2 quarantined; 1 not ingested" in done.output
     assert "a name that is not UTF-8 cannot be stored" in done.output and "cut off after 0 whole items" in done.output
+
+
+def test_what_was_ingested_before_is_said_with_its_name(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    use_small_vocabulary(workspace)
+    (tmp_path / "a.jsonl").write_bytes(rows(0, 30))
+    (tmp_path / "b.jsonl").write_bytes(rows(0, 30))
+    (tmp_path / "c.csv").write_text("text\n" + prose(90))
+    first = command_here("ingest", str(tmp_path / "a.jsonl"), str(tmp_path / "c.csv"), home=workspace).output
+    assert "already" not in first and "2 shards: 24 documents to train on, 16 held out\n" in first
+    again = command_here("ingest", *(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.csv")), home=workspace)
+    when = r"was ingested already, on 20\d\d-\d\d-\d\d \d\d:\d\d"
+    stored = r"\d+ to train on, \d+ held out; nothing of it was stored again"
+    assert again.exit_code == 0 and re.search(rf"  a\.jsonl {when}: {stored}\n", again.output), again.output
+    assert re.search(rf"  b\.jsonl {when}, as a\.jsonl: {stored}\n", again.output)
+    assert re.search(rf"  c\.csv {when}, as c\.csv#1\.jsonl\.zst: {stored}\n", again.output)
+    assert "0 shards: 0 documents to train on, 0 held out; 3 ingested before" in again.output
+    put(workspace, rows(0, 30), "d.jsonl")
+    assert one_pass(workspace, ledger).about("d.jsonl was ingested already, on ")
 
 
 def test_no_vocabulary_is_made_where_all_text_is_held_out(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:

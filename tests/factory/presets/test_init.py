@@ -15,6 +15,7 @@ from factory.ingest.tokenizer import train
 from factory.presets import making
 from factory.presets.presets import Hardware
 from tests.support.factory.made_up_text import prose
+from tests.support.git import git
 from trainer.contract.recipe import Recipe
 
 
@@ -51,6 +52,24 @@ def test_what_it_says_next_lets_every_later_command_find_the_workspace(
     assert line == f"so that later commands find it: export FACTORY_HOME='{tmp_path / 'my factory'}'"
     monkeypatch.setenv("FACTORY_HOME", str(tmp_path / "my factory"))
     assert "export" not in said()
+
+
+def test_a_repository_that_nothing_can_be_trained_with_is_refused(tmp_path: Path, code_repository: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.py").write_text("x = 1")
+    for words in (["init", "--quiet"], ["add", "a.py"], ["commit", "--quiet", "--message=a"]):
+        git(tmp_path / "other", *words)
+    for folder, why in (
+        ("nowhere", "no such folder: name a clone of the factory's repository"),
+        ("empty", "is not a git checkout"),
+        ("other", "has no folder kernels/: name a clone"),
+    ):
+        assert why in init("--repository", str(tmp_path / folder), "-w", str(tmp_path / "w"))
+        assert not (tmp_path / "w").exists()
+    where = ["-w", str(tmp_path / "w"), "--repository", str(code_repository)]
+    assert init(*where) == "" and init(*where) == ""
+    assert "is a workspace already, of " in init("-w", str(tmp_path / "w"), "--repository", str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from factory.ingest.document import parse_json
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import BadRow, as_line, take_origin, with_path
+from factory.ingest.reading.streams import BLOCK
 from factory.ingest.rules.policy import ShardLimits
 from tests.support.reading.formats import (
     KINDS,
@@ -191,12 +192,23 @@ def test_columns_without_text_are_not_read(tmp_path: Path) -> None:
         (b"id,text\n1,caf\xe9\n", [{"id": "1", "text": "caf\udce9"}]),  # dropped as bad_encoding by what reads the row
         (b"text\n\xef\xbb\xbfa\n", [{"text": "\ufeffa"}]),
         (b'text;"title, long, of, it"\na, b;c\n', [{"text": "a, b", "title, long, of, it": "c"}]),
+        (b'id,text\r1,"two\rlines"\r\r2,c', [{"id": "1", "text": "two\rlines"}, {"id": "2", "text": "c"}]),
+        (b"id,text\r1," + b"x" * 9000 + b"\r2,b\r", ["row_too_long", {"id": "2", "text": "b"}]),
+        (b"\xef\xbb\xbfsep=;\r\nid;text\r\n1;a, b, c\r\n", [{"id": "1", "text": "a, b, c"}]),
+        (b'"sep=^"\rid^text\r1^a\r', [{"id": "1", "text": "a"}]),
         (b"id,shop,text\n1,,a\n", [{"id": "1", "shop": None, "text": "a"}]),  # there is such a column
     ],
 )  # fmt: skip
 def test_records_of_tables(tmp_path: Path, data: bytes, rows: list[Any]) -> None:
     found = [row.rule if isinstance(row, BadRow) else row for row in read(shard(tmp_path, "a.csv", data))]
     assert found == rows
+
+
+def test_a_line_end_that_lies_in_two_blocks(tmp_path: Path) -> None:
+    many, first = divmod(BLOCK + 1 - len(b"text\r\n\r\n"), 100)
+    data = b"text\r\n" + b"y" * first + b"\r\n" + (b"x" * 98 + b"\r\n") * (many + 3)
+    assert data[BLOCK - 1 : BLOCK + 1] == b"\r\n"
+    assert read(shard(tmp_path, "a.csv", data)) == [{"text": "y" * first}] + [{"text": "x" * 98}] * (many + 3)
 
 
 @pytest.mark.parametrize(("data", "why"), [(b"a,a\n1,2\n", "two columns .* 'a'"), (b'"a\n', "names its columns")])

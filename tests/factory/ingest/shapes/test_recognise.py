@@ -101,6 +101,8 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
         ({"prompt": "Why?", "completion": "So.", "label": False}, "'label'"),
         ({"prompt": "Why?", "completion": "So.", "label": "False"}, "'label'"),  # as a CSV file has it
         ({"conversations": [{"from": "function_call", "value": "{}"}]}, "message 0: 'function_call': a call names no function"),
+        ({"prompt": "Why?", "completion": "So.", "label": 0}, "'label': the chat template has no place for it; 'ignore: [label]'"),
+        ({"prompt": [ASKED], "completion": [SAID], "label": "0"}, "'label'"),
         ({"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "x"}, "without a 'prompt'"),
         ({"prompt": "Why?", "chosen": [ASKED | {"content": "Who?"}, SAID], "rejected": []}, "in which 'prompt' does not occur"),
         ({"system": "Be long.", "messages": [SYSTEM, *CHAT]}, "begin with another one"),
@@ -114,6 +116,16 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
 )  # fmt: skip
 def test_a_meaning_that_has_no_place_costs_its_row_and_is_named(row: dict[str, Any], said: str) -> None:
     assert said in bad(row)
+
+
+def test_a_label_is_bad_only_beside_prompt_and_completion_and_only_as_false() -> None:
+    for label in (1, "1", True, 2):
+        assert of({"prompt": "Why?", "completion": "So.", "label": label})[0][1]["content"] == "So."
+    assert of({"messages": [ASKED, SAID], "label": 0})[0] == [ASKED, SAID]  # a class of the chat
+    assert of({"prompt": "Why?", "completion": "So.", "label": 0}, ignore=["label"])[0][1]["content"] == "So."
+    mapped = {"q": "Why?", "a": "So.", "label": 0}
+    assert "'label'" in bad(mapped, prompt="q", completion="a")
+    assert of(mapped, prompt="q", completion="a", source="label")[0][1]["content"] == "So."
 
 
 def test_what_a_person_ignores_is_dropped_and_said() -> None:

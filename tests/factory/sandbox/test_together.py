@@ -1,0 +1,101 @@
+"""``together``: thousands of paths in one sandbox, what was not asked for out of sight, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from factory.core.workspace import Workspace
+from factory.repairs.token_shards import HashedShards
+from factory.sandbox import live, sandbox
+from factory.sandbox.together import MOST, remove_left, together
+from trainer.contract.data.token_shard import FILES
+
+LOOK = """
+import os, sys
+folder = sys.argv[1]
+files = [f"{where}/{name}" for where, _, names in os.walk(folder) for name in names]
+print(len(os.listdir(folder)), sum(len(open(file).read()) for file in files))
+try:
+    open(files[0], "a")
+except OSError as error:
+    print(error.strerror)
+"""
+# One mount for each would be too many arguments of bubblewrap, and too many open files.
+MECHANISMS = pytest.mark.parametrize(("mechanism", "count"), [("bubblewrap", 3000), ("namespaces", 1100)])
+
+
+def shown(tmp_path: Path, count: int) -> list[Path]:
+    """Folders and files of one folder, two bytes in each; beside them what nobody may see."""
+    (tmp_path / "shards" / "raw").mkdir(parents=True)
+    (tmp_path / "shards" / "raw" / "held-out").write_text("secret")
+    made = [tmp_path / "shards" / f"{number:04d}" for number in range(count)]
+    for path in made[:20]:
+        path.mkdir()
+    for path in made:
+        (path / "tokens" if path.is_dir() else path).write_text("12")
+    return made
+
+
+@MECHANISMS
+def test_thousands_of_paths_are_seen_and_nothing_beside_them(
+    tmp_path: Path, mechanism: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FACTORY_SANDBOX", mechanism)
+    shards = shown(tmp_path, count)
+    words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
+    done = sandbox.run(words, output=tmp_path / "out", readonly=shards)
+    assert (done.stdout, done.stderr) == (f"{count} {2 * count}\nRead-only file system\n", "")
+    assert not list(tmp_path.glob("shards/.*"))
+
+
+def test_live_code_sees_them_until_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    shards = shown(tmp_path, MOST + 1)
+    words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
+    running = live.start(
+        words, writable=[tmp_path / "out"], readonly=shards, cwd=tmp_path / "out", cache=tmp_path / "cache",
+        environment={}, nodes=(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert running.process.stdout is not None
+    assert running.process.stdout.read() == f"{MOST + 1} {2 * MOST + 2}\nRead-only file system\n".encode()
+    assert running.wait() == 0
+    assert not list(tmp_path.glob("shards/.*"))
+
+
+def test_what_has_no_hard_link_keeps_a_mount_of_its_own(tmp_path: Path) -> None:
+    shards = shown(tmp_path, MOST + 1)
+    away = shards[7].rename(tmp_path / "away")
+    shards[7].symlink_to(away)
+    words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
+    done = sandbox.run(words, output=tmp_path / "out", readonly=[*shards, away])
+    assert (done.stdout, done.stderr) == (f"{MOST + 1} {2 * MOST + 2}\nRead-only file system\n", "")
+
+
+def test_links_of_a_killed_process_are_removed_and_those_in_use_stay(tmp_path: Path) -> None:
+    shards = shown(tmp_path, MOST + 1)
+    left = tmp_path / "shards" / ".seen-left"
+    left.mkdir()
+    (left / "tokens").hardlink_to(shards[0] / "tokens")
+    with together(shards) as mounts:
+        assert len(mounts) == 1 and not left.exists()
+        remove_left(tmp_path / "shards")
+        assert Path(mounts[0][0]).is_dir()
+    assert (shards[0] / "tokens").stat().st_nlink == 1
+
+
+def test_what_was_shown_is_not_hashed_again(tmp_path: Path) -> None:
+    workspace = Workspace.create(tmp_path / "workspace")
+    shards = shown(tmp_path, MOST + 1)
+    for name in ("manifest.json", *FILES):
+        (shards[0] / name).write_text(name)
+    noted = HashedShards(workspace)
+    noted.note(shards[:1])
+    with together(shards):
+        assert noted.same(shards[0])
+    assert noted.same(shards[0])
+    (shards[0] / FILES[0]).write_text("other")
+    assert not noted.same(shards[0])
