@@ -146,15 +146,3 @@ def test_a_given_tokenizer_sets_the_vocabulary(tmp_path: Path) -> None:
     assert "has its tokenizer already" in init("--tokenizer", str(other.folder / "tokenizer.json"), *where)
     said = init("--tokenizer", str(given.folder), "--vocabulary", "640", "-w", str(tmp_path / "v"))
     assert said == "--vocabulary 640: the tokenizer has 700 entries: leave it out, or name 700 to 768"
-
-
-def test_a_repository_that_cannot_be_trained_with_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    for name, words in (
-        ("gone", "gone is not a folder: name a git checkout"),
-        ("plain", "plain is not a git checkout"),
-    ):
-        where = tmp_path / f"w-{name}"
-        asked = ["init", "--no-tune", "--workspace", str(where), "--repository", str(tmp_path / name)]
-        error = CliRunner().invoke(app, asked).exception
-        assert isinstance(error, FactoryError) and words in str(error) and not where.exists()
