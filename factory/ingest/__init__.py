@@ -17,4 +17,5 @@
 ``tokenizer`` ``vocabulary``       the tokenizer; its one training
 ``chat_template``                  what exports are served with: the tokenizer's chats, in Jinja
 ``store``                          the ledger rows, in one transaction
+``preview``                        how the first rows of a file are read, before anything is stored
 """

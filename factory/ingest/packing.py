@@ -178,9 +178,9 @@ def ingest_pack(
         skip = sum(part["rows"] for part in done)
         if done:
             progress.line(f"  {pack.name}: {len(done)} parts of it, {skip:,} rows, are ingested; it goes on from there")
-        for part in _parts(_rows(pack, limits, left), folder, pack.name, limits, len(done), skip):
+        for part in _parts(rows_of(pack, limits, left), folder, pack.name, limits, len(done), skip):
             _refuse_changed(pack, before)
-            whole = None if part.first == 0 and part.last else lambda: _rows(pack, limits, _LeftOut())
+            whole = None if part.first == 0 and part.last else lambda: rows_of(pack, limits)
             how: dict[str, Any] = {"again": again, "workers": workers, "beside": beside, "whole": whole}
             how["quarantines"] = not together
             one = ingest_shard(workspace, ledger, part.path, progress, **how)
@@ -249,7 +249,9 @@ def _file(workspace: Workspace, ledger: Ledger, path: Path, one: ShardReport) ->
         file_away(workspace, ledger, path, one.sha256, one.state)
 
 
-def _rows(pack: Pack, limits: ShardLimits, left: _LeftOut) -> Iterator[RawRow]:
+def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
+    """All rows of a pack, in order. ``left`` is told what is not read. Raises: ShardProblem, but for one of many small files."""
+    left = left or _LeftOut()
     if pack.alone:
         yield from read_rows(pack.alone, limits, left)
         return

@@ -47,11 +47,17 @@ def ingest(
             help="Train the tokenizer now, though the text gives fewer tokens than data.yaml asks for. It is trained only once.",
         ),
     ] = False,
+    preview: Annotated[
+        bool,
+        typer.Option(
+            "--preview", help="Show how the first rows of each file are read, and which are dropped; store nothing."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. While the daemon runs, put them into the inbox
-    instead; '--again' has it try what is in quarantine/ in its next pass. A file that cannot be read keeps none of the others out; the exit
-    code is 2 if nothing at all was taken."""
+    """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. Look at a new kind of data with '--preview'
+    first. While the daemon runs, put shards into the inbox instead; '--again' has it try what is in quarantine/ in its next pass. A file
+    that cannot be read keeps none of the others out; the exit code is 2 if nothing at all was taken."""
     from factory.daemon import LOCK
     from factory.ingest.filing import ask_again, quarantined_files
     from factory.ingest.gathering import gather
@@ -61,6 +67,11 @@ def ingest(
     from factory.releasable.recorded import refresh
 
     workspace, ledger, terminal = open_workspace(where)
+    if preview:
+        if not paths or again or small_vocabulary:
+            raise InputError("'--preview' needs the files to look at, and no '--again' or '--small-vocabulary'")
+        _preview(workspace, gather(workspace, ledger, paths, SILENT), terminal, as_json)
+        return
     if small_vocabulary:
         with ledger.begin() as tx:
             record(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
@@ -93,6 +104,31 @@ def ingest(
     if as_json:
         print_json([vars(report) for report in done.reports])
     done.end(found)
+
+
+def _preview(workspace: Workspace, found: Gathered, progress: Progress, as_json: bool) -> None:
+    """Raises: InputError where no file can be read."""
+    from factory.ingest.packing import Pack
+    from factory.ingest.preview import preview
+    from factory.ingest.reading.rows import ShardProblem
+
+    shown, broken = [], dict(found.broken)
+    for pack in [*found.packs, *map(Pack.of_file, found.files)]:
+        try:
+            shown.append(preview(workspace, pack))
+        except (ShardProblem, InputError) as error:
+            broken[pack.name] = str(error)
+            continue
+        for line in () if as_json else shown[-1].lines():
+            progress.line(f"  {line}")
+    if as_json:
+        print_json({"files": [one.to_json() for one in shown], "broken": broken})
+    else:
+        for name, why in broken.items():
+            progress.line(f"  {name}: {why}")
+        progress.line("  nothing was stored; copies and what shares words with held-out documents are found at ingest")
+    if not shown:
+        raise InputError(next((f"nothing can be read: {why}" for why in broken.values()), "there is nothing to read"))
 
 
 def _gathered(workspace: Workspace, ledger: Ledger, paths: list[str] | None, progress: Progress) -> Gathered:
