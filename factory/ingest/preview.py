@@ -46,9 +46,9 @@ class Preview:
 
     def lines(self) -> Iterator[str]:
         """For a person."""
-        first = "" if self.whole else "the first "
+        read = f"{self.rows:,} {'row' if self.rows == 1 else 'rows'}" if self.whole else f"the first {self.rows:,} rows"
         kept, dropped = self.counts["train"], sum(self.counts["dropped"].values())
-        yield f"{self.name}: {first}{self.rows:,} rows read: {kept:,} would be documents, {dropped:,} would be dropped"
+        yield f"{self.name}: {read} read: {kept:,} would be documents, {dropped:,} would be dropped"
         yield from (f"  {line}" for line in row_lines(self.counts))
         for row, content in self.shown:
             names = {"domain": row.domain, "source": row.source, "licence": row.license, "group": row.group_key}
