@@ -371,7 +371,8 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
             notifier.look()
             stack.callback(delivery.last_look, notifier, progress)
             answering.ApprovalAnswers(workspace, ledger, progress).look()
-            reconcile(workspace, ledger, progress, settle=0.0)
+            if reconcile(workspace, ledger, progress, settle=0.0) == 0:
+                progress.line("  there is nothing to do: 'factory status' says what it waits for")
             return
         own = lambda: Ledger.open(workspace.ledger_url, workspace.root)  # a thread has connections of its own
         answers = answering.ApprovalAnswers(workspace, own(), progress)
