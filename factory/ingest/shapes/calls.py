@@ -120,12 +120,8 @@ def _called(call: Call) -> str:
 
 
 def _tool(where: str, item: Any) -> Tool:
-    inner = item.get("function") if isinstance(item, Mapping) else None
-    function = inner if isinstance(inner, Mapping) else item
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRow("bad_schema", f"{where} is no function with a 'name'")
-    _refuse_kind(where, item)
-    if function is inner and (
+    function = _function(item, where, f"{where} is no function with a 'name'")
+    if function is not item and (
         strange := sorted(str(key) for key in item if key not in ("type", "function") and item[key])
     ):
         raise BadRow("bad_schema", f"{where}: {strange[0][:40]!r} beside the function has no place")
@@ -136,11 +132,7 @@ def _tool(where: str, item: Any) -> Tool:
 
 def _call(where: str, item: Any) -> Call:
     """Raises: BadRow for what is no call, and for one with words that have no place."""
-    inner = item.get("function") if isinstance(item, Mapping) else None
-    function = inner if isinstance(inner, Mapping) else item
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRow("bad_schema", f"{where}: a call names no function")
-    _refuse_kind(where, item)
+    function = _function(item, where, f"{where}: a call names no function")
     known = {"id", "type", "index", "function", "name", "arguments"}
     if strange := sorted(str(key) for one in (item, function) for key in one if key not in known and one[key]):
         raise BadRow("bad_schema", f"{where}: {strange[0][:40]!r} of a call has no place; name and arguments have")
@@ -155,9 +147,15 @@ def _call(where: str, item: Any) -> Call:
     return Call(function["name"], arguments, item.get("id"))
 
 
-def _refuse_kind(where: str, item: Mapping[str, Any]) -> None:
+def _function(item: Any, where: str, unnamed: str) -> Mapping[str, Any]:
+    """What OpenAI's objects hold under ``function``, or such an object that is bare. Raises: BadRow where it has no name, or is of another type."""
+    inner = item.get("function") if isinstance(item, Mapping) else None
+    function = inner if isinstance(inner, Mapping) else item
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRow("bad_schema", unnamed)
     if item.get("type") not in (None, "function"):
         raise BadRow("bad_schema", f"{where}: of type {str(item['type'])[:40]!r}; functions alone have a place")
+    return function
 
 
 def _decoded(value: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Made-up but varied documents, and shards of them."""
+"""Made-up but varied documents, and shards of them; a tokenizer, and the same in transformers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
+from factory.ingest.tokenizer import Tokenizer, train
 from factory.ledger.ledger import Ledger
 from tests.support.factory.made_up_text import use_small_vocabulary
+from tests.support.text.library import library
 
 
 @pytest.fixture
@@ -37,3 +39,25 @@ def ingest(workspace: Workspace, ledger: Ledger, write_shard: Callable[..., Path
         return ingest_shard(workspace, ledger, write_shard(rows, name), SILENT, workers=0)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def sample() -> list[str]:
+    """What ``tokenizer`` is trained on."""
+    return [library()[name].text for name in ("inspect", "ast", "json")]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(sample: list[str], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return train(iter(sample), 1000, tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def hf(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
+    """``tokenizer`` as transformers loads it from an export."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("export")
+    tokenizer.copy_to(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,30 +9,13 @@ from hypothesis import strategies as st
 from factory.core.errors import InputError
 from factory.ingest import tokenizer as module
 from factory.ingest.tokenizer import Tokenizer, train
-from tests.support.text.library import library
 
-SAMPLE = [library()[name].text for name in ("inspect", "ast", "json")]
 CHAT = [
     {"role": "user", "content": "What's 12 + 30?\nShow   it."},
     {"role": "assistant", "content": "def f():\n    return 42  # naïve ☃"},
     {"role": "user", "content": "\n\n  indented"},
     {"role": "assistant", "content": " yes\n"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return train(iter(SAMPLE), 1000, tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def hf(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("export")
-    tokenizer.copy_to(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
-    return AutoTokenizer.from_pretrained(folder)
 
 
 # Text as it comes, and the corners of the split pattern: contractions, digits, blanks, line ends.
@@ -83,8 +65,8 @@ def test_a_document_cannot_write_special_tokens(tokenizer: Tokenizer, hf) -> Non
     assert [rendered.count(token) for token in (0, 1, 2)] == [1, 1, 1]
 
 
-def test_training_again_gives_the_same_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    again = train(iter(SAMPLE), 1000, tmp_path)
+def test_training_again_gives_the_same_file(tokenizer: Tokenizer, sample: list[str], tmp_path: Path) -> None:
+    again = train(iter(sample), 1000, tmp_path)
     assert again.sha256 == tokenizer.sha256 and again.vocab_size == 1000
     assert train(iter(["a"]), 1000, tmp_path).vocab_size < 1000  # never more than asked for
 

@@ -19,10 +19,9 @@ from factory.ingest.chat_template import PLAIN_TEMPLATE, defused
 from factory.ingest.document import BadRow, normalise, parse_document
 from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.mapping import FieldMapping
-from factory.ingest.tokenizer import SPECIAL, Tokenizer, shows_calls, train
+from factory.ingest.tokenizer import SPECIAL, Tokenizer, shows_calls
 from factory.ledger.ledger import Ledger
 from tests.support.factory.made_up_text import prose
-from tests.support.text.library import library
 from trainer.contract.data.token_shard import TokenShard
 
 WEATHER = {
@@ -47,22 +46,6 @@ THINKS = CALLS | {"reasoning_content": "Hm.", "tool_calls": [CALL]}
 THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
 ZURICH = json.dumps({"name": "get_weather", "arguments": {"town": "Zürich"}})
 HERMES_SYSTEM = f"You may call these: <tools> [{json.dumps(WEATHER)}] </tools>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    sample = [library()[name].text for name in ("inspect", "ast", "json")]
-    return train(iter(sample), 1000, tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def hf(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("export")
-    tokenizer.copy_to(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def turns_of(row: Any, ignore: tuple[str, ...] = (), plain: bool = False) -> tuple[list[dict[str, Any]], Notes]:
