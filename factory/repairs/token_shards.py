@@ -73,7 +73,7 @@ def token_shard_fault(path: Path, deep: bool) -> str:
 class HashedShards:
     """How the files of each token shard were when they were last hashed and found whole: a note in ``cache/hashed.json``.
 
-    A file whose size, time and inode are the same is taken to be the same, so that a segment's start hashes what is new or was touched, not the
+    A file whose size and times are the same is taken to be the same, so that a segment's start hashes what is new or was touched, not the
     corpus. What a disk changes by itself leaves no trace there: ``factory doctor`` finds it, which hashes a few of all and, with ``--deep``, all.
     """
 
@@ -97,15 +97,14 @@ class HashedShards:
 
 
 def _times(folder: Path) -> list[list[int]]:
-    """(bytes, last change of the content, inode) of each file; [] of one that is gone. Not its last change at all: a hard link is one, and
-    sandboxes make some (``factory.sandbox.together``)."""
+    """(bytes, last change of the content, last change at all, inode) of each file; [] of one that is gone."""
     found = []
     for name in ("manifest.json", *FILES):
         try:
             status = os.stat(folder / name)
         except OSError:
             return []
-        found.append([status.st_size, status.st_mtime_ns, status.st_ino])
+        found.append([status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino])
     return found
 
 

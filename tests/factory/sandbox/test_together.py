@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.workspace import Workspace
-from factory.repairs.token_shards import HashedShards
 from factory.sandbox import live, sandbox
 from factory.sandbox.together import MOST, remove_left, together
-from trainer.contract.data.token_shard import FILES
 
 LOOK = """
 import os, sys
@@ -85,17 +82,3 @@ def test_links_of_a_killed_process_are_removed_and_those_in_use_stay(tmp_path: P
         remove_left(tmp_path / "shards")
         assert Path(mounts[0][0]).is_dir()
     assert (shards[0] / "tokens").stat().st_nlink == 1
-
-
-def test_what_was_shown_is_not_hashed_again(tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "workspace")
-    shards = shown(tmp_path, MOST + 1)
-    for name in ("manifest.json", *FILES):
-        (shards[0] / name).write_text(name)
-    noted = HashedShards(workspace)
-    noted.note(shards[:1])
-    with together(shards):
-        assert noted.same(shards[0])
-    assert noted.same(shards[0])
-    (shards[0] / FILES[0]).write_text("other")
-    assert not noted.same(shards[0])
