@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.contract.data.data_order import DataOrder, Row
 
 PADDING = -1  # document number of positions that hold nothing
+LEAST_STRETCHES = 64
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Batch:
     documents_BT: Tensor  # int32, number of the piece in its row; PADDING where there is none
     domains_BT: Tensor  # int64, index into ``DataOrder.domains``
     rows: list[Row]  # of the global batch
+    stretches_B: tuple[int, ...]  # of each row here: its pieces, and its padding if there is any
     supervised: int  # positions of the global batch that carry loss
     used: int  # positions of the global batch that hold a token
     state_after: dict[str, Any]  # of the sampler, once this batch is trained on
@@ -40,11 +42,18 @@ class Batch:
         moved: Any = {n: v.to(device, non_blocking=True) for n, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
-    def split(self, rows: int | None) -> list[dict[str, Tensor]]:
-        """Micro-batches of ``rows`` rows (None: one of all) as the tensors that the loss takes."""
+    def split(self, rows: int | None) -> list[dict[str, Any]]:
+        """Micro-batches of ``rows`` rows (None: one of all) as what the loss takes: tensors, and ``stretches``, which bounds
+        those of each: a power of two, so that compiled code meets few of them."""
         tensors = {n: v for n, v in vars(self).items() if isinstance(v, Tensor)}
-        parts = {name: value.split(rows or len(value)) for name, value in tensors.items()}
-        return [{name: part[i] for name, part in parts.items()} for i in range(len(parts["tokens_BT"]))]
+        size = rows or len(self.tokens_BT)
+        parts = {name: value.split(size) for name, value in tensors.items()}
+        most = max((sum(self.stretches_B[at : at + size]) for at in range(0, len(self.stretches_B), size)), default=0)
+        stretches = max(LEAST_STRETCHES, 1 << (most - 1).bit_length())
+        return [
+            {name: part[i] for name, part in parts.items()} | {"stretches": stretches}
+            for i in range(len(parts["tokens_BT"]))
+        ]
 
 
 def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
@@ -111,6 +120,7 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1) -> Batch:
         torch.from_numpy(documents),
         torch.from_numpy(domains),
         rows=rows,
+        stretches_B=tuple(len(row) + (sum(piece.positions for piece in row) < order.context) for row in mine),
         supervised=supervised,
         used=sum(piece.positions for row in rows for piece in row),
         state_after=order.state_dict(),

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from agents.line_profiler.signature import Samples, Signature, describe, samples
-from kernels.contract.registry import Ops
+from kernels.contract.registry import OPS, Ops
 
 ROOT = Path(__file__).parents[2]
 Line = tuple[str, int, str]  # file relative to the root, line, the kernel op it runs for ("" outside of any)
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
 
     def watch(self, ops: Ops) -> Ops:
         """The same ops; operations that run inside one are recorded with its name."""
-        return replace(ops, **{f.name: self._watched(f.name, getattr(ops, f.name)) for f in fields(ops)})
+        return replace(ops, **{name: self._watched(name, getattr(ops, name)) for name in OPS})
 
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any) -> Any:

@@ -23,6 +23,7 @@ from agents.line_profiler.stopwatch import Lap, counted, crossing, laps, no_coll
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.traced_lines import traced_lines
 from agents.line_profiler.workload import make_run, smallest
+from kernels.contract.choice import names_in
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
@@ -91,7 +92,7 @@ def measure(
         if isolate:
             alone, isolation = _isolate(recorder.samples, events, device, isolation_budget_s, report)
         recipe_step = _recipe_step(recipe, kernels, Path(folder), steps, report) if measure_recipe_step else None
-    choice = load_choice(kernels, device.type)
+    choice = {op: names_in(name)[0] for op, name in load_choice(kernels, device.type).items()}
     every = fold(events, calls, step_s, roof, alone) + data_lines(data, step_s)
     lines = sorted(every, key=lambda line: -line.seconds)
     covered = sum(line.seconds for line in lines)

@@ -53,7 +53,7 @@ def decide(workspace: Workspace, recipe: Recipe, kernels: str, before: str = "")
     document = yaml.safe_load(kernels) or {}
     computing = {
         "precision": chosen,
-        "kernels": resolve(section, found.choice),
+        "kernels": resolve(section, found.choice, machine.name),
         "fallback": document.get("fallback", "") if isinstance(document, dict) else "",
         "tuning": found.source,
         "machine": machine.to_json(),

@@ -62,7 +62,7 @@ def lookup(workspace: Workspace, machine: Machine, precision: str, shape: Mappin
     """
     path = path_of(workspace, machine.name, precision)
     if not path.exists():
-        note = f"no kernels are tuned for {machine.name} in {precision}: what kernels.yaml leaves to 'auto' runs its reference; run 'factory tune'"
+        note = f"no kernels are tuned for {machine.name} in {precision}: what kernels.yaml leaves to 'auto' runs untuned; run 'factory tune'"
         return Tuned(None, "", note)
     found = read(path)
     made = found["machine"]

@@ -226,11 +226,11 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
 def plain_kernels(policy: str) -> str:
     """kernels.yaml with the untuned implementations in place of ``auto``."""
     from agents.core.yaml_edit import set_value
-    from kernels.contract.choice import UNTUNED
+    from kernels.contract.choice import untuned
 
     for device, choice in yaml.safe_load(policy).items():
         for op in choice if isinstance(choice, dict) else ():
-            policy = set_value(policy, (device, op), UNTUNED.get(op, "reference"))
+            policy = set_value(policy, (device, op), untuned(op, device))
     return policy
 
 

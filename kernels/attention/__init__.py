@@ -10,10 +10,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kernels.attention import cpp as attention_native
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, lazily_compiled, normal, op
+from kernels.attention import flex
+from kernels.contract.op import (
+    Cost,
+    Implementation,
+    Inputs,
+    Shape,
+    at_first_call,
+    compiled,
+    lazily_compiled,
+    normal,
+    op,
+)
 
 
 def document_mask(document_BT: Tensor) -> Tensor:
@@ -140,25 +150,30 @@ NATIVE = Implementation(
 )
 
 
-def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """As ``reference``, by FlexAttention (Dong et al. 2024, arXiv 2412.05496): blocks that the mask empties are left out."""
-    B, T = document_BT.shape
-
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & (document_BT[b, i] == document_BT[b, j])
-
-    blocks = create_block_mask(seen, B, None, T, T, device=document_BT.device)
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-    o = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
-    return o.transpose(1, 2)  # type: ignore[union-attr]
+MOST_HEAD_DIM = 256  # of FlashAttention
 
 
+def varlen_instead(shape: Shape, dtype: torch.dtype) -> str:
+    if shape.head_dim <= MOST_HEAD_DIM:
+        return ""
+    return f"reference: FlashAttention takes heads of at most {MOST_HEAD_DIM}, not {shape.head_dim}"
+
+
+VARLEN = Implementation(
+    "varlen",
+    at_first_call("kernels.attention.varlen", "varlen"),
+    "FlashAttention over the stretches of one document, found once a batch",
+    devices=("cuda",),
+    instead=varlen_instead,
+    prepare=at_first_call("kernels.attention.varlen", "stretch_bounds"),
+)
 FLEX = Implementation(
     "flex",
-    lazily_compiled(flex),
-    "FlexAttention over blocks of one document, compiled",
+    lazily_compiled(flex.flex),
+    "FlexAttention over blocks of one document, found once a batch; compiled",
     devices=("cuda",),
-    eager=flex,
+    eager=flex.flex,
+    prepare=flex.document_blocks,
 )
 OP = op(
     "attention",
@@ -166,5 +181,5 @@ OP = op(
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1, 2),
-    implementations=(compiled(reference), RECOMPUTE, NATIVE, FLEX),
+    implementations=(compiled(reference), RECOMPUTE, NATIVE, VARLEN, FLEX),
 )

@@ -103,12 +103,13 @@ def compare(
     if device != "cpu" and not torch.cuda.is_available():
         raise KernelError(f"device {device!r}: torch sees no GPU here; there is: cpu")
     case = Case("recipe", setting.shape)
-    functions = [check(op, n, torch.device(device).type).function for n in (against, implementation)]
+    both = [check(op, n, torch.device(device).type) for n in (against, implementation)]
+    functions = [one.function for one in both]
     if setting.compile and op.in_block:
         functions = [torch.compile(f, dynamic=False) for f in functions]
     steps = [
-        _step(f, op.inputs(case, device=device, dtype=DTYPES[setting.precision]), op.gradients, device)
-        for f in functions
+        _step(f, one.prepared(op.inputs(case, device=device, dtype=DTYPES[setting.precision])), op.gradients, device)
+        for f, one in zip(functions, both)
     ]
     for step in steps:
         step()

@@ -1,29 +1,74 @@
 """``kernels.yaml`` as data: which implementation of each op runs, by device class, and what ``auto`` stands for.
 
     cpu:
-      attention: auto        # what tuning found fastest on this machine
-      swiglu: reference      # by name: on every machine
+      attention: auto                       # what tuning found fastest on this machine
+      swiglu: reference                     # by name: on every machine
+    cuda:
+      attention: varlen, flex, reference    # several names: the first that works on the device
 
 Nothing here imports an op, so that the factory can resolve the choice of code that it may not import.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 AUTO = "auto"
-UNTUNED = {"adamw": "fused"}  # what ``auto`` runs before anything was tuned; for any other op its reference
-Choice = dict[str, str]  # op → implementation
+Choice = dict[str, str]  # op → implementation, or several in order of preference: ``names_in``
+
+# What ``auto`` runs before anything was tuned, of an op that is not here its reference. On a GPU the fused kernels: nothing holds
+# the logits of a whole batch or a mask [T, T], and the mask's blocks are made once a batch. ``python -m benchmarks.gpu``
+# compares each with the others, and is what a row is changed by.
+_CPU = {"adamw": "fused"}
+_SM80 = {
+    "rms_norm": "triton, reference",
+    "add_rms_norm": "triton, reference",
+    "qk_norm_rope": "triton, reference",
+    "swiglu": "triton, reference",
+    "attention": "varlen, flex, reference",  # varlen is FlashAttention: bf16 alone
+    "linear_cross_entropy": "triton, chunked_compiled, reference",
+    "embedding": "triton, reference",
+    "newton_schulz": "reference",  # cuBLAS's batched products
+    "adamw": "fused",
+}
+UNTUNED: dict[str, dict[int, Choice]] = {  # by device class, by least compute capability
+    "cpu": {0: _CPU},
+    "cuda": {0: {"adamw": "fused"}, 80: _SM80, 90: _SM80, 100: _SM80},
+}
+CAPABILITY = 80  # of "cuda" alone, where no machine is named
 
 
-def resolve(section: Mapping[str, str], tuned: Mapping[str, str] | None = None) -> Choice:
-    """A section of ``kernels.yaml`` with every ``auto`` replaced: by ``tuned``, else by what runs untuned."""
+def untuned(op: str, machine: str = "cpu") -> str:
+    """What ``auto`` runs before anything was tuned. ``machine``: a class of ``kernels.contract.machine``, or a device class.
+
+    >>> untuned("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"), untuned("attention", "cuda-sm75-tesla-t4"), untuned("attention")
+    ('varlen, flex, reference', 'reference', 'reference')
+    """
+    device = machine.partition("-")[0]
+    found = re.match(r"cuda-sm(\d+)", machine)
+    capability = int(found.group(1)) if found else CAPABILITY
+    rows = UNTUNED.get(device, {0: {}})
+    return rows[max(least for least in rows if least <= capability)].get(op, "reference")
+
+
+def names_in(choice: str) -> list[str]:
+    """The implementations of a choice, the preferred one first.
+
+    >>> names_in("varlen, flex, reference")
+    ['varlen', 'flex', 'reference']
+    """
+    return [name.strip() for name in choice.split(",")]
+
+
+def resolve(section: Mapping[str, str], tuned: Mapping[str, str] | None = None, machine: str = "cpu") -> Choice:
+    """A section of ``kernels.yaml`` with every ``auto`` replaced: by ``tuned``, else by what runs untuned on ``machine``."""
     chosen = tuned or {}
     return {
-        op: chosen.get(op, UNTUNED.get(op, "reference")) if implementation == AUTO else implementation
+        op: chosen.get(op, untuned(op, machine)) if implementation == AUTO else implementation
         for op, implementation in section.items()
     }
 
@@ -40,7 +85,9 @@ def section_of(text: str | bytes | None, device: str) -> Choice:
     return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}
 
 
-def resolved_text(text: str | bytes, device: str, tuned: Mapping[str, str] | None = None) -> str:
+def resolved_text(
+    text: str | bytes, device: str, tuned: Mapping[str, str] | None = None, machine: str | None = None
+) -> str:
     """``kernels.yaml`` for one device, without any ``auto``: its section resolved, and ``fallback`` as it stands.
 
     >>> print(resolved_text("cpu: {attention: auto, adamw: auto}", "cpu", {"attention": "native"}), end="")
@@ -49,7 +96,7 @@ def resolved_text(text: str | bytes, device: str, tuned: Mapping[str, str] | Non
       adamw: fused
     """
     document = yaml.safe_load(text) or {}
-    kept: dict[str, Any] = {device: resolve(section_of(text, device), tuned)}
+    kept: dict[str, Any] = {device: resolve(section_of(text, device), tuned, machine or device)}
     if isinstance(document, dict) and "fallback" in document:
         kept["fallback"] = document["fallback"]
     return yaml.safe_dump(kept, sort_keys=False)

@@ -56,6 +56,9 @@ class Cost:
     backward_flops: float
 
 
+Inputs = tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute an op, and the device classes it runs on (with ``needs_triton`` anywhere in triton's interpreter)."""
@@ -66,17 +69,24 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
     eager: Callable[..., Any] | None = None  # the same maths without torch.compile, where ``function`` compiles
+    # Of attention: makes of the documents what the function takes in their place, once a batch (``Ops.prepare_attention``).
+    prepare: Callable[[Tensor, int], Any] | None = None
     # "NAME: reason" where another implementation computes instead on this machine, for this shape and dtype; else "".
     instead: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
+
+    def prepared(self, inputs: Inputs) -> Inputs:
+        """An op's arguments as a layer of the model passes them: of attention, with what is made of the documents once a batch."""
+        if self.prepare is None:
+            return inputs
+        *others, document_BT = inputs
+        stretches = int((document_BT[:, 1:] != document_BT[:, :-1]).sum()) + len(document_BT)
+        return *others, self.prepare(document_BT, stretches)
 
     def runs_on(self, device_class: str) -> bool:
         if self.needs_triton and importlib.util.find_spec("triton") is None:
             return False
         interpreted = self.needs_triton and os.environ.get("TRITON_INTERPRET") == "1"
         return interpreted or device_class in self.devices
-
-
-Inputs = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -158,8 +168,8 @@ def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) 
     return call
 
 
-def in_triton(module: str, function: str, about: str = "one Triton kernel forward, one backward") -> Implementation:
-    """``function`` of ``module`` on GPUs. The module is imported at the first call: importing triton takes a while."""
+def at_first_call(module: str, function: str) -> Callable[..., Any]:
+    """``function`` of a module that is imported at the first call: what it needs takes a while to import."""
     loaded: list[Callable[..., Any]] = []
 
     def call(*arguments: Any) -> Any:
@@ -167,7 +177,12 @@ def in_triton(module: str, function: str, about: str = "one Triton kernel forwar
             loaded.append(getattr(importlib.import_module(module), function))
         return loaded[0](*arguments)
 
-    return Implementation("triton", call, about, devices=("cuda",), needs_triton=True)
+    return call
+
+
+def in_triton(module: str, function: str, about: str = "one Triton kernel forward, one backward") -> Implementation:
+    """``function`` of ``module`` on GPUs."""
+    return Implementation("triton", at_first_call(module, function), about, devices=("cuda",), needs_triton=True)
 
 
 def compiled(reference: Callable[..., Any]) -> Implementation:

@@ -7,16 +7,17 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.contract.choice import AUTO, Choice, resolve
+from kernels.contract import machine
+from kernels.contract.choice import AUTO, Choice, names_in, resolve
 from kernels.contract.op import CASES, Case, Cost, Implementation, KernelError, Op, Shape
-from kernels.contract.oracle import outcome
+from kernels.contract.oracle import judge, outcome
 from kernels.contract.strict_yaml import read_yaml
 
 __all__ = [
@@ -44,6 +45,11 @@ DEVICE_CLASSES = ("cpu", "cuda")
 FALLBACKS = ("fail", "reference")  # what a chosen kernel that cannot be compiled or run does; the first is the default
 
 
+def as_given(document_BT: Tensor, stretches: int) -> Any:
+    """Of attention that takes the documents themselves."""
+    return document_BT
+
+
 @dataclass(frozen=True)
 class Ops:
     """What the model calls; signatures and shapes stand at each op's ``reference``. An op of this name is ``OP`` in
@@ -58,6 +64,9 @@ class Ops:
     embedding: Callable[[Tensor, Tensor], Tensor]
     newton_schulz: Callable[[Tensor, int], Tensor]
     adamw: Callable[..., None]
+    # (documents [B, T], at most how many stretches of one document there are) → what ``attention`` takes as its documents: made once a
+    # batch, and shared by all layers in their forward pass, backward pass and recomputation.
+    prepare_attention: Callable[[Tensor, int], Any] = field(default=as_given)
 
 
 class _Registered(Mapping[str, Op]):
@@ -80,7 +89,7 @@ class _Registered(Mapping[str, Op]):
         return len(_NAMES)
 
 
-_NAMES = tuple(field.name for field in fields(Ops))
+_NAMES = tuple(one.name for one in fields(Ops) if one.default is MISSING)
 OPS: Mapping[str, Op] = _Registered()
 
 
@@ -101,7 +110,9 @@ def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] 
 
     Raises: KernelError that names the file and the key, and lists what there is.
     """
-    return dict.fromkeys(OPS, "reference") | resolve(_read(path).get(torch.device(device).type, {}), tuned)
+    kind = torch.device(device).type
+    name = machine.here(kind).name if kind == "cuda" and torch.cuda.is_available() else kind
+    return dict.fromkeys(OPS, "reference") | resolve(_read(path).get(kind, {}), tuned, name)
 
 
 def load_fallback(path: Path | str) -> str:
@@ -128,7 +139,9 @@ def _read(path: Path | str) -> dict[str, Any]:
             raise KernelError(f"{path}: {key}: expected a map op → implementation")
         for name, implementation in value.items():
             try:
-                get(str(name)) if implementation == AUTO else check(str(name), str(implementation), key)
+                get(str(name))
+                for one in names_in(str(implementation)) if implementation != AUTO else ():
+                    check(str(name), one, key)
             except KernelError as error:
                 raise KernelError(f"{path}: {key}: {error}") from error
     return document
@@ -153,9 +166,15 @@ def failure(name: str, implementation: str, device_class: str, dtype: torch.dtyp
     A kernel is compiled when it is first called: without a trial it would fail during a training step.
     """
     op = get(name)
-    inputs = op.inputs(CASES[0], device=device_class, dtype=dtype)
+    function = _function(op.implementation(implementation), compile)
+    tried = replace(op, implementations={implementation: replace(op.implementation(implementation), function=function)})
     try:
-        outcome(op, _function(op.implementation(implementation), compile), inputs, seed=0)
+        if (
+            device_class == "cuda"
+        ):  # code that was compiled for this device: what it computes is compared with fp64 once
+            found = judge(tried, implementation, CASES[0], dtype=dtype, device=device_class)
+            return None if found.ok else f"its results are wrong here: {found.failures()}"
+        outcome(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
     except Exception as error:  # compilers raise what they like
         return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
     return None
@@ -165,9 +184,32 @@ def _function(implementation: Implementation, compile: bool) -> Callable[..., An
     return implementation.function if compile or implementation.eager is None else implementation.eager
 
 
+def _working(
+    name: str, chosen: str, device_class: str, dtype: torch.dtype, compile: bool
+) -> tuple[Implementation | None, list[str]]:
+    """The first implementation of a choice that works here, and what is wrong with each before it.
+
+    Raises: KernelError for one that does not exist, and for a single one that is not for that device class.
+    """
+    names = names_in(chosen)
+    problems: list[str] = []
+    for one in names:
+        found = get(name).implementation(one)
+        if len(names) == 1:
+            check(name, one, device_class)
+        if not found.runs_on(device_class):
+            problem: str | None = "it does not run there"
+        else:
+            problem = None if one == "reference" else failure(name, one, device_class, dtype, compile)
+        if problem is None:
+            return found, problems
+        problems.append(f"{one} fails on {device_class} in {dtype}: {problem}")
+    return None, problems
+
+
 @dataclass(frozen=True)
 class Computing:
-    """What computes an op here. ``by`` is ``chosen``, or its replacement, or empty where no replacement is allowed."""
+    """What computes an op here. ``by`` is ``chosen``, the first that works of several, a replacement, or empty where none is allowed."""
 
     op: str
     chosen: str
@@ -195,15 +237,18 @@ def computing(
     device_class = torch.device(device).type
     found = []
     for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
-        implementation = check(name, chosen, device_class)
-        problem = None if chosen == "reference" else failure(name, chosen, device_class, dtype, compile)
-        if problem is not None:
-            found.append(Computing(name, chosen, "reference" if fallback == "reference" else "", problem))
+        implementation, problems = _working(name, chosen, device_class, dtype, compile)
+        why = "; ".join(problems)
+        if implementation is None:
+            found.append(Computing(name, chosen, "reference" if fallback == "reference" else "", why))
             continue
-        by, _, why = implementation.instead(shape, dtype).partition(": ")
+        by, _, reason = implementation.instead(shape, dtype).partition(": ")
         if not by and implementation.eager is not None and not compile:
-            by, why = f"{chosen}, uncompiled", "the recipe says compile: false"
-        found.append(Computing(name, chosen, by or chosen, why))
+            by, reason = f"{implementation.name}, uncompiled", "the recipe says compile: false"
+        first = names_in(chosen)[0]
+        if implementation.name == first and len(names_in(chosen)) > 1:
+            chosen = first  # the others stand by
+        found.append(Computing(name, chosen, by or implementation.name, reason or why))
     return found
 
 
@@ -228,15 +273,16 @@ def bind(
         raise KernelError(f"unknown fallback {fallback!r}; there are: {', '.join(FALLBACKS)}")
     bound = {}
     for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
-        found = check(name, chosen, device_class)
-        problem = None if chosen == "reference" else failure(name, chosen, device_class, dtype, compile)
-        if problem is not None and fallback == "fail":
+        found, problems = _working(name, chosen, device_class, dtype, compile)
+        if found is None and fallback == "fail":
             raise KernelError(
-                f"{name}: {chosen} fails on {device_class} in {dtype}: {problem}\n"
+                f"{name}: {'; '.join(problems)}\n"
                 f"Choose another ({', '.join(OPS[name].implementations)}), or set 'fallback: reference' in kernels.yaml"
             )
-        if problem is not None:
-            message = f"{name}: {chosen} fails on {device_class} in {dtype}; the reference runs instead: {problem}"
-            warnings.warn(message, KernelWarning, stacklevel=2)
-        bound[name] = _function(found, compile) if problem is None else OPS[name].reference
+        if problems:
+            taken = found.name if found is not None and found.name != "reference" else "the reference"
+            warnings.warn(f"{name}: {'; '.join(problems)}; {taken} runs instead", KernelWarning, stacklevel=2)
+        bound[name] = _function(found, compile) if found is not None else OPS[name].reference
+        if name == "attention" and found is not None and found.prepare is not None:
+            bound["prepare_attention"] = found.prepare
     return Ops(**bound)

@@ -22,7 +22,7 @@ import yaml
 
 from kernels.contract import machine
 from kernels.contract.bench import DTYPES, Comparison, Setting, compare
-from kernels.contract.choice import UNTUNED, Choice
+from kernels.contract.choice import Choice, names_in, untuned
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import CASES, Implementation, KernelError, Op
 from kernels.contract.oracle import judge
@@ -79,7 +79,8 @@ def tune(
     Raises: KernelError for a device that is not here.
     """
     deadline = time.monotonic() + seconds
-    choice: Choice = {name: UNTUNED.get(name, "reference") for name in OPS}
+    there = machine.here(device).name if device != "cpu" else device
+    choice: Choice = {name: untuned(name, there) for name in OPS}
     wanted = [OPS[name] for name in OPS if not ops or name in ops]
     every = turns(wanted, setting, device)
     timed: list[Timed] = []
@@ -110,8 +111,9 @@ def turns(wanted: Sequence[Op], setting: Setting, device: str) -> list[tuple[Op,
     return [(op, implementation) for _, _, op, implementation in sorted(every, key=lambda one: one[:2])]
 
 
-def best(timed: Sequence[Timed], untuned: str) -> str:
-    """The implementation to run: the fastest of those that three pairs in four show faster than the reference.
+def best(timed: Sequence[Timed], plain: str) -> str:
+    """The implementation to run: the fastest of those that three pairs in four show faster than the reference; else ``plain``,
+    what runs untuned, unless it was slower.
 
     >>> best([Timed("swiglu", "native", 1.3, 1.2, 1.4, 0.01), Timed("swiglu", "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
     'native'
@@ -119,8 +121,8 @@ def best(timed: Sequence[Timed], untuned: str) -> str:
     shown = [one for one in timed if one.low is not None and one.low > WORTH]
     if shown:
         return max(shown, key=lambda one: one.ratio or 0.0).implementation
-    slower = any(one.implementation == untuned and one.high is not None and one.high < 1 for one in timed)
-    return "reference" if slower else untuned
+    slower = any(one.implementation == names_in(plain)[0] and one.high is not None and one.high < 1 for one in timed)
+    return "reference" if slower else plain
 
 
 def work(op: Op, setting: Setting) -> float:

@@ -55,7 +55,9 @@ def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("cpu: {atention: recompute}", "no op 'atention'; there are: rms_norm"),
-        ("cpu: {attention: fast}", "there are: compiled, flex, native, recompute, reference"),
+        ("cpu: {attention: fast}", "there are: compiled, flex, native, recompute, reference, varlen"),
+        ("cpu: {attention: 'native, fast'}", "has no implementation 'fast'"),
+        ("cpu: {attention: 'native, varlen'}", "varlen does not run on cpu"),
         ("tpu: {}", "unknown device class 'tpu'"),
         ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, native, reference"),
         ("fallback: eager", "fallback: expected one of fail, reference, got 'eager'"),
@@ -121,7 +123,7 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
     with pytest.raises(KernelError, match="linear_cross_entropy: native fails on cpu") as raised:
         bind(choice)
     assert "could not compile" in str(raised.value) and "fallback: reference" in str(raised.value)
-    with pytest.warns(KernelWarning, match="linear_cross_entropy: native fails on cpu in torch.float32; the reference"):
+    with pytest.warns(KernelWarning, match="native fails on cpu in torch.float32: .*; the reference runs instead"):
         ops = bind(choice, fallback="reference")
     assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].reference
     computes = [

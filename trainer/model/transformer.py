@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,19 +69,21 @@ class Block(nn.Module):
             self.shared_down = empty(D, experts.shared * experts.d_ff)
 
     def forward(
-        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
+        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, seen: Any = None
     ) -> tuple[Tensor, Tensor | None]:
+        """``seen``: what the op of attention made of the documents (``Ops.prepare_attention``); None: it makes it itself."""
+        seen = documents_BT if seen is None else seen
         if self.recompute and torch.is_grad_enabled():
-            return recompute(self.run, x_BSD, cos_BTK, sin_BTK, documents_BT, use_reentrant=False)  # type: ignore[no-any-return]
-        return self.run(x_BSD, cos_BTK, sin_BTK, documents_BT)
+            return recompute(self.run, x_BSD, cos_BTK, sin_BTK, documents_BT, seen, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.run(x_BSD, cos_BTK, sin_BTK, documents_BT, seen)
 
     def run(
-        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor
+        self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, seen: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The layer itself, which is compiled; FSDP's hooks are around ``forward``."""
         tensor, eps = self.tensor, self.shape.norm_eps
         h_BTD = tensor.gather(self.ops.rms_norm(x_BSD, self.weight(self.attention_norm), eps))
-        y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, documents_BT))
+        y_BSD = tensor.scatter(self.attend(h_BTD, cos_BTK, sin_BTK, seen))
         x_BSD, h_BSD = self.ops.add_rms_norm(x_BSD, y_BSD, self.weight(self.mlp_norm), eps)
         h_BTD = tensor.gather(h_BSD)
         if self.experts is None:
@@ -88,7 +91,7 @@ class Block(nn.Module):
         y_BTD, extras = self.transform_by_experts(h_BTD, documents_BT)
         return x_BSD + tensor.scatter(y_BTD), extras
 
-    def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
+    def attend(self, h_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, seen: Any) -> Tensor:
         shape, weight = self.shape, self.weight
         B, T, _ = h_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = (
@@ -99,7 +102,7 @@ class Block(nn.Module):
             k_BTGK = self.ops.qk_norm_rope(k_BTGK, weight(self.k_norm), cos_BTK, sin_BTK, shape.norm_eps)
         elif self.has_rope:
             q_BTHK, k_BTGK = rotate(q_BTHK, cos_BTK, sin_BTK), rotate(k_BTGK, cos_BTK, sin_BTK)
-        o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, documents_BT)
+        o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, seen)
         return F.linear(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
 
     def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -207,8 +210,13 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.recompute = True  # type: ignore[assignment]
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers)."""
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor, stretches: int = 0
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers).
+
+        ``stretches``: of how many runs of one document the rows consist at most (``Batch.split``); 0: as many as tokens.
+        """
         if self.shape.across_documents:  # one text: its positions go on too, as where it is served
             documents_BT = documents_BT.clamp(max=0)
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
@@ -217,9 +225,10 @@ class Decoder(nn.Module):
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape, self.dtype)
+        seen = self.ops.prepare_attention(documents_BT, stretches or documents_BT.numel())
         every_extras = []
         for block in self.blocks:
-            x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT)
+            x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT, seen)
             if extras is not None:
                 every_extras.append(extras)
         return x_BSD, every_extras
@@ -233,13 +242,14 @@ class Decoder(nn.Module):
         documents_BT: Tensor,
         z_loss: float,
         router_z_share: float = 0.0,
+        stretches: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, nll_BS, load [expert layers, E] or None).
 
         loss: Σ weights · (nll + z_loss · logsumexp²) + router_z_share · Σ router z², an fp32 scalar; nll_BS fp32,
         detached, of this rank's positions (``tensor.part``).
         """
-        x_BSD, extras = self(tokens_BT, positions_BT, documents_BT)
+        x_BSD, extras = self(tokens_BT, positions_BT, documents_BT, stretches)
         targets_BS, weights_BS = self.tensor.part(targets_BT), self.tensor.part(weights_BT)
         loss, nll_N = self.ops.linear_cross_entropy(
             self._head_input(x_BSD).flatten(0, 1),

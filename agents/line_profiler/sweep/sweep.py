@@ -48,6 +48,7 @@ from agents.line_profiler.sweep.work_queue import (
     require_ray,
 )
 from agents.line_profiler.table import line_name
+from kernels.contract.choice import names_in
 from kernels.contract.registry import KernelError, load_choice
 from trainer.contract import stopping
 from trainer.monitor.metrics import matmul_rate
@@ -251,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         kernels = load_choice(chosen.kernels, "cuda" if torch.cuda.is_available() else "cpu")
         report = lambda said: print(f"profile: {said}", file=sys.stderr, flush=True)
-        found = sweep(slices, limits, start, workers, kernels[ATTENTION], report)
+        found = sweep(slices, limits, start, workers, names_in(kernels[ATTENTION])[0], report)
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     except (SweepError, KernelError, OSError) as error:

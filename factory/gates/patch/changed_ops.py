@@ -11,7 +11,7 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.gates.case import PatchCase, not_needed
 from factory.gates.patch.policy import PatchPolicy
-from kernels.contract.choice import resolve, section_of
+from kernels.contract.choice import names_in, resolve, section_of
 
 NO_OP = not_needed("the patch changes no op")
 
@@ -48,7 +48,10 @@ def changed_ops(
 
     A patch to a file of ``kernels/`` may change any op, so all ops that kernels.yaml names count then.
     """
-    old, new = (resolve(section_of(text, device), tuned) for text in (before, after))
+    old, new = (
+        {op: names_in(choice)[0] for op, choice in resolve(section_of(text, device), tuned).items()}
+        for text in (before, after)
+    )
     all_ops = any(path.startswith("kernels/") for path in paths)
     names = sorted(set(old) | set(new))
     pairs = [ChangedOp(name, old.get(name, "reference"), new.get(name, "reference")) for name in names]

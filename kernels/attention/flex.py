@@ -1,0 +1,40 @@
+"""Attention by FlexAttention over blocks of queries and keys; blocks in which no token sees another are left out.
+
+``document_blocks`` is made once a batch, and shared by all layers in their forward pass, backward pass and recomputation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from kernels.contract.op import lazily_compiled
+
+make_blocks = lazily_compiled(create_block_mask)  # in eager it writes the whole [B, T, T]
+
+
+def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask:
+    """Which blocks of queries and keys see one another at all, and which of those wholly."""
+    B, T = document_BT.shape
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (document_BT[b, i] == document_BT[b, j])
+
+    make = make_blocks if document_BT.is_cuda else create_block_mask
+    return make(seen, B, None, T, T, device=document_BT.device)  # type: ignore[no-any-return]
+
+
+def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Any) -> Tensor:
+    """As ``kernels.attention.reference``, by FlexAttention (Dong et al. 2024, arXiv 2412.05496): blocks that the mask empties are left out.
+
+    ``documents``: [B, T], or their ``document_blocks``.
+    """
+    if not q_BTHK.numel():
+        return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
+    blocks = documents if isinstance(documents, BlockMask) else document_blocks(documents)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    o = flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+    assert isinstance(o, Tensor)
+    return o.transpose(1, 2)

@@ -1,0 +1,56 @@
+"""Attention by FlashAttention over stretches: runs of neighbouring tokens of one document in one row; padding is one too.
+
+A dense mask [B, 1, T, T] keeps torch's flash kernels from running, and costs T bytes a token. ``stretch_bounds`` says as much, is made once a
+batch, and is shared by all layers in their forward pass, backward pass and recomputation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+HEAD_MULTIPLE = 8
+# torch 2.11 takes fewer heads of keys as they are; later versions want to be told
+GQA: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
+    """Where each stretch begins in the rows laid end to end, then their end: int32 [most + 1], without a wait for the device.
+
+    ``most``: at least as many stretches as there are. What is left over is empty stretches at the end.
+
+    >>> stretch_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
+    [0, 2, 3, 4, 8, 8]
+    """
+    begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+    number_N = begins_BT.flatten().cumsum(0)  # of the stretch that a token is in, from 1
+    wanted = torch.arange(1, most + 2, device=document_BT.device)
+    return torch.searchsorted(number_N, wanted).int()
+
+
+def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) -> Tensor:
+    """As ``kernels.attention.reference``, by FlashAttention (Dao 2023, arXiv 2307.08691) over stretches; bf16.
+
+    ``documents``: [B, T], a document's tokens together; or their ``stretch_bounds``.
+    """
+    B, T, _, K = q_BTHK.shape
+    if not q_BTHK.numel():
+        return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
+    bounds = stretch_bounds(documents, B * T) if documents.ndim == 2 else documents
+    q, k, v = (_whole_heads(x).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
+    o_NHK = varlen_attn(q, k, v, bounds, bounds, T, T, scale=K**-0.5, window_size=(-1, 0), **GQA)
+    assert isinstance(o_NHK, Tensor)
+    return o_NHK[..., :K].unflatten(0, (B, T))
+
+
+def _whole_heads(x_BTHK: Tensor) -> Tensor:
+    """With neighbouring values, zeros added up to a multiple of eight: zeros change no score and no gradient."""
+    x = x_BTHK if x_BTHK.stride(-1) == 1 else x_BTHK.contiguous()
+    missing = -x.shape[-1] % HEAD_MULTIPLE
+    return F.pad(x, (0, missing)) if missing else x

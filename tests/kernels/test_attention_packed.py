@@ -1,0 +1,93 @@
+"""Attention that leaves other documents out: what is made of the documents once a batch, and what is made of the inputs.
+
+FlashAttention runs on a GPU alone; here stands in for it what its documentation says that it computes, a stretch at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.attention import flex, varlen
+from kernels.contract.op import CASES, Case
+from kernels.contract.oracle import judge
+from kernels.contract.registry import OPS, as_given, bind
+
+ATTENTION = OPS["attention"]
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(0, 5))
+def test_bounds_are_where_documents_begin(lengths_of_rows: list[list[int]], spare: int) -> None:
+    T = max(map(sum, lengths_of_rows)) + 1  # each row is padded
+    rows, begins = [], []
+    for number, lengths in enumerate(lengths_of_rows):
+        at = number * T
+        for length in lengths:
+            begins.append(at)
+            at += length
+        begins.append(at)
+        pieces = [[document] * length for document, length in enumerate(lengths)]
+        rows.append(sum(pieces, []) + [-1] * (T - sum(lengths)))
+    found = varlen.stretch_bounds(torch.tensor(rows, dtype=torch.int32), len(begins) + spare)
+    assert found.dtype == torch.int32
+    assert found.tolist() == begins + [len(rows) * T] * (spare + 1)
+
+
+def by_stretch(
+    q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, bounds: Tensor, bounds_k: Tensor, most_q: int, most_k: int, **options: Any
+) -> Tensor:  # fmt: skip
+    """torch.nn.attention.varlen.varlen_attn, as documented: causal for the window (-1, 0)."""
+    assert options["window_size"] == (-1, 0) and torch.equal(bounds, bounds_k) and bounds.dtype == torch.int32
+    assert q_NHK.stride(-1) == 1 and q_NHK.shape[-1] % 8 == 0 and bounds[0] == 0 and bounds[-1] == len(q_NHK)
+    out = torch.full_like(q_NHK, float("nan"))  # what no stretch covers stays NaN
+    for first, last in zip(bounds.tolist(), bounds.tolist()[1:]):
+        assert last - first <= min(most_q, most_k)
+        if last > first:
+            q, k, v = (x[first:last].transpose(0, 1) for x in (q_NHK, k_NGK, v_NGK))
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options["scale"], enable_gqa=True)
+            out = torch.index_copy(out, 0, torch.arange(first, last), o.transpose(0, 1))
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("values", ["normal", "outlier"])
+def test_stretches_compute_what_the_mask_does(case: Case, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and every gradient against fp64: heads of any size, strided inputs, no row at all."""
+    monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
+    found = judge(ATTENTION, "varlen", case, dtype=torch.float32, values=values)
+    assert found.ok, found.failures()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_prepared_gives_what_the_documents_give(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
+    inputs = ATTENTION.inputs(case)
+    with torch.no_grad():
+        expected = ATTENTION.reference(*inputs)
+        for name in ("varlen", "flex"):
+            implementation = ATTENTION.implementations[name]
+            function = implementation.eager or implementation.function
+            prepared = implementation.prepared(inputs)
+            assert prepared[-1] is not inputs[-1]
+            for given_inputs in (inputs, prepared):
+                torch.testing.assert_close(function(*given_inputs), expected)
+
+
+def test_other_implementations_take_the_documents_as_they_are() -> None:
+    assert bind({"attention": "native"}).prepare_attention is as_given
+    documents = torch.zeros(1, 4, dtype=torch.int32)
+    assert as_given(documents, 1) is documents
+    assert flex.document_blocks(documents).shape == (1, 1, 4, 4)
+
+
+def test_a_head_too_large_for_flash_attention_is_said() -> None:
+    varlen_here = ATTENTION.implementations["varlen"]
+    shape = CASES[0].shape
+    assert varlen_here.instead(shape, torch.bfloat16) == ""
+    assert "at most 256, not 320" in varlen_here.instead(shape.__class__(head_dim=320), torch.bfloat16)
