@@ -14,11 +14,11 @@ from torch import Tensor
 from kernels.attention import cpp as attention_native
 from kernels.attention import flex
 from kernels.contract.op import (
+    AtFirstCall,
     Cost,
     Implementation,
     Inputs,
     Shape,
-    at_first_call,
     compiled,
     lazily_compiled,
     normal,
@@ -161,11 +161,11 @@ def varlen_instead(shape: Shape, dtype: torch.dtype) -> str:
 
 VARLEN = Implementation(
     "varlen",
-    at_first_call("kernels.attention.varlen", "varlen"),
+    AtFirstCall("kernels.attention.varlen", "varlen"),
     "FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
     instead=varlen_instead,
-    prepare=at_first_call("kernels.attention.varlen", "stretch_bounds"),
+    prepare=AtFirstCall("kernels.attention.varlen", "stretch_bounds"),
 )
 FLEX = Implementation(
     "flex",

@@ -168,21 +168,27 @@ def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) 
     return call
 
 
-def at_first_call(module: str, function: str) -> Callable[..., Any]:
-    """``function`` of a module that is imported at the first call: what it needs takes a while to import."""
-    loaded: list[Callable[..., Any]] = []
+class AtFirstCall:
+    """A function of a module that is imported at the first call, as what it needs takes a while to import.
 
-    def call(*arguments: Any) -> Any:
-        if not loaded:
-            loaded.append(getattr(importlib.import_module(module), function))
-        return loaded[0](*arguments)
+    Within a region that is being compiled nothing can be imported: a trial (``registry.bind``) or ``load`` comes first.
+    """
 
-    return call
+    def __init__(self, module: str, function: str) -> None:
+        self.module, self.name = module, function
+        self.function: Callable[..., Any] | None = None
+
+    def load(self) -> Callable[..., Any]:
+        self.function = getattr(importlib.import_module(self.module), self.name)
+        return self.function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self.function or self.load())(*arguments)
 
 
 def in_triton(module: str, function: str, about: str = "one Triton kernel forward, one backward") -> Implementation:
     """``function`` of ``module`` on GPUs."""
-    return Implementation("triton", at_first_call(module, function), about, devices=("cuda",), needs_triton=True)
+    return Implementation("triton", AtFirstCall(module, function), about, devices=("cuda",), needs_triton=True)
 
 
 def compiled(reference: Callable[..., Any]) -> Implementation:
