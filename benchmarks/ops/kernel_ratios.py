@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from kernels.contract.registry import OPS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"recipe": Shape(batch=8), "long": Shape(batch=2, context=1024)}
+if DEVICE == "cuda":  # there those would time launches
+    WIDE = Shape(context=4096, d_model=2048, heads=16, kv_heads=8, head_dim=128, d_ff=8192, vocab_size=32768)
+    SHAPES = {"recipe": WIDE, "long": replace(WIDE, batch=1, context=16384)}
 PAIRS, MOST_PAIRS, SECONDS = 15, 101, 1.0  # at least, at most, and how long a measurement may take between them
 
 

@@ -193,7 +193,8 @@ class Decoder(nn.Module):
         """
         kinds = len({(block.has_rope, block.experts is None) for block in self.blocks})
         pieces = 8 if self.shape.experts is not None else 1  # what the compiler cuts a layer of experts into
-        limit = 4 * kinds * pieces * batch_sizes  # with and without gradients, and as many again to spare
+        # with and without gradients, with twice and four times as many stretches, and some to spare
+        limit = 8 * kinds * pieces * batch_sizes
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
         accumulated = torch._dynamo.config.accumulated_recompile_limit
         torch._dynamo.config.accumulated_recompile_limit = max(accumulated, 8 * limit)

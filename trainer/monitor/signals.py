@@ -140,8 +140,8 @@ class Signals(Hook):
         self._layer, self._first = layer, True
         self.by_rank = torch.zeros_like(self.by_rank)
 
-    def _look(self, name: str, block: nn.Module, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        """Called with the inputs of each layer: x_BSD, cos, sin, documents."""
+    def _look(self, name: str, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Called with the inputs of each layer: x_BSD, cos, sin, documents, and what attention made of those."""
         if self.ranks.size > 1 and name == self.layers[0]:
             inputs[0].register_hook(self._add_gradient)
         if name != self._layer:
@@ -151,7 +151,7 @@ class Signals(Hook):
             low, high = inputs[0].aminmax()
             own[1] = torch.maximum(own[1], torch.maximum(-low, high).float())
             if self._first and self.ranks.data_rank == 0:  # whichever the layout, it is the same row
-                own[2] = largest_logit(block, *inputs)  # type: ignore[arg-type]
+                own[2] = largest_logit(block, *inputs[:4])  # type: ignore[arg-type]
         self._first = False
 
     @torch.no_grad()
