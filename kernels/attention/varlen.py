@@ -15,8 +15,16 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 HEAD_MULTIPLE = 8
+MOST_STRETCHES = 65535  # FlashAttention lays them along the second side of its grid, which CUDA bounds
 # torch 2.11 takes fewer heads of keys as they are; later versions want to be told
 GQA: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def begins(document_BT: Tensor) -> Tensor:
+    """[B, T] bool: the first token of each stretch."""
+    first_BT = torch.ones_like(document_BT, dtype=torch.bool)
+    first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
+    return first_BT
 
 
 def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
@@ -27,9 +35,8 @@ def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
     >>> stretch_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
     [0, 2, 3, 4, 8, 8]
     """
-    begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
-    number_N = begins_BT.flatten().cumsum(0)  # of the stretch that a token is in, from 1
+    assert most <= MOST_STRETCHES, most
+    number_N = begins(document_BT).flatten().cumsum(0)  # of the stretch that a token is in, from 1
     wanted = torch.arange(1, most + 2, device=document_BT.device)
     return torch.searchsorted(number_N, wanted).int()
 
@@ -42,7 +49,7 @@ def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) ->
     B, T, _, K = q_BTHK.shape
     if not q_BTHK.numel():
         return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
-    bounds = stretch_bounds(documents, B * T) if documents.ndim == 2 else documents
+    bounds = stretch_bounds(documents, int(begins(documents).sum())) if documents.ndim == 2 else documents
     q, k, v = (_whole_heads(x).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
     o_NHK = varlen_attn(q, k, v, bounds, bounds, T, T, scale=K**-0.5, window_size=(-1, 0), **GQA)
     assert isinstance(o_NHK, Tensor)
