@@ -15,9 +15,11 @@ from kernels.contract.op import lazily_compiled
 make_blocks = lazily_compiled(create_block_mask)  # in eager it writes the whole [B, T, T]
 
 
-def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask:
-    """Which blocks of queries and keys see one another at all, and which of those wholly."""
+def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
+    """Which blocks of queries and keys see one another at all, and which of those wholly; of no rows, the documents themselves."""
     B, T = document_BT.shape
+    if not B:
+        return document_BT
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (document_BT[b, i] == document_BT[b, j])
@@ -33,7 +35,7 @@ def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Any) -> Tens
     """
     if not q_BTHK.numel():
         return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
-    blocks = documents if isinstance(documents, BlockMask) else document_blocks(documents)
+    blocks: Any = documents if isinstance(documents, BlockMask) else document_blocks(documents)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
     o = flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
     assert isinstance(o, Tensor)

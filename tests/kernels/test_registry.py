@@ -123,7 +123,10 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
     with pytest.raises(KernelError, match="linear_cross_entropy: native fails on cpu") as raised:
         bind(choice)
     assert "could not compile" in str(raised.value) and "fallback: reference" in str(raised.value)
-    with pytest.warns(KernelWarning, match="linear_cross_entropy: native fails on cpu in torch.float32(?s:.*); the reference runs instead"):
+    with pytest.warns(
+        KernelWarning,
+        match="linear_cross_entropy: native fails on cpu in torch.float32(?s:.*); the reference runs instead",
+    ):
         ops = bind(choice, fallback="reference")
     assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].reference
     computes = [
