@@ -1,8 +1,18 @@
-"""AdamW in Triton: one launch over all tensors. A program looks up in a table of addresses whose block it has."""
+"""AdamW in Triton: one launch over all tensors, each program 2,048 elements of one. Tables say whose, and where they lie.
+
+A table goes to the device from pinned memory without a wait, and is kept: that of addresses while they stay the same
+(gradients are allocated anew in every step, mostly in the same places), that of owners while the sizes do. Numbers that
+follow from a tensor's count of steps are computed where they are used, in fp64: no launches, and 1 - beta^t keeps its
+digits. Beside the kernel a step has two small launches, which count the steps on.
+
+Bytes an element in fp32: 28 (weight and moments read and written, gradient read); of 1e9 elements at 90 % of 3.35 TB/s:
+9.3 ms on an H100 (predicted, not measured).
+"""
 
 from __future__ import annotations
 
-from itertools import accumulate
+import functools
+import math
 
 import torch
 import triton
@@ -11,35 +21,62 @@ from torch import Tensor
 
 from kernels.adamw import dense
 
-BLOCK = 4096  # elements a program
+BLOCK, WARPS = 2048, 8  # elements and warps of a program: two loads of 16 bytes a thread of each fp32 tensor
+KEPT = 16  # tables: of a few groups of parameters, and of gradients that alternate between places
 
 
 @triton.jit
 def update_kernel(  # type: ignore[no-untyped-def]
-    like, addresses, ends, counts, rates, roots, divide_by, skip, tensors, beta1, rest1, beta2, rest2, eps, keep,
-    TENSORS: tl.constexpr, BLOCK: tl.constexpr,
+    like, owners, table, divide_by, skip, tensors, lr, log_beta1, beta1, rest1, log_beta2, beta2, rest2, eps, keep,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """``table``: rows of ``tensors`` int64: addresses of weights, gradients, both moments and steps; elements; first
+    programs. ``owners``: whose block a program has."""
     if tl.load(skip) > 0:
         return
     program = tl.program_id(0)
-    every = tl.arange(0, TENSORS)
-    which = tl.sum((tl.load(ends + every, mask=every < tensors, other=1 << 30) <= program).to(tl.int32), axis=0)
-    begun = tl.load(ends + which - 1, mask=which > 0, other=0)
-    element = (program - begun).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < tl.load(counts + which)
+    mine = table + tl.load(owners + program)
+    block = program - tl.load(mine + 6 * tensors)
+    element = block * BLOCK + tl.arange(0, BLOCK)
+    elements = tl.load(mine + 5 * tensors)
     pointer = tl.pointer_type(like.dtype.element_ty)
-    weight = tl.load(addresses + which).to(pointer) + element
-    gradient = tl.load(addresses + tensors + which).to(pointer) + element
-    exp_avg = tl.load(addresses + 2 * tensors + which).to(pointer) + element
-    exp_avg_sq = tl.load(addresses + 3 * tensors + which).to(pointer) + element
-    g = tl.load(gradient, mask=inside, other=0.0).to(tl.float32) / tl.load(divide_by)
-    mean = tl.load(exp_avg, mask=inside, other=0.0).to(tl.float32) * beta1 + rest1 * g
-    square = tl.load(exp_avg_sq, mask=inside, other=0.0).to(tl.float32) * beta2 + rest2 * g * g
-    tl.store(exp_avg, mean, mask=inside)
-    tl.store(exp_avg_sq, square, mask=inside)
-    w = tl.load(weight, mask=inside, other=0.0).to(tl.float32) * keep
-    w -= tl.load(rates + which) * mean / (tl.sqrt(square) / tl.load(roots + which) + eps)
-    tl.store(weight, w, mask=inside)
+    weights = tl.load(mine).to(pointer)
+    gradients = tl.load(mine + tensors).to(pointer)
+    means = tl.load(mine + 2 * tensors).to(pointer)
+    squares = tl.load(mine + 3 * tensors).to(pointer)
+    if ALIGNED:
+        weights, gradients = tl.multiple_of(weights, 16), tl.multiple_of(gradients, 16)
+        means, squares = tl.multiple_of(means, 16), tl.multiple_of(squares, 16)
+        elements = tl.multiple_of(elements, 16)
+    inside = element < elements
+    t = tl.load(tl.load(mine + 4 * tensors).to(tl.pointer_type(tl.float32))).to(tl.float64) + 1.0
+    rate = (lr / (1.0 - tl.exp(t * log_beta1))).to(tl.float32)
+    root = tl.sqrt(1.0 - tl.exp(t * log_beta2)).to(tl.float32)
+    g = tl.load(gradients + element, mask=inside, other=0.0).to(tl.float32) / tl.load(divide_by)
+    mean = tl.load(means + element, mask=inside, other=0.0).to(tl.float32) * beta1 + rest1 * g
+    square = tl.load(squares + element, mask=inside, other=0.0).to(tl.float32) * beta2 + rest2 * g * g
+    w = tl.load(weights + element, mask=inside, other=0.0).to(tl.float32) * keep
+    tl.store(means + element, mean, mask=inside)
+    tl.store(squares + element, square, mask=inside)
+    tl.store(weights + element, w - rate * mean / (tl.sqrt(square) / root + eps), mask=inside)
+
+
+@functools.lru_cache(KEPT)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64. From pinned memory, which torch keeps until the copy is done."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+@functools.lru_cache(KEPT)
+def owners(blocks: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [programs]: the tensor whose block each program has.
+
+    >>> owners((2, 0, 1), torch.device("cpu")).tolist()
+    [0, 0, 2]
+    """
+    each = torch.tensor(blocks)
+    whose = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int32), each)
+    return (whose.pin_memory() if device.type == "cuda" else whose).to(device, non_blocking=True)
 
 
 @torch.library.custom_op(
@@ -59,32 +96,39 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """As ``kernels.adamw.reference``. Tensors that are not dense are updated as dense copies."""
+    """As ``kernels.adamw.reference``, of fp32 steps. Tensors that are not dense are updated as dense copies."""
     counts = [x.numel() for x in weights]
-    ends = list(accumulate(triton.cdiv(count, BLOCK) for count in counts))
-    if not weights or not ends[-1]:
+    blocks = tuple(-(-count // BLOCK) for count in counts)
+    begins = [0]
+    for count in blocks:
+        begins.append(begins[-1] + count)
+    programs = begins.pop()
+    if not programs:
         return
-    on = skip.device
-    t = torch.stack(steps).double() + 1
+    assert all(step.dtype == torch.float32 for step in steps)
+    device = skip.device
     with dense((weights, gradients, exp_avgs, exp_avg_sqs)) as lists:
-        addresses = torch.tensor([x.data_ptr() for tensors in lists for x in tensors], dtype=torch.int64, device=on)
-        update_kernel[(ends[-1],)](
+        addresses = [x.data_ptr() for tensors in lists for x in tensors]
+        aligned = not any(number % 16 for number in (*addresses, *counts))  # then 16 bytes are one load
+        table = (*addresses, *(step.data_ptr() for step in steps), *counts, *begins)
+        update_kernel[(programs,)](
             weights[0],
-            addresses,
-            torch.tensor(ends, dtype=torch.int32, device=on),
-            torch.tensor(counts, dtype=torch.int64, device=on),
-            (lr / (1 - beta1**t)).float(),
-            (1 - beta2**t).sqrt().float(),
+            owners(blocks, device),
+            on_device(table, device),
             divide_by,
             skip,
             len(weights),
+            lr,
+            math.log(beta1) if beta1 else -math.inf,
             beta1,
             1 - beta1,
+            math.log(beta2) if beta2 else -math.inf,
             beta2,
             1 - beta2,
             eps,
             1 - lr * weight_decay,
-            TENSORS=triton.next_power_of_2(len(weights)),
+            ALIGNED=aligned,
             BLOCK=BLOCK,
+            num_warps=WARPS,
         )
     torch._foreach_add_(steps, 1 - skip)

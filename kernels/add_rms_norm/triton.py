@@ -9,61 +9,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows_in_triton import block_of, shares
+from kernels.rows_in_triton import share, tile
 
 
 @triton.jit
-def forward_kernel(x, y, weight, total, normed, scale, columns, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
+def forward_kernel(  # type: ignore[no-untyped-def]
+    x, y, weight, total, normed, scale, rows, columns, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = column < columns
-    at = row * columns + column
-    added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + tl.load(y + at, mask=inside, other=0.0).to(
-        tl.float32
-    )
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    added += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     rounded = added.to(total.dtype.element_ty)
     tl.store(total + at, rounded, mask=inside)
     values = rounded.to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    r = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / columns + eps)
-    tl.store(scale + row, r)
-    tl.store(normed + at, values * r * w, mask=inside)
+    w = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    r = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / columns + eps)
+    tl.store(scale + row, r, mask=row < rows)
+    tl.store(normed + at, values * r[:, None] * w, mask=inside)
 
 
 @triton.jit
 def backward_kernel(  # type: ignore[no-untyped-def]
-    dtotal, dnormed, total, weight, scale, dx, partial, rows, columns, rows_each, BLOCK: tl.constexpr
-):
+    dtotal, dnormed, total, weight, scale, dx, partial, rows, columns, rows_each,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    inside = column < columns
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK,), dtype=tl.float32)
-    first = program.to(tl.int64) * rows_each
-    for row in range(first, tl.minimum(first + rows_each, rows)):
-        at = row * columns + column
+    w = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    first = program * rows_each
+    for begin in tl.range(first, tl.minimum(first + rows_each, rows), ROWS, num_stages=STAGES):
+        row = begin + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
         upstream = tl.load(dnormed + at, mask=inside, other=0.0).to(tl.float32)
-        r = tl.load(scale + row)
+        r = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
         unit = tl.load(total + at, mask=inside, other=0.0).to(tl.float32) * r
+        through = tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
         dw += upstream * unit
         wdy = upstream * w
-        mean = tl.sum(wdy * unit, axis=0) / columns
-        through = tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.sum(wdy * unit, axis=1)[:, None] / columns
         tl.store(dx + at, through + (wdy - unit * mean) * r, mask=inside)
-    tl.store(partial + program * columns + column, dw, mask=inside)
+    tl.store(partial + program.to(tl.int64) * columns + column, tl.sum(dw, axis=0), mask=column < columns)
 
 
 @torch.library.custom_op("factory::add_rms_norm_triton", mutates_args=())
 def forward_op(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(sum, normalised, 1 / root mean square [rows] fp32)."""
-    columns = x_XD.shape[-1]
-    x_ND, y_ND = (x.reshape(-1, columns).contiguous() for x in (x_XD, y_XD))
-    sum_ND, normed_ND = torch.empty_like(x_ND), torch.empty_like(x_ND)
-    scale_N = torch.empty(len(x_ND), dtype=torch.float32, device=x_XD.device)
-    forward_kernel[(len(x_ND),)](
-        x_ND, y_ND, weight_D.contiguous(), sum_ND, normed_ND, scale_N, columns, eps, BLOCK=block_of(columns)
-    )
-    return sum_ND.view(x_XD.shape), normed_ND.view(x_XD.shape), scale_N
+    x, y = x_XD.contiguous(), y_XD.contiguous()
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    scale_N = torch.empty(rows, dtype=torch.float32, device=x.device)
+    settings = tile(columns)
+    grid = (triton.cdiv(rows, settings["ROWS"]),)
+    forward_kernel[grid](x, y, weight_D.contiguous(), total, normed, scale_N, rows, columns, eps, **settings)
+    return total, normed, scale_N
 
 
 @torch.library.custom_op("factory::add_rms_norm_triton_backward", mutates_args=())
@@ -71,14 +75,14 @@ def backward_op(
     dsum_XD: Tensor, dnormed_XD: Tensor, sum_XD: Tensor, weight_D: Tensor, scale_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(gradient by x, which y's equals; gradient by the weight)."""
-    columns, rows = sum_XD.shape[-1], len(scale_N)
-    dsum_ND, dnormed_ND, sum_ND = (x.reshape(rows, columns).contiguous() for x in (dsum_XD, dnormed_XD, sum_XD))
-    dx_ND = torch.empty_like(sum_ND)
-    programs, rows_each = shares(rows)
-    partial = torch.empty((programs, columns), dtype=torch.float32, device=sum_XD.device)
-    tensors = (dsum_ND, dnormed_ND, sum_ND, weight_D.contiguous(), scale_N, dx_ND, partial)
-    backward_kernel[(programs,)](*tensors, rows, columns, rows_each, BLOCK=block_of(columns))
-    return dx_ND.view(sum_XD.shape), partial.sum(0).to(weight_D.dtype)
+    dtotal, dnormed, total = dsum_XD.contiguous(), dnormed_XD.contiguous(), sum_XD.contiguous()
+    rows, columns = len(scale_N), total.shape[-1]
+    dx = torch.empty_like(total)
+    launch = share(rows, columns, 3 * columns * total.element_size(), total.device)
+    partial = torch.empty((launch.programs, columns), dtype=torch.float32, device=total.device)
+    tensors = (dtotal, dnormed, total, weight_D.contiguous(), scale_N, dx, partial)
+    backward_kernel[(launch.programs,)](*tensors, rows, columns, launch.rows_each, **launch.settings)
+    return dx, partial.sum(0).to(weight_D.dtype)
 
 
 @forward_op.register_fake

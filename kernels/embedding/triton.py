@@ -1,7 +1,11 @@
-"""The embedding's backward pass in Triton: a program a token and a block of columns, no atomic additions.
+"""The embedding's backward pass in Triton: a program a place and a block of columns, no atomic additions.
 
-A token's places stand together once places are sorted by token, and where they begin is a binary search: nothing waits
-for the device. The price of that order is that a token's places are summed by one program a block of columns.
+A token's places stand together once places are sorted by token; the program of a token's first place sums them all, the
+others end at once, and a row of a token that was not seen is zeros already. Nothing waits for the device. The price of that
+order is that a token's places are summed by one program a block of columns: on 16,384 places of one token, 1,024 turns.
+
+Bytes at 16,384 places, 131,072 x 8,192 in bf16: zeros 2.1 GB, gradients read 0.27 GB, sums written at most as much;
+0.8 ms at 3.35 TB/s, and the sort of 16,384 integers beside it.
 """
 
 from __future__ import annotations
@@ -13,20 +17,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PLACES, BLOCK = 16, 128  # of a program's tile
+PLACES, BLOCK, WARPS = 16, 512, 8  # of a program's tile: 32 elements a thread
 
 
 @triton.jit
-def backward_kernel(dy, order, begins, dweight, columns, PLACES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    token = tl.program_id(0).to(tl.int64)
+def backward_kernel(dy, order, tokens, dweight, places, columns, PLACES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0)
+    token = tl.load(tokens + first)
+    if tl.load(tokens + first - 1, mask=first > 0, other=-1) == token:
+        return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    end = tl.load(begins + token + 1)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(tl.load(begins + token), end, PLACES):
+    more = True
+    while more:
         place = first + tl.arange(0, PLACES)
-        row = tl.load(order + place, mask=place < end, other=0)[:, None]
-        inside = (place < end)[:, None] & (column < columns)[None, :]
+        same = tl.load(tokens + place, mask=place < places, other=-1) == token
+        row = tl.load(order + place, mask=same, other=0)[:, None]
+        inside = same[:, None] & (column < columns)[None, :]
         total += tl.sum(tl.load(dy + row * columns + column[None, :], mask=inside, other=0.0).to(tl.float32), axis=0)
+        first += PLACES
+        more = tl.load(tokens + first, mask=first < places, other=-1) == token
     tl.store(dweight + token * columns + column, total, mask=column < columns)
 
 
@@ -39,11 +49,12 @@ def forward_op(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
 @torch.library.custom_op("factory::embedding_triton_backward", mutates_args=())
 def backward_op(dy_XD: Tensor, tokens_X: Tensor, vocab_size: int) -> Tensor:
     D = dy_XD.shape[-1]
-    tokens_N, order_N = tokens_X.flatten().sort(stable=True)
-    begins = torch.searchsorted(tokens_N, torch.arange(vocab_size + 1, device=tokens_N.device, dtype=tokens_N.dtype))
-    dweight_VD = dy_XD.new_empty((vocab_size, D))
-    grid = (vocab_size, triton.cdiv(D, BLOCK))
-    backward_kernel[grid](dy_XD.contiguous(), order_N, begins, dweight_VD, D, PLACES=PLACES, BLOCK=BLOCK)
+    tokens_N, order_N = tokens_X.flatten().long().sort(stable=True)
+    dweight_VD = dy_XD.new_zeros((vocab_size, D))
+    grid = (len(tokens_N), triton.cdiv(D, BLOCK))
+    backward_kernel[grid](
+        dy_XD.contiguous(), order_N, tokens_N, dweight_VD, len(tokens_N), D, PLACES=PLACES, BLOCK=BLOCK, num_warps=WARPS
+    )
     return dweight_VD
 
 

@@ -1,5 +1,17 @@
 """Newton–Schulz in Triton: one kernel for both symmetric products of a step, which computes the tiles on and below the
-diagonal and stores each twice."""
+diagonal and stores each twice. The third product is cuBLAS's.
+
+Is half a product here faster than a whole one of cuBLAS? By arithmetic, not measured. A step on a matrix of s × l, s ≤ l,
+is 4 s² l + 2 s³ FLOPs whole; here 2 s² l are cuBLAS's and (s² l + s³) (1 + 1/t) the kernel's, t tiles of 128 a side. With
+cuBLAS at 700 TFLOP/s of bf16 on an H100 (of 989), the kernel at 450, five steps of 4,096 × 4,096:
+
+    whole    2.06e12 FLOPs, 2.94 ms        half    0.69e12 at 700 + 0.71e12 at 450, 2.56 ms
+
+so the kernel has to reach half of cuBLAS's rate (and the 1/t) to break even, for any ratio of l to s up to 4 within a few
+percent. Below some 1,024 a side, a matrix alone fills too few multiprocessors for either (36 of 132 at 1,024): stacks of
+matrices are what helps, and Muon makes them. A tile of 128 × 128 does 64 FLOPs a byte that it loads; tiles that share rows
+follow one another, so that these bytes come from L2.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +26,49 @@ from kernels.newton_schulz import COEFFICIENTS, begin
 
 # triton 3.9's interpreter multiplies the bits of bf16, not its values, and truncates to it: it is given fp32 instead
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BLOCK, DEPTH = 64, 32  # rows and columns of a tile of the result, and what it sums over at a time
+# BLOCK rows and columns of a tile of the result, and DEPTH that it sums over at a time. Three stages of the large one are
+# 96 KiB of shared memory, which every GPU since 2020 has; its 8 warps hold 64 sums a thread. The small one is for matrices
+# of few rows, and for columns that 64 does not divide, whose loads are narrow.
+LARGE = {"BLOCK": 128, "DEPTH": 64, "num_warps": 8, "num_stages": 3}
+SMALL = {"BLOCK": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
+GROUP = 8  # rows of tiles that are computed side by side
 
 
 @triton.jit
 def symmetric_kernel(  # type: ignore[no-untyped-def]
-    a, out, rows, columns, alpha, beta, ADD: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
-):
-    """out = alpha · a aᵀ, and where ADD (``a`` is symmetric itself) + beta · a."""
-    i, j, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    a, out, rows, columns, alpha, beta,
+    ADD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out = alpha · a aᵀ, and where ADD (``a`` is symmetric itself) + beta · a. EVEN: DEPTH divides the columns."""
+    tiles = tl.cdiv(rows, BLOCK)
+    matrix = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
+    program = tl.program_id(0) % (tiles * tiles)
+    i, j = tl.swizzle2d(program // tiles, program % tiles, tiles, tiles, GROUP)
     if i < j:
         return
     a += matrix * rows * columns
     out += matrix * rows * rows
     row = (i * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     other = (j * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    depth = tl.arange(0, DEPTH)
+    # Rows past the end are the first ones again: no masks in the loop, and what they give is not stored.
+    left_at = a + (row % rows)[:, None] * columns + depth[None, :]
+    right_at = a + (other % rows)[None, :] * columns + depth[:, None]
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for first in range(0, columns, DEPTH):
-        depth = first + tl.arange(0, DEPTH)
-        left = tl.load(
-            a + row[:, None] * columns + depth[None, :],
-            mask=(row < rows)[:, None] & (depth < columns)[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            a + other[None, :] * columns + depth[:, None],
-            mask=(other < rows)[None, :] & (depth < columns)[:, None],
-            other=0.0,
-        )
+        if EVEN:
+            left, right = tl.load(left_at), tl.load(right_at)
+        else:
+            left = tl.load(left_at, mask=(depth < columns - first)[None, :], other=0.0)
+            right = tl.load(right_at, mask=(depth < columns - first)[:, None], other=0.0)
         total = tl.dot(left, right, total)
+        left_at += DEPTH
+        right_at += DEPTH
     inside = (row < rows)[:, None] & (other < rows)[None, :]
     total *= alpha
     if ADD:
         total += beta * tl.load(a + row[:, None] * rows + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    total = total.to(out.dtype.element_ty)
     tl.store(out + row[:, None] * rows + other[None, :], total, mask=inside)
     if i != j:
         tl.store(out + other[None, :] * rows + row[:, None], total, mask=inside)
@@ -58,10 +80,10 @@ def symmetric(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tenso
     dtype = a.dtype
     a = a.float() if INTERPRETED else a
     out = a.new_empty((E, rows, rows))
-    tiles = triton.cdiv(rows, BLOCK)
-    symmetric_kernel[(tiles, tiles, E)](
-        a, out, rows, columns, alpha, beta or 0.0, ADD=beta is not None, BLOCK=BLOCK, DEPTH=DEPTH
-    )
+    tile = LARGE if rows > SMALL["BLOCK"] and columns % LARGE["DEPTH"] == 0 else SMALL
+    grid = (E * triton.cdiv(rows, tile["BLOCK"]) ** 2,)
+    constants = {"ADD": beta is not None, "EVEN": columns % tile["DEPTH"] == 0, "GROUP": GROUP}
+    symmetric_kernel[grid](a, out, rows, columns, alpha, beta or 0.0, **constants, **tile)
     return out.to(dtype)
 
 

@@ -1,5 +1,8 @@
-"""RMSNorm in Triton: a row a program forward; backward a few programs, each over many rows, so that the weight's
-gradient is summed in registers."""
+"""RMSNorm in Triton: tiles of rows forward; backward programs that stay, each over many rows, so that the weight's
+gradient is summed in registers. ``kernels.rows_in_triton`` says how large both are.
+
+One launch forward; backward one, and one sum over the programs' parts.
+"""
 
 from __future__ import annotations
 
@@ -10,63 +13,72 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows_in_triton import block_of, shares
+from kernels.rows_in_triton import share, tile
 
 
 @triton.jit
-def forward_kernel(x, weight, y, scale, columns, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
+def forward_kernel(x, weight, y, scale, rows, columns, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = column < columns
-    values = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    r = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / columns + eps)
-    tl.store(scale + row, r)
-    tl.store(y + row * columns + column, values * r * w, mask=inside)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    r = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / columns + eps)
+    tl.store(scale + row, r, mask=row < rows)
+    tl.store(y + at, values * r[:, None] * w, mask=inside)
 
 
 @triton.jit
-def backward_kernel(dy, x, weight, scale, dx, partial, rows, columns, rows_each, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def backward_kernel(  # type: ignore[no-untyped-def]
+    dy, x, weight, scale, dx, partial, rows, columns, rows_each,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    inside = column < columns
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    dw = tl.zeros((BLOCK,), dtype=tl.float32)
-    first = program.to(tl.int64) * rows_each
-    for row in range(first, tl.minimum(first + rows_each, rows)):
-        values = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        upstream = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        r = tl.load(scale + row)
+    w = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    first = program * rows_each
+    for begin in tl.range(first, tl.minimum(first + rows_each, rows), ROWS, num_stages=STAGES):
+        row = begin + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
         normed = values * r
         dw += upstream * normed
         wdy = upstream * w
-        mean = tl.sum(wdy * normed, axis=0) / columns
-        tl.store(dx + row * columns + column, (wdy - normed * mean) * r, mask=inside)
-    tl.store(partial + program * columns + column, dw, mask=inside)
+        mean = tl.sum(wdy * normed, axis=1)[:, None] / columns
+        tl.store(dx + at, (wdy - normed * mean) * r, mask=inside)
+    tl.store(partial + program.to(tl.int64) * columns + column, tl.sum(dw, axis=0), mask=column < columns)
 
 
 @torch.library.custom_op("factory::rms_norm_triton", mutates_args=())
 def forward_op(x_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normalised, 1 / root mean square [rows] fp32)."""
-    columns = x_XD.shape[-1]
-    x_ND = x_XD.reshape(-1, columns).contiguous()
-    y_ND = torch.empty_like(x_ND)
-    scale_N = torch.empty(len(x_ND), dtype=torch.float32, device=x_XD.device)
-    forward_kernel[(len(x_ND),)](x_ND, weight_D.contiguous(), y_ND, scale_N, columns, eps, BLOCK=block_of(columns))
-    return y_ND.view(x_XD.shape), scale_N
+    x = x_XD.contiguous()
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    y = torch.empty_like(x)
+    scale_N = torch.empty(rows, dtype=torch.float32, device=x.device)
+    settings = tile(columns)
+    grid = (triton.cdiv(rows, settings["ROWS"]),)
+    forward_kernel[grid](x, weight_D.contiguous(), y, scale_N, rows, columns, eps, **settings)
+    return y, scale_N
 
 
 @torch.library.custom_op("factory::rms_norm_triton_backward", mutates_args=())
 def backward_op(dy_XD: Tensor, x_XD: Tensor, weight_D: Tensor, scale_N: Tensor) -> tuple[Tensor, Tensor]:
-    columns, rows = x_XD.shape[-1], len(scale_N)
-    dy_ND, x_ND = (x.reshape(rows, columns).contiguous() for x in (dy_XD, x_XD))
-    dx_ND = torch.empty_like(x_ND)
-    programs, rows_each = shares(rows)
-    partial = torch.empty((programs, columns), dtype=torch.float32, device=x_XD.device)
-    backward_kernel[(programs,)](
-        dy_ND, x_ND, weight_D.contiguous(), scale_N, dx_ND, partial, rows, columns, rows_each, BLOCK=block_of(columns)
+    dy, x = dy_XD.contiguous(), x_XD.contiguous()
+    rows, columns = len(scale_N), x.shape[-1]
+    dx = torch.empty_like(x)
+    launch = share(rows, columns, 2 * columns * x.element_size(), x.device)
+    partial = torch.empty((launch.programs, columns), dtype=torch.float32, device=x.device)
+    backward_kernel[(launch.programs,)](
+        dy, x, weight_D.contiguous(), scale_N, dx, partial, rows, columns, launch.rows_each, **launch.settings
     )
-    return dx_ND.view(x_XD.shape), partial.sum(0).to(weight_D.dtype)
+    return dx, partial.sum(0).to(weight_D.dtype)
 
 
 @forward_op.register_fake

@@ -1,4 +1,8 @@
-"""silu(gate) · up in Triton. The backward pass recomputes the sigmoid instead of reading a stored one."""
+"""silu(gate) · up in Triton. The backward pass recomputes the sigmoid instead of reading a stored one.
+
+Bytes an element in bf16: 6 forward, 10 backward; 16,384 x 24,576 elements at 90 % of 3.35 TB/s: 0.80 and 1.34 ms
+(predicted, not measured). A thread has 16 elements of each tensor, two loads of 16 bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torch import Tensor
 
 from kernels.swiglu.autograd import differentiable
 
-BLOCK = 1024
+BLOCK = 2048  # elements of a program, which has 4 warps
 
 
 @triton.jit
@@ -38,7 +42,7 @@ def backward_kernel(dout, gate, up, dgate, dup, count, BLOCK: tl.constexpr):  # 
 def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
     gate, up = gate_XF.contiguous(), up_XF.contiguous()
     out = torch.empty_like(gate)
-    forward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
+    forward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -46,7 +50,7 @@ def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
 def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor, Tensor]:
     dout, gate, up = (x.contiguous() for x in (dout_XF, gate_XF, up_XF))
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](dout, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK)
+    backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](dout, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK, num_warps=4)
     return dgate, dup
 
 

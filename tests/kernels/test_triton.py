@@ -157,16 +157,17 @@ OPTIMISER = """
 import torch
 from kernels import adamw, newton_schulz
 from kernels.adamw.triton import BLOCK, adamw as update
-from kernels.newton_schulz.triton import BLOCK as TILE, newton_schulz as orthogonalise, symmetric
+from kernels.newton_schulz.triton import LARGE, SMALL, newton_schulz as orthogonalise, symmetric
 generator = torch.Generator().manual_seed(0)
 
-a = torch.randn(2, 2 * TILE + 9, 70, generator=generator)  # tiles beside the diagonal, a rest in both directions
-gram = symmetric(a)
-torch.testing.assert_close(gram, a @ a.mT, rtol=1e-4, atol=1e-4)
-tile = torch.arange(gram.shape[-1]) // TILE
-beside = tile[:, None] != tile  # within a tile of the diagonal, products of the interpreter round as its BLAS does
-assert torch.equal(gram[:, beside], gram.mT[:, beside]), "each tile is stored twice"
-torch.testing.assert_close(symmetric(gram, 0.5, -2.0), 0.5 * gram @ gram - 2 * gram, rtol=1e-4, atol=1e-2)
+for tile, columns in ((SMALL, 70), (LARGE, 128)):  # tiles beside the diagonal; a rest of rows, and of columns in small ones
+    a = torch.randn(2, 2 * tile["BLOCK"] + 9, columns, generator=generator)
+    gram = symmetric(a)
+    torch.testing.assert_close(gram, a @ a.mT, rtol=1e-4, atol=1e-4)
+    mine = torch.arange(gram.shape[-1]) // tile["BLOCK"]
+    beside = mine[:, None] != mine  # within a tile of the diagonal, products of the interpreter round as its BLAS does
+    assert torch.equal(gram[:, beside], gram.mT[:, beside]), "each tile is stored twice"
+    torch.testing.assert_close(symmetric(gram, 0.5, -2.0), 0.5 * gram @ gram - 2 * gram, rtol=1e-4, atol=1e-2)
 for shape in ((150, 200), (200, 150), (3, 150, 70)):
     matrices = torch.randn(shape, generator=generator)
     mine, theirs = orthogonalise(matrices, 5).double(), newton_schulz.reference(matrices, 5).double()

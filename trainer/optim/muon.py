@@ -2,10 +2,14 @@
 
 An update of orthogonal rows has spectral norm one. It is scaled by 0.2 · sqrt(max(rows, columns)), so that its entries
 are as large as AdamW's and one rate serves both (Liu et al. 2025, arXiv 2502.16982 §2.2).
+
+Matrices of one shape are orthogonalised together: fifteen products of a stack in place of fifteen of each, which a GPU
+would not be filled by. A stack is bounded, for its momentum and its products are in memory several times.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,11 +21,33 @@ from trainer.contract.recipe import MuonRecipe
 from trainer.parallel.ranks import local, whole
 
 RMS = 0.2  # of AdamW's updates in long runs, arXiv 2502.16982 §2.2
+TOGETHER = 64  # matrices of a stack at most
+ELEMENTS = 1 << 27  # of a stack at most: 256 MiB of bf16, eight matrices of 4,096 x 4,096
 
 
 def adamw_like_scale(size: torch.Size) -> float:
     """What makes the root mean square of an orthogonal update that of AdamW's."""
     return RMS * max(size[-2:]) ** 0.5
+
+
+def stacks(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
+    """The parameters in groups that are orthogonalised together: of one [rows, columns], and bounded. A parameter that is
+    itself a stack is never parted.
+
+    >>> stacks({"a": (4, 2), "b": (2, 4), "c": (4, 2), "experts": (3, 4, 2)})
+    [['a', 'c', 'experts'], ['b']]
+    """
+    found: list[list[str]] = []
+    begun: dict[tuple[int, ...], tuple[list[str], int]] = {}  # the group that is being filled, and its elements
+    for name, shape in shapes.items():
+        matrix, elements = tuple(shape[-2:]), math.prod(shape)
+        names, held = begun.get(matrix, ([], 0))
+        if not names or held + elements > min(ELEMENTS, TOGETHER * math.prod(matrix)):
+            names, held = [], 0
+            found.append(names)
+        names.append(name)
+        begun[matrix] = names, held + elements
+    return found
 
 
 class Muon:
@@ -40,6 +66,7 @@ class Muon:
         self.recipe, self.orthogonalise = recipe, newton_schulz
         self.parameters = parameters
         self.momentum = {name: torch.zeros_like(local(parameter)) for name, parameter in parameters.items()}
+        self.stacks = stacks({name: tuple(parameter.shape) for name, parameter in parameters.items()})
 
     @torch.no_grad()
     def step(
@@ -49,17 +76,34 @@ class Muon:
 
         A skipped update is discarded by ``torch.where``, not multiplied by zero, so that its NaN reaches no weight.
         """
-        recipe = self.recipe
         skipped = skip > 0
-        for name, parameter in self.parameters.items():
-            assert parameter.grad is not None, name
-            grad = local(parameter.grad) / divide_by
-            momentum, held = self.momentum[name], local(parameter)
-            mean = momentum.lerp(grad, 1 - recipe.momentum)
-            update = grad.lerp(mean, recipe.momentum) if recipe.nesterov else mean
-            orthogonal = Region.of(parameter).cut(self.orthogonalise(whole(update.bfloat16(), parameter), recipe.steps))
-            rate = lr * rate_shares[name]
-            moved = held * (1 - rate * decay[name])
-            moved.add_(orthogonal, alpha=-rate * adamw_like_scale(parameter.shape))
-            torch.where(skipped, momentum, mean, out=momentum)
-            torch.where(skipped, held, moved, out=held)
+        for names in self.stacks:
+            parameters = [self.parameters[name] for name in names]
+            assert all(parameter.grad is not None for parameter in parameters), names
+            momenta = [self.momentum[name] for name in names]
+            means, orthogonal = self._directions(parameters, momenta, divide_by)
+            held = [local(parameter) for parameter in parameters]
+            rates = [lr * rate_shares[name] for name in names]
+            moved = torch._foreach_mul(held, [1 - rate * decay[name] for name, rate in zip(names, rates)])
+            for i, parameter in enumerate(parameters):
+                update = Region.of(parameter).cut(orthogonal[i])
+                moved[i].add_(update, alpha=-rates[i] * adamw_like_scale(parameter.shape))
+                torch.where(skipped, momenta[i], means[i], out=momenta[i])
+                torch.where(skipped, held[i], moved[i], out=held[i])
+
+    def _directions(
+        self, parameters: list[Tensor], momenta: list[Tensor], divide_by: Tensor
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """(this rank's new momenta, whole orthogonal updates) of parameters whose matrices have one shape."""
+        recipe = self.recipe
+        held = [local(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
+        grads = torch._foreach_div(held, divide_by)
+        means = torch._foreach_lerp(momenta, grads, 1 - recipe.momentum)
+        updates = torch._foreach_lerp(grads, means, recipe.momentum) if recipe.nesterov else means
+        wholes = [whole(update.bfloat16(), parameter) for update, parameter in zip(updates, parameters)]
+        if len(wholes) == 1:
+            return means, [self.orthogonalise(wholes[0], recipe.steps)]
+        matrices = [x.reshape(-1, *x.shape[-2:]) for x in wholes]
+        together = self.orthogonalise(torch.cat(matrices), recipe.steps)
+        parts = together.split([len(x) for x in matrices])
+        return means, [part.view(x.shape) for part, x in zip(parts, wholes)]

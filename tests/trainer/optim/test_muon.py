@@ -15,7 +15,7 @@ from tests.support.trainer.models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.recipe import MuonRecipe
 from trainer.monitor.stability import clip_and_skip
-from trainer.optim.muon import Muon, adamw_like_scale
+from trainer.optim.muon import Muon, adamw_like_scale, stacks
 from trainer.optim.optimizer import Optimizer, squares
 
 GO = torch.tensor(0.0)
@@ -81,6 +81,39 @@ def test_a_stack_of_experts_is_one_muon_a_matrix(shape: tuple[int, int]) -> None
         # batched products may sum in another order, so that a bf16 rounding of the update (2^-8 of it) may differ
         update = 0.02 * 6 * adamw_like_scale(torch.Size(shape))
         torch.testing.assert_close(stack[e], one_by_one[str(e)], atol=update / 256, rtol=0)
+
+
+def test_matrices_of_one_shape_are_orthogonalised_together_as_each_alone() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"a": (48, 16), "b": (16, 48), "c": (48, 16), "d": (3, 48, 16), "e": (48, 16)}
+    weights = {name: torch.nn.Parameter(gradient(shape, 5)) for name, shape in shapes.items()}
+    apart = {name: torch.nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
+    calls = []
+
+    def counted(matrices: Tensor, steps: int) -> Tensor:
+        calls.append(tuple(matrices.shape))
+        return orthogonalise(matrices, steps)
+
+    one = Muon(weights, MuonRecipe(), counted)  # type: ignore[arg-type]
+    alone = [Muon({name: weight}, MuonRecipe()) for name, weight in apart.items()]
+    for t in range(4):
+        grads = {name: gradient(shape, t + i) for i, (name, shape) in enumerate(shapes.items())}
+        step(one, grads, 0.02, 0.1)
+        for muon, (name, grad) in zip(alone, grads.items()):
+            step(muon, {name: grad}, 0.02, 0.1)
+    assert calls == [(6, 48, 16), (16, 48)] * 4
+    for name, muon in zip(shapes, alone):
+        assert torch.equal(one.momentum[name], muon.momentum[name])
+        # batched products may sum in another order, so that a bf16 rounding of the update (2^-8 of it) may differ
+        update = 0.02 * 4 * adamw_like_scale(torch.Size(shapes[name]))
+        torch.testing.assert_close(weights[name], apart[name], atol=update / 256, rtol=0)
+
+
+def test_a_stack_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    many: dict[str, tuple[int, ...]] = {str(i): (8, 4) for i in range(130)}
+    assert [len(names) for names in stacks(many)] == [64, 64, 2]
+    assert stacks({"a": (65, 8, 4), "b": (8, 4), "c": (63, 8, 4)}) == [["a"], ["b", "c"]], "never parted"
+    monkeypatch.setattr("trainer.optim.muon.ELEMENTS", 100)
+    assert stacks({"a": (8, 4), "b": (8, 4), "c": (8, 4), "d": (4, 8), "e": (8, 4)}) == [["a", "b", "c"], ["d"], ["e"]]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38])

@@ -1,0 +1,227 @@
+"""Compile Triton kernels for a GPU on a machine that has none, and read from the machine code what they take.
+
+An implementation runs once, forward and backward, on small CPU tensors, and each of its launches is a compilation: what a
+call on a device would specialise (widths, alignment, dtypes, constants, warps) is what is compiled. No kernel runs, so the
+results are what was in memory, and are thrown away. Nothing here knows an op: the registry says which there are.
+
+    python -m kernels.contract.ahead --target 90 --op rms_norm
+
+    op        kernel           width  sm  warps  registers  spilled B  shared B
+    rms_norm  forward_kernel    1024  90      4         56          0        64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.contract.op import Case, KernelError, Op, Shape
+from kernels.contract.oracle import outcome
+from kernels.contract.registry import OPS, get
+
+# Compute capability → bytes of shared memory that one block can have (CUDA C++ programming guide, table of capabilities).
+TARGETS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+REGISTERS = 255  # of a thread; what does not fit is spilled to memory
+# Three widths of a model at few tokens, for a kernel's code follows from its widths alone; and a large vocabulary.
+SHAPES = (
+    *(
+        Shape(batch=1, context=32, d_model=width, heads=width // 128, kv_heads=8, head_dim=128, d_ff=256, vocab_size=512)
+        for width in (1024, 4096, 8192)
+    ),
+    Shape(batch=1, context=32, d_model=64, heads=1, kv_heads=1, head_dim=64, d_ff=128, vocab_size=131_072),
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel takes on one target. ``width`` is the d_model of the shape that needed it first."""
+
+    op: str
+    implementation: str
+    kernel: str
+    width: int
+    target: int  # compute capability: 90 is 9.0
+    warps: int
+    registers: int  # a thread
+    spilled: int  # bytes of memory a thread, for registers that it lacks
+    shared: int  # bytes a block
+
+    @property
+    def fits(self) -> bool:
+        return self.registers <= REGISTERS and self.shared <= TARGETS[self.target] and not self.spilled
+
+
+class _Device:
+    """In place of Triton's driver: there is a device of this capability, for a compiler that asks."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.target, 32)
+
+    def get_current_device(self) -> str:
+        return f"sm_{self.target}"  # kernels are kept by device: never beside those of a real one
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Any:
+        """For ``triton.autotune``: every configuration is compiled, and none is faster than another."""
+        return lambda call, quantiles: (call(), [0.0] * len(quantiles))[1]
+
+
+@contextmanager
+def launches(target: int) -> Iterator[list[tuple[str, Any]]]:
+    """In this context Triton's launches compile for ``target`` and run nothing. Yields (kernel's name, compiled kernel),
+    one for each launch, as they come.
+
+    Raises: KernelError where Triton is missing or its interpreter was asked for.
+    """
+    try:
+        from triton.runtime.driver import driver
+        from triton.runtime.jit import JITFunction
+    except ImportError as error:
+        raise KernelError(f"kernels cannot be compiled without triton: {error}") from error
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise KernelError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it")
+    seen: list[tuple[str, Any]] = []
+    held, run = driver._active, JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, **settings: Any) -> Any:
+        kernel = run(self, *arguments, **settings | {"warmup": True})
+        seen.append((self.fn.__name__, kernel))
+        return kernel
+
+    driver.set_active(_Device(target))  # type: ignore[arg-type]
+    JITFunction.run = compile_only
+    try:
+        yield seen
+    finally:
+        JITFunction.run = run
+        driver.set_active(held)  # type: ignore[arg-type]
+
+
+def compile_op(
+    op: Op,
+    target: int,
+    shapes: Sequence[Shape] = SHAPES,
+    dtype: torch.dtype = torch.bfloat16,
+    implementation: str = "triton",
+) -> list[Compiled]:
+    """Every kernel that the implementation launches at these shapes, each specialisation once.
+
+    Raises: KernelError for an unknown implementation or target, and what Triton raises for code that it cannot compile.
+    """
+    if target not in TARGETS:
+        raise KernelError(f"no target {target}; there are: {', '.join(map(str, TARGETS))}")
+    function = op.implementation(implementation).function
+    found, known = [], set()
+    for shape in shapes:
+        inputs = op.inputs(Case("ahead", shape), dtype=dtype)
+        with launches(target) as seen:
+            outcome(op, function, inputs, seed=0)
+        for name, kernel in seen:
+            if kernel.hash not in known:
+                known.add(kernel.hash)
+                registers, spilled = resources(kernel.asm["cubin"])
+                metadata = kernel.metadata
+                found.append(
+                    Compiled(
+                        op.name,
+                        implementation,
+                        name,
+                        shape.d_model,
+                        target,
+                        metadata.num_warps,
+                        registers,
+                        spilled,
+                        metadata.shared,
+                    )
+                )
+    return found
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack and local memory) of a thread, as ``cuobjdump``, which comes with Triton, reads them.
+
+    Its line of a kernel: ``Function forward_kernel: REG:32 STACK:0 SHARED:64 LOCAL:0 CONSTANT[0]:596 …``.
+    """
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    read = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
+    assert read, said
+    registers, stack, local = map(int, read.groups())
+    return registers, max(stack, local)
+
+
+def table(rows: Sequence[Compiled]) -> str:
+    """For people: a line a kernel."""
+    head = ("op", "kernel", "width", "sm", "warps", "registers", "spilled B", "shared B")
+    cells = [
+        (r.op, r.kernel, *map(str, (r.width, r.target, r.warps, r.registers, r.spilled, r.shared))) for r in rows
+    ]
+    widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]
+    line = lambda row: "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+    return "\n".join(line(row).rstrip() for row in (head, *cells))
+
+
+HELP = """
+Compiles every Triton kernel of the registry for GPUs that need not be here, and tells what each takes.
+
+  registers   of a thread, at most 255. A multiprocessor has 65,536: registers x 32 x warps says how many blocks share it.
+  spilled B   bytes of memory a thread for registers that it lacks: time without use; 0 is right.
+  shared B    bytes of a block; more than 163 KiB (sm_80) or 227 KiB (sm_90, sm_100) cannot be launched.
+  width       d_model of the first shape that needed this code; the same code serves every width that it fits.
+
+Ends with 1 if a kernel spills, or does not fit its target. Seconds a kernel the first time; Triton keeps what it compiled.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.contract.ahead", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    targets = parser.add_argument("--target", type=int, choices=TARGETS, action="append")
+    targets.help = "compute capability, 90 is 9.0 (H100); may be given again; all by default"
+    parser.add_argument("--op", action="append", help="only this op; may be given again")
+    parser.add_argument("--width", type=int, action="append", help="only shapes of this d_model; may be given again")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the inputs; bf16 by default")
+    parser.add_argument("--json", action="store_true", help="a list of objects in place of the table")
+    chosen = parser.parse_args(arguments)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[chosen.dtype]
+    shapes = [s for s in SHAPES if not chosen.width or s.d_model in chosen.width]
+    rows: list[Compiled] = []
+    try:
+        for op in [get(name) for name in chosen.op or OPS]:
+            for name in [i.name for i in op.implementations.values() if i.needs_triton]:
+                for target in chosen.target or TARGETS:
+                    rows += compile_op(op, target, shapes, dtype, name)
+    except KernelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps([asdict(row) for row in rows], indent=1) if chosen.json else table(rows))
+    return 0 if all(row.fits for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
