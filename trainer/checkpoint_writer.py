@@ -44,7 +44,7 @@ class HostMemory:
         if size > len(self.bytes):
             self.release()
             # Shared, so that a fork (of a compiler's worker, say) leaves us no copy in place of the pages that the device writes to.
-            self.bytes = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            self.bytes = torch.frombuffer(mmap.mmap(-1, size + -size % mmap.PAGESIZE), dtype=torch.uint8)
             if torch.cuda.is_available():
                 self.bytes.numpy().fill(0)  # makes the pages here, and not in the driver, whose lock others wait for
                 code = lock_pages(self.bytes)
