@@ -106,7 +106,7 @@ def train(folder: Path, run: Run) -> None:
     """The loop, and the files it leaves."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
     on_gpu = ranks.device.type == "cuda"
-    reserve = run.checkpoint_bytes() if on_gpu else 0
+    reserve = run.checkpoint_bytes() * on_gpu  # a CPU's save gives its memory back: the step has use for it
     writer = run.writer = Writer(folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size, reserve)
     metrics, anomalies = (
         Lines(folder / name if ranks.leads else None, run.step) for name in ("metrics.jsonl", "anomalies.jsonl")

@@ -15,11 +15,12 @@ from torch import Tensor
 from tests.support.file_hashes import file_hashes
 from tests.support.trainer.models import run_of
 from tests.support.trainer.segments import MakeShard
-from trainer import checkpoint_writer
+from trainer import checkpoint_writer, locked_memory
 from trainer.batch import make_batch
-from trainer.checkpoint_writer import ALIGNED, HostMemory, Writer, bytes_of, each
+from trainer.checkpoint_writer import ALIGNED, Writer, bytes_of, each
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Tensors
+from trainer.locked_memory import HostMemory
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 32, "dense_layers": 1, "shared": 1}
 Contents = dict[str, Tensors]
@@ -157,8 +158,8 @@ def test_pages_are_locked_once_and_unlocked_or_said_not_to_be(
         return lambda memory: calls.append((name, memory.data_ptr())) or result  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(checkpoint_writer, "lock_pages", call("lock", code))
-    monkeypatch.setattr(checkpoint_writer, "unlock_pages", call("unlock", 0))
+    monkeypatch.setattr(locked_memory, "lock_pages", call("lock", code))
+    monkeypatch.setattr(locked_memory, "unlock_pages", call("unlock", 0))
     memory = HostMemory()
     first = memory.hold(5000)
     assert memory.hold(100) is first and len(first) >= 5000
