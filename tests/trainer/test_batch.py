@@ -51,7 +51,7 @@ def test_what_the_thread_cannot_pin_reaches_the_consumer(make_shard: MakeShard) 
     if torch.cuda.is_available():
         assert all(tensor.is_pinned() for batch in batches for tensor in tensors_of(batch).values())
     else:
-        with pytest.raises(RuntimeError, match="pin"):
+        with pytest.raises(RuntimeError, match="pin|NVIDIA"):  # torch 2.13, the CUDA build of 2.11
             next(batches)
     assert not any(t.is_pinned() for batch in prefetch(order_of(make_shard), 2) for t in tensors_of(batch).values())
 
