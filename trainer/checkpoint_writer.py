@@ -2,6 +2,9 @@
 
 Weights and optimiser change in the optimiser's step and nowhere else. So a thread copies them while the next step's
 forward and backward run; only that step's update waits for the copy, which is by then long made.
+
+A GPU copies to memory that is page-locked (``locked_memory``). It is made once, while the run compiles, and every save is copied to the
+same place.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,21 +23,30 @@ import torch
 from torch import Tensor
 
 from trainer.contract.checkpoint.format import Regions, Tensors, save_share, steps_in
+from trainer.locked_memory import HostMemory
+
+ALIGNED = 256  # bytes: where each tensor begins in ``HostMemory``
 
 
 class Writer:
-    """Saves in a thread, one at a time, and keeps the newest ``keep``."""
+    """Saves in a thread, one at a time, and keeps the newest ``keep``.
 
-    def __init__(self, parent: Path, keep: int, rank: int = 0, ranks: int = 1) -> None:
+    ``reserve``: bytes of host memory (``bytes_of``) to make at once, before the first save, and to keep. On a GPU each save goes to
+    memory that is kept, which grows if it must; without one, and without ``reserve``, a save gives its memory back.
+    """
+
+    def __init__(self, parent: Path, keep: int, rank: int = 0, ranks: int = 1, reserve: int = 0) -> None:
         self.parent, self.keep, self.rank, self.ranks = parent, keep, rank, ranks
-        # CUDA's current device is each thread's own
-        device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else (None, ())
-        self._pool = ThreadPoolExecutor(1, "checkpoint", *device)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._pool = ThreadPoolExecutor(1, "checkpoint", use, (device,))
         # Hashing and writing take what time the step leaves over; the copy, which it waits for, does not.
-        self._disk = ThreadPoolExecutor(1, "checkpoint-disk", give_way)
+        self._disk = ThreadPoolExecutor(1, "checkpoint-disk", give_way, (device,))
         self._pending: Future[Path] | None = None
         self._copied = threading.Event()
         self._copied.set()
+        self._memory = HostMemory() if reserve or device is not None else None
+        if self._memory is not None and reserve:
+            self._disk.submit(self._memory.hold, reserve)  # what it raises, the first save's own call raises again
 
     def submit(self, step: int, contents: dict[str, Tensors], regions: Regions, state: dict[str, Any]) -> None:
         """Begin a save, once the one before it is done. The tensors may change after ``wait_until_copied``.
@@ -63,6 +76,8 @@ class Writer:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+        if self._memory is not None:
+            self._disk.submit(self._memory.release)
         self._disk.shutdown(wait=True)
 
     def _save(
@@ -74,7 +89,10 @@ class Writer:
         ready: torch.cuda.Event | None,
     ) -> Path:
         try:
-            copied = copy_to_host(contents, ready)
+            memory = None
+            if self._memory is not None:  # held by the disk's thread, which starts no kernels: see ``lock_pages``
+                memory = self._disk.submit(self._memory.hold, bytes_of(t for _, _, t in each(contents))).result()
+            copied = copy_to_host(contents, memory, ready)
         finally:
             self._copied.set()
         written = self._disk.submit(save_share, self.parent, step, copied, regions, state, self.rank, self.ranks)
@@ -85,38 +103,58 @@ class Writer:
         return path
 
 
-def give_way() -> None:
+def use(device: int | None) -> None:
+    """CUDA's current device is each thread's own."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+def give_way(device: int | None) -> None:
     """Put this thread behind all others: Linux keeps a nice value for each (setpriority(2), notes)."""
+    use(device)
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def copy_to_host(contents: dict[str, Tensors], ready: torch.cuda.Event | None = None) -> dict[str, Tensors]:
-    """Copies in host memory; those of a GPU are made on a stream of their own, after ``ready``."""
-    if ready is None:
-        return {kind: {name: _copy(t) for name, t in tensors.items()} for kind, tensors in contents.items()}
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """What copies of them take in ``HostMemory``."""
+    return sum(padded(tensor) for tensor in tensors)
+
+
+def padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNED) * ALIGNED
+
+
+def each(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, name, tensor)."""
+    return ((kind, name, tensor) for kind, tensors in contents.items() for name, tensor in tensors.items())
+
+
+def copy_to_host(
+    contents: dict[str, Tensors], memory: Tensor | None = None, ready: torch.cuda.Event | None = None
+) -> dict[str, Tensors]:
+    """Copies in ``memory``, one behind the other, or in memory of their own; those of a GPU are made on a stream of their own,
+    after ``ready``."""
+    copied: dict[str, Tensors] = {kind: {} for kind in contents}
+    start = 0
+    for kind, name, tensor in each(contents):
+        if memory is None:
+            copied[kind][name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        else:
+            copied[kind][name] = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += padded(tensor)
+    if ready is None:  # by numpy: torch would start threads of its own, which take the cores from the step
+        for kind, name, tensor in each(contents):
+            np.copyto(_bytes(copied[kind][name]), _bytes(tensor.detach().contiguous()))
+        return copied
     stream = torch.cuda.Stream()
     stream.wait_event(ready)
     with torch.cuda.stream(stream):
-        copied = {
-            kind: {name: _to_pinned(tensor) for name, tensor in tensors.items()} for kind, tensors in contents.items()
-        }
+        for kind, name, tensor in each(contents):
+            copied[kind][name].copy_(tensor.detach(), non_blocking=True)
     stream.synchronize()
     return copied
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """By numpy: torch would start threads of its own, which take the cores from the step."""
-    source = tensor.detach().contiguous()
-    copy = torch.empty_like(source)
-    np.copyto(_bytes(copy), _bytes(source))
-    return copy
-
-
 def _bytes(tensor: Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor.detach(), non_blocking=True)

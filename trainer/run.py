@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.contract.bench import Setting
 from kernels.contract.registry import bind, computing, load_choice, load_fallback
 from trainer.batch import Batch
-from trainer.checkpoint_writer import Writer
+from trainer.checkpoint_writer import Writer, bytes_of
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Regions, Skipped, Tensors
 from trainer.contract.checkpoint.region import Region
@@ -256,6 +256,20 @@ class Run:
             optimizer |= {key: value.clone() for key, value in state.items() if key.startswith("step.")}
             optimizer["rng"] = torch.get_rng_state()
         return {"model": model, "optimizer": optimizer}, regions
+
+    def checkpoint_bytes(self) -> int:
+        """Of host memory that copies of ``contents`` take, once every parameter has its moments: AdamW's have none before a step."""
+        moments = {"adamw": 2, "muon": 1}
+        held: list[Tensor] = []
+        for row in self.optimizer.table:
+            parameter = self.optimizer.parameters[row.parameter]
+            if first_holder(parameter):
+                held += [local(parameter)] * (1 + moments[row.rule])
+            if self.ranks.leads and row.rule == "adamw":
+                held.append(torch.zeros(()))  # its count of steps
+        if self.ranks.leads:
+            held += [*self.model.buffers(), torch.get_rng_state()]
+        return bytes_of(held)
 
     def regions(self) -> Regions:
         """Of each parameter, and of each optimiser tensor that is split as it is."""

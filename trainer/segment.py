@@ -105,7 +105,9 @@ def shared_fault(path: Path, ranks: Ranks) -> str:
 def train(folder: Path, run: Run) -> None:
     """The loop, and the files it leaves."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
-    writer = run.writer = Writer(folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size)
+    on_gpu = ranks.device.type == "cuda"
+    reserve = run.checkpoint_bytes() * on_gpu  # a CPU's save gives its memory back: the step has use for it
+    writer = run.writer = Writer(folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size, reserve)
     metrics, anomalies = (
         Lines(folder / name if ranks.leads else None, run.step) for name in ("metrics.jsonl", "anomalies.jsonl")
     )
@@ -114,7 +116,7 @@ def train(folder: Path, run: Run) -> None:
     first = run.step
     began, last = time.perf_counter() - run.counters["seconds"], time.perf_counter()
     try:
-        batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks)
+        batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks, pin=on_gpu)
         for batch in batches:
             waited = time.perf_counter() - last
             run.stop_asked = stopping.asked()

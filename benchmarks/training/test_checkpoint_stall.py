@@ -32,8 +32,8 @@ BLOCK, PAIRS, WARM_UP = 8, 14, 4
 class Stalls(Writer):
     """Clocks what the step waits for."""
 
-    def __init__(self, parent: Path, keep: int) -> None:
-        super().__init__(parent, keep)
+    def __init__(self, parent: Path, keep: int, reserve: int) -> None:
+        super().__init__(parent, keep, reserve=reserve)
         self.seconds = 0.0
 
     def wait_until_copied(self) -> None:
@@ -56,8 +56,9 @@ def test_a_checkpoint_hardly_stalls_a_step_nor_slows_a_run(tmp_path: Path) -> No
     recipe = demo_recipe()
     steps = WARM_UP + 2 * BLOCK * (PAIRS + 1)
     run = make_run(recipe, tuned_kernels(), tmp_path / "run", steps=steps, compile=True)
-    writer = run.writer = Stalls(tmp_path / "checkpoints", keep=2)
-    batches = prefetch(run.order, steps)
+    on_gpu = run.ranks.device.type == "cuda"  # as ``trainer.segment`` does
+    writer = run.writer = Stalls(tmp_path / "checkpoints", keep=2, reserve=run.checkpoint_bytes() * on_gpu)
+    batches = prefetch(run.order, steps, pin=on_gpu)
     each: list[float] = []
     stalls: list[float] = []
     saves: list[float] = []

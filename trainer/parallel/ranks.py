@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,10 @@ from trainer.parallel.tensor_ranks import TensorRanks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# How long a rank waits for the others, one of which may hash a checkpoint or compile alone: by itself torch waits 10 minutes in
+# NCCL, 30 in gloo and 5 for a store. Nobody waits so long for a rank that died: torchrun ends the others at once.
+PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,20 @@ class Ranks:
             torch.cuda.set_device(device)
         if size == 1:
             return cls(rank, size, device)
-        dist.init_process_group("nccl" if cuda else "gloo", store=rendezvous(), rank=rank, world_size=size)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            timeout=PATIENCE,
+            store=rendezvous(),
+            rank=rank,
+            world_size=size,
+            device_id=device if cuda else None,  # NCCL then forms each group of the mesh here, and not in a first step
+        )
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = (parallel.replicas, data_ranks // parallel.replicas, parallel.tensor)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
+        for group in mesh.get_all_groups():  # a mesh gives its groups the default, whatever the whole one has
+            dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
         return cls(rank, size, device, mesh, rank // parallel.tensor, data_ranks)
 
     @property
@@ -109,6 +123,7 @@ def rendezvous() -> dist.Store | None:
             "in its environment: restarted ranks would look for one another where the dead ones were"
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set_timeout(PATIENCE)
     return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}-group-{next(_joined)}", store)
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 from tests.support.trainer.models import run_of
 from tests.support.trainer.segment_runs import records, result
 from tests.support.trainer.segments import (
@@ -185,3 +192,33 @@ def test_recomputed_blocks_change_nothing_at_all(tmp_path: Path, make_shard: Mak
     a, b = (checkpoints.load(Path(result(folder)["checkpoint"])) for folder in (plain, again))
     assert all(torch.equal(a.model[n], b.model[n]) for n in a.model)
     assert records(plain) == records(again)
+
+
+def test_every_group_of_ranks_waits_as_long_as_a_rank_may_need() -> None:
+    """Another patience than torch's own for gloo, found in the group of all ranks and in each group of their mesh."""
+    script = (
+        "from datetime import timedelta\n"
+        "import torch\n"
+        "from tests.support.trainer.segments import recipe_with\n"
+        "from trainer.parallel import ranks\n"
+        "ranks.PATIENCE = timedelta(minutes=7)\n"
+        "recipe = recipe_with()\n"
+        "joined = ranks.Ranks.join(recipe.parallel, recipe.model)\n"
+        "groups = [torch.distributed.group.WORLD, *joined.mesh.get_all_groups()]\n"
+        "print([group._get_backend(torch.device('cpu')).options._timeout.total_seconds() for group in groups])\n"
+        "joined.leave()\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=os.environ | meet | {"RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in ranks] == [[420.0] * 4] * 2

@@ -23,19 +23,11 @@ from tests.support.factory.matrix import judge, prepare
 from tests.support.paths import ROOT
 
 LEAST = 0.98  # of the lines that a machine without a GPU can execute
-ELSEWHERE = ("triton.py", "rows_in_triton.py")  # what only a GPU executes
+ELSEWHERE = ("triton.py", "rows_in_triton.py", "locked_memory.py")  # what only a GPU executes
 # Words of single lines that only a GPU, slow cores, the line profiler's count of FLOPs, or a type checker executes.
 NOT_HERE = {
-    "trainer/checkpoint_writer.py": (
-        "torch.cuda",
-        "ready",
-        "stream",
-        "_pinned",
-        "pin_memory",
-        "non_blocking",
-        "copied",
-    ),
-    "trainer/batch.py": ("non_blocking", "replace(self"),
+    "trainer/checkpoint_writer.py": ("torch.cuda", "ready", "stream", "non_blocking", "copied", "memory", "start +="),
+    "trainer/batch.py": ("replace(self", "moved", "blocks", "held", "tensors.items()"),
     "trainer/monitor/metrics.py": ("torch.cuda", "size //= 2"),
     "trainer/parallel/ranks.py": ("torch.cuda", "nccl", "import DeviceMesh"),
     "kernels/attention/__init__.py": ("document_BT", "seen", "flex_attention(", "o.transpose", "x in (q_BTHK"),

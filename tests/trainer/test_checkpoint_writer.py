@@ -1,0 +1,189 @@
+"""Saves beside the training: where copies lie, when their memory may be written again, and what is in the files."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.file_hashes import file_hashes
+from tests.support.trainer.models import run_of
+from tests.support.trainer.segments import MakeShard
+from trainer import checkpoint_writer, locked_memory
+from trainer.batch import make_batch
+from trainer.checkpoint_writer import ALIGNED, Writer, bytes_of, each
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Tensors
+from trainer.locked_memory import HostMemory
+
+EXPERTS = {"count": 4, "per_token": 2, "d_ff": 32, "dense_layers": 1, "shared": 1}
+Contents = dict[str, Tensors]
+
+
+def contents_of(step: int) -> Contents:
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(7, 30, generator=generator)
+    model = {"a": weight, "turned": weight.t(), "half": weight.bfloat16(), "none": torch.empty(0, 3)}
+    return {"model": model, "optimizer": {"step.a": torch.tensor(float(step)), "rng": torch.get_rng_state()}}
+
+
+def submit(writer: Writer, step: int, contents: Contents | None = None) -> None:
+    writer.submit(step, contents or contents_of(step), {}, {"step": step})
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """Of each save: (address, bytes) of the copies that are written to disk."""
+    found: list[list[tuple[int, int]]] = []
+    save_share = checkpoint_writer.save_share
+
+    def noted(parent: Path, step: int, copied: Contents, *rest: Any) -> Path:
+        found.append([(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in each(copied)])
+        return save_share(parent, step, copied, *rest)
+
+    monkeypatch.setattr(checkpoint_writer, "save_share", noted)
+    return found
+
+
+def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
+    tmp_path: Path, written: list[list[tuple[int, int]]]
+) -> None:
+    size = bytes_of(tensor for _, _, tensor in each(contents_of(1)))
+    plain, reserved = Writer(tmp_path / "plain", keep=3), Writer(tmp_path / "reserved", keep=3, reserve=size)
+    for writer in (reserved, plain):
+        for step in (1, 2, 3):
+            submit(writer, step)
+        writer.wait()
+        writer.close()
+    first = written[0]
+    assert written[:3] == [first] * 3
+    places = sorted(place for place in first if place[1])
+    assert all(address % ALIGNED == 0 for address, _ in places) and places[0][0] % mmap.PAGESIZE == 0
+    assert all(address + bytes_ <= after for (address, bytes_), (after, _) in zip(places, places[1:]))
+    assert places[-1][0] + places[-1][1] <= places[0][0] + size < places[-1][0] + places[-1][1] + ALIGNED
+    for step in (1, 2, 3):
+        folder = checkpoints.name_of(step)
+        assert file_hashes(tmp_path / "plain" / folder) == file_hashes(tmp_path / "reserved" / folder)
+        loaded = checkpoints.load(tmp_path / "reserved" / folder)
+        assert all(torch.equal(tensor, loaded.model[name]) for name, tensor in contents_of(step)["model"].items())
+
+
+def test_a_save_that_fails_leaves_the_memory_to_the_next(tmp_path: Path, written: list[list[tuple[int, int]]]) -> None:
+    writer = Writer(tmp_path / "checkpoints", keep=2, reserve=1 << 16)
+    (tmp_path / "checkpoints").touch()  # where a folder would be made
+    submit(writer, 1)
+    with pytest.raises(FileExistsError):
+        submit(writer, 2)
+    (tmp_path / "checkpoints").unlink()
+    submit(writer, 3)
+    assert writer.wait() == tmp_path / "checkpoints" / "step-00000003"
+    writer.close()
+    assert len(written) == 2 and written[0] == written[1]
+    assert torch.equal(
+        checkpoints.load(tmp_path / "checkpoints" / "step-00000003").model["a"], contents_of(3)["model"]["a"]
+    )
+
+
+def test_memory_is_not_written_again_while_the_disk_still_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+    save_share = checkpoint_writer.save_share
+
+    def slow(*arguments: Any) -> Path:
+        reached.set()
+        assert go.wait(timeout=60)
+        return save_share(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "save_share", slow)
+    writer = Writer(tmp_path, keep=2, reserve=1 << 16)
+    weight = torch.ones(1000)
+    submit(writer, 1, {"model": {"w": weight}, "optimizer": {}})
+    writer.wait_until_copied()
+    assert reached.wait(timeout=60)
+    weight += 1
+    second = threading.Thread(target=submit, args=(writer, 2, {"model": {"w": weight}, "optimizer": {}}))
+    second.start()
+    second.join(timeout=0.2)  # it would be through by now
+    go.set()
+    second.join()
+    writer.wait()
+    writer.close()
+    found = [float(checkpoints.load(path).model["w"].unique()) for _, path in checkpoints.steps_in(tmp_path)]
+    assert found == [1.0, 2.0]
+
+
+def test_memory_grows_for_a_save_that_needs_more(tmp_path: Path, written: list[list[tuple[int, int]]]) -> None:
+    writer = Writer(tmp_path, keep=4, reserve=1)
+    for step, size in enumerate((10, 100_000, 10, 100_000), start=1):
+        submit(writer, step, {"model": {"w": torch.full((size,), float(step))}, "optimizer": {}})
+    writer.wait()
+    writer.close()
+    assert written[1] == written[3] and written[1][0][0] == written[2][0][0]
+    for step, path in checkpoints.steps_in(tmp_path):
+        assert float(checkpoints.load(path).model["w"].unique()) == step
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer__name": "muon", "model__experts": EXPERTS}], ids=["adamw", "muon"])
+def test_a_run_knows_how_much_its_checkpoints_take_before_its_first_step(
+    tmp_path: Path, make_shard: MakeShard, written: list[list[tuple[int, int]]], changes: dict[str, Any]
+) -> None:
+    run = run_of(tmp_path, make_shard, **changes)
+    size = run.checkpoint_bytes()
+    writer = run.writer = Writer(tmp_path / "checkpoints", keep=2, reserve=size)
+    for _ in range(2):
+        run.train_step(make_batch(run.order))
+        run.save()
+    run.train_step(make_batch(run.order))  # its update waits for the copy
+    writer.wait()
+    writer.close()
+    contents, _ = run.contents()
+    assert bytes_of(tensor for _, _, tensor in each(contents)) == size and written[0] == written[1]
+
+
+@pytest.mark.parametrize("code", [0, 801])
+def test_pages_are_locked_once_and_unlocked_or_said_not_to_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    """The two calls of CUDA stand here as what they return."""
+    calls: list[tuple[str, int]] = []
+
+    def call(name: str, result: int) -> Callable[[Tensor], int]:
+        return lambda memory: calls.append((name, memory.data_ptr())) or result  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(locked_memory, "lock_pages", call("lock", code))
+    monkeypatch.setattr(locked_memory, "unlock_pages", call("unlock", 0))
+    memory = HostMemory()
+    first = memory.hold(5000)
+    assert memory.hold(100) is first and len(first) >= 5000
+    second = memory.hold(50_000)
+    first[:], second[:] = 1, 2  # both are there
+    memory.release()
+    memory.release()
+    locks, unlocks = ([at for name, at in calls if name == wanted] for wanted in ("lock", "unlock"))
+    assert locks == [first.data_ptr(), second.data_ptr()]
+    assert unlocks == ([] if code else locks)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (2 if code else 0) and all("CUDA error 801" in line and "pageable" in line for line in said)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpus_tensors_are_saved_from_locked_memory(tmp_path: Path, written: list[list[tuple[int, int]]]) -> None:
+    on_gpu = {kind: {name: t.cuda() for name, t in tensors.items()} for kind, tensors in contents_of(1).items()}
+    writer = Writer(tmp_path / "gpu", keep=3, reserve=1 << 16)
+    for step in (1, 2):
+        submit(writer, step, on_gpu)
+    writer.wait()
+    assert writer._memory is not None and writer._memory.locked
+    writer.close()
+    assert written[0] == written[1]
+    loaded = checkpoints.load(tmp_path / "gpu" / "step-00000002")
+    assert all(torch.equal(tensor, loaded.model[name]) for name, tensor in contents_of(1)["model"].items())
