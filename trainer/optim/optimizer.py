@@ -81,7 +81,11 @@ class Optimizer:
                 self.groups.setdefault((row.lr_share, row.weight_decay), []).append(row.parameter)
         self.state: dict[str, dict[str, Tensor]] = {}  # AdamW's, by parameter, from its first gradient on
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, in_place: bool = False) -> None:
+        """``in_place``: the gradients' tensors stay, with zeros in them, for CUDA graphs that add to these very tensors."""
+        if in_place:
+            torch._foreach_zero_(list(self.gradients().values()))
+            return
         for parameter in self.parameters.values():
             parameter.grad = None
 
