@@ -229,7 +229,9 @@ class Run:
         rows, split = self._rows_at_once(batch)
         parts = batch.split(rows)
         for done, part in enumerate(parts, start=1):
-            found = self._replayed(part) if self.graphs is not None else self._micro_batch(part, router_z_share)
+            found = self._micro_batch(part, router_z_share) if self.graphs is None else None
+            if self.graphs is not None:
+                self.signals.look_at(self.graphs(part))
             if done == len(parts) // 2 and self.monitor.half(batch.step, split):
                 sums.supervised_in_half.copy_(sums.supervised_D.sum())
             if found is not None:
@@ -255,17 +257,14 @@ class Run:
 
         def kept(part: dict[str, Any]) -> Inputs:
             """A micro-batch, and what its layers read."""
-            self.signals.kept = found = {}
-            assert self._micro_batch(part) is None
+            found: Inputs = {}
+            self.signals.kept = found
+            self._micro_batch(part)
             return found
 
         for parameter in self.optimizer.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self.graphs = Graphs(kept, [*self.optimizer.gradients().values(), self.sums.all], form)
-
-    def _replayed(self, part: dict[str, Any]) -> None:
-        assert self.graphs is not None
-        self.signals.look_at(self.graphs(part))
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
         """(rows of a micro-batch, were they one micro-batch that is split in two for the noise scale's sake?)."""

@@ -112,9 +112,8 @@ def train(folder: Path, run: Run) -> None:
     flops_per_token = recipe.model.flops_per_token()
     peak = matmul_rate(ranks.device, DTYPES[recipe.precision]) * ranks.size
     first, every = run.step, recipe.stability.read_every
-    waited, last = 0.0, time.perf_counter()
-    began = left = last
-    began -= run.counters["seconds"]
+    last = left = time.perf_counter()  # when numbers were read, and when the host was through with a step
+    began, waited = last - run.counters["seconds"], 0.0
     try:
         batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks)
         for batch in batches:

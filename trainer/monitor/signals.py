@@ -165,7 +165,7 @@ class Signals(Hook):
             low, high = inputs[0].aminmax()
             own[1] = torch.maximum(own[1], torch.maximum(-low, high).float())
             if self._first and self.ranks.data_rank == 0:  # whichever the layout, it is the same row
-                own[2] = largest_logit(block, *inputs)  # type: ignore[arg-type]
+                own[2] = largest_logit(block, *inputs[:4])  # type: ignore[arg-type]
         self._first = False
 
     @torch.no_grad()

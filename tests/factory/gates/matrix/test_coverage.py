@@ -23,7 +23,7 @@ from tests.support.factory.matrix import judge, prepare
 from tests.support.paths import ROOT
 
 LEAST = 0.98  # of the lines that a machine without a GPU can execute
-ELSEWHERE = ("triton.py", "rows_in_triton.py")  # what only a GPU executes
+ELSEWHERE = ("triton.py", "rows_in_triton.py", "graphed.py")  # what only a GPU executes
 # Words of single lines that only a GPU, slow cores, the line profiler's count of FLOPs, or a type checker executes.
 NOT_HERE = {
     "trainer/checkpoint_writer.py": (
