@@ -87,6 +87,7 @@ class OnDevice:
             # and the allocator goes on as in a recording: without this it would never again free what several streams used
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+                torch._C._cuda_releasePool(torch.cuda.current_device(), self.pool)
             raise
 
         def replay() -> Left:

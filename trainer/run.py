@@ -156,7 +156,7 @@ class Run:
             self.writer.wait_until_copied()
         self.optimizer.step(lr, divide_by, skip)
         self._balance(load, skip)
-        self.optimizer.zero_grad(in_place=self.graphs is not None)
+        self.optimizer.zero_grad()
         own = {"grad_norm": norm, "skipped": skip, "stop": stop, **sums.named()}
         numbers = [own, *(hook.after_update(update) for hook in self.hooks)]
         self.launched.append(
@@ -262,9 +262,7 @@ class Run:
             self._micro_batch(part)
             return found
 
-        for parameter in self.optimizer.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        self.graphs = Graphs(kept, [*self.optimizer.gradients().values(), self.sums.all], form)
+        self.graphs = Graphs(kept, [*self.optimizer.keep_gradients(), self.sums.all], form)
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
         """(rows of a micro-batch, were they one micro-batch that is split in two for the noise scale's sake?)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.trainer.models import run_of
-from tests.support.trainer.segment_runs import TIMED, assert_same_run, die, records, result, start_dying
+from tests.support.trainer.segment_runs import assert_same_run, die, records, result, start_dying
 from tests.support.trainer.segments import (
     MakeShard,
     make_documents,
@@ -40,7 +39,10 @@ EVERYTHING: dict[str, Any] = {
     "checkpoint_every": 6,
 }
 UNLIMITED = {"stability__skip_deviations": 1e9}
-LIMITED = {"stability__skip_deviations": 1e-3, "optimizer__lr": 1e-4}  # so that norms stay, many updates are skipped, and each limit decides
+LIMITED = {
+    "stability__skip_deviations": 1e-3,
+    "optimizer__lr": 1e-4,
+}  # so that norms stay, many updates are skipped, and each limit decides
 
 
 @pytest.fixture(scope="module")
@@ -192,15 +194,13 @@ def test_anomalies_name_their_own_step_and_documents(tmp_path: Path, plan: DataP
 
 @pytest.mark.slow("four trainers of two ranks")
 def test_two_ranks_stop_at_the_next_reading_and_go_on_to_the_bit(tmp_path: Path, plan: DataPlan) -> None:
-    """One of them is asked to stop in step 9; what both find out after step 12 is no surprise to either."""
-    straight, stopped = (spec_of(tmp_path / n, plan, 4, 18, checkpoint_every=7, **LIMITED) for n in ("a", "b"))
-    assert run_trainer(straight, *TORCHRUN)[0] == 0
+    """One of them is asked to stop in step 9, and both find it out after step 12."""
+    changes: dict[str, Any] = {"checkpoint_every": 7} | UNLIMITED
+    often, seldom, stopped = (spec_of(tmp_path / n, plan, k, 18, **changes) for n, k in (("a", 1), ("b", 4), ("c", 4)))
+    assert run_trainer(often, *TORCHRUN)[0] == run_trainer(seldom, *TORCHRUN)[0] == 0
+    assert_alike(often, seldom)
     process = start_dying(stopped, 9, 50, *TORCHRUN, sent=signal.SIGTERM, rank=1)
     process.communicate()
     assert [step for step, _ in checkpoints.steps_in(stopped / "checkpoints")] == [7, 12]
     assert run_trainer(stopped, *TORCHRUN)[0] == 0
-    assert_same_run(straight, stopped)
-    often = spec_of(tmp_path / "often", plan, 1, 18, checkpoint_every=7, **UNLIMITED)
-    seldom = spec_of(tmp_path / "seldom", plan, 4, 18, checkpoint_every=7, **UNLIMITED)
-    assert run_trainer(often, *TORCHRUN)[0] == run_trainer(seldom, *TORCHRUN)[0] == 0
-    assert_alike(often, seldom)
+    assert_same_run(seldom, stopped)
