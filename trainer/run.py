@@ -229,8 +229,10 @@ class Run:
         rows, split = self._rows_at_once(batch)
         parts = batch.split(rows)
         for done, part in enumerate(parts, start=1):
-            found = self._micro_batch(part, router_z_share) if self.graphs is None else None
-            if self.graphs is not None:
+            found = None
+            if self.graphs is None:
+                found = self._micro_batch(part, router_z_share)
+            else:
                 self.signals.look_at(self.graphs(part))
             if done == len(parts) // 2 and self.monitor.half(batch.step, split):
                 sums.supervised_in_half.copy_(sums.supervised_D.sum())
