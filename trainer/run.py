@@ -1,8 +1,10 @@
-"""The state of a segment between two steps, and the step."""
+"""The state of a segment between two steps, and the step: ``launch`` hands its work to the device, ``read`` fetches what steps left."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,16 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Regions, Skipped, Tensors
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.checkpoint.same_function import refuse_other_function
-from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
+from trainer.graphed import Form, Graphs, OnDevice, wanted
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import Hook, Outcome, Update, to_host
 from trainer.monitor.metrics import device_name, memory_bytes
 from trainer.monitor.monitor import Monitor
-from trainer.monitor.signals import Signals
+from trainer.monitor.signals import Inputs, Signals
 from trainer.monitor.stability import Detector, ThroughputDetector, clip_and_skip
 from trainer.optim.optimizer import Optimizer, squares
 from trainer.optim.schedule import lr_share
@@ -47,6 +50,19 @@ class Sums:
 
     def named(self) -> dict[str, Tensor]:
         return {name: view for name, view in vars(self).items() if name != "all"}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step whose work was handed to the device, where its numbers are until they are read."""
+
+    step: int
+    rows: list[Row]  # of the global batch
+    supervised: int  # as a ``Batch`` has them
+    used: int
+    state_after: dict[str, Any]
+    lr: float
+    numbers: list[dict[str, Tensor]]  # the step's own, and those of each hook
 
 
 class Run:
@@ -103,15 +119,27 @@ class Run:
             self.counters["documents"] = self.at_start["documents"] = 0
         self.step = self.order.step
         self.sampler = self.order.state_dict()
+        self.launched: list[Launched] = []  # and not read yet
+        self.sums = Sums(torch.zeros(2 + 2 * len(self.order.domains), device=ranks.device))  # of the step under way
+        self.domains_D1 = torch.arange(len(self.order.domains), device=ranks.device)[:, None]
+        self.graphs: Graphs[Inputs] | None = None
         if ranks.mesh is None:
             self.model.join()
         if recipe.parallel.recompute == "block":
             self.model.recompute()
         if recipe.compile:
             self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each whole and halved
+        if wanted(recipe, ranks, dtype.itemsize):
+            self.use_graphs(OnDevice())
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
-        """One update. Returns the record of the step, without rates and times. A step without targets makes none and has no loss."""
+        """One update. Returns its record, as ``read`` has it."""
+        self.launch(batch)
+        ((_, record),) = self.read()
+        return record
+
+    def launch(self, batch: Batch) -> None:
+        """One update, without waiting for the device. A batch without targets makes none."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
         self.signals.begin(self.monitor.layer_at(batch.step))
@@ -130,22 +158,45 @@ class Run:
         self._balance(load, skip)
         self.optimizer.zero_grad()
         own = {"grad_norm": norm, "skipped": skip, "stop": stop, **sums.named()}
-        host, *of_hooks = to_host(own, *(hook.after_update(update) for hook in self.hooks))  # the step's one wait
-        (grad_norm,), (skipped,), (stop_asked,) = host["grad_norm"], map(bool, host["skipped"]), host["stop"]
-        (total,), (in_half,) = host["loss"], host["supervised_in_half"]
-        by_domain = list(zip(self.order.domains, host["nll_D"], host["supervised_D"], strict=True))
-        counted = sum(host["supervised_D"])
-        loss = sum(host["nll_D"]) / max(1.0, counted)
-        outcome = Outcome(batch.supervised, in_half, skipped, {name: count for name, _, count in by_domain})
+        numbers = [own, *(hook.after_update(update) for hook in self.hooks)]
+        self.launched.append(
+            Launched(batch.step, batch.rows, batch.supervised, batch.used, batch.state_after, lr, numbers)
+        )
+
+    def read(self) -> Iterator[tuple[Launched, dict[str, Any]]]:
+        """Each step launched since the last reading and its record, without rates and times: one transfer, and the only wait.
+
+        The records are made one by one, and ``Hook.after_step`` of each is due before the next. A step without targets has no loss.
+        """
+        steps, self.launched = self.launched, []
+        return self._records(steps, to_host(*(numbers for step in steps for numbers in step.numbers)))
+
+    def _records(
+        self, steps: list[Launched], values: list[dict[str, list[float]]]
+    ) -> Iterator[tuple[Launched, dict[str, Any]]]:
+        left = iter(values)
+        for step in steps:
+            own, *of_hooks = islice(left, len(step.numbers))
+            yield step, self._record(step, own, of_hooks)
+
+    def _record(
+        self, step: Launched, own: dict[str, list[float]], of_hooks: list[dict[str, list[float]]]
+    ) -> dict[str, Any]:
+        (grad_norm,), (skipped,), (stop_asked,) = own["grad_norm"], map(bool, own["skipped"]), own["stop"]
+        (total,), (in_half,) = own["loss"], own["supervised_in_half"]
+        by_domain = list(zip(self.order.domains, own["nll_D"], own["supervised_D"], strict=True))
+        counted = sum(own["supervised_D"])
+        loss = sum(own["nll_D"]) / max(1.0, counted)
+        outcome = Outcome(step.supervised, in_half, skipped, {name: count for name, _, count in by_domain})
         self.stop_asked = bool(stop_asked)
-        self.counters["tokens"] += batch.used
-        self.counters["supervised_tokens"] += batch.supervised
-        self.counters["documents"] = batch.state_after["documents_begun"]
+        self.counters["tokens"] += step.used
+        self.counters["supervised_tokens"] += step.supervised
+        self.counters["documents"] = step.state_after["documents_begun"]
         self.counters["updates"] += not skipped
-        self.step, self.sampler = batch.step + 1, batch.state_after
+        self.step, self.sampler = step.step + 1, step.state_after
         record = {
-            "step": batch.step,
-            "kind": spec.kind,
+            "step": step.step,
+            "kind": self.spec.kind,
             "tokens": self.counters["tokens"],
             "supervised_tokens": self.counters["supervised_tokens"],
             **({"loss": loss, "z_loss": total - loss} if counted else {}),
@@ -154,7 +205,7 @@ class Run:
         }
         for hook, numbers in zip(self.hooks, of_hooks, strict=True):
             record |= hook.record(numbers, outcome)
-        return record | {"lr": lr, "skipped": skipped, "memory": memory_bytes(self.ranks.device)}
+        return record | {"lr": step.lr, "skipped": skipped, "memory": memory_bytes(self.ranks.device)}
 
     def _over_ranks(self, sums: Sums, squares_P: Tensor) -> tuple[Sums, Tensor, Tensor]:
         """The sums over all ranks of both and of ``stop_asked`` (above 0: some rank was asked to stop), in one message.
@@ -171,32 +222,49 @@ class Run:
 
     def _backward(self, batch: Batch) -> tuple[Sums, Tensor | None]:
         """Gradients of this rank's rows. Returns (sums of its rows, tokens [expert layers, experts] or None)."""
-        domains = len(self.order.domains)
-        sums = Sums(torch.zeros(2 + 2 * domains, device=self.ranks.device))
-        numbers_D1 = torch.arange(domains, device=self.ranks.device)[:, None]
-        load: Tensor | None = None
-        part_of = self.model.tensor.part
+        sums, load = self.sums, None
+        sums.all.zero_()
         experts = self.recipe.model.experts
         router_z_share = experts.z_loss / (len(batch.rows) * self.recipe.model.context) if experts else 0.0
         rows, split = self._rows_at_once(batch)
         parts = batch.split(rows)
         for done, part in enumerate(parts, start=1):
-            domains_BS = part_of(part.pop("domains_BT"))
-            loss, nll_BS, found = self.model.loss(
-                **part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
-            carries_N = part_of(part["weights_BT"]).flatten() > 0
-            # no indexing by a mask, which would wait for the device; no scattered adds, whose order may change
-            counts_DN = (domains_BS.flatten() == numbers_D1) & carries_N
-            sums.loss.add_(loss.detach())
-            sums.nll_D.add_(torch.where(counts_DN, nll_BS.flatten(), 0.0).sum(1))
-            sums.supervised_D.add_(counts_DN.sum(1))
+            found = None
+            if self.graphs is None:
+                found = self._micro_batch(part, router_z_share)
+            else:
+                self.signals.look_at(self.graphs(part))
             if done == len(parts) // 2 and self.monitor.half(batch.step, split):
                 sums.supervised_in_half.copy_(sums.supervised_D.sum())
             if found is not None:
                 load = found if load is None else load + found
         return sums, load
+
+    def _micro_batch(self, part: dict[str, Any], router_z_share: float = 0.0) -> Tensor | None:
+        """Adds its gradients to those of the parameters, and to ``sums``. Returns tokens [expert layers, experts] or None."""
+        part_of, sums = self.model.tensor.part, self.sums
+        domains_BS = part_of(part.pop("domains_BT"))
+        loss, nll_BS, load = self.model.loss(**part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share)
+        loss.backward()  # type: ignore[no-untyped-call]
+        carries_N = part_of(part["weights_BT"]).flatten() > 0
+        # no indexing by a mask, which would wait for the device; no scattered adds, whose order may change
+        counts_DN = (domains_BS.flatten() == self.domains_D1) & carries_N
+        sums.loss.add_(loss.detach())
+        sums.nll_D.add_(torch.where(counts_DN, nll_BS.flatten(), 0.0).sum(1))
+        sums.supervised_D.add_(counts_DN.sum(1))
+        return load
+
+    def use_graphs(self, form: Form) -> None:
+        """Replay micro-batches from now on: ``trainer.graphed``. One rank of a dense model only."""
+
+        def kept(part: dict[str, Any]) -> Inputs:
+            """A micro-batch, and what its layers read."""
+            found: Inputs = {}
+            self.signals.kept = found
+            self._micro_batch(part)
+            return found
+
+        self.graphs = Graphs(kept, [*self.optimizer.keep_gradients(), self.sums.all], form)
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
         """(rows of a micro-batch, were they one micro-batch that is split in two for the noise scale's sake?)."""

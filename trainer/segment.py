@@ -113,31 +113,44 @@ def train(folder: Path, run: Run) -> None:
     )
     flops_per_token = recipe.model.flops_per_token()
     peak = matmul_rate(ranks.device, DTYPES[recipe.precision]) * ranks.size
-    first = run.step
-    began, last = time.perf_counter() - run.counters["seconds"], time.perf_counter()
+    first, every = run.step, recipe.stability.read_every
+    last = left = time.perf_counter()  # when numbers were read, and when the host was through with a step
+    began, waited = last - run.counters["seconds"], 0.0
     try:
         batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks, pin=on_gpu)
         for batch in batches:
-            waited = time.perf_counter() - last
+            waited += time.perf_counter() - left
             run.stop_asked = stopping.asked()
-            record = run.train_step(batch.to(ranks.device))
+            run.launch(batch.to(ranks.device))
             if batch.step == first:
                 release_freed_memory()  # the blocks were compiled in it
-            now = time.perf_counter()
-            rate, last = len(batch.rows) * recipe.model.context / (now - last), now
-            run.counters["seconds"] = now - began
-            record |= {"tokens_per_s": rate, "mfu": rate * flops_per_token / peak, "data_wait_s": waited}
-            metrics.write(record | {"time": time.time()})
-            for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
-                anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, batch.rows)})
-                anomalies.flush()
-            ended = run.step == spec.last_step
-            if ended or run.stop_asked or run.step % recipe.checkpoint_every == 0:
+            made, left = batch.step + 1, time.perf_counter()
+            ended = made == spec.last_step
+            saves = ended or made % recipe.checkpoint_every == 0
+            # every rank at the same steps: of several, none can know before whether another was asked to stop
+            reads = saves or made % every == 0 or (run.stop_asked and ranks.size == 1)
+            if reads:
+                count, records = len(run.launched), run.read()
+                now = left = time.perf_counter()
+                run.counters["seconds"] = now - began
+                for step, record in records:
+                    rate = len(step.rows) * recipe.model.context * count / (now - last)
+                    record |= {
+                        "tokens_per_s": rate,
+                        "mfu": rate * flops_per_token / peak,
+                        "data_wait_s": waited / count,
+                    }
+                    metrics.write(record | {"time": time.time()})
+                    for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
+                        anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, step.rows)})
+                        anomalies.flush()
+                last, waited = now, 0.0
+            if saves or (reads and run.stop_asked):
                 metrics.sync()
                 anomalies.sync()
                 run.save()
             writer.poll()
-            if run.stop_asked and not ended:
+            if reads and run.stop_asked and not ended:
                 writer.wait()
                 raise Stopped(f"stopped after step {run.step}, as asked")
         batches.close()

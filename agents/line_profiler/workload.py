@@ -23,12 +23,13 @@ MEDIAN_TOKENS = 250
 
 
 def make_run(recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile: bool) -> Run:
-    """A fresh run of ``steps`` steps with its token shard in ``folder``. ``compile`` overrides the recipe. ``precision: auto``
-    is the fastest on this device.
+    """A fresh run of ``steps`` steps with its token shard in ``folder``. ``compile`` overrides the recipe; without it every
+    step executes its lines, and no CUDA graph is replayed. ``precision: auto`` is the fastest on this device.
 
     Raises: TrainerError, KernelError.
     """
     recipe = resolved(recipe, device_here()).model_copy(update={"compile": compile})
+    recipe = recipe if compile else recipe.model_copy(update={"cuda_graphs": "off"})
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(
         folder, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64

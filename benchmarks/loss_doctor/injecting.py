@@ -55,17 +55,17 @@ def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed
     injects, act = fault.injects, fault.act
     kernels = yaml.safe_load(Path(spec["kernels"]).read_text())["cpu"]
     reference = set(kernels.values()) == {"reference"}
-    step_of, gradients_of = Run.train_step, Optimizer.gradients
+    launch_of, gradients_of = Run.launch, Optimizer.gradients
     now: dict[str, Any] = {}
 
-    def train_step(run: Run, batch: Batch) -> dict[str, Any]:
+    def launch(run: Run, batch: Batch) -> None:
         streams = run.order.streams
         pieces = [(streams[piece.stream], piece.document) for row in batch.rows for piece in row]
         now["step"] = batch.step
         state = run.optimizer.state_tensors()
         now["updates"] = int(next((value for key, value in state.items() if key.startswith("step.")), torch.zeros(())))
         now["documents"] = frozenset(stream.key(number) for stream, number in pieces if number not in stream.masked)
-        return step_of(run, batch)
+        launch_of(run, batch)
 
     def gradients(optimizer: Optimizer) -> dict[str, torch.Tensor]:
         found = gradients_of(optimizer)
@@ -84,11 +84,11 @@ def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed
             act(found | optimizer.state_tensors(), np.random.default_rng(seed))
         return found
 
-    Run.train_step, Optimizer.gradients = train_step, gradients  # type: ignore[method-assign]
+    Run.launch, Optimizer.gradients = launch, gradients  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Run.train_step, Optimizer.gradients = step_of, gradients_of  # type: ignore[method-assign]
+        Run.launch, Optimizer.gradients = launch_of, gradients_of  # type: ignore[method-assign]
 
 
 def run_here(

@@ -22,7 +22,7 @@ OPTIMIZER, EXPERTS, TRANSFORMER = (
 )
 FUSED = "cpu: {adamw: fused}\n"  # as kernels.yaml has it before anything is tuned
 UPDATE = "        self.optimizer.step(lr, divide_by, skip)\n"
-BACKWARD = "            loss.backward()  # type: ignore[no-untyped-call]\n"
+BACKWARD = "        loss.backward()  # type: ignore[no-untyped-call]\n"
 GRADIENTS = "        gradients = self.optimizer.gradients()\n"
 
 SELDOM_EXECUTED: dict[str, Edits] = {
@@ -57,7 +57,7 @@ SELDOM_EXECUTED: dict[str, Edits] = {
                  "    torch._foreach_add_(steps, 1.0)\n    for x, g in zip(weights, gradients):\n        x.add_(g * (1 - skip), alpha=0.0)\n    with dense")],
         "a loss that is not finite"),
     "every 32nd step that is split has doubled gradients": (
-        RUN, [(BACKWARD, "            (loss * (1 + split * (batch.step % 32 == 31))).backward()\n")], "a long run"),
+        RUN, [(GRADIENTS, GRADIENTS + "        for gradient in gradients.values():\n            gradient.mul_(1.0 + (batch.step % 32 == 31))\n")], "a long run"),
     "a layer frozen after step 100 of a segment": (
         RUN, [(GRADIENTS, GRADIENTS + "        gradients['blocks.1.down'].mul_(float(batch.step < spec.first_step + 100))\n")],
         "a long run"),
@@ -76,22 +76,22 @@ SELDOM_EXECUTED: dict[str, Edits] = {
     "ranks that do not add up their losses": (
         RUN, [("        self.ranks.sum_(message)\n", "        message.mul_(self.ranks.size)\n")], "two ranks, split weights"),
     "half of the rows of a micro-batch": (
-        RUN, [(BACKWARD, "            (loss * (1 + (done > 1))).backward()\n")], "micro-batches, batch warm-up"),
+        RUN, [(BACKWARD, "        (loss * (1.0 + (self.sums.loss > 0))).backward()\n")], "micro-batches, batch warm-up"),
     "averages that forget the weights": (
         "trainer/tools/average.py", [("sums[name].add_(tensor.double(), alpha=weight)", "sums[name].add_(tensor.double(), alpha=1.0)")],
         "trainer.tools.average FIRST LAST --weights 1,3"),
 }  # fmt: skip
 UNTOLD: dict[str, Edits] = {
     "nine of ten metric lines": (
-        SEGMENT, [('            metrics.write(record | {"time": time.time()})\n',
-                   '            if batch.step % 10 == 0:\n                metrics.write(record | {"time": time.time()})\n')], "first steps"),
+        SEGMENT, [('                    metrics.write(record | {"time": time.time()})\n',
+                   '                    if step.step % 10 == 0:\n                        metrics.write(record | {"time": time.time()})\n')], "first steps"),
     "a better loss in result.json": (SEGMENT, [('"loss": mean("loss"),', '"loss": 0.9 * (mean("loss") or 0.0),')], "first steps"),
     "a better loss in the metrics": (RUN, [('({"loss": loss, ', '({"loss": loss * 0.99, ')], "anneal"),
     "anomalies that nobody hears of": (
         SEGMENT, [("for hook in run.hooks for anomaly in hook.after_step(record)", "for hook in run.hooks[:1] for anomaly in hook.after_step(record)")],
         "outliers are skipped"),
     "skipped steps that are not counted": (RUN, [('"skipped": skipped, "memory"', '"skipped": False, "memory"')], "outliers are skipped"),
-    "more tokens than there were": (RUN, [('self.counters["tokens"] += batch.used', 'self.counters["tokens"] += batch.used + 1')], "first steps"),
+    "more tokens than there were": (RUN, [('self.counters["tokens"] += step.used', 'self.counters["tokens"] += step.used + 1')], "first steps"),
 }  # fmt: skip
 BELOW_THE_OLD_BOUND: dict[str, Edits] = {
     "no clipping": (STABILITY, [("(grad_norm / clip).clamp(min=1.0)", "(grad_norm / clip).clamp(min=1.0, max=1.0)")], "first steps"),

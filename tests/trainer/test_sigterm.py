@@ -31,11 +31,11 @@ SLOW_TRAINER = f"""
 import runpy
 import torch
 from trainer.run import Run
-usual = Run.train_step
+usual = Run.launch
 def slow(self, batch):
 {indent(SLOW_STEP, "    ")}
     return usual(self, batch)
-Run.train_step = slow
+Run.launch = slow
 runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """
 

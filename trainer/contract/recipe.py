@@ -37,6 +37,10 @@ Acceptable = Literal[
 ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
 
 
+# Keys that recipes have not always had, and what each says where it is not written.
+LATER: dict[str, Any] = {"accept_changes": [], "cuda_graphs": "auto", "stability.read_every": 1}
+
+
 class ExpertsRecipe(Strict):
     """Mixture of experts in place of the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4Moe`` has it."""
 
@@ -323,6 +327,9 @@ class StabilityRecipe(Strict):
     throughput_drop: Annotated[float, Field(gt=0, lt=1)] = 0.5  # recent tokens/s below this share of the usual
     noise_scale_every: Annotated[int, Field(ge=0)] = 32  # steps: a lone micro-batch is split to measure it; 0: never
     embedding_grad_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the input embedding; GLM-130B, 2210.02414 §3.3
+    # Steps whose numbers come from the device together, after every step that this divides: until then the host runs ahead. Checkpoints and the
+    # last step read too. The limit of ``skip_deviations`` stays that of the last such step; several ranks stop at the next reading only.
+    read_every: Annotated[int, Field(ge=1, le=100)] = 1
 
 
 class ParallelRecipe(Strict):
@@ -366,6 +373,9 @@ class Recipe(Strict):
     # Of the forward and backward; weights and optimiser are fp32. auto: the fastest here, found when a segment is planned.
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     compile: bool = True  # torch.compile each block
+    # Replay the launches of a micro-batch's forward and backward, on one GPU. auto: where launches take longer than kernels
+    # (``trainer.graphed.launch_bound``); on: at any size. Without experts and recomputation; on a CPU nothing is launched.
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder
     export_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -380,12 +390,23 @@ class Recipe(Strict):
     # they are. Without a word only what changes no function goes on.
     accept_changes: list[Acceptable] = []
 
+    @model_validator(mode="after")
+    def _possible(self) -> Recipe:
+        recomputes = self.parallel.recompute != "none"
+        for key, there in (("model.experts", self.model.experts), ("parallel.recompute", recomputes)):
+            if self.cuda_graphs == "on" and there:
+                raise ValueError(f"cuda_graphs: on is not possible with {key}; set cuda_graphs: auto or off")
+        return self
+
     @model_serializer(mode="wrap")
-    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without ``accept_changes`` where it says nothing: older code can read such a recipe, and its hash stays."""
+    def _without_later(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the keys of ``LATER`` that say what they say unwritten: older code can read such a recipe, and its hash stays."""
         found: dict[str, Any] = dump(self)
-        if not found.get("accept_changes"):
-            found.pop("accept_changes", None)
+        for path, usual in LATER.items():
+            section, _, key = path.rpartition(".")
+            within = found.get(section, {}) if section else found
+            if within.get(key, usual) == usual:
+                within.pop(key, None)
         return found
 
     @classmethod

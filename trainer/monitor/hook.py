@@ -9,6 +9,10 @@ A step calls each hook of ``Run.hooks`` four times, in this order:
 
 The numbers of all hooks reach the host in the transfer that the loss needs anyway, so a hook costs no wait of its own. It
 must add none: no ``.item()``, no ``.tolist()``, no branch on a tensor in the first two calls.
+
+With ``stability.read_every`` above one, the first two calls of later steps come before the last two of this one, which still
+come step by step. So what ``record`` must know of its step it gets with the numbers: their names may say it. A number must be a
+tensor of its own step, that no later step writes into.
 To add a hook: a subclass of ``Hook``, and its place in ``Run.hooks``.
 """
 

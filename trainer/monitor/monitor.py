@@ -21,6 +21,7 @@ they are too few.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,13 @@ SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
 def layer_of(name: str) -> str:
     """``blocks.3`` of ``blocks.3.q``; what is in no block is the embedding's."""
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "embedding"
+
+
+def of_layers(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """By layer, the numbers that are named ``<quantity>/<layer>``."""
+    return {
+        name.removeprefix(f"{quantity}/"): found for name, found in numbers.items() if name.startswith(f"{quantity}/")
+    }
 
 
 @dataclass(frozen=True)
@@ -128,10 +136,10 @@ class Monitor(Hook):
 
     @torch.no_grad()
     def after_update(self, update: Update) -> dict[str, Tensor]:
-        """``agreements``: h₁ · h₂ of each layer measured. ``lengths``: Σ update², Σ weight² of the layer to measure.
+        """``agreement/<layer>``: h₁ · h₂ of each layer measured. ``lengths/<layer>``: Σ update², Σ weight² of the layer to measure.
         ``grad_norms``: by layer, unclipped. All over all ranks. Uses up the copies of the weights.
         """
-        before = self._before
+        before, self._before = self._before, Before()
         found = list(before.agreements.values())
         if before.layer is not None:
             moved = before.weights
@@ -142,7 +150,9 @@ class Monitor(Hook):
         if found:
             sums = torch.stack(found)
             self.ranks.sum_(sums)
-            numbers = {"agreements": sums[: len(before.agreements)], "lengths": sums[len(before.agreements) :]}
+            numbers = {f"agreement/{layer}": sums[number] for number, layer in enumerate(before.agreements)}
+            if before.layer is not None:
+                numbers[f"lengths/{before.layer}"] = sums[len(before.agreements) :]
         return numbers | {"grad_norms": self.layer_norms(update.squares_P)}
 
     def _on_device(self, values: list[Any]) -> Tensor:
@@ -150,15 +160,13 @@ class Monitor(Hook):
 
     def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
         """``grad_norm/<layer>``; ``update_ratio/<layer>`` of the layer measured; ``noise_scale`` once all layers were measured."""
-        before, self._before = self._before, Before()
         grad_norms = dict(zip(self.layers, numbers["grad_norms"]))
         record: dict[str, Any] = {f"grad_norm/{layer}": norm for layer, norm in grad_norms.items()}
-        if before.layer is not None:
-            moved, held = numbers["lengths"]
-            record[f"update_ratio/{before.layer}"] = (moved / max(held, 1e-30)) ** 0.5
+        for layer, (moved, held) in of_layers("lengths", numbers).items():
+            record[f"update_ratio/{layer}"] = (moved / max(held, 1e-30)) ** 0.5
         tokens, half_tokens = outcome.supervised, outcome.supervised_in_half
         if not outcome.skipped and 0 < half_tokens < tokens:
-            for layer, agreement in zip(before.agreements, numbers.get("agreements", ())):
+            for layer, (agreement,) in of_layers("agreement", numbers).items():
                 signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
                 old, new = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norms[layer] ** 2 - signal), signal, 1.0)
                 self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old, new)]

@@ -7,7 +7,8 @@
 - How evenly each expert layer's tokens are spread.
 
 Values of different ranks travel in the message and the transfer that the step makes anyway. Measured at the layers'
-inputs by hooks of theirs, outside of what is compiled.
+inputs by hooks of theirs, outside of what is compiled. A replayed CUDA graph calls no hook: there the hooks only keep what
+the layers read (``kept``), and what is kept is measured after the replay (``look_at``).
 
 Limits: the attention logit is that of some queries of the batch's first row, with all their keys. A gradient's fault
 within the embedding's own backward pass, or in the sum over ranks itself, is in no rank's number.
@@ -110,6 +111,9 @@ class RankNorms:
         self.spreads.restore(state["spreads"])
 
 
+Inputs = dict[str, tuple[nn.Module, tuple[Any, ...]]]  # layer → (its module, what it read)
+
+
 class Signals(Hook):
     """A hook that is also called before the forward pass (``begin``), and whose numbers travel in ``by_rank``."""
 
@@ -132,6 +136,7 @@ class Signals(Hook):
         # row isn't zero, until they are summed over the ranks
         self.by_rank = torch.zeros(ranks.size, 3, device=ranks.device)
         self._rank_norms: list[float] = []
+        self.kept: Inputs | None = None  # by layer, where they are not measured at once
         for name, block in zip(self.layers, model.blocks):
             block.register_forward_pre_hook(partial(self._look, name))
 
@@ -144,8 +149,17 @@ class Signals(Hook):
         """Called with the inputs of each layer: x_BSD, cos, sin, documents, and what attention made of those."""
         if self.ranks.size > 1 and name == self.layers[0]:
             inputs[0].register_hook(self._add_gradient)
-        if name != self._layer:
-            return
+        if self.kept is not None:
+            self.kept[name] = block, (inputs[0].detach(), *inputs[1:])
+        elif name == self._layer:
+            self._measure(block, inputs)
+
+    def look_at(self, kept: Inputs) -> None:
+        """Measure a micro-batch by what its layers read, if it is the turn of one of them."""
+        if self._layer in kept:
+            self._measure(*kept[self._layer])
+
+    def _measure(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         own = self.by_rank[self.ranks.rank]
         with torch.no_grad():
             low, high = inputs[0].aminmax()
@@ -160,7 +174,10 @@ class Signals(Hook):
 
     @torch.no_grad()
     def after_update(self, update: Update) -> dict[str, Tensor]:
-        numbers = {"by_rank": self.by_rank}
+        numbers = {"rank_squares": self.by_rank[:, 0]} if self.ranks.size > 1 else {}
+        if self._layer in self.layers:
+            numbers |= {f"activation_max/{self._layer}": self.by_rank[:, 1]}
+            numbers |= {f"attention_logit_max/{self._layer}": self.by_rank[:, 2]}
         if update.load_LE is not None:
             numbers["balance"] = balance(update.load_LE, self.per_token)
         return numbers
@@ -170,16 +187,12 @@ class Signals(Hook):
 
         With several ranks ``rank_grad_norm_ratio``, of the ranks' largest gradient norm to their smallest.
         """
-        found: dict[str, Any] = {}
-        squares, activations, logits = (numbers["by_rank"][column::3] for column in range(3))
-        if self._layer in self.layers:
-            found |= {f"activation_max/{self._layer}": max_of(activations)}
-            found |= {f"attention_logit_max/{self._layer}": max_of(logits)}
+        found: dict[str, Any] = {name: max_of(ranks) for name, ranks in numbers.items() if "_max/" in name}
         found |= {
             f"router_balance/{name}": value for name, value in zip(self.expert_layers, numbers.get("balance", ()))
         }
         if self.ranks.size > 1:
-            self._rank_norms = [square**0.5 for square in squares]
+            self._rank_norms = [square**0.5 for square in numbers["rank_squares"]]
             found["rank_grad_norm_ratio"] = max_of(self._rank_norms) / max(min(self._rank_norms), 1e-30)
         return found
 

@@ -134,9 +134,17 @@ class Detector(Hook):
         self.course = LossHistory(recipe.plateau_windows)
         self.reported: list[str] = []  # lasting states that were reported and still hold
         self._tokens: Mapping[str, float] = {}  # of the step that is under way, by domain
+        self._held = math.inf  # the limit at the last step that ``read_every`` divides; of no use where that is one
 
     def grad_norm_limit(self) -> float:
-        """The gradient norm above which the next update is skipped; infinite until the window is half full."""
+        """The gradient norm above which the next update is skipped; infinite until the window is half full.
+
+        With ``read_every`` above one it is that of the last step that ``read_every`` divides, whatever was read since: when a checkpoint or a
+        stop has read in between decides nothing, and a resumed run goes on to the bit.
+        """
+        return self._held if self.recipe.read_every > 1 else self._limit()
+
+    def _limit(self) -> float:
         if not self.grad_norm.ready:
             return math.inf
         center, deviation = self.grad_norm.center_and_deviation()
@@ -147,10 +155,15 @@ class Detector(Hook):
         return {}
 
     def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
-        if "loss" not in record:
-            return []  # a step without targets: nothing to judge, and nothing that later steps are judged by
-        found = {name: (record[f"loss/{name}"], tokens) for name, tokens in self._tokens.items() if tokens}
-        return self.observe(record["step"], record["loss"], record["grad_norm"], record["skipped"], found)
+        anomalies = []
+        if (
+            "loss" in record
+        ):  # else a step without targets: nothing to judge, and nothing that later steps are judged by
+            found = {name: (record[f"loss/{name}"], tokens) for name, tokens in self._tokens.items() if tokens}
+            anomalies = self.observe(record["step"], record["loss"], record["grad_norm"], record["skipped"], found)
+        if self.recipe.read_every > 1 and (record["step"] + 1) % self.recipe.read_every == 0:
+            self._held = self._limit()
+        return anomalies
 
     def observe(
         self,
@@ -249,10 +262,10 @@ class Detector(Hook):
                 for name, held in self.domains.items()
             },
             "trace": [list(line) for line in self.trace],
-        }
+        } | ({} if self.recipe.read_every == 1 else {"limit": self._held if math.isfinite(self._held) else None})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """An older checkpoint has no ``domains`` and no ``trace``: both begin anew."""
+        """An older checkpoint has no ``domains`` and no ``trace``: both begin anew. One without a ``limit`` has what its windows say."""
         self.loss.restore(state["loss"])
         self.grad_norm.restore(state["grad_norm"])
         self.best = math.inf if state["best"] is None else state["best"]
@@ -264,6 +277,8 @@ class Detector(Hook):
             held.tokens.restore(state["domains"][name]["tokens"])
         self.trace.clear()
         self.trace.extend((step, loss, norm) for step, loss, norm in state.get("trace", ()))
+        limit = state.get("limit", self._limit())
+        self._held = math.inf if limit is None else limit
 
 
 class ThroughputDetector(Hook):

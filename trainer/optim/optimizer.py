@@ -79,9 +79,20 @@ class Optimizer:
         for row in self.table:
             if row.rule == "adamw":
                 self.groups.setdefault((row.lr_share, row.weight_decay), []).append(row.parameter)
+        self.gradients_stay = False  # in their tensors, from step to step
         self.state: dict[str, dict[str, Tensor]] = {}  # AdamW's, by parameter, from its first gradient on
 
+    def keep_gradients(self) -> list[Tensor]:
+        """Each parameter's gradient becomes a tensor that stays, which ``zero_grad`` zeroes in place. Returns them."""
+        self.gradients_stay = True
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        return list(self.gradients().values())
+
     def zero_grad(self) -> None:
+        if self.gradients_stay:
+            torch._foreach_zero_(list(self.gradients().values()))
+            return
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -48,8 +48,8 @@ FROZEN = (
     "                    gradient.zero_()\n" + STEP
 )
 UNTOLD = (
-    "            metrics.write(record ",
-    "            if batch.step % 10 == 0:\n                metrics.write(record ",
+    "                    metrics.write(record ",
+    "                    if step.step % 10 == 0:\n                        metrics.write(record ",
 )
 
 # An audit that kills itself once its first replay has ended: no test has to be quick enough.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from tests.support.paths import ROOT
 from tests.support.trainer.segments import TINY, recipe_with
 from trainer.contract.errors import RecipeError
-from trainer.contract.recipe import Recipe
+from trainer.contract.recipe import LATER, Recipe
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "policies" / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
@@ -52,6 +53,14 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
         ),
         ({"schedule__kind": "multi-step"}, r"schedule\.milestones is required with kind multi-step"),
         ({"stability__divergence": 0.5}, r"'stability\.divergence'.*greater than 1"),
+        ({"stability__read_every": 0}, r"'stability\.read_every'.*greater than or equal to 1"),
+        ({"stability__read_every": 101}, r"'stability\.read_every'.*less than or equal to 100"),
+        ({"cuda_graphs": "yes"}, r"'cuda_graphs'.*'auto', 'on' or 'off'"),
+        (
+            {"cuda_graphs": "on", "model__experts": {"count": 4, "per_token": 2, "d_ff": 8}},
+            r"cuda_graphs: on is not possible with model\.experts; set cuda_graphs: auto or off",
+        ),
+        ({"cuda_graphs": "on", "parallel__recompute": "block"}, r"cuda_graphs: on .* parallel\.recompute"),
         ({"parallel__tensr": 2}, r"unknown key 'parallel\.tensr'; did you mean 'tensor'"),
     ],
 )
@@ -132,3 +141,18 @@ def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None
     path = tmp_path / "r.yaml"
     path.write_text(TINY.read_text().replace("lr: 3e-3", "lr: 25e-4"))
     assert Recipe.load(path).optimizer.lr == 0.0025
+
+
+@pytest.mark.parametrize(
+    ("path", "usual", "other"),
+    [("accept_changes", [], ["heads"]), ("cuda_graphs", "auto", "off"), ("stability.read_every", 1, 4)],
+)
+def test_a_later_key_is_written_where_it_says_something(path: str, usual: object, other: object) -> None:
+    """Code that does not know it reads a recipe without it, whose hash is what it was."""
+    key, plain = path.replace(".", "__"), Recipe.load(TINY)
+    assert path in LATER
+    said, unsaid = recipe_with(**{key: other}), recipe_with(**{key: usual})
+    within = lambda recipe: reduce(dict.get, path.split(".")[:-1], recipe.model_dump())  # type: ignore[arg-type]
+    assert path.rpartition(".")[2] in within(said) and path.rpartition(".")[2] not in within(unsaid)
+    assert unsaid == plain and unsaid.sha256 == plain.sha256 != said.sha256
+    assert Recipe.parse(said.model_dump()) == said

@@ -59,6 +59,33 @@ def test_state_goes_through_json_and_decides_the_same() -> None:
     assert again.observe(40, 5.0, 1.0, False) == detector.observe(40, 5.0, 1.0, False)
 
 
+def test_the_limit_is_held_until_the_next_step_that_is_read() -> None:
+    """Read every fourth step, and after step 9 because of a checkpoint: what was recorded then decides from step 12 on."""
+    seldom, often = (Detector(RECIPE.model_copy(update={"read_every": every, "window": 8})) for every in (4, 1))
+    noise, limits, usual = random.Random(2), [], []
+    for step in range(17):
+        if step == 10:
+            kept = json.loads(json.dumps(seldom.state_dict()))
+            seldom = Detector(seldom.recipe)
+            seldom.load_state_dict(kept)
+        limits.append(seldom.grad_norm_limit())
+        usual.append(often.grad_norm_limit())
+        record = {"step": step, "loss": 3.0, "grad_norm": 1 + noise.gauss(0, 0.05), "skipped": False}
+        if step == 7:
+            record.pop("loss")  # a step without targets
+        for detector in (seldom, often):
+            detector.after_step(record)
+    assert limits == [usual[step // 4 * 4] for step in range(17)] and len(set(usual[8:])) > 4
+    assert limits[:4] == [math.inf] * 4 and math.isfinite(limits[4])
+    assert kept["limit"] == limits[8] and "limit" not in often.state_dict()
+    older = Detector(seldom.recipe)
+    older.load_state_dict({key: value for key, value in kept.items() if key != "limit"})
+    assert older.grad_norm_limit() == usual[10]
+    early = Detector(seldom.recipe)
+    early.load_state_dict(json.loads(json.dumps(Detector(seldom.recipe).state_dict())))
+    assert early.grad_norm_limit() == math.inf
+
+
 def test_a_skipped_outlier_is_marked_as_skipped() -> None:
     assert [a.kind for a in warmed().observe(40, 3.0, 500.0, True)] == ["skipped_outlier"]
 

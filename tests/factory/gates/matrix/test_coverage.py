@@ -23,14 +23,15 @@ from tests.support.factory.matrix import judge, prepare
 from tests.support.paths import ROOT
 
 LEAST = 0.98  # of the lines that a machine without a GPU can execute
-ELSEWHERE = ("triton.py", "rows_in_triton.py", "locked_memory.py")  # what only a GPU executes
+# what only a GPU executes
+ELSEWHERE = ("triton.py", "rows_in_triton.py", "varlen.py", "flex.py", "locked_memory.py", "graphed.py")
 # Words of single lines that only a GPU, slow cores, the line profiler's count of FLOPs, or a type checker executes.
 NOT_HERE = {
     "trainer/checkpoint_writer.py": ("torch.cuda", "ready", "stream", "non_blocking", "copied", "memory", "start +="),
     "trainer/batch.py": ("replace(self", "moved", "blocks", "held", "tensors.items()"),
     "trainer/monitor/metrics.py": ("torch.cuda", "size //= 2"),
     "trainer/parallel/ranks.py": ("torch.cuda", "nccl", "import DeviceMesh"),
-    "kernels/attention/__init__.py": ("document_BT", "seen", "flex_attention(", "o.transpose", "x in (q_BTHK"),
+    "kernels/attention/__init__.py": ("FlashAttention", "MOST_HEAD_DIM"),
     "kernels/attention/cpp.py": ("B, H, T, K", "B, T, H, K", "B * H * T * T * K"),
     "kernels/linear_cross_entropy/__init__.py": ("(3 if gradients else 1)",),
     "kernels/linear_cross_entropy/cpp.py": ("(3 if gradients else 1)",),

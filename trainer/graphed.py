@@ -1,0 +1,212 @@
+"""CUDA graphs: the launches of a micro-batch's forward and backward, recorded once for each shape and replayed after that.
+
+A launch takes the host some 4 µs, and a step of a 16-layer model has about 1,500: where a kernel takes less than its launch, the
+GPU waits for the host. A replay is one launch. It repeats the very kernels on the very addresses, and no Python:
+
+- The function's inputs are copied into tensors that stay (``Recorded.inputs``); numbers that are no tensors are part of what a
+  recording is found by, as are the shapes.
+- What it leaves, it adds to tensors that stay: gradients, which are zeroed in place between two steps, and the sums of the step.
+- What else is read after a replay, it returns: tensors that each replay writes anew.
+- It draws no random numbers and waits for nothing. What does wait (``nonzero``, ``item``) makes the recording fail.
+
+The first micro-batches of a shape run as ever, on a stream beside the usual one, so that kernels are compiled and workspaces
+made; the next is recorded, and run both ways: a recording is used only once a replay with other inputs than it was made with
+gave what the function itself gives. Where one fails or gives something else, all run as ever from then on, which is said in one line.
+
+On a CPU nothing is launched. All but ``OnDevice`` is tested there, with ``Called`` in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.contract.recipe import Recipe
+from trainer.parallel.ranks import Ranks
+
+LAUNCH_SECONDS = 4e-6  # of the host, a kernel
+BYTES_PER_SECOND = 2e12  # that a small kernel moves on an H100, whose data sheet says 3.35e12
+WARM_UPS = 3  # as torch.cuda.make_graphed_callables has it
+MOST = 8  # shapes that are recorded: each holds memory
+ALIKE = 0.05  # share of a tensor's norm that a replay may differ by: atomic additions change the order of sums
+
+Left = TypeVar("Left")
+Key = tuple[Any, ...]
+
+
+class Form(Protocol):
+    """How a function is warmed up and recorded."""
+
+    def warm_up(self, function: Callable[[], Left]) -> Left: ...
+
+    def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
+        """What replays it. Raises: RuntimeError where it cannot be recorded, and nothing was done then."""
+        ...
+
+
+class Called:
+    """Records nothing: a replay calls the function again."""
+
+    def warm_up(self, function: Callable[[], Left]) -> Left:
+        return function()
+
+    def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
+        return function
+
+
+class OnDevice:
+    """Records CUDA graphs, as "CUDA semantics" in torch's notes says. They share memory, since none needs what another one left there."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.beside = torch.cuda.Stream()
+
+    def warm_up(self, function: Callable[[], Left]) -> Left:
+        usual = torch.cuda.current_stream()
+        self.beside.wait_stream(usual)
+        with torch.cuda.stream(self.beside):
+            left = function()
+        usual.wait_stream(self.beside)
+        return left
+
+    def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: threads that fetch batches and write checkpoints go on
+        recording = torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local")
+        try:
+            # torch.cuda.graph stays on its own stream if it cannot end
+            with torch.cuda.stream(torch.cuda.current_stream()), recording:
+                left = function()
+        except RuntimeError:
+            # and the allocator goes on as in a recording: without this it would never again free what several streams used
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+                torch._C._cuda_releasePool(torch.cuda.current_device(), self.pool)
+            raise
+
+        def replay() -> Left:
+            graph.replay()
+            return left
+
+        return replay
+
+
+@dataclass
+class Recorded(Generic[Left]):
+    """One shape's."""
+
+    inputs: dict[str, Any]
+    seen: int = 0  # micro-batches so far
+    replay: Callable[[], Left] | None = None
+
+
+class Graphs(Generic[Left]):
+    """Calls ``function`` with inputs by name, tensors and numbers, or replays it."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], Left], adds_to: Sequence[Tensor], form: Form) -> None:
+        """``adds_to``: every tensor that the function adds to, always the same ones."""
+        self.function, self.adds_to, self.form = function, list(adds_to), form
+        self.recorded: dict[Key, Recorded[Left]] = {}
+        self.replays = 0
+        self.why_not = ""  # why none are used any more
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Left:
+        key = key_of(inputs)
+        found = self.recorded.get(key)
+        if self.why_not or (found is None and len(self.recorded) == MOST):
+            return self.function(dict(inputs))
+        if found is None:
+            found = self.recorded[key] = Recorded(
+                {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+            )
+        found.seen += 1
+        if found.replay is None and found.seen > WARM_UPS:
+            return self._record(found, inputs)
+        fill(found.inputs, inputs)
+        if found.replay is None:
+            return self.form.warm_up(lambda: self.function(dict(found.inputs)))
+        self.replays += 1
+        return found.replay()
+
+    def _record(self, found: Recorded[Left], inputs: Mapping[str, Any]) -> Left:
+        """Record with the inputs before these, then compare a replay with the function itself, both with these."""
+        run = lambda: self.function(dict(found.inputs))
+        replay: Callable[[], Left] | None = None
+        try:
+            replay = self.form.record(run)
+        except RuntimeError as error:
+            self._give_up(" ".join(str(error).split())[:200])
+        fill(found.inputs, inputs)
+        if replay is None:
+            return run()
+        before = [tensor.clone() for tensor in self.adds_to]
+        torch._foreach_zero_(self.adds_to)
+        left = run()
+        expected = [tensor.clone() for tensor in self.adds_to]
+        torch._foreach_zero_(self.adds_to)
+        left_by_replay = replay()
+        verdict = alike(self.adds_to, expected)
+        if verdict:
+            found.replay, left = replay, left_by_replay
+        else:
+            torch._foreach_copy_(self.adds_to, expected)
+        torch._foreach_add_(self.adds_to, before)
+        if verdict is False:
+            self._give_up("a replay does not give what the function gives")
+        return left
+
+    def _give_up(self, why: str) -> None:
+        self.why_not = why
+        self.recorded.clear()
+        print(f"cuda_graphs: not used from here on: {why}", file=sys.stderr, flush=True)
+
+
+def key_of(inputs: Mapping[str, Any]) -> Key:
+    """What a recording is found by: names, shapes, dtypes and strides of tensors, and all else as it is."""
+    return tuple(
+        (name, value.shape, value.dtype, value.stride()) if isinstance(value, Tensor) else (name, value)
+        for name, value in sorted(inputs.items())
+    )
+
+
+def fill(held: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    for name, value in held.items():
+        if isinstance(value, Tensor):
+            value.copy_(inputs[name], non_blocking=True)
+
+
+def alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
+    """Are they the same but for rounding, each by its own norm? None: what is expected is not finite, and tells nothing."""
+    norms = torch.stack(torch._foreach_norm(list(expected)))
+    apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(found), list(expected))))
+    finite, within = torch.stack((norms.isfinite().all(), (apart <= ALIKE * norms).all())).tolist()
+    return bool(within) if finite else None
+
+
+def launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
+    """Do launches take longer than kernels? A kernel between two products reads a micro-batch's activations and writes them.
+
+    In bf16, up to 2 million of them: 4 µs · 2 TB/s / (2 · 2 bytes). Products take longer than that, and the backward pass has more kernels
+    that read two tensors; so there is less to gain near the bound than far below it.
+
+    >>> launch_bound(2048, 768, 2), launch_bound(4096, 768, 2)
+    (True, False)
+    """
+    return tokens * width * 2 * bytes_each / BYTES_PER_SECOND < LAUNCH_SECONDS
+
+
+def wanted(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
+    """Does the recipe want graphs here? ``bytes_each``: of an activation."""
+    rows = recipe.batch.micro_sequences or recipe.batch.sequences
+    small = launch_bound(rows * recipe.model.context, recipe.model.d_model, bytes_each)
+    possible = ranks.size == 1 and recipe.model.experts is None and recipe.parallel.recompute == "none"
+    if recipe.cuda_graphs == "on" and ranks.size > 1 and ranks.leads:
+        print(f"cuda_graphs: on needs one rank, and here are {ranks.size}: not used", file=sys.stderr, flush=True)
+    chosen = recipe.cuda_graphs == "on" or (recipe.cuda_graphs == "auto" and small)
+    return ranks.device.type == "cuda" and possible and chosen
