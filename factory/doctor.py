@@ -155,7 +155,8 @@ def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
 
 def _computing(workspace: Workspace | None, path: Path) -> tuple[bool | None, str]:
     from factory.computing.computing import decide, measured_precision
-    from kernels.contract.bench import DTYPES, Setting
+    from kernels.contract.bench import Setting
+    from kernels.contract.precision import DTYPES
     from kernels.contract.registry import OPS, KernelError, computing, load_choice, load_fallback
 
     device = devices.kind()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.contract.bench import Setting
+from kernels.contract.precision import FP8
 from kernels.contract.registry import bind, computing, load_choice, load_fallback
 from trainer.batch import Batch
 from trainer.checkpoint_writer import Writer, bytes_of
@@ -21,7 +22,7 @@ from trainer.contract.checkpoint.region import Region
 from trainer.contract.checkpoint.same_function import refuse_other_function
 from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
-from trainer.contract.plan.precision import DTYPES
+from trainer.contract.plan.precision import DTYPES, refuse_missing
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.graphed import Form, Graphs, OnDevice, wanted
 from trainer.model.transformer import Decoder
@@ -125,6 +126,9 @@ class Run:
         self.graphs: Graphs[Inputs] | None = None
         if ranks.mesh is None:
             self.model.join()
+        if recipe.precision == FP8:
+            refuse_missing(recipe, ranks.device)
+            self.model.use_fp8()
         if recipe.parallel.recompute == "block":
             self.model.recompute()
         if recipe.compile:

@@ -40,7 +40,7 @@ def plan(
     expert_parallel: Annotated[
         int, typer.Option(help="GPUs that share the experts; for a plan of another trainer, as this one cannot.")
     ] = 1,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Matrix products in fp8; for a plan of another trainer, as this one cannot.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="The layers' products in fp8, as with 'precision: fp8' in a recipe.")] = False,
     price: Annotated[float | None, typer.Option(help="Dollars of a GPU for an hour (default: 2).")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a row, with --params or --config (default: 4096).")] = None,
     vocab: Annotated[
@@ -111,6 +111,7 @@ def plan(
                 batch=asked.batch,
                 optimizer=asked.optimizer.name,
                 itemsize=2 if rounded else 4,
+                fp8=fp8 or asked.precision == "fp8" and shape.experts is None,  # routed experts multiply in bf16
                 replicas=asked.parallel.replicas,
             )
         if wanted < active(ask.model):

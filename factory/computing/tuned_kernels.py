@@ -52,7 +52,10 @@ def live_kernels(workspace: Workspace) -> Iterator[tuple[Path, str]]:
 
 
 def path_of(workspace: Workspace, machine_class: str, precision: str) -> Path:
-    return workspace.root / "tuning" / f"{machine_class}-{precision}.json"
+    """fp8's kernels are those of bf16."""
+    from kernels.contract.precision import of_values
+
+    return workspace.root / "tuning" / f"{machine_class}-{of_values(precision)}.json"
 
 
 def lookup(workspace: Workspace, machine: Machine, precision: str, shape: Mapping[str, int] | None = None) -> Tuned:

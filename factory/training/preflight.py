@@ -31,7 +31,8 @@ LEAD = 10  # steps before the runs part, so that moments are warm
 NUDGED = ("rounded 1", "rounded 2")  # runs that measure what rounding does
 LEAST = 1e-6  # share of a value that is never held against a run
 # Of a weight. Weights are kept in fp32, where the smallest change is a unit in the last place; to compute in bf16 they are rounded.
-ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-9}
+# In fp8 the same nudge shows how far roundings to eight bits spread it.
+ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-9, "fp8": 2.0**-9}
 MICRO_BATCHES = 4
 SEQUENCES = 8  # rows of a batch: two for each micro-batch, four for each rank
 NARROWEST = 2  # key/value heads: the fewest that two tensor ranks can share

@@ -27,6 +27,7 @@ from factory.training.planning import load_recipe, trunk_parent
 from kernels.contract.choice import automatic, section_of
 from kernels.contract.files import write_atomically
 from kernels.contract.machine import here
+from kernels.contract.precision import of_values
 
 SECONDS = 60.0
 
@@ -82,10 +83,10 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
 
 
 def precision_of(workspace: Workspace) -> str:
-    """The precision that a trunk segment planned now would train in."""
+    """The precision that the kernels of a trunk segment planned now would compute in."""
     recipe = load_recipe(workspace)
     last = trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
-    return str(measured_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
+    return of_values(measured_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
 
 
 def _live_code(workspace: Workspace) -> Path:

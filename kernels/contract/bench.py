@@ -23,11 +23,9 @@ from torch import Tensor
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.machine import fast_precision
 from kernels.contract.op import Case, KernelError, Op, Shape
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import DTYPES, bf16_matmul
 from kernels.contract.registry import DEVICE_CLASSES, OPS, check, get
 from kernels.contract.strict_yaml import read_yaml
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

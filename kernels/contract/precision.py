@@ -1,4 +1,4 @@
-"""Which units of a CPU compute fp32 products of bf16 values."""
+"""The precisions of a recipe, and which units of a CPU compute fp32 products of bf16 values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+FP8 = "fp8"
+# Of the values between the layers' products. ``fp8`` is bf16 but for the operands of these products (``trainer/model/fp8.py``).
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, FP8: torch.bfloat16}
+
+
+def of_values(precision: str) -> str:
+    """The precision that ops and kernels compute in.
+
+    >>> of_values("fp8"), of_values("fp32")
+    ('bf16', 'fp32')
+    """
+    return "bf16" if precision == FP8 else precision
 
 
 @contextmanager

@@ -21,12 +21,12 @@ import torch
 import yaml
 
 from kernels.contract import machine
-from kernels.contract.bench import DTYPES, Comparison, Setting, compare
+from kernels.contract.bench import Comparison, Setting, compare
 from kernels.contract.choice import Choice, names_in, untuned
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import CASES, Implementation, KernelError, Op
 from kernels.contract.oracle import judge
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import DTYPES, bf16_matmul
 from kernels.contract.registry import OPS
 
 SECONDS = 60.0

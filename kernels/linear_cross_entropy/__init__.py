@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kernels import native as native_library
 from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, in_triton, lazily_compiled, normal, op
+from kernels.linear_cross_entropy import chunks
 from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
 
 Z_LOSS = 1e-4
@@ -73,7 +74,19 @@ def rows_eager(
     return term, nll, dlogits.to(logits_CV.dtype)
 
 
+def all_rows(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``rows_eager``, with zeros for tokens without loss, whatever their logits are."""
+    term, nll, dlogits = rows_eager(logits_CV, targets_C, weights_C, z_loss, gradients)
+    silent = weights_C == 0
+    if gradients:
+        dlogits = dlogits.masked_fill(silent.unsqueeze(1), 0.0)
+    return term.masked_fill(silent, 0.0), nll.masked_fill(silent, 0.0), dlogits
+
+
 rows_compiled = lazily_compiled(rows_eager, dynamic=None)
+all_rows_compiled = lazily_compiled(all_rows, dynamic=None)
 
 
 @torch.library.custom_op("factory::linear_cross_entropy_chunked", mutates_args=())
@@ -81,7 +94,14 @@ def chunked_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two are empty unless asked
-    for."""
+    for.
+
+    On a GPU the chunks take every token, larger ones: which carry loss is known to the device alone.
+    """
+    if x_ND.is_cuda:
+        rows = all_rows_compiled if fuse else all_rows
+        size = chunks.on_gpu(x_ND, weight_VD)
+        return chunks.in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
     nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)
@@ -115,6 +135,8 @@ def chunked_op(
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if x.is_cuda:
+        return chunks.fake(chunks.on_gpu, x, weight, weights, gradients)
     wide = torch.promote_types(x.dtype, torch.float32)
     dx, dweight = (
         (torch.empty_like(x), torch.empty_like(weight, dtype=wide))
@@ -124,36 +146,19 @@ def _(
     return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), dx, dweight
 
 
-def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(output[2], output[3])
-    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
-    ctx.mark_non_differentiable(*output[1:])
-
-
 def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     dx_ND, dweight_VD = ctx.saved_tensors
+    if dx_ND.is_cuda:
+        return (*chunks.scale(ctx, *upstream), None)
     scale = upstream[0].to(dweight_VD.dtype)  # fp32: rounding it would shift every gradient
     x_dtype, weight_dtype = ctx.dtypes
-    return (
-        (dx_ND.to(scale.dtype) * scale).to(x_dtype),
-        (dweight_VD * scale).to(weight_dtype),
-        None,
-        None,
-        None,
-        None,
-        None,
-    )
+    return (dx_ND.to(scale.dtype) * scale).to(x_dtype), (dweight_VD * scale).to(weight_dtype), *(None,) * 5
 
 
-chunked_op.register_autograd(scale_gradients, setup_context=keep_gradients)
+chunked_op.register_autograd(scale_gradients, setup_context=chunks.keep)
 
 
-@register_flop_formula(torch.ops.factory.linear_cross_entropy_chunked)
-def chunked_flops(
-    x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, fuse: bool, **_: Any
-) -> int:
-    """Three products, as if every token carried loss (the shapes do not say how many do)."""
-    return 2 * x[0] * x[1] * weight[0] * (3 if gradients else 1)
+register_flop_formula(torch.ops.factory.linear_cross_entropy_chunked)(chunks.flops)
 
 
 def _chunked(

@@ -1,6 +1,7 @@
 """The loss head with its pointwise work in Triton: a program a row of logits, which becomes its gradient in place.
 
-As ``kernels.linear_cross_entropy.cpp`` has it for CPUs: a bounded number of tokens at a time, gradients made forward.
+A bounded number of tokens at a time (``chunks``), gradients made forward. A row is read twice and written once: 3 · C · V
+elements, of which the second reading finds a part in the cache.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.linear_cross_entropy.cpp import fake, flops, in_chunks, keep, scale
+from kernels.linear_cross_entropy.chunks import fake, flops, in_chunks, keep, on_gpu, scale
 
-BLOCK = 4096  # logits of a row at a time
+BLOCK = 4096  # logits of a row at a time, at most
+SMALLEST = 1024
+A_THREAD = 16  # logits of a block that a thread holds: two loads of 16 bytes in bf16
+ALIGN = 16  # a row begins at a multiple of this many logits, so that every load of it is 16 bytes wide
+LEAST = tl.constexpr(
+    -3.4028234663852886e38
+)  # the lowest finite number in fp32: minus infinity would be no distance away
 
 
 @triton.jit
 def rows_kernel(  # type: ignore[no-untyped-def]
-    logits, targets, weights, terms, nll, V, z_loss, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, weights, terms, nll, V, STRIDE, z_loss, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     n = tl.program_id(0).to(tl.int64)
-    row = logits + n * V
+    row = logits + n * STRIDE
     target = tl.load(targets + n)
     weight = tl.load(weights + n)
     column = tl.arange(0, BLOCK)
@@ -29,39 +36,66 @@ def rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(terms + n, 0.0)
         tl.store(nll + n, 0.0)
         if GRADIENTS:
-            for first in range(0, V, BLOCK):
-                tl.store(row + first + column, tl.zeros((BLOCK,), tl.float32), mask=first + column < V)
+            for first in range(0, STRIDE, BLOCK):
+                tl.store(row + first + column, tl.zeros((BLOCK,), tl.float32), mask=first + column < STRIDE)
     else:
         # A target that is no token makes the loss NaN: raising would wait for the device.
         hit = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
-        most = float("-inf")
-        total = 0.0
-        for first in range(0, V, BLOCK):  # the sum of exponentials beside the largest so far, arXiv 1805.02867
-            z = tl.load(row + first + column, mask=first + column < V, other=float("-inf")).to(tl.float32)
-            larger = tl.maximum(most, tl.max(z, axis=0))
-            shift = tl.where(larger == float("-inf"), 0.0, larger)
-            total = total * tl.exp(most - shift) + tl.sum(tl.exp(z - shift), axis=0)
-            most = larger
-        logsumexp = most + tl.log(total)
+        # The sum of exponentials beside the largest logit so far (arXiv 1805.02867), of each column of a block by itself:
+        # threads meet once a row. Whichever of the two is larger, one exponential brings the other to it.
+        most = tl.full((BLOCK,), LEAST, tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, STRIDE, BLOCK):
+            z = tl.load(row + first + column, mask=first + column < STRIDE, other=float("-inf")).to(tl.float32)
+            z = tl.where(first + column < V, z, float("-inf"))  # masked above by STRIDE: it is a multiple of ALIGN
+            apart = tl.where(z == most, 1.0, tl.exp(-tl.abs(z - most)))  # equal infinities are no distance apart
+            total = tl.where(z > most, total * apart + 1.0, total + apart)
+            most = tl.maximum(most, z)
+        peak = tl.max(most, axis=0)
+        sum = tl.sum(total * tl.where(most == peak, 1.0, tl.exp(most - peak)), axis=0)
+        logsumexp = peak + tl.log(sum)
         tl.store(nll + n, logsumexp - hit)
         tl.store(terms + n, weight * (logsumexp - hit + z_loss * logsumexp * logsumexp))
         if GRADIENTS:
-            share = weight * (1.0 + 2.0 * z_loss * logsumexp) / total
-            for first in range(0, V, BLOCK):
-                inside = first + column < V
+            share = weight * (1.0 + 2.0 * z_loss * logsumexp) / sum
+            blocks = tl.cdiv(STRIDE, BLOCK)
+            for block in range(blocks):
+                first = (blocks - 1 - block) * BLOCK  # from the end on, which the cache still holds
+                inside = first + column < STRIDE
                 z = tl.load(row + first + column, mask=inside, other=float("-inf")).to(tl.float32)
-                gradient = tl.exp(z - most) * share - tl.where(first + column == target, weight, 0.0)
+                gradient = tl.exp(z - peak) * share - tl.where(first + column == target, weight, 0.0)
                 tl.store(row + first + column, gradient, mask=inside)
+
+
+def block_of(V: int) -> int:
+    """Logits of a row that a program takes at a time: a power of two, all of a short row."""
+    return min(BLOCK, max(SMALLEST, triton.next_power_of_2(V)))
 
 
 def rows(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
-) -> tuple[Tensor, Tensor]:
-    """(weights · (nll + z_loss · logsumexp²), nll), both [C]; ``logits`` become their gradient, if asked, or stay."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights · (nll + z_loss · logsumexp²), nll), both [C], and ``logits``, which become their gradient, if asked, or stay.
+
+    What lies between the end of a row and the next one is written, too.
+    """
     C, V = logits_CV.shape
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
-    rows_kernel[(C,)](logits_CV, targets_C, weights_C, terms_C, nll_C, V, z_loss, GRADIENTS=gradients, BLOCK=BLOCK)
-    return terms_C, nll_C
+    block = block_of(V)
+    rows_kernel[(C,)](
+        logits_CV,
+        targets_C,
+        weights_C,
+        terms_C,
+        nll_C,
+        V,
+        logits_CV.stride(0),
+        z_loss,
+        GRADIENTS=gradients,
+        BLOCK=block,
+        num_warps=block // (32 * A_THREAD),
+    )
+    return terms_C, nll_C, logits_CV
 
 
 @torch.library.custom_op("factory::linear_cross_entropy_triton", mutates_args=())
@@ -69,10 +103,17 @@ def triton_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two empty unless asked for."""
-    return in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)
+    size = on_gpu(x_ND, weight_VD)
+    return in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
 
 
-triton_op.register_fake(fake)
+@triton_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return fake(on_gpu, x, weight, weights, gradients)
+
+
 triton_op.register_autograd(scale, setup_context=keep)
 register_flop_formula(torch.ops.factory.linear_cross_entropy_triton)(flops)
 

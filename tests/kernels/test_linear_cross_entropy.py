@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import linear_cross_entropy as head
+from kernels.linear_cross_entropy import chunks
 
 
 def test_custom_op_registration_is_sound() -> None:
@@ -64,3 +66,81 @@ def test_however_many_tokens_carry_loss_chunks_have_few_shapes(tokens: int, monk
         for ours, exact in zip(*(torch.autograd.grad(loss, (x, weight)) for loss, _ in (found, expected))):
             torch.testing.assert_close(ours, exact)
     assert len(shapes) <= max(1, min(tokens, head.ROWS) // head.PADDED_TO) < len(counts)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("N", "V", "itemsize", "memory", "chunk"),
+    [
+        (16384, 131072, 2, 80 * GIB, 8192),  # 2 GiB of logits
+        (16384, 151936, 2, 80 * GIB, 4096),
+        (16384, 32768, 2, 80 * GIB, 8192),
+        (16384, 32768, 2, 16 * GIB, 8192),
+        (16384, 131072, 2, 16 * GIB, 4096),  # 1 GiB of logits
+        (16384, 131072, 4, 80 * GIB, 4096),
+        (8192, 131072, 2, 80 * GIB, 8192),
+        (300, 131072, 2, 80 * GIB, 300),
+        (9000, 32768, 2, 80 * GIB, 4608),  # even chunks: 4,608 and 4,392
+        (8200, 32768, 2, 80 * GIB, 4224),
+        (0, 32768, 2, 80 * GIB, 1),
+        (5, 1 << 40, 2, 80 * GIB, 1),
+    ],
+)
+def test_a_chunk_on_a_gpu_follows_from_its_cost(N: int, V: int, itemsize: int, memory: int, chunk: int) -> None:
+    assert chunks.gpu_chunk(N, V, itemsize, memory) == chunk
+    assert chunk * V * itemsize <= max(V * itemsize, min(2 * GIB, memory // 16))
+    if chunk < N:
+        assert chunk % 128 == 0 or chunk == 1
+        traffic, products = (
+            12 * V / 3.35e12,
+            6 * chunk * V / 989e12,
+        )  # seconds an embedding dimension, an H100's data sheet
+        assert chunk == 1 or traffic / products < 0.15
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 16, 17, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_gpus_chunks_take_every_token(tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors: what a token without loss holds is in no result, however many chunks there are."""
+    monkeypatch.setattr(chunks, "GPU_TOKENS", 16)
+    monkeypatch.setattr(chunks, "EVEN", 4)
+    generator = torch.Generator().manual_seed(tokens)
+    x, weight = (torch.randn(size, 8, generator=generator).to(dtype) for size in (tokens, 31))
+    targets, weights = torch.randint(31, (tokens,), generator=generator), torch.rand(tokens, generator=generator)
+    weights[::3] = 0
+    loss, nll = head.reference(x, weight, targets, weights, 1e-3)
+    size = chunks.on_gpu(x, weight)
+    poisoned = x.clone()
+    poisoned[::3] = torch.finfo(dtype).max / 4  # their logits overflow
+    found = chunks.in_chunks(head.all_rows, poisoned, weight, targets, weights, 1e-3, True, size)
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found[0], loss, **tolerance)
+    torch.testing.assert_close(found[1], nll, **tolerance)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    exact = torch.autograd.grad(head.reference(*leaves, targets, weights, 1e-3)[0], leaves)
+    for mine, theirs in zip(found[2:], exact):
+        torch.testing.assert_close(mine.to(dtype), theirs, **tolerance)
+    with FakeTensorMode():
+        empty = [torch.empty(t.shape, dtype=t.dtype) for t in (x, weight, weights)]
+        promised = chunks.fake(chunks.on_gpu, *empty, True)
+    assert [(t.shape, t.dtype, t.stride()) for t in promised] == [(t.shape, t.dtype, t.stride()) for t in found]
+
+
+@pytest.mark.parametrize("tokens", [100, 20000])
+def test_nothing_waits_for_a_gpu(tokens: int) -> None:
+    """Traced on tensors without values: what asks for a value, or for a size that values decide, raises."""
+    with torch.device("meta"):
+        x, weight = (torch.empty(n, 64, dtype=torch.bfloat16) for n in (tokens, 131072))
+        targets, weights = torch.empty(tokens, dtype=torch.long), torch.empty(tokens)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        head.chunked_op._init_fn(x, weight, targets, weights, 1e-4, True, False)  # a CPU's: it begins with nonzero
+    size = chunks.on_gpu(x, weight)
+    found = chunks.in_chunks(head.all_rows, x, weight, targets, weights, 1e-4, True, size)
+    with FakeTensorMode():
+        cuda = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (x, weight, targets, weights)]
+        promised = torch.ops.factory.linear_cross_entropy_chunked(*cuda, 1e-4, True, True)
+    assert {t.device.type for t in promised} == {"cuda"}
+    assert [(t.shape, t.dtype) for t in promised] == [(t.shape, t.dtype) for t in found]
+    assert found[3].dtype == (torch.bfloat16 if tokens == 100 else torch.float32)

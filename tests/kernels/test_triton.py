@@ -124,14 +124,13 @@ def test_registrations_are_sound(run: Run) -> None:
 LOSS_HEAD = """
 import torch
 from kernels import linear_cross_entropy as head
-from kernels.linear_cross_entropy import cpp as chunks, triton as fused
+from kernels.linear_cross_entropy import chunks, triton as fused
 generator = torch.Generator().manual_seed(0)
 V = 2 * fused.BLOCK + 77  # a row takes three pieces
 x, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (7, V))
 targets = torch.tensor([0, V - 1, fused.BLOCK, 5, 6, 7, 8])
 weights = torch.tensor([0.3, 0.2, 0.1, 0.0, 0.2, 0.1, 0.1])
-for chunk in (1 << 24, 3 * V, 1):
-    chunks.CHUNK = chunk
+for chunks.GPU_TOKENS in (8192, 2, 1):
     found, expected = (f(x, weight, targets, weights, 1e-2) for f in (fused.linear_cross_entropy, head.reference))
     for a, b in zip((*found, *torch.autograd.grad(found[0], (x, weight))),
                     (*expected, *torch.autograd.grad(expected[0], (x, weight)))):
@@ -146,6 +145,43 @@ with torch.no_grad():
 loss, nll = fused.linear_cross_entropy(x.index_fill(0, torch.tensor([1]), float("inf")), weight, targets, weights, 0.0)
 (dx,) = torch.autograd.grad(loss, x)
 assert loss.isnan() and nll[1].isnan() and int(nll.isnan().sum()) == 1
+
+class Waits(torch.utils._python_dispatch.TorchDispatchMode):  # raises where a GPU would be waited for
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "masked_select", "unique"), func
+        assert func is not torch.ops.aten.index.Tensor or all(i.dtype != torch.bool for i in args[1] if i is not None)
+        return func(*args, **kwargs or {})
+
+with torch.no_grad(), Waits():
+    fused.triton_op._init_fn(x, weight, targets, weights, 1e-2, True)
+    try:
+        weights.sum().item()
+    except AssertionError:
+        pass
+    else:
+        raise SystemExit("a wait was not noticed")
+
+# rows that are hostile by themselves, beside torch's own: [C, V] logits that begin STRIDE apart
+inf = float("inf")
+buffer = torch.full((8, fused.BLOCK + 32), 7e37)  # what lies between rows is in no sum
+logits = buffer[:, : fused.BLOCK + 21]
+logits.copy_(torch.randn(logits.shape, generator=generator))
+logits[0, 5] = logits[0, 5 + fused.BLOCK] = inf  # of one thread's column
+logits[1] = -inf
+logits[2, 9:] = -inf
+logits[3] = 3e38
+logits[4, 17] = float("nan")
+logits[5] = -3.3e38
+logits[6] *= 1e4
+targets, weights = torch.full((8,), 3), torch.full((8,), 0.5)
+wide = logits.double()
+exact = torch.logsumexp(wide, 1)
+terms, nll, gradient = fused.rows(logits, targets, weights, 0.0, True)
+torch.testing.assert_close(nll.double(), exact - wide[:, 3], rtol=1e-6, atol=1e-5, equal_nan=True)
+dlogits = 0.5 * (wide.softmax(1) - torch.nn.functional.one_hot(targets, logits.shape[1]))
+for row in (2, 3, 5, 6, 7):
+    torch.testing.assert_close(gradient[row].double(), dlogits[row], rtol=1e-5, atol=1e-6)
+assert gradient.data_ptr() == buffer.data_ptr() and not gradient[4].isfinite().any()
 """
 
 

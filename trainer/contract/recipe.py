@@ -370,8 +370,9 @@ class Recipe(Strict):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     seed: Annotated[int, Field(ge=0)] = 1
-    # Of the forward and backward; weights and optimiser are fp32. auto: the fastest here, found when a segment is planned.
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    # Of the forward and backward; weights and optimiser are fp32. auto: the fastest here, found when a segment is planned. fp8: bf16, but the
+    # products of attention and of dense MLPs have operands of eight bits (``trainer/model/fp8.py``); auto never chooses it.
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: bool = True  # torch.compile each block
     # Replay the launches of a micro-batch's forward and backward, on one GPU. auto: where launches take longer than kernels
     # (``trainer.graphed.launch_bound``); on: at any size. Without experts and recomputation; on a CPU nothing is launched.
@@ -396,6 +397,31 @@ class Recipe(Strict):
         for key, there in (("model.experts", self.model.experts), ("parallel.recompute", recomputes)):
             if self.cuda_graphs == "on" and there:
                 raise ValueError(f"cuda_graphs: on is not possible with {key}; set cuda_graphs: auto or off")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_of_fp8(self) -> Recipe:
+        """Products in fp8 take multiples of 16 in every direction (``torch._scaled_mm``)."""
+        if self.precision != "fp8":
+            return self
+        model, split = self.model, self.parallel.tensor
+        sizes = {"context": model.context, "d_model": model.d_model}
+        sizes |= {
+            "heads · head_dim": model.heads * model.head_dim,
+            "kv_heads · head_dim": model.kv_heads * model.head_dim,
+        }
+        experts = model.experts
+        if experts is None or experts.dense_layers:
+            sizes["d_ff"] = model.d_ff
+        if experts is not None and experts.shared:
+            sizes["experts.shared · experts.d_ff"] = experts.shared * experts.d_ff
+        for key, size in sizes.items():
+            ranks = 1 if key in ("context", "d_model") else split
+            if size % (16 * ranks):
+                share = f" split over parallel.tensor ({split})" if ranks > 1 else ""
+                raise ValueError(
+                    f"precision: fp8 needs multiples of 16, and model.{key} ({size}){share} is none: change it, or write bf16"
+                )
         return self
 
     @model_serializer(mode="wrap")

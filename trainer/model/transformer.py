@@ -21,6 +21,7 @@ from kernels.contract.registry import Ops
 from kernels.qk_norm_rope import rotate
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.recipe import ModelRecipe
+from trainer.model import fp8
 from trainer.parallel.ranks import local
 from trainer.parallel.tensor_ranks import TensorRanks
 
@@ -36,7 +37,7 @@ class Block(nn.Module):
         super().__init__()
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
         self.has_rope = shape.nope_every is None or (layer + 1) % shape.nope_every != 0
-        self.recompute = self.joined = False
+        self.recompute = self.joined = self.fp8 = False
         D, K = shape.d_model, shape.head_dim
         empty = lambda *size: nn.Parameter(torch.empty(*size))
         self.attention_norm = empty(D)
@@ -103,11 +104,11 @@ class Block(nn.Module):
         elif self.has_rope:
             q_BTHK, k_BTGK = rotate(q_BTHK, cos_BTK, sin_BTK), rotate(k_BTGK, cos_BTK, sin_BTK)
         o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, seen)
-        return F.linear(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
+        return self._products(o_BTHK.reshape(B, T, -1), (self.attention_out,))[0]
 
     def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate_BTF, up_BTF = self._products(h_BTD, (gate, up))
-        return F.linear(self.ops.swiglu(gate_BTF, up_BTF), self.weight(down))
+        return self._products(self.ops.swiglu(gate_BTF, up_BTF), (down,))[0]
 
     def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
@@ -124,9 +125,15 @@ class Block(nn.Module):
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """h matrixᵀ of each; one product if the backward pass keeps a joined copy of the matrices anyway."""
         weights = [self.weight(matrix) for matrix in matrices]
-        if not self.joined:
-            return [F.linear(h_BTD, weight) for weight in weights]
-        return F.linear(h_BTD, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
+        if not self.joined or len(weights) == 1:
+            return self._multiplied(h_BTD, weights)
+        (joined_BTX,) = self._multiplied(h_BTD, [torch.cat(weights)])
+        return joined_BTX.split([len(weight) for weight in weights], dim=-1)
+
+    def _multiplied(self, h_BTD: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.fp8:
+            return fp8.products(h_BTD, weights)
+        return [F.linear(h_BTD, weight) for weight in weights]
 
     def weight(self, parameter: Tensor) -> Tensor:
         """What this rank holds of a parameter, in the dtype of the layer's products."""
@@ -205,6 +212,11 @@ class Decoder(nn.Module):
         """Multiply with several matrices at once. For one rank only: FSDP would free the joined copies."""
         for block in self.blocks:
             block.joined = True  # type: ignore[assignment]
+
+    def use_fp8(self) -> None:
+        """Make the layers' products in fp8: attention's and the dense MLPs', a shared expert's too; not a router's, routed experts', the head's."""
+        for block in self.blocks:
+            block.fp8 = True  # type: ignore[assignment]
 
     def recompute(self) -> None:
         """Keep only each block's input for the backward pass, which runs the block again."""

@@ -189,6 +189,46 @@ def test_another_precision_is_certified_like_other_code(site: Site) -> None:
     assert 0 < weights["share"] < 1, "bf16 rounds otherwise than fp32, and less than another seed moves"
 
 
+@pytest.mark.long("five runs of the trainer, in bf16 and in fp8")
+def test_from_bf16_to_fp8_a_certificate_is_asked_for_and_run_in_both(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old code's pair in bf16; its other seeds, and the new code's pair, in fp8."""
+    recipe = site.workspace.own_recipe()
+    before = recipe.read_text()
+    parent = SegmentRow.get(site.ledger, 1)
+    as_trained = segments.update().where(segments.c.id == 1).values(recipe_json=parent.recipe_json)
+    in_bf16 = as_trained.values(recipe_json=parent.recipe_json | {"precision": "bf16"})
+    written: dict[str, str] = {}
+    write = certificate_runs.write_spec
+
+    def noted(folder: Path, spec: dict[str, Any]) -> None:
+        written["/".join(folder.parts[-2:])] = spec["recipe"]["precision"]
+        write(folder, spec)
+
+    monkeypatch.setattr(certificate_runs, "write_spec", noted)
+    try:
+        recipe.write_text(before.replace("precision: fp32", "precision: fp8"))
+        with site.ledger.begin() as tx:
+            tx.execute(in_bf16)
+        number = site.plan()
+        verdict = site.certify(number)
+    finally:
+        recipe.write_text(before)
+        with site.ledger.begin() as tx:
+            tx.execute(as_trained)
+    row = SegmentRow.get(site.ledger, number)
+    assert row.recipe_json["precision"] == "fp8" and (row.computing or {})["precision"]["asked"] == "fp8"
+    facts = verdict.evidence(site.ledger)
+    assert facts["changed"] == ["precision: bf16 → fp8"] and facts["basis"] == "segment"
+    seeds = {f"old/{seed}": "fp8" for seed in facts["seeds"]}
+    assert written == {"old/pair": "bf16", "new/pair": "fp8"} | seeds and len(seeds) == 3
+    found = {m["name"]: m for m in facts["measures"]}
+    # All was measured. A model of 60,000 weights need not pass: eight bits raise the second moments of its smallest gradients.
+    assert verdict.outcome in ("promote", "reject") and len(facts["loss"]["difference"]) == STEPS
+    assert 0 < found["loss"]["share"] < 0.2 and 0 < found["weights"]["share"] < 1
+
+
 @pytest.mark.parametrize(
     ("code", "seen_by"),
     [

@@ -57,6 +57,11 @@ def test_untuned_kernels_are_reported_in_one_line(workspace: Workspace) -> None:
     assert found.choice is None and "factory tune" in found.note and "\n" not in found.note
 
 
+def test_kernels_of_fp8_are_those_of_bf16(workspace: Workspace) -> None:
+    assert path_of(workspace, MACHINE.name, "fp8") == path_of(workspace, MACHINE.name, "bf16")
+    assert path_of(workspace, MACHINE.name, "fp32") != path_of(workspace, MACHINE.name, "bf16")
+
+
 def test_a_tuning_is_used(workspace: Workspace) -> None:
     path = put(workspace)
     assert lookup(workspace, MACHINE, "fp32", SHAPE) == tuned_kernels.Tuned(

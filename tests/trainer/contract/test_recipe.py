@@ -32,7 +32,21 @@ def test_shipped_recipes_load_and_survive_a_round_trip(path: Path) -> None:
         ({"schedule__warmup_steps": 21}, r"schedule\.warmup_steps \(21\) is more than trunk_steps\.first \(20\)"),
         ({"mixture__weights": {"code": 0.0}}, r"mixture\.weights: no domain has a weight above zero"),
         ({"mixture__phases": [{"from_step": 1, "weight": {}}]}, r"phases\.0\.weight'; did you mean 'weights'"),
-        ({"precision": "fp8"}, r"'precision'.*'fp32' or 'bf16'"),
+        ({"precision": "fp16"}, r"'precision'.*'fp32', 'bf16' or 'fp8'"),
+        (
+            {"precision": "fp8", "model__context": 40},
+            r"precision: fp8 needs .* of 16.*model\.context \(40\).*write bf16",
+        ),
+        ({"precision": "fp8", "model__d_ff": 72}, r"precision: fp8 .*model\.d_ff \(72\)"),
+        ({"precision": "fp8", "model__head_dim": 12}, r"precision: fp8 .*model\.kv_heads · head_dim \(24\)"),
+        ({"precision": "fp8", "parallel__tensor": 4}, r"kv_heads · head_dim \(32\) split over parallel\.tensor \(4\)"),
+        (
+            {
+                "precision": "fp8",
+                "model__experts": {"count": 4, "per_token": 1, "d_ff": 8, "shared": 1},
+            },
+            r"precision: fp8 .*experts\.shared · experts\.d_ff \(8\)",
+        ),
         ({"optimizer__lr": -1.0}, r"'optimizer\.lr'.*greater than 0"),
         ({"model__qk_norm": False, "model__heads": 6}, r"model\.heads \(6\) does not divide model\.d_model \(32\)"),
         ({"model__experts": {"count": 4, "per_token": 1, "d_ff": 12}}, r"'model\.experts\.d_ff'.*multiple of 8"),

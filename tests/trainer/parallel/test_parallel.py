@@ -119,6 +119,24 @@ def test_a_layout_does_not_change_the_training(
     assert_near(one, many, loss=2e-4 if muon else 2e-5, weight=5e-3 if muon else 5e-4)
 
 
+@pytest.mark.slow("two segments by two ranks, and what one rank makes of them")
+def test_in_fp8_a_layout_changes_the_order_of_sums(tmp_path: Path, make_shard: MakeShard) -> None:
+    """FSDP gathers bf16 weights and quantises them whole; a tensor rank quantises its share. Both round elements as one rank does."""
+    plan = plan_of(make_shard())
+    split = {"parallel__tensor": 2}
+    folders = {
+        name: write_spec(tmp_path / name, plan, recipe_with(precision="fp8", **changes), last_step=6)
+        for name, changes in {"one": {}, "shard": {}, "tensor": split}.items()
+    }
+    assert train_here(folders["one"]) == (0, "")
+    torchrun(2, folders["shard"], folders["tensor"])
+    one = records(folders["one"])
+    for layout in ("shard", "tensor"):
+        for mine, other in zip(one, records(folders[layout]), strict=True):
+            assert mine["loss"] == pytest.approx(other["loss"], abs=0.01)
+            assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.1)
+
+
 def test_each_ranks_own_gradient_is_measured_before_the_sum(
     tmp_path: Path, make_shard: MakeShard, laid_out: Callable[[str], tuple[DataPlan, Path]]
 ) -> None:

@@ -250,8 +250,9 @@ def remarks(plan: RunPlan) -> list[str]:
             f"this trainer has no expert parallelism; one that has it, over {expert} GPUs, would take {other.days:,.1f} days "
             f"(--expert-parallel {expert})"
         )
-    if layout.expert > 1 or ask.fp8:
-        asked = " and ".join(["expert parallelism"] * (layout.expert > 1) + ["fp8"] * ask.fp8)
+    of_experts = ask.fp8 and model.experts is not None
+    if layout.expert > 1 or of_experts:
+        asked = " and ".join(["expert parallelism"] * (layout.expert > 1) + ["fp8 of routed experts"] * of_experts)
         found.append(f"{asked}: this trainer has none; the plan is another trainer's")
     if isinstance(model, PublicModel):
         found.append("this trainer cannot train a config.json as it is: the plan says what a model of its shape takes")

@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.precision import bf16_matmul
+from kernels.contract.precision import DTYPES as DTYPES
+from kernels.contract.precision import FP8, bf16_matmul
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import AUTO, ModelRecipe, Recipe
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = 3.0  # of a whole probe, at most
 WORTH = 1.1  # another precision must be this many times as fast to be chosen: more than a probe's run-to-run variation
 WARN = 1.3  # an explicit precision that costs more than this is warned of
@@ -86,10 +86,33 @@ class Chosen:
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
-    """Those that the device computes in. Every CPU has bf16, if slowly; of GPUs those from compute capability 8.0 on."""
+    """Those that ``auto`` chooses from. Every CPU has bf16, if slowly; of GPUs those from compute capability 8.0 on."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return ("fp32",)
     return ("fp32", "bf16")
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Does torch multiply in fp8 there? GPUs do from compute capability 8.9 on (Ada, Hopper); a CPU where this torch has code for it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    try:
+        _products_in_fp8([(16, 16)], 16, device)[0]()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def refuse_missing(recipe: Recipe, device: torch.device) -> None:
+    """Raises: RecipeError for a precision that the device does not have."""
+    asked, offered = recipe.precision, precisions(device)
+    if asked == AUTO or asked in offered or asked == FP8 and has_fp8(device):
+        return
+    name = repr(torch.cuda.get_device_name(device)) if device.type == "cuda" else "with this torch"
+    needed = " (a GPU has it from compute capability 8.9 on)" if asked == FP8 else ""
+    raise RecipeError(
+        f"recipe {recipe.name}: precision: {device.type} device {name} has no {asked}{needed}: write {offered[-1]}, or {AUTO}"
+    )
 
 
 def choose(recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS) -> Chosen:
@@ -97,14 +120,9 @@ def choose(recipe: Recipe, device: torch.device, before: str = "", seconds: floa
 
     Raises: RecipeError for an explicit precision that the device does not have.
     """
-    asked, offered = recipe.precision, precisions(device)
-    if asked != AUTO and asked not in offered:
-        raise RecipeError(
-            f"recipe {recipe.name}: precision: {device.type} device {torch.cuda.get_device_name(device)!r} has no {asked}: "
-            f"write {offered[0]}, or {AUTO}"
-        )
+    refuse_missing(recipe, device)
     found = probe(recipe, device, seconds)
-    return decide(asked, found, before if before in offered else "")
+    return decide(recipe.precision, found, before if before in precisions(device) else "")
 
 
 def decide(asked: str, found: Probe, before: str = "") -> Chosen:
@@ -142,8 +160,8 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Probe:
-    """Time each part in each precision of the device, within ``seconds`` together."""
-    offered = precisions(device)
+    """Time each part in each precision of the device, and in fp8 where the recipe asks for it, within ``seconds`` together."""
+    offered = precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
     taken: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
     share = seconds / (len(offered) * 4)  # three parts, and the small product before them
@@ -154,7 +172,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
                 run, flops = _square(SMALLEST, device, dtype)
                 run()  # the first call of a process loads libraries
                 guess = flops / _shortest(run, device, share / 4)
-                timed = parts(recipe, device, dtype)
+                timed = parts(recipe, device, dtype, in_fp8=name == FP8)
                 rates[name] = {label: _grown(part, guess, device, share) for label, part in timed.items()}
             taken[name] = sum(part.flops / rates[name][label] for label, part in timed.items()) / threads
     return Probe(device.type, taken, rates)
@@ -174,8 +192,9 @@ def _one_thread(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> dict[str, TimedPart]:
-    """What of a step is timed. FLOPs count forward and backward: three products for each of the forward pass."""
+def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False) -> dict[str, TimedPart]:
+    """What of a step is timed. FLOPs count forward and backward: three products for each of the forward pass. ``in_fp8``: those of the
+    layers, without the time that it takes to quantise."""
     model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences
     tokens = rows * model.context
     matrices = _matrices(model)
@@ -183,8 +202,13 @@ def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> dict[str,
     head = 6.0 * tokens * model.d_model * model.vocab_size
     # the whole square: torch's plain attention computes it
     attention = 12.0 * rows * model.layers * model.heads * model.head_dim * model.context**2
+
+    def products(share: float) -> tuple[Callable[[], None], float]:
+        some = max(1, int(share * tokens))
+        return _products_in_fp8(matrices, some, device) if in_fp8 else _products(matrices, some, device, dtype)
+
     return {
-        "products": TimedPart(inside, lambda share: _products(matrices, max(1, int(share * tokens)), device, dtype)),
+        "products": TimedPart(inside, products),
         "attention": TimedPart(attention, lambda share: _attention(model, share * rows * model.heads, device, dtype)),
         "loss head": TimedPart(head, lambda share: _head(model, max(1, int(share * tokens)), device, dtype)),
     }
@@ -208,6 +232,29 @@ def _products(
         for x, w in made:
             y = F.linear(x, w)
             torch.autograd.grad(y, (x, w), y.detach())
+
+    return run, 6.0 * rows * sum(a * b for a, b in matrices)
+
+
+def _products_in_fp8(
+    matrices: list[tuple[int, int]], rows: int, device: torch.device
+) -> tuple[Callable[[], None], float]:
+    """Of rows rounded up to a multiple of 16, as the products take them. Each has operands whose rows lie one after the other."""
+    rows, one = -(-rows // 16) * 16, torch.ones((), device=device)
+    full = lambda size, dtype: torch.full(size, 0.5, dtype=torch.bfloat16, device=device).to(dtype)
+    forward, gradient = torch.float8_e4m3fn, torch.float8_e5m2
+    made = []
+    for a, b in matrices:
+        for dtype, first, second in (
+            (forward, (rows, a), (b, a)),
+            (gradient, (rows, b), (a, b)),
+            (gradient, (b, rows), (a, rows)),
+        ):
+            made.append((full(first, dtype), full(second, forward).t()))
+
+    def run() -> None:
+        for first, second in made:
+            torch._scaled_mm(first, second, one, one, out_dtype=torch.bfloat16)
 
     return run, 6.0 * rows * sum(a * b for a, b in matrices)
 

@@ -87,7 +87,7 @@ class Ask:
     expert: int = (
         1  # GPUs that share the experts, in a trainer that can; 1: as ours, every expert is gathered everywhere
     )
-    fp8: bool = False  # products in fp8, in a trainer that can
+    fp8: bool = False  # products in fp8; of routed experts, in a trainer that can
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ def oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) 
     All values and fp32 are tried on the policy's first case; the other cases at the recipe's own precision. In fp64, which
     no training uses, an op may refuse to compute; where it does not, it must be right.
     """
-    jobs = []
+    from kernels.contract.precision import of_values
+
+    jobs, precision = [], of_values(precision)
     for op in ops:
         for case in policy.cases:
             first = case == policy.cases[0]

@@ -13,9 +13,19 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
-from tests.support.trainer.segments import MakeShard, plan_of, write_spec
+from tests.support.trainer.segments import MakeShard, plan_of, train_here, write_spec
 from trainer.contract.errors import RecipeError, SpecError
-from trainer.contract.plan.precision import Probe, choose, decide, parts, precisions, probe, resolved
+from trainer.contract.plan.precision import (
+    Probe,
+    choose,
+    decide,
+    has_fp8,
+    parts,
+    precisions,
+    probe,
+    refuse_missing,
+    resolved,
+)
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 
@@ -90,6 +100,46 @@ def test_a_gpu_without_bf16_refuses_a_recipe_that_asks_for_it(monkeypatch: pytes
     assert precisions(torch.device("cuda")) == ("fp32",)
     with pytest.raises(RecipeError, match=r"'GTX 1080' has no bf16: write fp32, or auto"):
         choose(tiny(precision="bf16"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_before_ada_refuses_fp8(capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu, recipe = torch.device("cuda"), tiny(precision="fp8")
+    assert has_fp8(gpu) is has
+    if has:
+        refuse_missing(recipe, gpu)
+        return
+    for refuses in (refuse_missing, choose):
+        with pytest.raises(RecipeError, match=r"'A100' has no fp8 \(.* 8\.9 on\): write bf16, or auto$"):
+            refuses(recipe, gpu)
+    refuse_missing(tiny(precision="bf16"), gpu)
+
+
+def test_fp8_is_measured_where_a_recipe_asks_for_it_and_never_chosen() -> None:
+    assert has_fp8(CPU) and "fp8" not in precisions(CPU)
+    found = choose(tiny(precision="fp8"), CPU, before="bf16", seconds=0.3)
+    assert found.precision == found.asked == "fp8"
+    assert set(found.probe.rates["fp8"]) == {"products", "attention", "loss head"}
+    assert set(choose(tiny(precision="auto"), CPU, before="fp8", seconds=0.1).probe.seconds) == {"fp32", "bf16"}
+    slow = Probe("cuda", {"fp32": 3.0, "bf16": 1.0, "fp8": 1.5}, {})
+    assert "bf16 is 1.5x as fast" in decide("fp8", slow).warning
+
+
+def test_a_torch_without_fp8_products_refuses_it_when_a_run_starts(
+    tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*arguments: Any, **keywords: Any) -> None:
+        raise RuntimeError("not compiled with it")
+
+    monkeypatch.setattr(torch, "_scaled_mm", missing)
+    folder = write_spec(tmp_path / "segment", plan_of(make_shard()), tiny(precision="fp8"))
+    code, said = train_here(folder)
+    assert (
+        code == 2 and "recipe tiny: precision: cpu device with this torch has no fp8" in said and "write bf16" in said
+    )
 
 
 def test_an_explicit_precision_is_not_measured() -> None:

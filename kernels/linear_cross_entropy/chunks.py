@@ -1,0 +1,147 @@
+"""The loss head a chunk of tokens at a time: what every implementation that never holds the batch's logits shares.
+
+How many tokens make a chunk follows from what a chunk costs beside its products, which take 6 · C · D · V FLOPs. On a CPU its
+logits should stay in cache. On a GPU each chunk reads the weight twice and reads and writes the fp32 sum of the weight's
+gradient, 12 · V · D bytes in all, so that this traffic takes a share 2 · r / C of the products' time, whatever D and V are:
+r is the FLOPs that the card computes while it moves a byte, about 300 in bf16 (an H100's data sheet: 989 TFLOP/s, 3.35 TB/s).
+At 8,192 tokens that is 7 % if nothing overlapped; a matrix product overlaps its own reads and writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GPU_TOKENS = 8192  # of a chunk on a GPU, at most
+GPU_BYTES = 2 << 30  # of a chunk's logits, at most
+MEMORY_SHARE = 16  # of the card's memory a chunk's logits take this part at most
+EVEN = 128  # chunks of a batch are multiples of this many tokens: a tile of a product
+
+Size = Callable[[Tensor, Tensor], int]  # (x [N, D], weight [V, D]) → tokens of a chunk
+Rows = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
+
+
+def gpu_chunk(N: int, V: int, itemsize: int, memory: int) -> int:
+    """Tokens of a chunk on a card with ``memory`` bytes. Free memory does not count: the same sizes give the same sums.
+
+    >>> gpu_chunk(16384, 131072, 2, 80 << 30), gpu_chunk(16384, 151936, 2, 80 << 30), gpu_chunk(9000, 32768, 2, 80 << 30)
+    (8192, 4096, 4608)
+    """
+    fits = max(1, min(GPU_BYTES, memory // MEMORY_SHARE) // max(1, V * itemsize))
+    most = min(GPU_TOKENS, 1 << (fits.bit_length() - 1))
+    if most >= N:
+        return max(1, N)
+    chunks = -(-N // most)
+    return min(most, -(-N // (chunks * EVEN)) * EVEN)  # even ones: a short last chunk would move as much as a whole one
+
+
+def on_gpu(x_ND: Tensor, weight_VD: Tensor) -> int:
+    return gpu_chunk(x_ND.shape[0], weight_VD.shape[0], x_ND.element_size(), _memory(x_ND.device))
+
+
+@functools.cache
+def _memory(device: torch.device) -> int:
+    """Bytes of a card; where there is none (tracing, the interpreter), so many that they bound nothing."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return MEMORY_SHARE * GPU_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def in_chunks(
+    rows: Rows,
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    z_loss: float,
+    gradients: bool,
+    size: int,
+    align: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two empty unless asked for.
+
+    ``rows`` does the pointwise work of a chunk and returns (terms, nll, gradient by the logits), whose memory may be the
+    logits'. These are a view [C, V] whose rows begin ``align`` elements or a multiple apart. Nothing waits for the device.
+    """
+    (N, D), V = x_ND.shape, weight_VD.shape[0]
+    if weight_VD.shape != (V, D) or targets_N.shape != (N,) or weights_N.shape != (N,):
+        shapes = ", ".join(str(list(given.shape)) for given in (x_ND, weight_VD, targets_N, weights_N))
+        raise ValueError(f"x [N, D], weight [V, D], targets [N] and weights [N] do not fit: {shapes}")
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    targets_N, weights_N = targets_N.long().contiguous(), weights_N.to(wide).contiguous()
+    buffer = x_ND.new_empty(min(N, size), -(-V // align) * align)[:, :V]  # one, whatever the number of chunks
+    losses, nlls = [], []
+    dx_ND, dweight_VD = x_ND.new_empty((N, D) if gradients else 0), weight_VD.new_empty(0)
+    for first in range(0, N, size):
+        part = slice(first, first + size)
+        logits_CV = torch.mm(x_ND[part], weight_VD.t(), out=buffer[: min(size, N - first)])
+        terms_C, nll_C, dlogits_CV = rows(logits_CV, targets_N[part], weights_N[part], z_loss, gradients)
+        losses.append(terms_C.sum())
+        nlls.append(nll_C)
+        if gradients:
+            torch.mm(dlogits_CV, weight_VD, out=dx_ND[part])
+            if size >= N:
+                dweight_VD = dlogits_CV.t() @ x_ND
+            else:  # a sum over chunks is kept in fp32, or each addition would round it
+                dweight_VD = summed(dweight_VD if first else None, dlogits_CV.t(), x_ND[part])
+    if not losses:  # no token at all
+        dweight_VD = weight_VD.new_zeros(weight_VD.shape if gradients else 0)
+        return weights_N.new_zeros(()), weights_N.new_empty(0), dx_ND, dweight_VD
+    return torch.stack(losses).sum(), torch.cat(nlls), dx_ND, dweight_VD
+
+
+def summed(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
+    """``sum`` + a b, in fp32 at least and in ``sum``'s place; a b without one.
+
+    On a GPU one product, whose bf16 operands are summed in fp32 and added as such: ``aten::addmm.dtype_out`` takes a
+    ``self`` in ``out_dtype`` that is ``out`` itself (PyTorch 2.11, ``_addmm_dtype_out_cuda`` in aten/native/cuda/Blas.cpp). It
+    has no CPU kernel; there the product is rounded once, before it is added.
+    """
+    if a_VC.is_cuda:
+        wide = torch.promote_types(a_VC.dtype, torch.float32)
+        if sum_VD is None:
+            return torch.mm(a_VC, b_CD, out_dtype=wide)
+        return torch.addmm(sum_VD, a_VC, b_CD, out_dtype=wide, out=sum_VD)
+    product_VD = a_VC @ b_CD
+    if sum_VD is None:
+        return product_VD.to(torch.promote_types(product_VD.dtype, torch.float32))
+    return sum_VD.add_(product_VD)
+
+
+def fake(
+    size: Size, x: Tensor, weight: Tensor, weights: Tensor, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``in_chunks`` returns, without its values."""
+    N, device = x.shape[0], x.device
+    wide = torch.promote_types(x.dtype, torch.float32)
+    of_weight = wide if gradients and size(x, weight) < N else weight.dtype
+    # not by ``new_empty``, which a build of torch without CUDA has not for a fake tensor of a GPU
+    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+    dx = empty(x.shape if gradients else (0,), x.dtype)
+    return empty((), wide), empty((N,), wide), dx, empty(weight.shape if gradients else (0,), of_weight)
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2], output[3])
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def scale(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    """The kept gradients times the loss's; as many Nones as the operator has further arguments."""
+    return tuple(_times(kept, upstream[0], dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes)) + (None,) * 4
+
+
+def _times(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    if gradient.is_cuda:  # one pass that reads, multiplies in fp32 and writes in ``dtype``, with no copy between
+        return torch.mul(gradient, upstream.view(1), out=torch.empty_like(gradient, dtype=dtype))
+    return (gradient * upstream).to(dtype)
+
+
+def flops(x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, *_: Any, **__: Any) -> int:
+    """Three products, as if every token carried loss (the shapes do not say how many do)."""
+    return int(2 * x[0] * x[1] * weight[0] * (3 if gradients else 1))

@@ -1,0 +1,83 @@
+"""Products of a layer in fp8: y = x weightᵀ, and its two gradients, from operands of eight bits; everything else is bf16.
+
+The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433 §3): weights and activations in e4m3, which has three bits of
+mantissa, the incoming gradient in e5m2, which has two and a wider range. Each tensor has one scale, from its own largest
+element at that moment ("current scaling"; torchao's recipe ``tensorwise``, the fastest of its three on H100s): nothing is
+remembered from step to step, so a resumed run goes on to the bit.
+
+A scale is a power of two that brings the largest element just below 2⁸ (of at most 448 in e4m3) or 2¹⁵ (57,344 in e5m2). So no
+element is ever saturated; scaling rounds nothing; and elements round as they would under any other such scale, unless they
+are 2¹³ times smaller than the largest (2²⁹ in e5m2). How rows are split over micro-batches and ranks, and whether matrices are
+joined, therefore changes what is rounded only below that. An infinity or a NaN anywhere makes the whole product NaN.
+
+A product takes sums in fp32. On a GPU the forward product's are those of the tensor cores alone (``use_fast_accum``, as in
+torchao's recipe), the gradients' are brought to fp32 on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORWARD = torch.float8_e4m3fn
+GRADIENT = torch.float8_e5m2
+LARGEST = {FORWARD: 2.0**7, GRADIENT: 2.0**14}  # the power of two that a tensor's largest element is brought to
+EXPONENT = 0x7F800000  # the bits of an fp32 number that are its power of two
+SMALLEST = 2.0**-100  # a tensor whose elements are all smaller, as one of zeros, is scaled as if this were its largest
+
+
+def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x in eight bits, the fp32 factor that brings them back: a power of two).
+
+    >>> quantised(torch.tensor([[0.75, -1.5, 0.0]]), FORWARD)
+    (tensor([[  96., -192.,    0.]], dtype=torch.float8_e4m3fn), tensor(0.0078))
+    """
+    largest = x.detach().abs().amax().float()
+    power = (largest.view(torch.int32) & EXPONENT).view(torch.float32).clamp(min=SMALLEST)
+    factor = power / LARGEST[dtype]  # of an infinity or a NaN: infinite
+    return (x.float() / factor).to(dtype), factor
+
+
+def multiplied(a_MK: Tensor, b_NK: Tensor, factors: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
+    """a bᵀ of operands in eight bits whose rows lie one after the other, as the tensor cores take them."""
+    return torch._scaled_mm(a_MK, b_NK.t(), *factors, out_dtype=dtype, use_fast_accum=fast)
+
+
+class Products(torch.autograd.Function):
+    """x [M, K] with several matrices [N, K] → [M, N] of each. x is quantised once, and kept in eight bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, *matrices: Tensor) -> tuple[Tensor, ...]:
+        x8_MK, of_x = quantised(x_MK, FORWARD)
+        ctx.save_for_backward(x8_MK, of_x, *matrices)
+        products = []
+        for weight_NK in matrices:
+            weight8_NK, of_weight = quantised(weight_NK, FORWARD)
+            products.append(multiplied(x8_MK, weight8_NK, (of_x, of_weight), x_MK.dtype, fast=True))
+        return tuple(products)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x8_MK, of_x, *matrices = ctx.saved_tensors
+        x8_KM = x8_MK.t().contiguous()
+        dx_MK: Tensor | None = None
+        dweights = []
+        for dy_MN, weight_NK in zip(gradients, matrices, strict=True):
+            dy8_MN, of_dy = quantised(dy_MN, GRADIENT)
+            weight8_NK, of_weight = quantised(weight_NK, FORWARD)
+            weight8_KN = weight8_NK.t().contiguous()
+            part_MK = multiplied(dy8_MN, weight8_KN, (of_dy, of_weight), dy_MN.dtype, fast=False)
+            dx_MK = part_MK if dx_MK is None else dx_MK + part_MK
+            dy8_NM = dy8_MN.t().contiguous()
+            dweights.append(multiplied(dy8_NM, x8_KM, (of_dy, of_x), weight_NK.dtype, fast=False))
+        assert dx_MK is not None
+        return dx_MK, *dweights
+
+
+def products(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
+    """x […, K] weightᵀ of each matrix [N, K]. All sizes are multiples of 16 (``Recipe`` sees to it)."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    return [y.view(*x.shape[:-1], -1) for y in Products.apply(x_MK, *matrices)]  # type: ignore[no-untyped-call]
