@@ -29,7 +29,8 @@ from trainer.contract.json_lines import read_lines
 from trainer.contract.plan.feasible import refuse_impossible
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.monitor.metrics import Lines, matmul_rate
+from trainer.monitor.metrics import Lines
+from trainer.monitor.rates import Speed
 from trainer.optim.optimizer import format_table
 from trainer.parallel.ranks import Ranks
 from trainer.run import Run
@@ -109,8 +110,7 @@ def train(folder: Path, run: Run) -> None:
     metrics, anomalies = (
         Lines(folder / name if ranks.leads else None, run.step) for name in ("metrics.jsonl", "anomalies.jsonl")
     )
-    flops_per_token = recipe.model.flops_per_token()
-    peak = matmul_rate(ranks.device, DTYPES[recipe.precision]) * ranks.size
+    speed = Speed(recipe, ranks)
     first = run.step
     began, last = time.perf_counter() - run.counters["seconds"], time.perf_counter()
     try:
@@ -122,9 +122,8 @@ def train(folder: Path, run: Run) -> None:
             if batch.step == first:
                 release_freed_memory()  # the blocks were compiled in it
             now = time.perf_counter()
-            rate, last = len(batch.rows) * recipe.model.context / (now - last), now
-            run.counters["seconds"] = now - began
-            record |= {"tokens_per_s": rate, "mfu": rate * flops_per_token / peak, "data_wait_s": waited}
+            record |= speed.of(len(batch.rows) * recipe.model.context, now - last) | {"data_wait_s": waited}
+            last, run.counters["seconds"] = now, now - began
             metrics.write(record | {"time": time.time()})
             for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
                 anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, batch.rows)})
@@ -144,14 +143,14 @@ def train(folder: Path, run: Run) -> None:
         assert run.step == spec.last_step
         apart = run.replicas_apart()
         if ranks.leads:
-            write_result(folder, run, apart)
+            write_result(folder, run, apart, speed)
     finally:
         writer.close()
         metrics.close()
         anomalies.close()
 
 
-def write_result(folder: Path, run: Run, apart: list[str]) -> None:
+def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None:
     """result.json, atomically: its presence says that the segment is done. ``apart``: ``Run.replicas_apart``."""
     path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")
@@ -171,6 +170,7 @@ def write_result(folder: Path, run: Run, apart: list[str]) -> None:
         "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if mean(f"loss/{n}") is not None},
         "documents_seen": spent["documents"],
         "seconds": spent["seconds"],
+        "speed": speed.of_segment(every),
         "replicas_apart": apart,
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],
