@@ -116,7 +116,7 @@ def _gpu(number: int) -> str:
     import torch
 
     from trainer.contract.plan.precision import DTYPES, precisions
-    from trainer.monitor.rates import data_sheet_peak, matmul_rate, memory_rate
+    from trainer.contract.plan.rates import data_sheet_peak, matmul_rate, memory_rate
 
     device = torch.device("cuda", number)
     facts = torch.cuda.get_device_properties(device)

@@ -30,7 +30,7 @@ from trainer.contract.plan.feasible import refuse_impossible
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.monitor.metrics import Lines
-from trainer.monitor.rates import Speed
+from trainer.monitor.speed import Speed
 from trainer.optim.optimizer import format_table
 from trainer.parallel.ranks import Ranks
 from trainer.run import Run

@@ -27,8 +27,8 @@ from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
 from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.plan.rates import matmul_rate, memory_rate
 from trainer.contract.recipe import Recipe
-from trainer.monitor.rates import matmul_rate, memory_rate
 from trainer.run import Run
 
 WARMUP_STEPS = 2

@@ -31,8 +31,8 @@ from kernels.contract.precision import bf16_matmul
 from trainer.batch import Batch, make_batch, prefetch
 from trainer.contract.checkpoint.export import hf_config
 from trainer.contract.plan.precision import DTYPES
+from trainer.contract.plan.rates import data_sheet_peak, matmul_rate
 from trainer.contract.recipe import Recipe
-from trainer.monitor.rates import data_sheet_peak, matmul_rate
 
 KERNELS = ROOT / "policies" / "kernels.yaml"
 ROUNDS = 9

@@ -50,7 +50,7 @@ from agents.line_profiler.sweep.work_queue import (
 from agents.line_profiler.table import line_name
 from kernels.contract.registry import KernelError, load_choice
 from trainer.contract import stopping
-from trainer.monitor.rates import matmul_rate, memory_rate
+from trainer.contract.plan.rates import matmul_rate, memory_rate
 
 FORMAT = 1
 MEMORY_SHARE = 0.5  # of the free memory, for all workers together

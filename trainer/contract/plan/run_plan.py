@@ -220,6 +220,7 @@ def mfu_of(ask: Ask) -> float:
     """The share of the peak to expect: of one node, or of many by what published runs reached.
 
     >>> from trainer.contract.plan.sizing import shape_of
+    >>> from trainer.contract.plan.gpus import GPUS
     >>> asks = [Ask(shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
     >>> [round(mfu_of(ask), 2) for ask in asks]
     [0.4, 0.22, 0.29]
