@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.trainer.segments import recipe_with
+from tests.support.trainer.segment_runs import result
+from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
+from trainer.contract.json_lines import read_lines
+from trainer.contract.plan import rates
 from trainer.monitor import speed as speeds
 from trainer.parallel.ranks import Ranks
 
@@ -68,3 +74,24 @@ def test_of_several_starts_the_last_ones_first_step_is_said() -> None:
     found = speed(CPU).of_segment([*lines, {"step": 9}])
     assert (found["first_step_s"], found["tokens_per_s"]) == (4.0, 200.0)
     assert speed(CPU).of_segment([]) == {}
+
+
+def test_a_segment_on_a_cpu_leaves_its_speed_and_the_first_step_of_each_start(
+    tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "_cpu_seconds", None)  # a product that is timed would fail
+    recipe = recipe_with(checkpoint_every=4)
+    folder = write_spec(tmp_path / "run", plan_of(make_shard()), recipe, last_step=6)
+    assert train_here(folder) == (0, "")
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    assert train_here(folder) == (0, "")
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if "first_step_s" in line] == [0, 4]
+    for line in lines:
+        assert line["flops_per_s"] == line["tokens_per_s"] * recipe.model.flops_per_token() and "mfu" not in line
+    speed = result(folder)["speed"]
+    assert speed.keys() == {"first_step_s", "tokens_per_s", "flops_per_s"}
+    assert speed["first_step_s"] == lines[4]["first_step_s"] and speed["tokens_per_s"] == statistics.median(
+        line["tokens_per_s"] for line in lines if "first_step_s" not in line
+    )
