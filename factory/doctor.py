@@ -106,12 +106,27 @@ def _torch() -> tuple[bool | None, str]:
     import torch
 
     if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0)
-        return (
-            True,
-            f"{torch.__version__}, {torch.cuda.device_count()} × {device.name} ({device.total_memory / 2**30:.0f} GiB)",
-        )
+        gpus = [_gpu(number) for number in range(torch.cuda.device_count())]
+        return True, "\n".join([f"{torch.__version__}, CUDA {torch.version.cuda}, {len(gpus)} GPUs", *gpus])
     return True, f"{torch.__version__}, no GPU: training on {torch.get_num_threads()} CPU threads"
+
+
+def _gpu(number: int) -> str:
+    """One GPU: what it is, its data sheet's peak, and what products and copies reach now."""
+    import torch
+
+    from trainer.contract.plan.precision import DTYPES, precisions
+    from trainer.contract.plan.rates import data_sheet_peak, matmul_rate, memory_rate
+
+    device = torch.device("cuda", number)
+    facts = torch.cuda.get_device_properties(device)
+    name = precisions(device)[-1]
+    peak = data_sheet_peak(device, DTYPES[name])
+    sheet = f"data sheet {peak / 1e12:.0f} TFLOP/s" if peak else "data sheet not known: no MFU"
+    return (
+        f"GPU {number}: {facts.name}, capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB; {name}: {sheet}, "
+        f"products reach {matmul_rate(device, DTYPES[name]) / 1e12:.0f} TFLOP/s now; copies {memory_rate(device) / 1e12:.2f} TB/s"
+    )
 
 
 def _precision(workspace: Workspace | None) -> tuple[bool | None, str]:

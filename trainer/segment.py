@@ -29,7 +29,8 @@ from trainer.contract.json_lines import read_lines
 from trainer.contract.plan.feasible import refuse_impossible
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.monitor.metrics import Lines, matmul_rate
+from trainer.monitor.metrics import Lines
+from trainer.monitor.speed import Speed
 from trainer.optim.optimizer import format_table
 from trainer.parallel.ranks import Ranks
 from trainer.run import Run
@@ -111,8 +112,7 @@ def train(folder: Path, run: Run) -> None:
     metrics, anomalies = (
         Lines(folder / name if ranks.leads else None, run.step) for name in ("metrics.jsonl", "anomalies.jsonl")
     )
-    flops_per_token = recipe.model.flops_per_token()
-    peak = matmul_rate(ranks.device, DTYPES[recipe.precision]) * ranks.size
+    speed = Speed(recipe, ranks)
     first, every = run.step, recipe.stability.read_every
     last = left = time.perf_counter()  # when numbers were read, and when the host was through with a step
     began, waited = last - run.counters["seconds"], 0.0
@@ -134,12 +134,8 @@ def train(folder: Path, run: Run) -> None:
                 now = left = time.perf_counter()
                 run.counters["seconds"] = now - began
                 for step, record in records:
-                    rate = len(step.rows) * recipe.model.context * count / (now - last)
-                    record |= {
-                        "tokens_per_s": rate,
-                        "mfu": rate * flops_per_token / peak,
-                        "data_wait_s": waited / count,
-                    }
+                    record |= speed.of(len(step.rows) * recipe.model.context, (now - last) / count)
+                    record |= {"data_wait_s": waited / count}
                     metrics.write(record | {"time": time.time()})
                     for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
                         anomalies.write(asdict(anomaly) | {"documents": document_keys(run.order, step.rows)})
@@ -159,14 +155,14 @@ def train(folder: Path, run: Run) -> None:
         assert run.step == spec.last_step
         apart = run.replicas_apart()
         if ranks.leads:
-            write_result(folder, run, apart)
+            write_result(folder, run, apart, speed)
     finally:
         writer.close()
         metrics.close()
         anomalies.close()
 
 
-def write_result(folder: Path, run: Run, apart: list[str]) -> None:
+def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None:
     """result.json, atomically: its presence says that the segment is done. ``apart``: ``Run.replicas_apart``."""
     path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")
@@ -186,6 +182,7 @@ def write_result(folder: Path, run: Run, apart: list[str]) -> None:
         "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if mean(f"loss/{n}") is not None},
         "documents_seen": spent["documents"],
         "seconds": spent["seconds"],
+        "speed": speed.of_segment(every),
         "replicas_apart": apart,
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],

@@ -28,8 +28,8 @@ from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
 from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.plan.rates import matmul_rate, memory_rate
 from trainer.contract.recipe import Recipe
-from trainer.monitor.metrics import matmul_rate
 from trainer.run import Run
 
 WARMUP_STEPS = 2
@@ -37,7 +37,6 @@ STEPS = 6
 ALIKE_FOR_TORCH = 1.1  # its profiler's own cost varies more, most for short steps
 LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; the longest wait for a quiet machine
 ISOLATION_BUDGET_S = 18.0
-COPY_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -266,20 +265,6 @@ def _recipe_step(
         batch = make_batch(compiled.order).to(compiled.ranks.device)
         times.append(time.perf_counter() - began + _timed(compiled, batch, synchronize))
     return min(times)
-
-
-def memory_rate(device: torch.device) -> float:
-    """Bytes read and written a second by a copy of 64 MiB: the best of five."""
-    source = torch.zeros(COPY_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(6):
-        began = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return 2 * COPY_BYTES / best
 
 
 def device_name(device: torch.device) -> str:

@@ -13,7 +13,6 @@ the same share one. It prints a line a run as it goes, and at the end the runs, 
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import json
 import shutil
@@ -41,13 +40,11 @@ from factory.diagnosis.diagnosing import NEW_FOR, previous_weights, was_otherwis
 from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from trainer import segment as trainer_segment
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import write_token_shard
 from trainer.contract.json_lines import read_lines
-from trainer.monitor.metrics import matmul_rate
 
 BUDGET = 2000
 MOST_EPISODES = 4  # of a healthy run that are diagnosed
@@ -240,7 +237,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    trainer_segment.matmul_rate = functools.cache(matmul_rate)  # type: ignore[assignment]  # measured once, not for each replay
     commit()
     held = (
         [Tried.of_json(line) for line in read_lines(asked.results)] if asked.results and asked.results.exists() else []

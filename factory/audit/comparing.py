@@ -21,7 +21,7 @@ from trainer.contract.errors import TrainerError
 
 LOG_BYTES = 1 << 30
 # Of a line of metrics.jsonl, what depends on the clock and the machine's memory.
-OF_THE_CLOCK = {"tokens_per_s", "mfu", "data_wait_s", "time", "memory"}
+OF_THE_CLOCK = {"tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "time", "memory"}
 OF_THE_MACHINE = (
     "throughput_drop",
     "rank_grad_norm",

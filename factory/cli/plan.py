@@ -50,9 +50,10 @@ def plan(
 ) -> None:  # fmt: skip
     """Plan a run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
     from trainer.contract.errors import TrainerError
+    from trainer.contract.plan.gpus import GPUS
     from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.plan_report import as_json as plan_json
-    from trainer.contract.plan.run_plan import GPUS, PRICE, Ask, SizingError, active, plan_run
+    from trainer.contract.plan.run_plan import PRICE, Ask, SizingError, active, plan_run
     from trainer.contract.plan.sizing import GB, shape_of
 
     if bool(params) + bool(recipe) + bool(config) != 1:

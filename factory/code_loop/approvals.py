@@ -17,7 +17,7 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, UNDO, note_validated
+from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, note_validated
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
@@ -27,7 +27,7 @@ from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.scope import Change
 from factory.ledger.ledger import Ledger, proposals
-from factory.ledger.rows import ProposalRow, Subject
+from factory.ledger.rows import UNDO, ProposalRow, Subject
 from factory.ledger.writing import record_once
 from kernels.contract.choice import section_of
 

@@ -24,13 +24,12 @@ from factory.gates.release.judge import REJECT
 from factory.gates.training_start import Start, find_start
 from factory.git import repository
 from factory.ledger.ledger import Ledger, anomalies, events, record
-from factory.ledger.rows import ProposalRow, Subject, VerdictRow
+from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from kernels.contract.machine import here
 
 AGENT = "revalidator"
 AUDIT = "audit"  # gate of the verdicts of factory.audit, and of the reverts that it asks for
-UNDO = "undo"  # its targets are undo:<number of a proposal>
 VALIDATED = "proposal_validated"
 FELL = "benchmarks_fell"
 REMIND_SECONDS = 86_400.0  # a lasting obstacle is reported again after a day

@@ -7,7 +7,7 @@ other proposal, or the policy does.
 from __future__ import annotations
 
 from agents.core.proposal import Proposal
-from factory.code_loop.revalidating import AUDIT, UNDO
+from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.submitting import draft, record_judged, show
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
@@ -15,7 +15,7 @@ from factory.gates.release.judge import PROMOTE, Verdict
 from factory.git import repository
 from factory.ledger.anomalies import DIAGNOSIS, in_words, words_about
 from factory.ledger.ledger import Ledger
-from factory.ledger.rows import ProposalRow, Subject, VerdictRow
+from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
 from factory.reports import proposal_report
 

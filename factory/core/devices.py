@@ -49,14 +49,15 @@ def kind() -> str:
 
 
 def compiled(root: Path, commit: str) -> Path:
-    """Where the approved code of ``commit`` in the workspace ``root`` keeps what torch.compile made.
+    """Where the approved code of ``commit`` in the workspace ``root`` keeps what compilers made: ``inductor/`` and ``triton/``
+    (``factory.sandbox.view.cache_variables``).
 
     By class of machine, as a compiler of one may use instructions that another does not have; and by commit, as code that reads what other
     code compiled runs it.
     """
     from kernels.contract.machine import here
 
-    return root / "cache" / f"code-{commit[:12]}-{here().name}" / "inductor"
+    return root / "cache" / f"code-{commit[:12]}-{here().name}"
 
 
 def environment() -> dict[str, str]:

@@ -31,6 +31,7 @@ from factory.git.repository import fork, live_commit
 from factory.ingest.inbox import arrived, ingest_arrived
 from factory.ledger.ledger import Ledger, proposals, sa, shards
 from factory.ledger.status import snapshot
+from factory.sandbox.view import cache_variables
 
 MARK = ".demo"  # --fresh removes only a folder with this file
 BAD_SHARD = "surprise-00.jsonl"
@@ -130,9 +131,9 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     fork(code_root(), workspace.repository, edits, title)
     measured_with = devices.compiled(workspace.root, MEASURING)
     if measured_with.is_dir():  # the factory's own checkout compiled it: training may go on with it
-        own = devices.compiled(workspace.root, live_commit(workspace.repository)).parent
+        own = devices.compiled(workspace.root, live_commit(workspace.repository))
         shutil.rmtree(own, ignore_errors=True)
-        measured_with.parent.rename(own)
+        measured_with.rename(own)
 
 
 def _read_recipe(text: str) -> dict[str, Any]:
@@ -173,10 +174,10 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    cache = str(devices.compiled(workspace.root, MEASURING))
+    caches = cache_variables(devices.compiled(workspace.root, MEASURING))
     began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
-        done = run_python(code_root(), *words, TORCHINDUCTOR_CACHE_DIR=cache)
+        done = run_python(code_root(), *words, **caches)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise FactoryError(f"a step of the demo's recipe could not be timed: {said}")

@@ -310,6 +310,11 @@ def message(repository: Path, commit: str) -> str:
     return git(repository, "show", "--no-patch", "--format=%B", commit).decode("utf-8", "replace")
 
 
+def commits_between(repository: Path, older: str, commit: str) -> set[str]:
+    """The names of the commits that ``commit`` has and ``older`` has not. Raises: RepositoryError."""
+    return set(git(repository, "rev-list", "--end-of-options", f"{older}..{commit}").decode().split())
+
+
 def subjects(repository: Path, older: str, commit: str) -> list[str]:
     """The commits that ``commit`` has and ``older`` has not, newest first, as '1a2b3c4 What it does'; none where a commit is not there."""
     try:

@@ -209,6 +209,9 @@ class ReleaseRow(LedgerRow):
     segment: int
 
 
+UNDO = "undo"  # of a proposal that takes another back: its target is undo:<number of that>
+
+
 @dataclass(frozen=True)
 class ProposalRow(LedgerRow):
     """A proposal with its verdict, once it has one."""

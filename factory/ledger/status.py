@@ -127,6 +127,7 @@ def screen(facts: dict[str, Any]) -> list[str]:
             f"generation {segment['generation']} in {segment['precision']}, {segment['state']}"
             + (f" {_at(segment['finished_at'])}" if segment["finished_at"] else "")
             + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
+            + _speed((segment["result"] or {}).get("speed"))
             + (
                 f", {describe_average(segment['result']['averaged'])}"
                 if "averaged" in (segment["result"] or {})
@@ -159,6 +160,16 @@ def screen(facts: dict[str, Any]) -> list[str]:
             f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
         )
     return lines
+
+
+def _speed(speed: object) -> str:
+    """', 18,400 tokens/s, MFU 41.2 %, first step 35.0 s' of what a trainer left, as far as it says so; '' of an older one."""
+    said = speed if isinstance(speed, dict) else {}
+    number = {key: value for key, value in said.items() if isinstance(value, float) and 0 <= value < 1e18}
+    words = [f"{number['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in number else []
+    words += [f"MFU {100 * number['mfu']:.1f} %"] if "mfu" in number else []
+    words += [f"first step {number['first_step_s']:.1f} s"] if "first_step_s" in number else []
+    return "".join(f", {word}" for word in words)
 
 
 def _anomaly_lines(facts: dict[str, Any]) -> list[str]:

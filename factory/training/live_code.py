@@ -31,6 +31,7 @@ from factory.retrying.quiet import killed_when_quiet
 from factory.sandbox import live
 from factory.sandbox.live import Running
 from factory.sandbox.view import cache_variables
+from factory.training.compile_cache import begin_cache
 from trainer.contract import stopping
 
 
@@ -51,7 +52,8 @@ class LiveCode:
         isolated, why = isolation(workspace, ledger)
         if not isolated:
             progress.line(f"  WARNING: live code runs, and NOT in the sandbox: {why}")
-        cache = devices.compiled(workspace.root, commit).parent
+        cache = devices.compiled(workspace.root, commit)
+        begin_cache(workspace, ledger, commit)
         patience = RetryPolicy.load(workspace.policy("retries.yaml")).hung_seconds
         return cls(checkout_live(workspace, commit), cache, isolated, patience)
 

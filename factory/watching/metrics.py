@@ -39,6 +39,7 @@ def text(found: dict[str, Any]) -> str:
     for key, about in (
         ("step", "Steps done of the trunk's count."), ("last_step", "Step after which the segment ends."), ("loss", "Of the newest step."),
         ("tokens_per_s", "Median of the newest steps."), ("eta_seconds", "Until the segment ends."), ("quiet_seconds", "Since the newest step."),
+        ("mfu", "Median of the newest steps: share of the data sheets' peak, of known GPUs alone."),
         ("attempts", "Deaths of the trainer since its newest checkpoint."),
     ):  # fmt: skip
         one(f"segment_{key}", f"Of the segment that trains: {about}", row.get(key))

@@ -67,15 +67,15 @@ def _doing(workspace: Workspace, process: int) -> dict[str, Any]:
 def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
     """The planned segment with the numbers of its newest step; None: there is none.
 
-    ``step`` done of ``last_step``, ``loss``, ``tokens_per_s`` and ``step_seconds`` of the newest steps, ``eta_seconds``, ``age_seconds`` since it
-    was planned, ``quiet_seconds`` since its newest step.
+    ``step`` done of ``last_step``, ``loss``, ``tokens_per_s``, ``mfu`` (of known GPUs) and ``step_seconds`` of the newest steps, ``eta_seconds``,
+    ``age_seconds`` since it was planned, ``quiet_seconds`` since its newest step.
     """
     row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
     if row is None:
         return None
     now = time.time() if now is None else now
     facts: dict[str, Any] = row.only("id kind first_step last_step attempts created_at") | {
-        "step": row.first_step, "loss": None, "tokens_per_s": None, "step_seconds": None, "eta_seconds": None,
+        "step": row.first_step, "loss": None, "tokens_per_s": None, "mfu": None, "step_seconds": None, "eta_seconds": None,
         "age_seconds": now - row.created_at, "quiet_seconds": None,
     }  # fmt: skip
     lines = newest_lines(Path(row.folder) / "metrics.jsonl")
@@ -84,9 +84,11 @@ def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
     newest = lines[-1]
     facts |= {"step": newest["step"] + 1, "loss": _number(newest, "loss"), "quiet_seconds": now - newest["time"]}
     seconds = [b["time"] - a["time"] for a, b in zip(lines, lines[1:]) if b["step"] == a["step"] + 1]
-    rates = [rate for line in lines[-RATE_STEPS:] if (rate := _number(line, "tokens_per_s"))]
-    if rates:
-        facts["tokens_per_s"] = sorted(rates)[len(rates) // 2]
+    for key in ("tokens_per_s", "mfu"):
+        # an older trainer's lines have an ``mfu`` of another meaning, and no FLOP/s
+        told = [line for line in lines[-RATE_STEPS:] if key != "mfu" or "flops_per_s" in line]
+        if rates := [rate for line in told if (rate := _number(line, key))]:
+            facts[key] = sorted(rates)[len(rates) // 2]
     if seconds:
         facts["step_seconds"] = sorted(seconds[-RATE_STEPS:])[len(seconds[-RATE_STEPS:]) // 2]
         facts["eta_seconds"] = max(0.0, facts["step_seconds"] * (row.last_step - facts["step"]))

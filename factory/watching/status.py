@@ -118,6 +118,7 @@ def _training_lines(found: dict[str, Any]) -> list[str]:
         words = [f"step {row['step']} of {row['last_step']}"]
         words += [f"loss {row['loss']:.3f}"] if row["loss"] is not None else []
         words += [f"{row['tokens_per_s']:,.0f} tokens/s"] if row["tokens_per_s"] else []
+        words += [f"MFU {100 * row['mfu']:.1f} %"] if row["mfu"] else []
         words += [f"{span(row['eta_seconds'])} left"] if row["eta_seconds"] is not None else []
         words += [f"newest step {span(row['quiet_seconds'])} ago"] if row["quiet_seconds"] is not None else []
         words += [f"planned {span(row['age_seconds'])} ago"]

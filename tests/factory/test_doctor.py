@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from factory import doctor
 from factory.core.workspace import Config, Workspace
@@ -19,7 +20,7 @@ from kernels.contract import registry
 from tests.support.factory.command import factory
 from tests.support.git import git
 from tests.support.paths import ROOT
-from trainer.contract.plan import precision
+from trainer.contract.plan import precision, rates
 
 RECIPE = (ROOT / "policies" / "recipes" / "tiny.yaml").read_text()
 
@@ -136,3 +137,26 @@ def test_a_tracking_server_that_does_not_answer_is_named() -> None:
     with HTTPServer(("127.0.0.1", 0), Unauthorized) as server:
         threading.Thread(target=server.handle_request).start()
         assert not doctor._silent(f"http://127.0.0.1:{server.server_port}/")
+
+
+def test_each_gpu_is_told_with_its_sheet_and_what_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+    stand_ins = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_name": lambda device: names[device.index],
+        "get_device_properties": lambda device: SimpleNamespace(
+            name=names[device.index], major=9, minor=0, total_memory=80 << 30
+        ),
+        "is_bf16_supported": lambda including_emulation: True,
+    }
+    for name, answer in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(rates, "matmul_rate", lambda device, dtype: 7e14 if dtype == torch.bfloat16 else 0.0)
+    monkeypatch.setattr(rates, "memory_rate", lambda device: 2.9e12)
+    ok, said = doctor._torch()
+    assert ok and said.splitlines()[1:] == [
+        "GPU 0: NVIDIA H100 80GB HBM3, capability 9.0, 80 GiB; bf16: data sheet 989 TFLOP/s, products reach 700 TFLOP/s now; copies 2.90 TB/s",
+        "GPU 1: NVIDIA H100 80GB HBM3 MIG 1g.10gb, capability 9.0, 80 GiB; bf16: data sheet not known: no MFU, products reach 700 TFLOP/s now; "
+        "copies 2.90 TB/s",
+    ]

@@ -14,7 +14,7 @@ from kernels.native import library
 def lend(workspace: Workspace) -> Workspace:
     """As if a trainer had run there before."""
     made = Path(library("linear_cross_entropy")._name)
-    folder = devices.compiled(workspace.root, live_commit(workspace.repository)) / made.parent.name
+    folder = devices.compiled(workspace.root, live_commit(workspace.repository)) / "inductor" / made.parent.name
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(made, folder)
     return workspace

@@ -1,8 +1,7 @@
-"""The files of a run's metrics, one JSON object a line, flushed about once a second; and the machine's matmul rate."""
+"""The files of a run's metrics, one JSON object a line, flushed about once a second."""
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import sys
@@ -16,8 +15,6 @@ from kernels.contract.files import finite_json, sync_folder, write_atomically
 from trainer.contract.json_lines import read_lines
 
 FLUSH_SECONDS = 1.0
-LEAST_MATMUL = 128  # rows and columns
-MATMUL_SECONDS = 0.1  # the most that one product may take, and after which the matmul rate is not tried again
 
 
 class Lines:
@@ -79,28 +76,3 @@ def memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, tries: int = 5) -> float:
-    """FLOP/s of a square matrix product, the best of a few tries: what MFU is measured against.
-
-    Slow cores get fewer tries and, if one product would take too long, as bf16's does without units for it, smaller matrices.
-    """
-    if size > LEAST_MATMUL:
-        rate = matmul_rate(device, dtype, LEAST_MATMUL, tries)
-        while size > LEAST_MATMUL and 2 * size**3 / rate > MATMUL_SECONDS:
-            size //= 2
-    generator = torch.Generator().manual_seed(0)  # the run's own random state is part of what resumes to the bit
-    a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
-    best, begun = math.inf, time.perf_counter()
-    for number in range(tries + 1):
-        if number > 1 and time.perf_counter() - begun > MATMUL_SECONDS:
-            break
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from agents.line_profiler.capture import ROOT, moves_nothing
 from agents.line_profiler.isolation import Isolated
 from agents.line_profiler.lines import Roof, source
-from agents.line_profiler.session import device_name, memory_rate
+from agents.line_profiler.session import device_name
 from agents.line_profiler.stopwatch import counted
 from agents.line_profiler.sweep.shapes import SHAPES
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
@@ -51,7 +51,7 @@ from agents.line_profiler.table import line_name
 from kernels.contract.choice import names_in
 from kernels.contract.registry import KernelError, load_choice
 from trainer.contract import stopping
-from trainer.monitor.metrics import matmul_rate
+from trainer.contract.plan.rates import matmul_rate, memory_rate
 
 FORMAT = 1
 MEMORY_SHARE = 0.5  # of the free memory, for all workers together

@@ -391,7 +391,7 @@ def for_one_rank(recipe: dict[str, Any]) -> dict[str, Any]:
 def copy_cache(compiled: Path, cache: Path) -> None:
     """Give a side its own copy of what approved code compiled: nobody else ever reads what a candidate writes there."""
     if compiled.is_dir():
-        shutil.copytree(compiled, cache / "inductor", symlinks=True)
+        shutil.copytree(compiled, cache, symlinks=True)
 
 
 def _recorded_span(folder: Path) -> float:

@@ -36,7 +36,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     shape = recipes["baseline"].model_dump()
     compiled = devices.compiled(case.workspace.root, start.commit)  # by approved code while it trained
     if compiled.is_dir():
-        shutil.copytree(compiled, case.work / "recipe" / "cache" / "inductor", symlinks=True)
+        shutil.copytree(compiled, case.work / "recipe" / "cache", symlinks=True)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
         try:
             found = paired_runs(

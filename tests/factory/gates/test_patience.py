@@ -223,7 +223,7 @@ def test_a_stopped_baseline_holds_the_patch(plant: Plant, tmp_path: Path, worksp
 
 
 def test_a_compile_cache_moves_along_with_its_own_side(plant: Plant, tmp_path: Path, workspace: Any) -> None:
-    compiled = devices.compiled(workspace.root, "")
+    compiled = devices.compiled(workspace.root, "") / "inductor"
     compiled.mkdir(parents=True)
     plant.out_of_time = {("candidate", 1)}
     measured(plant, POLICY, tmp_path, workspace)

@@ -10,7 +10,8 @@ import torch
 from factory.presets.presets import PRESETS, Hardware, fitting, memory_needed, too_large
 from kernels.contract.registry import bind
 from tests.support.paths import ROOT
-from trainer.contract.plan.run_plan import GPUS, Ask, plan_run
+from trainer.contract.plan.gpus import GPUS
+from trainer.contract.plan.run_plan import Ask, plan_run
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
 

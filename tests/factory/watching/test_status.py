@@ -136,6 +136,22 @@ def test_the_segment_that_trains_shows_step_loss_rate_and_what_is_left(plant: tu
     assert "step 150 of 200, loss 3.851, 1,13" in shown(workspace) and " tokens/s, 2 min left, newest step " in shown(
         workspace
     )
+    lines(folder, range(100, 150), seconds=2.0, mfu=0.4125)
+    assert "MFU" not in shown(workspace), "of an older trainer, which divided by something else"
+    lines(folder, range(100, 150), seconds=2.0, mfu=0.4125, flops_per_s=4e14)
+    assert " tokens/s, MFU 41.2 %, 2 min left" in shown(workspace)
+
+
+def test_a_segment_that_is_done_shows_its_rate_and_its_first_step(plant: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = plant
+    speed: dict[str, object] = {"tokens_per_s": 26_004.6, "flops_per_s": 9e13, "first_step_s": 35.04}
+    segment(workspace, ledger, 1, "done", result={"loss": 2.5, "speed": speed})
+    assert re.search(r"segment 1 .*, loss 2.500, 26,005 tokens/s, first step 35.0 s\n", shown(workspace))
+    segment(workspace, ledger, 2, "done", result={"loss": 2.5, "speed": speed | {"mfu": 0.168}})
+    assert re.search(r"segment 2 .*, 26,005 tokens/s, MFU 16.8 %, first step 35.0 s\n", shown(workspace))
+    for number, wrong in enumerate((None, [], {"mfu": "x"}, {"mfu": float("nan"), "first_step_s": -1.0}), start=3):
+        segment(workspace, ledger, number, "done", result={"loss": 2.5, "speed": wrong})
+        assert re.search(rf"segment {number} .*, loss 2.500\n", shown(workspace)), wrong
 
 
 def test_what_a_trainer_wrote_is_not_trusted(plant: tuple[Workspace, Ledger]) -> None:

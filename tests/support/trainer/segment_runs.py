@@ -14,7 +14,7 @@ from tests.support.trainer.segments import start_trainer
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.json_lines import read_lines
 
-TIMED = {"tokens_per_s", "mfu", "data_wait_s", "time", "memory"}
+TIMED = {"tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "time", "memory"}
 DYING = Path(__file__).with_name("dying_trainer.py")
 
 

@@ -6,10 +6,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trainer.contract.plan.gpus import GPUS, MFU
 from trainer.contract.plan.hf_config import PublicModel
 from trainer.contract.plan.run_plan import (
-    GPUS,
-    MFU,
     NODE,
     PRICE,
     SPREAD,

@@ -165,7 +165,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
     taken: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
     share = seconds / (len(offered) * 4)  # three parts, and the small product before them
-    with _one_thread(device) as threads:
+    with one_thread(device) as threads:
         for name in offered:
             dtype = DTYPES[name]
             with bf16_matmul(dtype):
@@ -179,7 +179,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
 
 
 @contextmanager
-def _one_thread(device: torch.device) -> Iterator[int]:
+def one_thread(device: torch.device) -> Iterator[int]:
     """On a CPU: compute in one thread. Yields how many there were; 1 on a GPU."""
     threads = torch.get_num_threads()
     if device.type != "cpu":

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.contract.errors import RecipeError, TrainerError
+from trainer.contract.plan.gpus import MFU, Gpu
 from trainer.contract.plan.sizing import GB, RESERVE, Layout, MemoryPart, memory_parts, needed, routed_parameters
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
 
 RECOMPUTE: tuple[Literal["none", "block"], ...] = ("none", "block")
 LARGEST = 288  # GB of the largest GPU that is sold
 NODE = 8  # GPUs that NVLink joins: tensor parallelism goes no further
-# Of one node, and of A100s: torchtitan 41 % (Llama 3 8B, 8 H100, bf16, compiled), autoresearch 39.8 % (one H100); Llama 2's hours (2307.09288).
-MFU = 0.40
 # Of whole runs on many nodes of H100s and faster, restarts and slow hours among them, as published hours give it: 22 % at 8 B parameters, more in
 # larger runs, which had more work put into them. tests/support/trainer/published_runs.py has the runs.
 MFU_NODES, MFU_NODES_AT, MFU_NODES_POWER, MFU_NODES_MOST = 0.22, 8e9, 0.12, 0.36
@@ -35,37 +34,6 @@ PRICE = 2.0  # dollars of a GPU for an hour
 
 class SizingError(TrainerError):
     """The run fits on no layout of these GPUs; the message says what would fit."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU model: peak of dense bf16 products and memory, from its data sheet."""
-
-    peak_flops: float
-    memory: float  # bytes
-    source: str
-    link: float = 450 * GB  # bytes a second to a GPU of the same node, one way
-    network: float = 50 * GB  # and to one of another node: a 400 Gb/s card a GPU
-    mfu_nodes: float | None = None  # of many nodes; None: by the rule of published runs
-
-
-def _nvidia(teraflops: float, gigabytes: float, sheet: str, **more: float) -> Gpu:
-    return Gpu(teraflops * 1e12, gigabytes * GB, f"NVIDIA {sheet} data sheet, bf16 dense", **more)
-
-
-PCIE_4, PCIE_5 = 25 * GB, 50 * GB  # of 16 lanes, what is reached of 32 and 64
-A100 = {"link": 300 * GB, "network": 25 * GB, "mfu_nodes": MFU}
-GPUS = {
-    "h100": _nvidia(989.4, 80, "H100 SXM"),
-    "h100-pcie": _nvidia(756, 80, "H100 PCIe", link=PCIE_5),
-    "h200": _nvidia(989.4, 141, "H200 SXM"),
-    "b200": _nvidia(2250, 180, "DGX B200", link=900 * GB),
-    "a100": _nvidia(312, 80, "A100 80GB", **A100),
-    "a100-40": _nvidia(312, 40, "A100 40GB", **A100),
-    "l40s": _nvidia(362, 48, "L40S", link=PCIE_4, network=PCIE_4),
-    "rtx-4090": _nvidia(165.2, 24, "Ada architecture (RTX 4090)", link=PCIE_4 / 2, network=PCIE_4 / 2),
-    "mi300x": Gpu(1307.4e12, 192 * GB, "AMD Instinct MI300X data sheet, bf16 dense", link=448 * GB),
-}
 
 
 @dataclass(frozen=True)
@@ -252,6 +220,7 @@ def mfu_of(ask: Ask) -> float:
     """The share of the peak to expect: of one node, or of many by what published runs reached.
 
     >>> from trainer.contract.plan.sizing import shape_of
+    >>> from trainer.contract.plan.gpus import GPUS
     >>> asks = [Ask(shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
     >>> [round(mfu_of(ask), 2) for ask in asks]
     [0.4, 0.22, 0.29]

@@ -25,7 +25,7 @@ from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
 from factory.gates.untrusted_files import UntrustedFileError, object_of, read_bytes, read_object, tensors_of
 
 FILE_BYTES = 1 << 26
-CLOCKED = {"time", "tokens_per_s", "mfu", "data_wait_s", "memory", "seconds"}
+CLOCKED = {"time", "tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "memory", "seconds", "speed"}
 # Of result.json: paths, and hashes of files that hold rounded numbers.
 ELSEWHERE = {"checkpoint", "manifest_sha256", "skipped_checkpoints"}
 Weights = dict[str, torch.Tensor]

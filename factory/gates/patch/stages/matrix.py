@@ -83,7 +83,7 @@ def _draw(
 ) -> tuple[MatrixPlan, SideCode, MatrixRuns, MatrixRuns] | StageResult:
     """Data drawn anew, the approved code, and what baseline and candidate made of the cases; or why that cannot be had."""
     policy = case.policy.matrix
-    compiled = devices.compiled(case.workspace.root, case.start.commit) / NATIVE if case.start else None
+    compiled = devices.compiled(case.workspace.root, case.start.commit) / "inductor" / NATIVE if case.start else None
     kernels = kernels_of(case, case.baseline, work / "a")
     approved = SideCode(case.baseline, kernels, work, policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:

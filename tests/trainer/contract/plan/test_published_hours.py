@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.trainer.published_runs import HELD_OUT, QWEN3_30B, RUNS, Run
 from trainer.contract.errors import RecipeError
+from trainer.contract.plan.gpus import GPUS
 from trainer.contract.plan.hf_config import read_config, shape_of_config
-from trainer.contract.plan.run_plan import GPUS, SPREAD, Ask, plan_run
+from trainer.contract.plan.run_plan import SPREAD, Ask, plan_run
 
 
 def planned(run: Run, name: str) -> float:

@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from tests.support.paths import ROOT
 from tests.support.trainer.published import model_of, shape
 from trainer.contract.errors import RecipeError
+from trainer.contract.plan.gpus import GPUS, MFU, Gpu
 from trainer.contract.plan.plan_report import as_json, lines, remarks
 from trainer.contract.plan.run_plan import (
-    GPUS,
-    MFU,
     MFU_NODES,
     RECOMPUTED,
     Ask,
-    Gpu,
     SizingError,
     batch_by_rule,
     effort_of,

@@ -1,0 +1,82 @@
+"""How a rate is measured, and what a data sheet says; by the clock nothing is asserted."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from trainer.contract.plan import rates
+from trainer.contract.plan.precision import DTYPES
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_fp32_has_the_peak_outside_of_tensor_cores_unless_tf32_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert rates.data_sheet_peak(GPU, torch.bfloat16) == 989.4e12
+    assert rates.data_sheet_peak(GPU, torch.float32) == pytest.approx(66.9e12), (
+        "torch's default computes fp32 products in fp32"
+    )
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert rates.data_sheet_peak(GPU, torch.float32) is None
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    assert rates.data_sheet_peak(GPU, torch.float32) is None, "the sheets differ"
+    assert all(rates.data_sheet_peak(CPU, dtype) is None for dtype in DTYPES.values())
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+def test_a_measurement_on_a_gpu_ends_with_a_run_that_is_long_enough_and_warmed_up() -> None:
+    asked = []
+
+    def seconds_of(count: int) -> float:
+        asked.append(count)
+        return 0.002 * count + (0.2 if len(asked) == 1 else 0.0)  # the first loads the kernel
+
+    assert rates.settled(seconds_of) == 0.002
+    assert asked == [2, 4, 8, 16, 32, 64, 128, 256] and 0.002 * asked[-2] < rates.GPU_SECONDS <= 0.002 * asked[-1]
+
+
+def test_the_products_matrices_fit_into_what_is_free() -> None:
+    for free in (1 << 26, 1 << 28, 1 << 30, 1 << 33):
+        size = rates.size_for(free, 4)
+        assert size == rates.LEAST_GPU_SIZE or 12 * size**2 <= free / 2 < 12 * (2 * size) ** 2 or size == 8192
+
+
+def test_on_a_cpu_sizes_share_the_time_and_long_products_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[int] = Counter()
+    now, rate = [0], 1e11
+
+    def seconds(product: Callable[[], object]) -> float:
+        product()
+        disturbed = 5.0 if calls[now[0]] % 3 else 1.0
+        return disturbed * 2 * now[0] ** 3 / rate
+
+    def product(size: int) -> None:
+        now[0] = size
+        calls[size] += 1
+
+    monkeypatch.setattr(rates, "_cpu_seconds", seconds)
+    made = [(size, functools.partial(product, size)) for size in (128, 256, 512, 1024, 2048)]
+    assert rates.best_of(made) == pytest.approx(rate), "the best of tries, most of which something disturbed"
+    assert calls.keys() == {128, 256, 512}, "a product of 1024 rows would take 21 ms"
+    spent = {size: count * size**3 for size, count in calls.items()}
+    assert max(spent.values()) < 1.2 * min(spent.values())
+
+
+def test_a_cpus_rates_are_of_this_machine_and_leave_its_threads_and_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rates, "CPU_SECONDS", 0.01)
+    monkeypatch.setattr(rates, "CPU_BYTES", 1 << 16)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    for rate in (rates.matmul_rate.__wrapped__(CPU, torch.float32), rates.memory_rate.__wrapped__(CPU)):
+        assert 0 < rate < math.inf
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)

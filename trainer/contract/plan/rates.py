@@ -1,0 +1,141 @@
+"""How fast a device multiplies and copies, measured and by its data sheet."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from trainer.contract.plan.gpus import gpu_named
+from trainer.contract.plan.precision import one_thread
+
+GPU_SECONDS = 0.3  # at least, that calls are measured for after a warm-up as long; at most twice that
+GPU_SIZE, LEAST_GPU_SIZE = (
+    8192,
+    1024,
+)  # rows and columns: smaller products wait for launches and leave multiprocessors idle
+GPU_BYTES = 1 << 30  # of a copy: twenty times an H100's cache
+MEMORY_SHARE = 0.5  # of the free memory
+CPU_SECONDS = 1.0  # of tries: long enough for some that nothing else on the machine disturbs
+CPU_SIZES = (128, 256, 512, 1024, 2048)
+CPU_PRODUCT = 0.01  # seconds that a product may take, but for the smallest: short ones are disturbed less
+CPU_TRIES = 5  # of a size, before the next: the first of a process loads libraries
+CPU_BYTES = 1 << 26
+
+
+@functools.cache
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of square products of random numbers, measured once a process (zeros were 13 % faster on an H200).
+
+    On a GPU the mean over many products of ``GPU_SIZE``, between two events; smaller ones where less memory is free. On a CPU that of one
+    thread, in its own CPU time, the best of a second of tries at several sizes, times the number of threads: two threads that wait for one
+    another on cores that other programs use are up to a thousand times as slow (0.1 GFLOP/s of 190).
+    """
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random state is part of what resumes to the bit
+
+    def product(size: int) -> Callable[[], object]:
+        a, b = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
+        return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        size = size_for(free, dtype.itemsize)
+        return 2 * size**3 / settled(functools.partial(_between_events, device, product(size)))
+    with one_thread(device) as threads:
+        return threads * best_of((size, product(size)) for size in CPU_SIZES)
+
+
+@functools.cache
+def memory_rate(device: torch.device) -> float:
+    """Bytes read and written a second by a copy, measured once a process: on a GPU the mean over many copies of 1 GiB, less where less
+    is free; on a CPU the best of a second of copies of 64 MiB, by all threads and by one in its own CPU time."""
+    size = CPU_BYTES
+    if device.type == "cuda":
+        size = min(GPU_BYTES, int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) // 2)
+    source = torch.ones(size // 4, device=device)
+    copy = functools.partial(torch.empty_like(source).copy_, source)
+    if device.type == "cuda":
+        return 2 * size / settled(functools.partial(_between_events, device, copy))
+    copy()
+    best, ends = math.inf, time.perf_counter() + CPU_SECONDS / 2
+    while (began := time.perf_counter()) < ends:
+        copy()
+        best = min(best, time.perf_counter() - began)
+    with one_thread(device):
+        ends = time.perf_counter() + CPU_SECONDS / 2
+        while time.perf_counter() < ends:
+            best = min(best, _cpu_seconds(copy))
+    return 2 * size / best
+
+
+def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of dense products in ``dtype`` by the data sheet of a GPU; None for a CPU, and where no sheet says it.
+
+    In fp32 it is the peak outside of tensor cores, as torch multiplies by default; None where TF32 was switched on
+    (``torch.set_float32_matmul_precision``, ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``).
+    """
+    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if gpu is None:
+        return None
+    fp32 = gpu.fp32_flops if torch.get_float32_matmul_precision() == "highest" else None
+    return {torch.bfloat16: gpu.peak_flops, torch.float32: fp32}.get(dtype)
+
+
+def size_for(free: int, itemsize: int) -> int:
+    """Rows of the matrices of a product on a GPU, of which three must fit into a share of the ``free`` bytes.
+
+    >>> size_for(80 << 30, 2), size_for(1 << 29, 4)
+    (8192, 4096)
+    """
+    size = GPU_SIZE
+    while size > LEAST_GPU_SIZE and 3 * size**2 * itemsize > MEMORY_SHARE * free:
+        size //= 2
+    return size
+
+
+def settled(seconds_of: Callable[[int], float]) -> float:
+    """Seconds of one call, from ``seconds_of`` so many: twice as many each time, until they take long enough. What came before warmed up."""
+    count = 2
+    while (seconds := seconds_of(count)) < GPU_SECONDS:
+        count *= 2
+    return seconds / count
+
+
+def _between_events(device: torch.device, call: Callable[[], object], count: int) -> float:
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def best_of(products: Iterable[tuple[int, Callable[[], object]]]) -> float:
+    """FLOP/s of the fastest of many products in one thread, smallest size first; each size that does not take too long gets the same time."""
+    best, spent = 0.0, list[float]()
+    chosen: list[tuple[int, Callable[[], object]]] = []
+    for size, product in products:
+        if best and 2 * size**3 / best > CPU_PRODUCT:
+            break
+        best = max(best, 2 * size**3 / min(_cpu_seconds(product) for _ in range(CPU_TRIES)))
+        chosen.append((size, product))
+        spent.append(0.0)
+    while sum(spent) < CPU_SECONDS:
+        turn = spent.index(min(spent))
+        size, product = chosen[turn]
+        seconds = _cpu_seconds(product)
+        spent[turn] += seconds
+        best = max(best, 2 * size**3 / seconds)
+    return best
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    """Of this thread: without those in which another program had its core."""
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began

@@ -1,0 +1,66 @@
+"""What a segment's records and its result say of its speed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.contract.plan.precision import DTYPES
+from trainer.contract.plan.rates import data_sheet_peak, matmul_rate
+from trainer.contract.recipe import Recipe
+from trainer.parallel.ranks import Ranks
+
+
+class Speed:
+    """Model FLOP/s of steps, as shares of what the GPUs could do.
+
+    ``flops_per_s`` is the model's: 6 FLOPs a weight and token, and attention's (PaLM, arXiv 2204.02311, appendix B); what is computed
+    again counts once. ``mfu`` is its share of the data sheet's peak of all ranks' GPUs, taken to be the first rank's. A sheet's clock
+    is not held under load, so what the GPU reaches in large products alone is measured at the start. A CPU has neither: its rate
+    says how busy the machine is.
+    """
+
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        """Measures for a second on a GPU. Every rank must make one: they heat the machine together, as training does."""
+        device, dtype = ranks.device, DTYPES[recipe.precision]
+        self.flops_per_token = recipe.model.flops_per_token()
+        peak = data_sheet_peak(device, dtype)
+        self.peak = peak and peak * ranks.size
+        self.measured: float | None = None
+        if device.type == "cuda":
+            self.measured = matmul_rate(device, dtype) * ranks.size
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)  # a record's memory is that of steps
+        self._first = True
+
+    def of(self, tokens: int, seconds: float) -> dict[str, float]:
+        """Of a step, for its record. The first of a process says how long it took: what is compiled is compiled in it."""
+        rate = tokens / seconds
+        found = {"tokens_per_s": rate} | self._of_rate(rate)
+        if self._first:
+            found["first_step_s"] = seconds
+        self._first = False
+        return found
+
+    def of_segment(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Of a whole segment, from its records: medians of its steps but each process's first, and that of the last process."""
+        first = [line["first_step_s"] for line in lines if "first_step_s" in line]
+        rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line and "first_step_s" not in line]
+        found = {"first_step_s": first[-1]} if first else {}
+        if not rates:
+            return found
+        rate = statistics.median(rates)
+        found |= {"tokens_per_s": rate} | self._of_rate(rate)
+        if self.measured:
+            found |= {
+                "matmul_flops_per_s": self.measured,
+                "matmul_share": found["flops_per_s"] / self.measured,
+            }
+        return found
+
+    def _of_rate(self, tokens_per_s: float) -> dict[str, float]:
+        flops = tokens_per_s * self.flops_per_token
+        return {"flops_per_s": flops} | ({"mfu": flops / self.peak} if self.peak else {})
