@@ -89,7 +89,7 @@ def timed(rival: Rival, op: Op, shape: Shape, settings: Settings) -> Timed:
     sets = [drawn(op, shape, device, seed) for seed in range(1 if dry else timing.sets_of(each, device))]
     function = rival.prepare(sets[0])
     calls = [passes(function, op, inputs) for inputs in sets]
-    least, most, seconds = (2, 2, 0.0) if dry else (timing.LEAST, timing.MOST, SECONDS)
+    least, most, seconds = (1, 1, 0.0) if dry else (timing.LEAST, timing.MOST, SECONDS)
     both = timing.took([call for _, call in calls], device, seconds, least, most)
     forward = timing.took([call for call, _ in calls], device, seconds, least, most) if op.gradients else both
     host_s = timing.host_seconds(calls[0][1], device, 1 if dry else timing.LAUNCHES)
@@ -162,10 +162,9 @@ def run(item: str, context: Context) -> None:
                     raise
                 if not warms:
                     context.not_run(f"{name} by {rival.name} at width {shape.d_model}", why(error))
-            finally:
+            if settings.device != "cpu":
                 gc.collect()
-                if settings.device != "cpu":
-                    torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
     context.says = f"{done} of them {'compiled' if warms else 'timed'}" + f", {skipped} not reached" * bool(skipped)
 
 

@@ -202,7 +202,7 @@ class Pool:
                 self.take(message)
                 if kind == "ended":
                     worker.item = None
-                    if self.part.fresh:
+                    if self.part.fresh and not self.settings.dry:
                         self._drop(worker)
                         return
 

@@ -31,8 +31,8 @@ class Width:
 
 WIDTHS = (Width(4096, 131_072, 4096), Width(1024, 32_768, 4096), Width(8192, 131_072, 16_384))  # the most telling first
 DRY = tuple(
-    Shape(1, context, width, width // 16, 1, 16, 2 * width, vocab_size)
-    for width, vocab_size, context in ((32, 128, 8), (16, 64, 8), (64, 128, 16))
+    Shape(1, context, width, 2, 1, 16, 2 * width, vocab_size)  # the interpreter takes milliseconds for a program
+    for width, vocab_size, context in ((32, 128, 4), (16, 64, 4), (64, 128, 8))
 )
 
 

@@ -27,7 +27,7 @@ class Took:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Took:
-        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
         return cls(statistics.median(seconds), quartiles[0], quartiles[2], len(seconds))
 
 
@@ -50,10 +50,12 @@ def took(calls: Sequence[Call], device: str, seconds: float, least: int = LEAST,
     for call in calls:
         call()
     synchronize(device)
-    began = time.perf_counter()
-    calls[0]()
-    synchronize(device)
-    count = max(least, min(most, int(seconds / max(1e-9, time.perf_counter() - began))))
+    count = least
+    if least < most:
+        began = time.perf_counter()
+        calls[0]()
+        synchronize(device)
+        count = max(least, min(most, int(seconds / max(1e-9, time.perf_counter() - began))))
     turns = [calls[number % len(calls)] for number in range(count)]
     return Took.of(_by_clock(turns) if device == "cpu" else _by_events(turns))
 
