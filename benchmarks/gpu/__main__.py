@@ -37,15 +37,23 @@ def parser() -> argparse.ArgumentParser:
         epilog="parts, in order\n" + "\n".join(f"  {part.name:<8} {part.about}" for part in PARTS) + "\n" + MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--out", type=Path, help="folder of the results (benchmarks/results; with --dry a new temporary one)")
     made.add_argument(
-        "--parts", default=",".join(NAMES), help="only these, with commas between them; 'facts' always runs (default: all)"
+        "--out", type=Path, help="folder of the results (benchmarks/results; with --dry a new temporary one)"
+    )
+    made.add_argument(
+        "--parts",
+        default=",".join(NAMES),
+        help="only these, with commas between them; 'facts' always runs (default: all)",
     )
     made.add_argument("--minutes", type=float, default=8.0, help="the most that all of it takes (default: 8)")
     made.add_argument("--device", default="cuda", help="cuda or cuda:N (default: cuda, the first)")
     made.add_argument("--memory", type=float, metavar="GB", help="of the device, at most (default: what is free)")
     made.add_argument("--commit", default="", help="of this code, where there is no git to ask")
-    made.add_argument("--dry", action="store_true", help="the same code on a CPU, tiny: Triton's interpreter, nothing compiled, wall clock")
+    made.add_argument(
+        "--dry",
+        action="store_true",
+        help="the same code on a CPU, tiny: Triton's interpreter, nothing compiled, wall clock",
+    )
     made.add_argument("--json", action="store_true", help="print the JSON document at the end instead of the report")
     made.add_argument("--render", type=Path, metavar="JSONL", help="run nothing: print the report of a run's lines")
     return made
@@ -64,7 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
     parts = [name.strip() for name in chosen.parts.split(",") if name.strip()]
     unknown = [name for name in parts if name not in NAMES]
     if unknown or not parts:
-        print(f"--parts: there is no part {', '.join(map(repr, unknown)) or 'named'}; there are: {', '.join(NAMES)}", file=sys.stderr)
+        print(
+            f"--parts: there is no part {', '.join(map(repr, unknown)) or 'named'}; there are: {', '.join(NAMES)}",
+            file=sys.stderr,
+        )
         return 2
     if chosen.minutes <= 0:
         print(f"--minutes: {chosen.minutes:g} is no time", file=sys.stderr)

@@ -47,7 +47,9 @@ def recipe_of(context: Context) -> Recipe:
 
     dry = context.settings.dry
     recipe = model_of("100m", dry).recipe("chain", "fp32" if dry else "bf16", 2 if dry else 8)
-    return recipe.model_copy(update={"compile": False, "checkpoint_every": DRY_EVERY if dry else EVERY, "keep_checkpoints": 2})
+    return recipe.model_copy(
+        update={"compile": False, "checkpoint_every": DRY_EVERY if dry else EVERY, "keep_checkpoints": 2}
+    )
 
 
 # -- a segment -------------------------------------------------------------------------------------------------------------
@@ -59,7 +61,9 @@ def segment(folder: Path, recipe: Recipe, shards: Path, steps: int) -> Path:
 
     folder.mkdir(parents=True)
     wanted = steps * recipe.tokens_per_step * 2
-    shard = write_token_shard(shards, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64)
+    shard = write_token_shard(
+        shards, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
+    )
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
     plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
     spec = {
@@ -134,11 +138,18 @@ def resume(context: Context) -> None:
     recipe, folder = recipe_of(context), Path(context.settings.scratch) / "resume"
     steps = DRY_STEPS if context.settings.dry else STEPS
     whole, killed = (segment(folder / name, recipe, folder / "shards", steps) for name in ("whole", "killed"))
-    context.number("a segment, end to end", trained(whole, context.left), "s", note=f"{steps} steps, uncompiled, start of Python included")
+    context.number(
+        "a segment, end to end",
+        trained(whole, context.left),
+        "s",
+        note=f"{steps} steps, uncompiled, start of Python included",
+    )
     at = killed_and_resumed(killed, context.left)
     equal, of, far = distance(killed, whole)
     context.number("killed at its first checkpoint and resumed", at, "step", note="kill -9")
-    context.number("tensors equal to the bit", equal, f"of {of}", note="killed and resumed beside the run that went through")
+    context.number(
+        "tensors equal to the bit", equal, f"of {of}", note="killed and resumed beside the run that went through"
+    )
     context.number("largest relative distance", far)
     context.says = f"{equal} of {of} tensors are the same to the bit after kill -9"
     if equal == of or context.left <= 0:
@@ -146,7 +157,12 @@ def resume(context: Context) -> None:
     again = segment(folder / "again", recipe, folder / "shards", steps)
     trained(again, context.left)
     equal, of, far = distance(again, whole)
-    context.number("of two runs that went through: tensors equal to the bit", equal, f"of {of}", note="is it the resume, or the device?")
+    context.number(
+        "of two runs that went through: tensors equal to the bit",
+        equal,
+        f"of {of}",
+        note="is it the resume, or the device?",
+    )
     context.number("of two runs that went through: largest relative distance", far)
 
 
@@ -238,7 +254,9 @@ def gate(context: Context) -> None:
     policy = IsolatedPolicy(pairs=3 if context.settings.dry else 9, wall_seconds=max(5.0, context.left / 3), tries=1)
     try:
         with devices.one():
-            found = isolated.compare(policy, [ChangedOp(*SWITCHED)], recipe, ROOT, Path(context.settings.scratch) / "gate")
+            found = isolated.compare(
+                policy, [ChangedOp(*SWITCHED)], recipe, ROOT, Path(context.settings.scratch) / "gate"
+            )
     except IsolationError as error:
         context.not_run("the gate's timed pairs", str(error))
         return
@@ -246,5 +264,7 @@ def gate(context: Context) -> None:
     if not (numbers := found.get("ops", {}).get(op)):
         context.not_run("the gate's timed pairs", "; ".join(found["reasons"]))
         return
-    context.number(f"{op}: {after} beside {before}", numbers["ratio"], "times as fast", note=f"A/A {numbers['a_a']:.3f}")
+    context.number(
+        f"{op}: {after} beside {before}", numbers["ratio"], "times as fast", note=f"A/A {numbers['a_a']:.3f}"
+    )
     context.says = "; ".join(found["reasons"])[:200]

@@ -38,11 +38,17 @@ def run(item: str, context: Context) -> None:
 def card(context: Context) -> None:
     settings = context.settings
     if settings.device != "cpu" and not torch.cuda.is_available():
-        why = "a build for CPUs" if torch.version.cuda is None else f"a build for CUDA {torch.version.cuda}; is there a driver?"
+        why = (
+            "a build for CPUs"
+            if torch.version.cuda is None
+            else f"a build for CUDA {torch.version.cuda}; is there a driver?"
+        )
         context.not_run("everything", NO_DEVICE.format(torch=torch.__version__, why=why))
         return
     machine = here(settings.device)
-    context.number("slug", machine.name.partition("-")[2].partition("-")[2] if machine.device == "cuda" else machine.name)
+    context.number(
+        "slug", machine.name.partition("-")[2].partition("-")[2] if machine.device == "cuda" else machine.name
+    )
     context.number("card", machine.processor)
     context.number("class", machine.name)
     context.number("driver", machine.driver or "none")
@@ -69,14 +75,21 @@ def of_the_card(context: Context) -> None:
     context.number("memory", total, "bytes")
     context.number("memory free", free, "bytes")
     busy = busy_with(free, total)
-    context.number("busy", busy or "no", note="other work on the card slows it: the numbers below are not the card's own" if busy else "")
+    context.number(
+        "busy",
+        busy or "no",
+        note="other work on the card slows it: the numbers below are not the card's own" if busy else "",
+    )
     try:
         peak = peak_of(about.name)
     except ImportError as error:
         context.not_run("the data sheet's peak", needs.why(error))
         return
     if peak is None:
-        context.not_run("the data sheet's peak", f"no data sheet of {about.name!r} is known: MFU is of the measured product rate alone")
+        context.not_run(
+            "the data sheet's peak",
+            f"no data sheet of {about.name!r} is known: MFU is of the measured product rate alone",
+        )
     else:
         context.number("data sheet, bf16 products", peak[0], "FLOP/s", note=peak[1])
 
@@ -89,7 +102,12 @@ def rates(context: Context) -> None:
     context.number("copy bandwidth", copy, "bytes/s", note="read and written")
     size = DRY_PRODUCT if dry else PRODUCT
     product = timing.product_rate(device, size, 2 if dry else PRODUCTS)
-    context.number("bf16 product rate", product, "FLOP/s", note=f"{size}³, random data, {2 if dry else PRODUCTS} between two events")
+    context.number(
+        "bf16 product rate",
+        product,
+        "FLOP/s",
+        note=f"{size}³, random data, {2 if dry else PRODUCTS} between two events",
+    )
     context.says = f"{copy / 1e12:.2f} TB/s copied, {product / 1e12:.1f} TFLOP/s"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import shapes, timing
-from benchmarks.gpu.parts import BESIDE, Item, Settings
+from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.right import ORDER, round_as_a_gpu
 from benchmarks.gpu.rivals import Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
@@ -26,7 +26,9 @@ from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS
 
 SECONDS = 0.15  # of the timing of one pass
-SMALL = Case("agreement", Shape(batch=2, context=256, d_model=512, heads=8, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=2048))
+SMALL = Case(
+    "agreement", Shape(batch=2, context=256, d_model=512, heads=8, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=2048)
+)
 LEFT_FREE = 0.8  # of the memory that is free, what a call may take
 
 
@@ -54,7 +56,9 @@ def floor(op: Op, shape: Shape, copy_rate: float | None, product_rate: float | N
 def drawn(op: Op, shape: Shape, device: str, seed: int = 0) -> Inputs:
     """The op's inputs, drawn on the device: on a CPU a gigabyte of normal values takes seconds."""
     with torch.device(device):
-        made = list(op.make_inputs(shape, torch.Generator(device).manual_seed(seed), torch.device(device), shapes.dtype_of(op)))
+        made = list(
+            op.make_inputs(shape, torch.Generator(device).manual_seed(seed), torch.device(device), shapes.dtype_of(op))
+        )
     for position in op.gradients:
         made[position] = made[position].detach().requires_grad_()
     return tuple(made)
@@ -85,7 +89,7 @@ def wanted(outputs: Any) -> list[Tensor]:
 def timed(rival: Rival, op: Op, shape: Shape, settings: Settings) -> Timed:
     """Raises: Unavailable; torch.OutOfMemoryError; what compilers and kernels raise."""
     device, dry = settings.device, settings.dry
-    each = shapes.needs_bytes(op, shape) / shapes.SPREAD
+    each = op.cost(shape, shapes.dtype_of(op).itemsize).forward_bytes
     sets = [drawn(op, shape, device, seed) for seed in range(1 if dry else timing.sets_of(each, device))]
     function = rival.prepare(sets[0])
     calls = [passes(function, op, inputs) for inputs in sets]
@@ -113,21 +117,27 @@ def disagrees(rival: Rival, op: Op, settings: Settings) -> str:
     return _off[op.name, rival.name]
 
 
-def free_bytes(settings: Settings, beside: int = 1) -> float:
-    """Memory that one process may take, of ``beside`` at a time."""
-    if settings.device == "cpu":
-        return settings.memory if settings.memory is not None else 1e9
-    free, total = torch.cuda.mem_get_info()
-    if settings.memory is not None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.memory / total / beside))
-    return LEFT_FREE * min(free, settings.memory or free) / beside
+def free_bytes(settings: Settings) -> float:
+    """Memory that a call may take: of what was free when the run began, so that 'compile' and 'fast' choose the same shapes."""
+    free = settings.free if settings.free is not None else 1e9
+    return LEFT_FREE * (free if settings.memory is None else min(free, settings.memory))
 
 
 # -- the parts 'compile' and 'fast' ----------------------------------------------------------------------------------------
 def items(settings: Settings) -> list[Item]:
     if settings.dry:
         round_as_a_gpu()
-    return [Item(f"{name}/{number}") for number in range(len(shapes.WIDTHS)) for name in (*ORDER, *extra()) if name in OPS]
+    limit_memory(settings)
+    return [
+        Item(f"{name}/{number}") for number in range(len(shapes.WIDTHS)) for name in (*ORDER, *extra()) if name in OPS
+    ]
+
+
+def limit_memory(settings: Settings) -> None:
+    """Past ``settings.memory`` this process gets torch's out-of-memory error, as on a smaller card."""
+    if settings.device != "cpu" and settings.memory is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.memory / total))
 
 
 def extra() -> list[str]:
@@ -139,7 +149,7 @@ def run(item: str, context: Context) -> None:
     op, settings = OPS[name], context.settings
     warms = context.part.name == "compile"
     try:
-        shape = shapes.shape_for(op, int(number), free_bytes(settings, BESIDE if warms else 1), settings.dry)
+        shape = shapes.shape_for(op, int(number), free_bytes(settings), settings.dry)
     except shapes.TooLarge as error:
         context.not_run(f"{name} at width {width_of(int(number), settings)}", str(error))
         return
@@ -217,5 +227,3 @@ def compare(rival: Rival, op: Op, shape: Shape, context: Context) -> None:
 def cost_bytes(op: Op, shape: Shape) -> float:
     cost = op.cost(shape, shapes.dtype_of(op).itemsize)
     return cost.forward_bytes + cost.backward_bytes
-
-

@@ -38,7 +38,9 @@ def sizes(*numbers: int) -> dict[str, int]:
 MODELS = {
     "0.6b": Model("Qwen3 0.6 B, tied", sizes(28, 1024, 16, 8, 128, 3072, 151_936, 8192), 2),
     "1b": Model("the 1 B class of benchmarks/training", sizes(16, 2048, 16, 8, 128, 8192, 32_768, 4096), 4),
-    "100m": Model("the demo's class on a GPU: llama-100m, with QK-norm", sizes(12, 768, 12, 4, 64, 2048, 32_000, 512), 64),
+    "100m": Model(
+        "the demo's class on a GPU: llama-100m, with QK-norm", sizes(12, 768, 12, 4, 64, 2048, 32_000, 512), 64
+    ),
 }
 DRY = {name: Model(f"tiny, for {name}", sizes(2, 32, 2, 1, 16, 64, 512, 64), 2) for name in MODELS}
 

@@ -31,5 +31,9 @@ def why(error: ImportError) -> str:
     """Of a part or item whose import failed."""
     name = (error.name or "").partition(".")[0]
     if name.replace("_", "-") in FOUR:
-        return carry()
-    return f"{name} is not installed here" if name and isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}"
+        return "pydantic is missing here: carry four wheels, as 'facts' says"
+    return (
+        f"{name} is not installed here"
+        if name and isinstance(error, ModuleNotFoundError)
+        else f"{type(error).__name__}: {error}"
+    )

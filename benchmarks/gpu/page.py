@@ -43,9 +43,12 @@ def headline(records: Sequence[Record]) -> str:
         return f"WRONG: {wrong[0]['what']}: {wrong[0]['why']}{rest}"
     if not judged:
         return "No result was judged."
-    checks = sum(r["right"] for r in judged)
-    left = sum(len(r["not_reached"]) for r in judged)
-    return f"Right: {checks:,} checks of {len(judged)} implementations" + f"; {left:,} checks were not reached." * bool(left) + "." * (not left)
+    checks, left = sum(r["right"] for r in judged), sum(len(r["not_reached"]) for r in judged)
+    said = [f"Right: {checks:,} checks of {len(judged)} implementations"]
+    said += [f"{left:,} checks were not reached"] * bool(left)
+    if failed := [f"{r['part']}/{r['item']} ({r['state']})" for r in of(records, "ended") if r["state"] != "done"]:
+        said.append(f"did not end well: {', '.join(failed)}")
+    return "; ".join(said) + "."
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -63,15 +66,29 @@ def markdown(records: Sequence[Record]) -> str:
         "",
         "## The card",
         "",
-        *table(("what", "value", "note"), ((r["name"], shown(r), r.get("note", "")) for r in facts.values() if r["name"] != "slug")),
+        *table(
+            ("what", "value", "note"),
+            ((r["name"], shown(r), r.get("note", "")) for r in facts.values() if r["name"] != "slug"),
+        ),
         *section("## The time", ("part", "how it ended", "seconds", "limit"), part_rows(records), "llrr"),
-        *section("## Right", ("op", "implementation", "right", "wrong", "not reached", "s"), right_rows(records), "llrrrr", RIGHT),
+        *section(
+            "## Right",
+            ("op", "implementation", "right", "wrong", "not reached", "s"),
+            right_rows(records),
+            "llrrrr",
+            RIGHT,
+        ),
         *section("## Fast", FAST_COLUMNS, fast_rows(records), "lrlllrrrrrl", FAST),
         *section("## Keep or replace", ("op", "width", "verdict"), verdict_rows(records), "lrl", KEEP),
         *section("## Published marks", ("mark", "ours here"), mark_rows(records), "ll"),
         *section("## Step", ("item", "what", "value", "aim", "note"), number_rows(records, "step"), "llrll", STEP),
         *section("## Chain", ("item", "what", "value", "aim", "note"), number_rows(records, "chain"), "llrll"),
-        *section("## Not run", ("part", "what", "why"), ((r["part"], r["what"], r["why"]) for r in of(records, "not run")), "lll"),
+        *section(
+            "## Not run",
+            ("part", "what", "why"),
+            ((r["part"], r["what"], r["why"]) for r in of(records, "not run")),
+            "lll",
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -86,11 +103,13 @@ FAST = (
     "a rival whose note says that it computes something else cannot win."
 )
 KEEP = "Ours is kept where it wins by more than the spread of both (quartiles); else the winner is named."
-STEP = "The trainer's own step with `policies/kernels.yaml` as shipped, nothing tuned by hand. Shares are of the data sheet or of the measured rate, as named."
+STEP = "The trainer's own step with `policies/kernels.yaml` as shipped; nothing is tuned by hand."
 FAST_COLUMNS = ("op", "width", "shape", "by", "whose", "forward", "both", "quartiles", "floor", "host", "note")
 
 
-def section(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], align: str = "", about: str = "") -> list[str]:
+def section(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], align: str = "", about: str = ""
+) -> list[str]:
     every = list(rows)
     body = table(columns, every, align) if every else ["nothing"]
     return ["", title, "", *([about, ""] if about else []), *body]
@@ -122,7 +141,18 @@ def fast_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
         share = f"{r['share']:.0%} {r['of']}" if r["share"] is not None else "–"
         times = [f"{r[key] * 1e3:.3f}" for key in ("forward_s", "both_s")]
         spread = f"{r['low_s'] * 1e3:.3f}–{r['high_s'] * 1e3:.3f} ms"
-        yield r["op"], r["width"], r["shape"], name, r["side"], *times, spread, share, f"{r['host_s'] * 1e6:.0f} µs", r["note"]
+        yield (
+            r["op"],
+            r["width"],
+            r["shape"],
+            name,
+            r["side"],
+            *times,
+            spread,
+            share,
+            f"{r['host_s'] * 1e6:.0f} µs",
+            r["note"],
+        )
 
 
 def verdict_rows(records: Sequence[Record]) -> Iterable[Sequence[Any]]:
@@ -163,7 +193,7 @@ def shown(record: Record) -> str:
     value, unit = record["value"], record["unit"]
     if value is None:
         return "not measured"
-    if isinstance(value, str) or isinstance(value, bool):
+    if isinstance(value, str | bool):
         return str(value)
     for short, long, divisor in UNITS:
         if unit == long:
@@ -172,7 +202,9 @@ def shown(record: Record) -> str:
         return f"{value:.1%}{unit.removeprefix('share')}".replace("%", " %")
     if unit == "s":
         return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
-    return f"{value:,.4g} {unit}".strip() if isinstance(value, float) and value < 100 else f"{value:,.0f} {unit}".strip()
+    return (
+        f"{value:,.4g} {unit}".strip() if isinstance(value, float) and value < 100 else f"{value:,.0f} {unit}".strip()
+    )
 
 
 def of(records: Iterable[Record], kind: str) -> list[Record]:

@@ -21,9 +21,24 @@ class Part:
 
 BESIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
 PARTS = (
-    Part("facts", "card, driver, versions, is it busy; the product rate and the copy bandwidth that all else is measured by", 25),
-    Part("right", "every implementation against the fp64 oracle: forward, every gradient, hostile values, odd sizes", 95, BESIDE),
-    Part("compile", "compiles what 'fast' times, side by side, so that its minutes are spent on timing", 50, BESIDE, module="fast"),
+    Part(
+        "facts",
+        "card, driver, versions, is it busy; the product rate and the copy bandwidth that all else is measured by",
+        25,
+    ),
+    Part(
+        "right",
+        "every implementation against the fp64 oracle: forward, every gradient, hostile values, odd sizes",
+        95,
+        BESIDE,
+    ),
+    Part(
+        "compile",
+        "compiles what 'fast' times, side by side, so that its minutes are spent on timing",
+        50,
+        BESIDE,
+        module="fast",
+    ),
     Part("fast", "every op at three widths beside torch eager, torch.compile, torch's newer ops, Liger and quack", 90),
     Part("step", "whole training steps: tokens/s, MFU, memory, waits, checkpoint stall", 160, fresh=True),
     Part("chain", "line profiler, the gate's timed pairs, the sandbox, kill -9 and resume", 60, fresh=True),
@@ -39,6 +54,7 @@ class Settings:
     dry: bool = False
     memory: float | None = None  # bytes that may be used of the device; None: what is free
     commit: str = ""
+    free: float | None = None  # bytes of the device that were free when the run began, by 'facts'
     copy_rate: float | None = None  # bytes/s, read and written, measured by 'facts'
     product_rate: float | None = None  # FLOP/s of a bf16 product, measured by 'facts'
     scratch: str = ""  # a folder that is removed after the run

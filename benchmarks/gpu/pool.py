@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 90.0  # to import torch and to reach the device
 GRACE = 1.5  # an item is told its seconds and stops by itself; what takes this many times as long hangs
 GRACE_S = 10.0  # and so many seconds more
+TOLD = 0.8  # of what an item may take at most, that it is told
 SHARES = 2.5  # of its fair share that an item may take: most take less
 Take = Callable[[dict[str, Any]], None]
 
@@ -47,21 +49,21 @@ class Worker:
         self.out = os.fdopen(read, "rb", 0)
         self.ready = False  # it has named its items
         self.item: Item | None = None
+        self.at = ""  # of the item, what it said last that it begins
         self.ends = self.began + START_S
         self._rest = b""
         self.ask(settings.to_json())
 
     def ask(self, what: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its own pipe says so next
             self.process.stdin.write(json.dumps(what).encode() + b"\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended: its pipe says so next
 
-    def give(self, item: Item, seconds: float) -> None:
-        self.item, self.began = item, time.monotonic()
-        self.ends = self.began + GRACE * seconds + GRACE_S
+    def give(self, item: Item, seconds: float, most: float) -> None:
+        """``seconds`` is what it is told; after ``most`` it is killed."""
+        self.item, self.began, self.at = item, time.monotonic(), ""
+        self.ends = self.began + most
         self.ask({"item": item.name, "seconds": seconds})
 
     def read(self) -> list[dict[str, Any]] | None:
@@ -74,18 +76,28 @@ class Worker:
 
     def end(self) -> int:
         """Kill it and its children; its exit code, or −n of signal n."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         code = self.process.wait()
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass
         self.out.close()
         return code
+
+
+def seconds_for(left: float, weight: float, others: float, workers: int) -> tuple[float, float]:
+    """(seconds that an item is told, seconds after which it is killed), of a part that has ``left``: so that one that hangs leaves the
+    others half of their shares.
+
+    >>> seconds_for(100.0, 1.0, 9.0, 1), seconds_for(100.0, 1.0, 0.0, 4)
+    ((25.0, 47.5), (80.0, 100.0))
+    """
+    left = max(0.0, left)
+    fair = left * workers / (weight + others)
+    most = max(0.0, min(left, left - fair * others / 2 / workers))
+    told = min(SHARES * fair * weight, TOLD * most)
+    return told, min(most, GRACE * told + GRACE_S)
 
 
 @dataclass
@@ -158,9 +170,8 @@ class Pool:
         for worker in self.workers:
             if worker.ready and worker.item is None and self.waiting:
                 item = self.waiting.popleft()
-                left = max(0.0, deadline - time.monotonic())
-                weights = item.weight + sum(other.weight for other in self.waiting)
-                worker.give(item, min(left, SHARES * left * self.part.workers * item.weight / weights))
+                others = sum(other.weight for other in self.waiting)
+                worker.give(item, *seconds_for(deadline - time.monotonic(), item.weight, others, self.part.workers))
         return None
 
     def _listen(self, deadline: float) -> None:
@@ -185,7 +196,9 @@ class Pool:
             if worker.item is not None:
                 self._lost(worker, "crashed", f"its process ended with {how}; the log has its last words")
             elif self.waiting is None:
-                self._unstarted = self._unstarted or f"its process ended with {how} before it began; the log has its last words"
+                self._unstarted = (
+                    self._unstarted or f"its process ended with {how} before it began; the log has its last words"
+                )
             return
         for message in messages:
             kind = message["kind"]
@@ -198,6 +211,8 @@ class Pool:
             elif kind == "poisoned":
                 self._lost(worker, "crashed", f"the device failed: {message['why']}")
                 worker.item = None
+            elif kind == "at":
+                worker.at = message["what"]
             else:
                 self.take(message)
                 if kind == "ended":
@@ -209,6 +224,7 @@ class Pool:
     def _lost(self, worker: Worker, state: str, why: str) -> None:
         """An item that will not end: by name, and the next one starts in a new process."""
         assert worker.item is not None
+        why += f" (in: {worker.at})" if worker.at else ""
         about = {"part": self.part.name, "item": worker.item.name}
         if self.part.name == "right" and state == "crashed":
             self.take({"kind": "wrong", **about, "what": worker.item.name, "why": why})
@@ -223,7 +239,9 @@ class Pool:
             return Outcome("not run", "the time was up before its process had started")
         for worker in self.workers:
             if worker.item is not None:
-                self._lost(worker, "hung", f"the part's time was up after {time.monotonic() - worker.began:.0f} s of it")
+                self._lost(
+                    worker, "hung", f"the part's time was up after {time.monotonic() - worker.began:.0f} s of it"
+                )
         for item in self.waiting:
             why = "the part's time was up"
             self.take({"kind": "not run", "part": self.part.name, "item": item.name, "what": item.name, "why": why})

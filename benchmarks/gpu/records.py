@@ -1,13 +1,13 @@
 """The records of a run: one JSON object a line, written and flushed as they come, so that a run that is cut still tells.
 
-    {"kind": "number",  "part", "item", "name", "value", "unit", "aim"?, "holds"?, "note"?}    any single finding, text included
-    {"kind": "judged",  "part", "item", "op", "implementation", "right", "wrong": [what: why], "not_reached", "seconds"}
-    {"kind": "timed",   "part", "item", "op", "width", "shape", "by", "side", "forward_s", "both_s", "low_s", "high_s", "share", "of", "host_s"}
-    {"kind": "not run", "part", "item", "what", "why"}
-    {"kind": "wrong",   "part", "item", "what", "why"}                   decides the exit code, and is the headline
-    {"kind": "ended",   "part", "item", "state": "done" | "crashed" | "hung", "seconds", "says"}
-    {"kind": "part",    "part", "state": "done" | "timed out" | "not run", "seconds", "limit_s", "why"?}
-    {"kind": "run",     …}                                               of the whole: the command line, when, the label
+{"kind": "number",  "part", "item", "name", "value", "unit", "aim"?, "holds"?, "note"?}    any single finding, text included
+{"kind": "judged",  "part", "item", "op", "implementation", "right", "wrong": [what: why], "not_reached", "seconds"}
+{"kind": "timed",   "part", "item", "op", "width", "shape", "by", "side", "forward_s", "both_s", "low_s", "high_s", "share", "of", "host_s"}
+{"kind": "not run", "part", "item", "what", "why"}
+{"kind": "wrong",   "part", "item", "what", "why"}                   decides the exit code, and is the headline
+{"kind": "ended",   "part", "item", "state": "done" | "crashed" | "hung", "seconds", "says"}
+{"kind": "part",    "part", "state": "done" | "timed out" | "not run", "seconds", "limit_s", "why"?}
+{"kind": "run",     …}                                               of the whole: the command line, when, the label
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Records:
         """Begin the file, with what is there. An older run's file of that name is replaced. Raises: OSError."""
         self.out.mkdir(parents=True, exist_ok=True)
         self._name = name
-        self._lines = open(self.lines, "w", encoding="utf-8")
+        self._lines = open(self.lines, "w", encoding="utf-8")  # noqa: SIM115 (closed by ``close``)
         for record in self.every:
             self._write(record)
 
@@ -73,7 +73,9 @@ class Records:
         """The Markdown and the JSON, each whole or as before. Raises: OSError."""
         if self._lines is not None:
             write_atomically(self.markdown, page.markdown(self.every))
-            write_atomically(self.markdown.with_suffix(".json"), finite_json(page.document(self.every), indent=1) + "\n")
+            write_atomically(
+                self.markdown.with_suffix(".json"), finite_json(page.document(self.every), indent=1) + "\n"
+            )
 
     def close(self) -> None:
         if self._lines is not None:

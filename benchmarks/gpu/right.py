@@ -25,9 +25,14 @@ ORDER = (
 DTYPES = (torch.bfloat16, torch.float32)
 MORE = (
     # Several documents in each row, cut by the edges of blocks; heads as they are trained.
-    Case("packed", Shape(batch=2, context=777, d_model=512, heads=8, kv_heads=2, head_dim=128, d_ff=1536, vocab_size=4099)),
+    Case(
+        "packed",
+        Shape(batch=2, context=777, d_model=512, heads=8, kv_heads=2, head_dim=128, d_ff=1536, vocab_size=4099),
+    ),
     # Rows that no power of two holds, wider than one block of most kernels.
-    Case("wide", Shape(batch=2, context=67, d_model=2560, heads=20, kv_heads=4, head_dim=128, d_ff=6912, vocab_size=8209)),
+    Case(
+        "wide", Shape(batch=2, context=67, d_model=2560, heads=20, kv_heads=4, head_dim=128, d_ff=6912, vocab_size=8209)
+    ),
 )
 DRY = Case("small", replace(CASES[0].shape, context=8))  # the interpreter runs some hundred programs a second
 DRY_VALUES = ("normal", "outlier")
@@ -50,7 +55,9 @@ class Verdict:
     right: int = 0
     wrong: list[tuple[str, str]] = field(default_factory=list)  # (check, why)
     not_reached: list[str] = field(default_factory=list)
-    skipped: list[tuple[str, str]] = field(default_factory=list)  # (check, why it does not count): memory, another computes instead
+    skipped: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # (check, why it does not count): memory, another computes instead
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -63,8 +70,7 @@ class Verdict:
 def checks(dry: bool = False) -> Iterator[Check]:
     """Every case × dtype × hostile value that is worth its time, in order."""
     if dry:
-        small, *_ = (DRY,)
-        yield from (Check(small, dtype, values) for dtype in DTYPES for values in DRY_VALUES)
+        yield from (Check(DRY, dtype, values) for dtype in DTYPES for values in DRY_VALUES)
         yield from (Check(case, torch.bfloat16, "normal") for case in CASES if case.name in ("one", "empty"))
         return
     cases = {case.name: case for case in (*CASES, *MORE)}
@@ -92,8 +98,16 @@ def on_cuda() -> list[tuple[Op, Implementation]]:
     return sorted(pairs, key=lambda pair: pair[1].name == "compiled")
 
 
-def verdict(op: Op, implementation: str, device: str, left: Callable[[], float], dry: bool = False) -> Verdict:
-    """Judge one implementation until ``left()`` seconds are below zero. Raises: what leaves the device of no use."""
+def verdict(
+    op: Op,
+    implementation: str,
+    device: str,
+    left: Callable[[], float] = lambda: 1.0,
+    at: Callable[[str], None] = lambda what: None,
+    dry: bool = False,
+) -> Verdict:
+    """Judge one implementation until ``left()`` seconds are below zero; ``at`` is told what begins. Raises: what leaves the device of
+    no use."""
     torch._dynamo.config.recompile_limit = 256  # past it torch runs uncompiled, and that would be judged
     torch._dynamo.config.accumulated_recompile_limit = 1024
     found, began = Verdict(), time.monotonic()
@@ -104,6 +118,7 @@ def verdict(op: Op, implementation: str, device: str, left: Callable[[], float],
             continue
         if (check.case.name, check.dtype) in failed:
             continue  # it does not run at all on these sizes, and was reported once
+        at(str(check))
         try:
             if instead := op.implementation(implementation).instead(check.case.shape, check.dtype):
                 found.skipped.append((str(check), f"another computes instead: {instead}"))
@@ -139,7 +154,7 @@ def run(item: str, context: Context) -> None:
     if not op.implementation(implementation).runs_on(settings.device):
         context.not_run(item, "it is for a GPU alone, and not Triton's, whose interpreter could run it here")
         return
-    found = verdict(op, implementation, settings.device, lambda: context.left, settings.dry)
+    found = verdict(op, implementation, settings.device, lambda: context.left, context.at, settings.dry)
     for what, why in found.wrong:
         context.wrong(f"{item} {what}", why)
     for what, why in found.skipped:

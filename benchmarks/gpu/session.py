@@ -49,9 +49,15 @@ def environment(settings: Settings) -> dict[str, str]:
     if settings.device.startswith("cuda:"):
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         number = settings.device.partition(":")[2]
-        made["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if number.isdigit() and int(number) < len(visible) else number
+        made["CUDA_VISIBLE_DEVICES"] = (
+            visible[int(number)] if number.isdigit() and int(number) < len(visible) else number
+        )
     if settings.dry:
-        made |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        made |= {
+            "TRITON_INTERPRET": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
     return made
 
 
@@ -156,6 +162,8 @@ class Session:
             every = {part.name for part in PARTS}
             chosen = "" if every <= set(self.parts) else "-" + "-".join(self.parts)
             self.records.named(f"{'dry' if self.settings.dry else value}{chosen}")
+        elif name == "memory free":
+            self.settings = replace(self.settings, free=value)
         elif name == "copy bandwidth":
             self.settings = replace(self.settings, copy_rate=value)
         elif name == "bf16 product rate":
@@ -171,5 +179,3 @@ class Session:
 
 def dry_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="bench-gpu-dry-"))
-
-

@@ -8,10 +8,15 @@ import torch
 
 from kernels.contract.op import Op, Shape
 
-SPREAD = 3.0  # memory of one call and its gradients, in its least traffic: inputs, outputs, what is kept, upstream gradients
+KEPT = (
+    1.5  # memory of a call and its gradients, over its least traffic: inputs, outputs, upstream gradients, what is kept
+)
 HEAD_DIM = 128
 ELEMENTS = 1 << 26  # of the residual stream: 134 MB in bf16, several times any L2
-TOKENS = {"attention": 16_384, "linear_cross_entropy": 8_192}  # of ops bound by products; the loss head's is that of published marks
+TOKENS = {
+    "attention": 16_384,
+    "linear_cross_entropy": 8_192,
+}  # of ops bound by products; the loss head's is that of published marks
 MATRICES = {1024: 8, 4096: 2, 8192: 1}  # newton_schulz: matrices [d_ff, d_model]
 FP32 = ("adamw", "newton_schulz")  # the optimiser's: weights, moments and momentum are fp32
 
@@ -47,7 +52,7 @@ def dtype_of(op: Op) -> torch.dtype:
 def needs_bytes(op: Op, shape: Shape) -> float:
     """About what a call and its gradients take, beyond what an implementation makes for itself."""
     cost = op.cost(shape, dtype_of(op).itemsize)
-    return SPREAD * max(cost.forward_bytes, cost.backward_bytes)
+    return cost.forward_bytes if op.writes else KEPT * (cost.forward_bytes + cost.backward_bytes)
 
 
 def shape_for(op: Op, width: int, free: float, dry: bool = False) -> Shape:

@@ -7,6 +7,7 @@ memory, host waits, where the time goes, what a checkpoint costs.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import tempfile
 import time
@@ -167,10 +168,18 @@ def train(name: str, model: Model, precision: str, folder: Path, context: Contex
     context.number("first step, cold", first_s, "s", **aimed(first_s, aim, least=False))
     speed(name, made, context)
     if settings.device == "cpu":
-        context.not_run(f"{context.item}: host waits, idle share", "they need a device")
+        context.not_run(
+            f"{context.item}: MFU of the data sheet, peak memory, host waits, idle share", "they need a device"
+        )
         return
     waiting = waits_of(made.step)
-    context.number("host waits a step", len(waiting), "", note="; ".join(waiting), **aimed(len(waiting), aims.HOST_WAITS, least=False))
+    context.number(
+        "host waits a step",
+        len(waiting),
+        "",
+        note="; ".join(waiting),
+        **aimed(len(waiting), aims.HOST_WAITS, least=False),
+    )
     if context.left > LATER / 3:
         idle, kernels = profiled(made.step)
         context.number("idle", idle, "share of the step")
@@ -211,7 +220,9 @@ def first_step(recipe: Recipe, folder: Path, context: Context) -> tuple[Stepper,
         except torch.OutOfMemoryError as error:
             if recipe.batch.sequences == 1 or context.left <= 0:
                 raise
-            context.not_run(f"{context.item}, {recipe.batch.sequences} sequences at once", f"out of memory: {short(error)}")
+            context.not_run(
+                f"{context.item}, {recipe.batch.sequences} sequences at once", f"out of memory: {short(error)}"
+            )
             half = {"sequences": recipe.batch.sequences // 2}
             recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update=half)})
         gc.collect()
@@ -221,14 +232,18 @@ def first_step(recipe: Recipe, folder: Path, context: Context) -> tuple[Stepper,
 def speed(name: str, made: Stepper, context: Context) -> None:
     settings, recipe = context.settings, made.recipe
     cuda = settings.device != "cpu"
-    warm = seconds_of(made.step, settings.device, 1 if settings.dry else WARM_UP, lambda: context.left)
+    seconds_of(made.step, settings.device, 1 if settings.dry else WARM_UP, lambda: context.left)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    each = seconds_of(made.step, settings.device, DRY_STEPS if settings.dry else STEPS, lambda: context.left) or warm
+    each = seconds_of(made.step, settings.device, DRY_STEPS if settings.dry else STEPS, lambda: context.left)
+    if not math.isfinite(loss := float(made.step().get("loss", math.nan))):
+        context.wrong(context.item, f"the loss is {loss} after {made.run.step} steps")
     step_s = statistics.median(each)
     rate = recipe.tokens_per_step / step_s
     card = torch.cuda.get_device_name() if cuda else "cpu"
-    context.number("step", step_s, "s", note=f"median of {len(each)}, {min(each) * 1e3:.1f} to {max(each) * 1e3:.1f} ms")
+    context.number(
+        "step", step_s, "s", note=f"median of {len(each)}, {min(each) * 1e3:.1f} to {max(each) * 1e3:.1f} ms"
+    )
     context.number("speed", rate, "tokens/s", **aimed(rate, aims.tokens_aim(name, card)))
     flops = rate * recipe.model.flops_per_token()
     context.number("model FLOP rate", flops, "FLOP/s")
@@ -239,7 +254,9 @@ def speed(name: str, made: Stepper, context: Context) -> None:
         if peak is None:
             context.not_run(f"{context.item}: MFU of the data sheet", f"no data sheet of {card!r} is known")
         else:
-            context.number("MFU of the data sheet", flops / peak[0], "share", **aimed(flops / peak[0], aims.mfu_aim(name, card)))
+            context.number(
+                "MFU of the data sheet", flops / peak[0], "share", **aimed(flops / peak[0], aims.mfu_aim(name, card))
+            )
         taken = float(torch.cuda.max_memory_allocated())
         total = torch.cuda.mem_get_info()[1]
         context.number("peak memory", taken, "bytes", planned=planned_bytes(recipe, total))
@@ -263,7 +280,12 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
     with writing(made.run, folder / "checkpoints") as writer:
         for which in ("first", "second"):
             (with_save,) = seconds_of(lambda: (made.run.save(), made.step()), settings.device, 1, lambda: 1.0)
-            context.number(f"stall of the {which} save", with_save - usual, "s", note=f"a step takes {usual * 1e3:.1f} ms without it")
+            context.number(
+                f"stall of the {which} save",
+                with_save - usual,
+                "s",
+                note=f"a step takes {usual * 1e3:.1f} ms without it",
+            )
             began = time.perf_counter()
             path = writer.wait()
             context.number(f"the {which} save on disk after", time.perf_counter() - began, "s")

@@ -13,6 +13,8 @@ Call = Callable[[], object]
 LEAST, MOST = 7, 60  # timed calls
 CACHES = 4  # sizes of the L2 cache that data must be larger than, or several sets are used by turns
 L2 = 1 << 26  # where the device does not say
+CYCLES = 2_000_000_000  # of a multiprocessor in a second, at most
+AHEAD = 1.5  # times what the host takes to launch a call, that the device waits before it
 LAUNCHES = 10  # of the host's cost: fewer than a stream queues
 
 
@@ -70,12 +72,14 @@ def _by_clock(turns: Sequence[Call]) -> list[float]:
 
 
 def _by_events(turns: Sequence[Call]) -> list[float]:
-    """A write of the whole cache before each call: it leaves nothing there, and lets the host get ahead of the device, so that a
-    short call is not timed as its launch (as ``triton.testing.do_bench`` does)."""
+    """Before each call the whole cache is written, so that nothing of the call's is in it, and the device spins for as long as the host
+    takes to launch the call: else the time between the events would be the launch's, where that takes longer than the work."""
     cache = torch.empty(l2_bytes("cuda"), dtype=torch.int8, device="cuda")
+    ahead = int(AHEAD * CYCLES * host_seconds(turns[0], "cuda", 3))
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in turns]
     for call, (before, after) in zip(turns, events):
         cache.zero_()
+        torch.cuda._sleep(min(ahead, CYCLES // 100))
         before.record()
         call()
         after.record()

@@ -23,6 +23,14 @@ from typing import IO, Any
 from benchmarks.gpu import needs
 from benchmarks.gpu.parts import PARTS, Part, Settings
 
+FAULTS = (
+    "CUDA error",
+    "illegal memory access",
+    "device-side assert",
+    "misaligned address",
+    "unspecified launch failure",
+)
+
 
 class Context:
     """What an item is run with: the settings, its time, and where its findings go."""
@@ -44,11 +52,17 @@ class Context:
         return self._ends - time.monotonic()
 
     def send(self, kind: str, **fields: Any) -> None:
-        self._out.write(json.dumps({"kind": kind, "part": self.part.name, "item": self.item, **fields}, default=str) + "\n")
+        self._out.write(
+            json.dumps({"kind": kind, "part": self.part.name, "item": self.item, **fields}, default=str) + "\n"
+        )
         self._out.flush()
 
     def number(self, name: str, value: Any, unit: str = "", **more: Any) -> None:
         self.send("number", name=name, value=value, unit=unit, **more)
+
+    def at(self, what: str) -> None:
+        """What begins now: named where the process ends in it."""
+        self.send("at", what=what)
 
     def not_run(self, what: str, why: str) -> None:
         self.send("not run", what=what, why=why)
@@ -64,14 +78,10 @@ def short(error: BaseException) -> str:
 
 
 def poisoned(error: BaseException) -> bool:
-    """Is this process's device of no use after the error? A fault stays with the CUDA context."""
+    """Is this process's device of no use after the error? A fault stays with the CUDA context, and all that follows raises too."""
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    accelerator: type[BaseException] = getattr(torch, "AcceleratorError", RuntimeError)
-    text = str(error)
-    return isinstance(error, accelerator) and ("CUDA error" in text or "illegal memory access" in text)
+    return not isinstance(error, torch.OutOfMemoryError) and any(fault in str(error) for fault in FAULTS)
 
 
 def serve(part: Part, lines: IO[str], out: IO[str]) -> int:
