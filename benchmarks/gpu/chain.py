@@ -41,11 +41,11 @@ def run(item: str, context: Context) -> None:
     {"resume": resume, "profiler": profiler, "sandbox": sandbox, "gate": gate}[item](context)
 
 
-def recipe_of(context: Context) -> Recipe:
+def small_recipe(settings: Settings) -> Recipe:
     """A small model: what is shown here does not depend on its size."""
     from benchmarks.gpu.models import model_of
 
-    dry = context.settings.dry
+    dry = settings.dry
     recipe = model_of("100m", dry).recipe("chain", "fp32" if dry else "bf16", 2 if dry else 8)
     return recipe.model_copy(
         update={"compile": False, "checkpoint_every": DRY_EVERY if dry else EVERY, "keep_checkpoints": 2}
@@ -135,7 +135,7 @@ def distance(ours: Path, theirs: Path) -> tuple[int, int, float]:
 
 
 def resume(context: Context) -> None:
-    recipe, folder = recipe_of(context), Path(context.settings.scratch) / "resume"
+    recipe, folder = small_recipe(context.settings), Path(context.settings.scratch) / "resume"
     steps = DRY_STEPS if context.settings.dry else STEPS
     whole, killed = (segment(folder / name, recipe, folder / "shards", steps) for name in ("whole", "killed"))
     context.number(
@@ -172,7 +172,7 @@ def profiler(context: Context) -> None:
 
     dry = context.settings.dry
     found = measure(
-        recipe_of(context),
+        small_recipe(context.settings),
         KERNELS,
         steps=1 if dry else 4,
         measure_recipe_step=False,
@@ -202,7 +202,7 @@ def sandbox(context: Context) -> None:
         context.not_run("a segment in the live sandbox", refusal)
         return
     folder = Path(context.settings.scratch) / "sandbox"
-    recipe = recipe_of(context)
+    recipe = small_recipe(context.settings)
     steps = DRY_STEPS if context.settings.dry else STEPS
     made = segment(folder / "segment", recipe, folder / "shards", steps)
     nodes = devices.nodes(every=True)
@@ -250,7 +250,7 @@ def gate(context: Context) -> None:
     from factory.gates.patch.policy import IsolatedPolicy
     from factory.gates.patch.stages import isolated
 
-    recipe = recipe_of(context).model_dump(mode="json")
+    recipe = small_recipe(context.settings).model_dump(mode="json")
     policy = IsolatedPolicy(pairs=3 if context.settings.dry else 9, wall_seconds=max(5.0, context.left / 3), tries=1)
     try:
         with devices.one():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch._dynamo  # seconds, which are no item's
 
 from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.worker import Context, poisoned, short
