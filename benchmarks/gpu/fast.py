@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu import shapes, timing
 from benchmarks.gpu.parts import Item, Settings
-from benchmarks.gpu.right import ORDER, round_as_a_gpu
+from benchmarks.gpu.right import ORDER, compile_every_shape, round_as_a_gpu
 from benchmarks.gpu.rivals import Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
 from kernels.contract.op import Case, Inputs, Op, Shape
@@ -127,6 +127,7 @@ def free_bytes(settings: Settings) -> float:
 def items(settings: Settings) -> list[Item]:
     if settings.dry:
         round_as_a_gpu()
+    compile_every_shape()
     limit_memory(settings)
     return [
         Item(f"{name}/{number}") for number in range(len(shapes.WIDTHS)) for name in (*ORDER, *extra()) if name in OPS

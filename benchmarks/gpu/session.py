@@ -37,7 +37,7 @@ class Stop:
         self.signal = number
 
 
-def environment(settings: Settings) -> dict[str, str]:
+def environment(settings: Settings, part: Part) -> dict[str, str]:
     """Of the processes: caches of their own, so that what is called cold is cold, and what one compiled the next has."""
     scratch = Path(settings.scratch)
     made = os.environ | {
@@ -46,6 +46,8 @@ def environment(settings: Settings) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
     }
+    if part.workers > 1:  # torch starts as many compilers in each as there are cores
+        made["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // part.workers))
     if settings.device.startswith("cuda:"):
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         number = settings.device.partition(":")[2]
@@ -128,7 +130,9 @@ class Session:
     def _part(self, part: Part, limit: float, log: Any) -> Outcome:
         self.say(f"{part.name}: {part.about} (at most {max(0.0, limit):.0f} s)")
         began = time.monotonic()
-        pool = Pool(part, self.settings, environment(self.settings), log, self._take, lambda: bool(self.stop.signal))
+        pool = Pool(
+            part, self.settings, environment(self.settings, part), log, self._take, lambda: bool(self.stop.signal)
+        )
         outcome = pool.run(limit) if limit > 0 else Outcome("not run", "the time was up")
         if outcome.state == "cut":
             outcome.why = f"by {self._signal()}"

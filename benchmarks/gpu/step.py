@@ -41,7 +41,8 @@ from trainer.contract.recipe import Recipe
 from trainer.run import Run
 
 KERNELS = ROOT / "policies" / "kernels.yaml"
-WARM_UP, STEPS, DRY_STEPS = 3, 12, 3
+WARM_UP = 3
+TIMES, AT_ONCE, DRY_TIMES = 5, 3, 2  # blocks of steps that are timed, and steps of a block
 MADE = 40  # steps that there are batches for
 TOP = 10  # kernels of a step that are named
 ITEMS = (
@@ -81,15 +82,19 @@ def planned_bytes(recipe: Recipe, memory: float) -> float:
     return needed(part for part in parts if part.name != "reserve")
 
 
-def seconds_of(step: Callable[[], Any], device: str, count: int, left: Callable[[], float]) -> list[float]:
-    """Of ``count`` steps, or as many as the time holds; one at least."""
+def seconds_of(
+    step: Callable[[], Any], device: str, count: int, left: Callable[[], float] = lambda: 1.0, at_once: int = 1
+) -> list[float]:
+    """Of a step, ``count`` times or as often as the time holds, once at least; each the mean of ``at_once`` steps, between which nothing
+    waits for the device but the step itself."""
     found: list[float] = []
     while len(found) < count and (not found or left() > 0):
         synchronize(device)
         began = time.perf_counter()
-        step()
+        for _ in range(at_once):
+            step()
         synchronize(device)
-        found.append(time.perf_counter() - began)
+        found.append((time.perf_counter() - began) / at_once)
     return found
 
 
@@ -235,14 +240,18 @@ def speed(name: str, made: Stepper, context: Context) -> None:
     seconds_of(made.step, settings.device, 1 if settings.dry else WARM_UP, lambda: context.left)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    each = seconds_of(made.step, settings.device, DRY_STEPS if settings.dry else STEPS, lambda: context.left)
+    times, at_once = (DRY_TIMES, 1) if settings.dry else (TIMES, AT_ONCE)
+    each = seconds_of(made.step, settings.device, times, lambda: context.left, at_once)
     if not math.isfinite(loss := float(made.step().get("loss", math.nan))):
         context.wrong(context.item, f"the loss is {loss} after {made.run.step} steps")
     step_s = statistics.median(each)
     rate = recipe.tokens_per_step / step_s
     card = torch.cuda.get_device_name() if cuda else "cpu"
     context.number(
-        "step", step_s, "s", note=f"median of {len(each)}, {min(each) * 1e3:.1f} to {max(each) * 1e3:.1f} ms"
+        "step",
+        step_s,
+        "s",
+        note=f"median of {len(each)} blocks of {at_once}, {min(each) * 1e3:.1f} to {max(each) * 1e3:.1f} ms",
     )
     context.number("speed", rate, "tokens/s", **aimed(rate, aims.tokens_aim(name, card)))
     flops = rate * recipe.model.flops_per_token()
@@ -279,7 +288,7 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
     usual = statistics.median(seconds_of(made.step, settings.device, 4, lambda: context.left))
     with writing(made.run, folder / "checkpoints") as writer:
         for which in ("first", "second"):
-            (with_save,) = seconds_of(lambda: (made.run.save(), made.step()), settings.device, 1, lambda: 1.0)
+            (with_save,) = seconds_of(lambda: (made.run.save(), made.step()), settings.device, 1)
             context.number(
                 f"stall of the {which} save",
                 with_save - usual,

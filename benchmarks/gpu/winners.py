@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -19,8 +19,12 @@ class Verdict:
     ours: str | None  # the best of ours; None: none was timed
     ratio: float | None  # the best of the others over ours: above one, ours is faster; None: one side was not timed
     clear: bool  # is the difference larger than the spread?
+    beyond: str = ""  # what is faster than the winner and computes something else, with its note
 
     def __str__(self) -> str:
+        return self._says() + f"; faster, and something else: {self.beyond}" * bool(self.beyond)
+
+    def _says(self) -> str:
         if self.ours is None:
             return f"nothing of ours was timed; fastest: {self.winner} ({self.side})"
         if self.ratio is None:
@@ -48,9 +52,16 @@ def verdicts(timed: Sequence[dict[str, Any]]) -> list[Verdict]:
     """
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for record in timed:
-        if record["comparable"]:
-            groups.setdefault((record["op"], record["width"]), []).append(record)
-    return [_of(op, width, group) for (op, width), group in groups.items()]
+        groups.setdefault((record["op"], record["width"]), []).append(record)
+    found = []
+    for (op, width), group in groups.items():
+        alike = [record for record in group if record["comparable"]]
+        if alike:
+            fastest = min(record["both_s"] for record in alike)
+            beyond = [r for r in group if not r["comparable"] and r["both_s"] < fastest]
+            words = ", ".join(f"{r['by']} ({fastest / r['both_s']:.2f} times as fast; {r['note']})" for r in beyond)
+            found.append(replace(_of(op, width, alike), beyond=words))
+    return found
 
 
 def _of(op: str, width: int, group: list[dict[str, Any]]) -> Verdict:

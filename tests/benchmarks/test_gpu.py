@@ -248,7 +248,7 @@ def test_examples_hold(module: Any) -> None:
 
 
 def row(by: str, side: str, low: float, median: float, high: float, comparable: bool = True) -> dict[str, Any]:
-    times = {"low_s": low, "both_s": median, "high_s": high}
+    times = {"low_s": low, "both_s": median, "high_s": high, "note": "" if comparable else "sees more"}
     return {"op": "swiglu", "width": 1024, "by": by, "side": side, "comparable": comparable} | times
 
 
@@ -266,6 +266,11 @@ def row(by: str, side: str, low: float, median: float, high: float, comparable: 
         (
             [row("triton", "ours", 2, 2, 2), row("SDPA", "torch", 1, 1, 1, comparable=False)],
             "nothing else could be",
+            True,
+        ),
+        (
+            [row("triton", "ours", 2, 2, 2), row("SDPA", "torch", 1, 1, 1, False)],
+            "SDPA (2.00 times as fast; sees more)",
             True,
         ),
         ([row("eager", "torch", 1, 1, 1)], "nothing of ours was timed; fastest: eager", False),

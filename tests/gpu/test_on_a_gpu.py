@@ -77,7 +77,7 @@ def test_the_step_of_one_billion_reaches_its_mfu(one_billion: step.Stepper) -> N
     if peak is None or aim is None:
         pytest.skip(f"no data sheet of {card} is known")
     recipe = one_billion.recipe
-    seconds = statistics.median(step.seconds_of(one_billion.step, CUDA, step.STEPS, lambda: 1.0))
+    seconds = statistics.median(step.seconds_of(one_billion.step, CUDA, step.TIMES, at_once=step.AT_ONCE))
     mfu = recipe.tokens_per_step / seconds * recipe.model.flops_per_token() / peak[0]
     print(f"{recipe.tokens_per_step / seconds:,.0f} tokens/s, MFU {mfu:.1%}")
     assert mfu >= aim
