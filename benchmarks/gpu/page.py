@@ -83,12 +83,7 @@ def markdown(records: Sequence[Record]) -> str:
         *section("## Published marks", ("mark", "ours here"), mark_rows(records), "ll"),
         *section("## Step", ("item", "what", "value", "aim", "note"), number_rows(records, "step"), "llrll", STEP),
         *section("## Chain", ("item", "what", "value", "aim", "note"), number_rows(records, "chain"), "llrll"),
-        *section(
-            "## Not run",
-            ("part", "what", "why"),
-            ((r["part"], r["what"], r["why"]) for r in of(records, "not run")),
-            "lll",
-        ),
+        *section("## Not run", ("part", "what", "why"), lost_rows(records), "lll"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -172,6 +167,15 @@ def mark_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
             speeds = [r for r in numbers(records, "step") if r["name"] == "speed" and r["item"].startswith("0.6b")]
             said = [f"{r['item']}: {shown(r)}" for r in speeds]
         yield mark, "; ".join(said) or "not timed"
+
+
+def lost_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
+    """A row for each reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for r in of(records, "not run"):
+        groups.setdefault((r["part"], r["why"]), []).append(r["what"])
+    for (part, why), what in groups.items():
+        yield part, "; ".join(what), why
 
 
 def fastest_by_width(rows: Iterable[Record]) -> list[Record]:

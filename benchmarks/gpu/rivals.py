@@ -122,8 +122,9 @@ def varlen(inputs: Inputs) -> Function:
         q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
         if not knows_groups:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        more = {"enable_gqa": True} if knows_groups else {}
-        return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **more).view(q_BTHK.shape)
+        more: dict[str, Any] = {"enable_gqa": True} if knows_groups else {}
+        o: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **more)
+        return o.view(q_BTHK.shape)  # type: ignore[no-any-return]
 
     return attend
 

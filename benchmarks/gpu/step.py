@@ -286,9 +286,14 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
         return
     made, _ = first_step(fitting, folder / "run", context)
     usual = statistics.median(seconds_of(made.step, settings.device, 4, lambda: context.left))
+
+    def save_then_step() -> None:
+        made.run.save()
+        made.step()
+
     with writing(made.run, folder / "checkpoints") as writer:
         for which in ("first", "second"):
-            (with_save,) = seconds_of(lambda: (made.run.save(), made.step()), settings.device, 1)
+            (with_save,) = seconds_of(save_then_step, settings.device, 1)
             context.number(
                 f"stall of the {which} save",
                 with_save - usual,

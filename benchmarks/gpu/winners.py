@@ -69,7 +69,9 @@ def _of(op: str, width: int, group: list[dict[str, Any]]) -> Verdict:
     other = _fastest(r for r in group if r["side"] != "ours")
     assert winner is not None
     if mine is None or other is None:
-        return Verdict(op, width, winner["by"], winner["side"], mine is not None, mine and mine["by"], None, False)
+        return Verdict(
+            op, width, winner["by"], winner["side"], mine is not None, mine["by"] if mine else None, None, False
+        )
     first, second = (mine, other) if mine["both_s"] <= other["both_s"] else (other, mine)
     clear = first["high_s"] < second["low_s"]
     ratio = other["both_s"] / mine["both_s"]
