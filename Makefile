@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP = @$(PYTHON) -I factory/set_up/__main__.py
 
-.PHONY: setup setup-dev serve-env demo test test-slow test-long test-portable check lint types bench bench-report bench-baseline doctor-suite chaos \
+.PHONY: setup setup-dev serve-env demo test test-slow test-long test-portable check lint types bench bench-gpu bench-report bench-baseline doctor-suite chaos \
 	judge-calibration clean
 
 # The script looks whether .venv is up to date (a hash of pyproject.toml and constraints.txt), so that no target here has to.
@@ -52,6 +52,10 @@ check: lint types
 
 bench: setup-dev
 	@$(BIN)/python -m pytest benchmarks --benchmark-enable
+
+# Is it right on this GPU, and how fast? Eight minutes at most; writes benchmarks/results/<card>.md. Without a GPU: make bench-gpu GPU=--dry
+bench-gpu: setup
+	@$(BIN)/python -m benchmarks.gpu $(GPU)
 
 # Three processes over every op × implementation × shape; some minutes.
 bench-report: setup-dev

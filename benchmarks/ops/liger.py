@@ -1,6 +1,6 @@
 """Liger-Kernel (Hsu et al. 2024, arXiv 2410.10989) as a contender: its functions with the signatures of our ops.
 
-An optional extra (``pip install '.[contenders]'``), used where it is installed. Its kernels are Triton: timed on CUDA, and checked
+An optional extra (``pip install '.[gpu]'``), used where it is installed. Its kernels are Triton: timed on CUDA, and checked
 against the oracle on a CPU in triton's interpreter (``TRITON_INTERPRET=1``).
 """
 

@@ -174,7 +174,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    caches = cache_variables(devices.compiled(workspace.root, MEASURING))
+    caches: dict[str, Any] = cache_variables(devices.compiled(workspace.root, MEASURING))
     began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
         done = run_python(code_root(), *words, **caches)

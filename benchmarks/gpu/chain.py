@@ -1,0 +1,314 @@
+"""What stands around the step, on the device: the line profiler, the patch gate's timed pairs, live training's sandbox, kill -9 and resume.
+
+Each item needs more of the factory than the parts before it; what this machine lacks is named, and costs its item alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu import needs
+from benchmarks.gpu.needs import ROOT
+from benchmarks.gpu.parts import Item, Settings
+from benchmarks.gpu.worker import Context
+
+if TYPE_CHECKING:
+    from trainer.contract.recipe import Recipe
+
+STEPS, EVERY = 24, 6  # of a segment, and between its checkpoints
+DRY_STEPS, DRY_EVERY = 6, 2
+KERNELS = ROOT / "policies" / "kernels.yaml"
+LINES = 8  # of the profile that are named
+# (op, before, after): approved implementations on every device, so that the gate may time one against the other.
+SWITCHED = ("adamw", "reference", "fused")
+
+
+def items(settings: Settings) -> list[Item]:
+    return [Item("resume", 1.5), Item("profiler"), Item("sandbox"), Item("gate")]
+
+
+def run(item: str, context: Context) -> None:
+    {"resume": resume, "profiler": profiler, "sandbox": sandbox, "gate": gate}[item](context)
+
+
+def small_recipe(settings: Settings) -> Recipe:
+    """A small model: what is shown here does not depend on its size."""
+    from benchmarks.gpu.models import model_of
+
+    dry = settings.dry
+    recipe = model_of("100m", dry).recipe("chain", "fp32" if dry else "bf16", 2 if dry else 8)
+    return recipe.model_copy(
+        update={"compile": False, "checkpoint_every": DRY_EVERY if dry else EVERY, "keep_checkpoints": 2}
+    )
+
+
+# -- a segment -------------------------------------------------------------------------------------------------------------
+def segment(folder: Path, recipe: Recipe, shards: Path, steps: int) -> Path:
+    """A segment's folder with its spec, as ``python -m trainer`` takes it; the token shard is made once."""
+    from agents.line_profiler.workload import documents
+    from trainer.contract.data.data_plan import DataPlan
+    from trainer.contract.data.token_shard import write_token_shard
+
+    folder.mkdir(parents=True)
+    wanted = steps * recipe.tokens_per_step * 2
+    shard = write_token_shard(
+        shards, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
+    )
+    mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
+    plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
+    spec = {
+        "kind": "trunk",
+        "recipe": recipe.model_dump(mode="json"),
+        "data_plan": json.loads(plan.to_json()),
+        "first_step": 0,
+        "last_step": steps,
+        "kernels": str(KERNELS),
+    }
+    (folder / "segment.json").write_text(json.dumps(spec))
+    return folder
+
+
+@contextmanager
+def training(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """``python -m trainer``, which ends with the block at the latest."""
+    with open(folder / "log", "ab") as log:
+        process = subprocess.Popen([sys.executable, "-m", "trainer", str(folder)], cwd=ROOT, stdout=log, stderr=log)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def trained(folder: Path, seconds: float) -> float:
+    """Seconds of the whole process. Raises: RuntimeError with its last words, where it does not end well or in time."""
+    began = time.monotonic()
+    with training(folder) as process:
+        try:
+            code = process.wait(max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the trainer took longer than {seconds:.0f} s") from None
+    if code:
+        words = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
+        raise RuntimeError(f"the trainer ended with exit code {code}: {''.join(words)[:300]}")
+    return time.monotonic() - began
+
+
+def killed_and_resumed(folder: Path, seconds: float) -> int:
+    """Train until the first checkpoint is there, kill -9, train to the end; the step of the checkpoint."""
+    from trainer.contract.checkpoint import format as checkpoints
+
+    ends = time.monotonic() + seconds
+    with training(folder) as process:
+        while not (found := checkpoints.steps_in(folder / "checkpoints")):
+            if process.poll() is not None or time.monotonic() > ends:
+                raise RuntimeError("the trainer ended, or its time did, before its first checkpoint")
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+    if (folder / "result.json").exists():
+        raise RuntimeError("the segment was done before it could be killed")
+    trained(folder, ends - time.monotonic())
+    return found[0][0]
+
+
+def distance(ours: Path, theirs: Path) -> tuple[int, int, float]:
+    """(tensors equal to the bit, tensors, the largest relative distance) of two segments' last checkpoints."""
+    from trainer.contract.checkpoint import format as checkpoints
+
+    a, b = (checkpoints.load(checkpoints.steps_in(folder / "checkpoints")[-1][1]) for folder in (ours, theirs))
+    pairs = [(a.model[name], b.model[name]) for name in b.model]
+    pairs += [(a.optimizer[name], b.optimizer[name]) for name in b.optimizer]
+    equal = sum(torch.equal(x, y) for x, y in pairs)
+    far = [float((x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-30)) for x, y in pairs]
+    return equal, len(pairs), max(far)
+
+
+def resume(context: Context) -> None:
+    recipe, folder = small_recipe(context.settings), Path(context.settings.scratch) / "resume"
+    steps = DRY_STEPS if context.settings.dry else STEPS
+    whole, killed = (segment(folder / name, recipe, folder / "shards", steps) for name in ("whole", "killed"))
+    context.number(
+        "a segment, end to end",
+        trained(whole, context.left),
+        "s",
+        note=f"{steps} steps, uncompiled, start of Python included",
+    )
+    at = killed_and_resumed(killed, context.left)
+    equal, of, far = distance(killed, whole)
+    context.number("killed at its first checkpoint and resumed", at, "step", note="kill -9")
+    context.number(
+        "tensors equal to the bit", equal, f"of {of}", note="killed and resumed beside the run that went through"
+    )
+    context.number("largest relative distance", far)
+    context.says = f"{equal} of {of} tensors are the same to the bit after kill -9"
+    if equal == of or context.left <= 0:
+        return
+    again = segment(folder / "again", recipe, folder / "shards", steps)
+    trained(again, context.left)
+    equal, of, far = distance(again, whole)
+    context.number(
+        "of two runs that went through: tensors equal to the bit",
+        equal,
+        f"of {of}",
+        note="is it the resume, or the device?",
+    )
+    context.number("of two runs that went through: largest relative distance", far)
+
+
+# -- the line profiler -----------------------------------------------------------------------------------------------------
+def profiler(context: Context) -> None:
+    from agents.line_profiler.session import measure
+
+    dry = context.settings.dry
+    found = measure(
+        small_recipe(context.settings),
+        KERNELS,
+        steps=1 if dry else 4,
+        measure_recipe_step=False,
+        isolate=not dry,
+        isolation_budget_s=max(1.0, min(8.0, context.left / 3)),
+    ).profile
+    context.number("eager step", found.eager_step_s, "s", note=found.device)
+    context.number("covered by lines", found.coverage, "share of the step")
+    check = found.cross_check
+    context.number("operations by torch.profiler", check.torch_s, "s", note="on a GPU: of its kernels")
+    context.number("operations by the line profiler", check.lines_s, "s")
+    for line in found.lines[:LINES]:
+        context.number("line", line.share, "share of the step", note=f"{line.file}:{line.line} {line.op}".strip())
+    context.says = f"{found.coverage:.0%} of the step are at a line"
+
+
+# -- the sandbox -----------------------------------------------------------------------------------------------------------
+SEEN = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'no device')"
+
+
+def sandbox(context: Context) -> None:
+    """Live training's: is the device in it, and does a segment train there?"""
+    from factory.core import devices
+    from factory.sandbox import live
+
+    if refusal := live.refusal():
+        context.not_run("a segment in the live sandbox", refusal)
+        return
+    folder = Path(context.settings.scratch) / "sandbox"
+    recipe = small_recipe(context.settings)
+    steps = DRY_STEPS if context.settings.dry else STEPS
+    made = segment(folder / "segment", recipe, folder / "shards", steps)
+    nodes = devices.nodes(every=True)
+    context.number("device files in the sandbox", len(nodes), "", note=" ".join(nodes))
+
+    def inside(words: list[str], log: Path) -> int:
+        with open(log, "wb") as out:
+            process = live.start(
+                [sys.executable, *words],
+                writable=[made],
+                readonly=[folder / "shards"],
+                cwd=ROOT,
+                cache=folder / "cache",
+                environment={"PYTHONPATH": str(ROOT)},
+                nodes=nodes,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                return process.wait(max(1.0, context.left))
+            finally:
+                process.kill(10)
+
+    inside(["-c", SEEN], folder / "seen")
+    seen = (folder / "seen").read_text(errors="replace").strip().splitlines()[-1:] or [""]
+    context.number("device seen in the sandbox", seen[0])
+    if context.settings.device != "cpu" and seen[0] != torch.cuda.get_device_name():
+        context.wrong("the live sandbox", f"the device is not seen in it: {seen[0]}")
+    began = time.monotonic()
+    code = inside(["-m", "trainer", str(made)], folder / "log")
+    if code:
+        words = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
+        context.wrong("a segment in the live sandbox", f"exit code {code}: {''.join(words)[:300]}")
+        return
+    context.number("a segment in the live sandbox", time.monotonic() - began, "s", note=f"{steps} steps")
+    context.says = f"trained in the sandbox, which sees {seen[0]}"
+
+
+# -- the gate --------------------------------------------------------------------------------------------------------------
+def gate(context: Context) -> None:
+    """The patch gate's stage 'isolated': two approved implementations timed in pairs in the sandbox, then one against itself."""
+    recipe = small_recipe(context.settings).model_dump(mode="json")
+    try:
+        staged(recipe, context)
+    except ImportError as error:
+        context.not_run("the gate's stage, in the sandbox", needs.why(error))
+        timed_pairs(recipe, context)
+
+
+def timed_pairs(recipe: dict[str, Any], context: Context) -> None:
+    """The command that the gate runs, outside of its sandbox."""
+    op, before, after = SWITCHED
+    path = Path(context.settings.scratch) / "pairs.yaml"
+    path.write_text(json.dumps(recipe))  # JSON is YAML
+    words = [
+        "-m",
+        "kernels.contract.bench",
+        "--op",
+        op,
+        "--against",
+        before,
+        "--implementation",
+        after,
+        "--recipe",
+        str(path),
+    ]
+    words += ["--device", context.settings.device, "--pairs", str(pairs_of(context))]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=max(5.0, context.left)
+    )
+    found = json.loads(done.stdout)
+    context.number(
+        f"{op}: {after} beside {before}, outside of the sandbox",
+        found["ratio"],
+        "times as fast",
+        note=f"{found['pairs']} pairs",
+    )
+
+
+def pairs_of(context: Context) -> int:
+    return 3 if context.settings.dry else 9
+
+
+def staged(recipe: dict[str, Any], context: Context) -> None:
+    """Raises: ImportError, where the factory's libraries are not here."""
+    from factory.core import devices
+    from factory.core.errors import IsolationError
+    from factory.gates.patch.changed_ops import ChangedOp
+    from factory.gates.patch.policy import IsolatedPolicy
+    from factory.gates.patch.stages import isolated
+
+    policy = IsolatedPolicy(pairs=pairs_of(context), wall_seconds=max(5.0, context.left / 3), tries=1)
+    try:
+        with devices.one():
+            found = isolated.compare(
+                policy, [ChangedOp(*SWITCHED)], recipe, ROOT, Path(context.settings.scratch) / "gate"
+            )
+    except IsolationError as error:
+        context.not_run("the gate's timed pairs", str(error))
+        return
+    op, before, after = SWITCHED
+    if not (numbers := found.get("ops", {}).get(op)):
+        context.not_run("the gate's timed pairs", "; ".join(found["reasons"]))
+        return
+    context.number(
+        f"{op}: {after} beside {before}", numbers["ratio"], "times as fast", note=f"A/A {numbers['a_a']:.3f}"
+    )
+    context.says = "; ".join(found["reasons"])[:200]

@@ -1,0 +1,228 @@
+"""What is timed beside our implementations: torch eager and torch.compile, torch's newer ops, Liger-Kernel and quack.
+
+A rival computes the op, or what it is named to compute instead, from the op's own inputs. ``prepare`` makes, outside of the time, what a
+training step makes once for all layers (a mask, the bounds of documents), and returns the function that is timed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.ops import liger
+from kernels.contract.op import Inputs, Op
+
+Function = Callable[..., Any]
+NOT_OURS = ("reference", "compiled")  # implementations that are torch's
+ALIKE = 0.03  # relative error to the reference, in bf16, within which a rival computes the op
+NO_Z_LOSS = "without z-loss"
+
+
+class Unavailable(Exception):
+    """A rival that cannot be timed here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    name: str
+    side: str  # 'ours', 'torch', 'Liger' or 'quack'
+    prepare: Callable[[Inputs], Function]
+    note: str = ""  # what it computes otherwise than the op does
+    judged: bool = True  # is it to agree with the reference?
+
+
+def rivals(op: Op, device: str) -> Iterator[Rival]:
+    """Ours first, then torch eager and torch.compile, then all others, whether or not they are installed."""
+    for implementation in op.implementations.values():
+        if implementation.name not in NOT_OURS and implementation.runs_on(device) and "cuda" in implementation.devices:
+            side = "torch" if (op.name, implementation.name) == ("adamw", "fused") else "ours"
+            yield Rival(implementation.name, side, given(implementation.function), judged=False)  # 'right' judges ours
+    yield Rival("eager", "torch", given(op.reference), judged=False)
+    yield Rival("torch.compile", "torch", compiled(op.reference), judged=False)
+    yield from TORCH.get(op.name, ())
+    if op.name in liger.FUNCTIONS:
+        note = "per-token losses left out" if op.name == "linear_cross_entropy" else ""
+        yield Rival("Liger-Kernel", "Liger", installed("liger_kernel", given(liger.FUNCTIONS[op.name])), note)
+    if op.name in QUACK:
+        function, note = QUACK[op.name]
+        yield Rival("quack", "quack", installed("quack", given(function)), note)
+
+
+def given(function: Function) -> Callable[[Inputs], Function]:
+    return lambda inputs: function
+
+
+def compiled(function: Function) -> Callable[[Inputs], Function]:
+    return lambda inputs: torch.compile(function, dynamic=False)
+
+
+def installed(package: str, prepare: Callable[[Inputs], Function]) -> Callable[[Inputs], Function]:
+    def found(inputs: Inputs) -> Function:
+        if importlib.util.find_spec(package) is None:
+            raise Unavailable(f"{package.replace('_', '-')} is not installed here")
+        return prepare(inputs)
+
+    return found
+
+
+# -- torch's newer ops -----------------------------------------------------------------------------------------------------
+def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x_XD, (x_XD.shape[-1],), weight_D, eps)
+
+
+def linear_cross_entropy(inputs: Inputs) -> Function:
+    """Of torch ≥ 2.13, its logits a part at a time."""
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Unavailable(f"torch {torch.__version__} has no F.linear_cross_entropy: it came with 2.13")
+    options = torch.nn.LinearCrossEntropyOptions()
+
+    def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> Tensor:
+        targets_N = torch.where(weights_N != 0, targets_N, -100)
+        summed = F.linear_cross_entropy(x_ND, weight_VD, targets_N, reduction="sum", options=options)
+        return summed * weights_N.max()
+
+    return head_loss
+
+
+def documents_of(inputs: Inputs) -> Tensor:
+    """The number of each token's document, [B, T]: an argument of attention, or in one. Raises: Unavailable."""
+    B, T = inputs[0].shape[:2]
+    for leaf in tree_leaves(inputs[3:]):
+        if isinstance(leaf, Tensor) and leaf.shape == (B, T) and not leaf.is_floating_point():
+            return leaf
+    raise Unavailable("attention's arguments name no documents [B, T] that this rival knows")
+
+
+def varlen(inputs: Inputs) -> Function:
+    """torch's flash attention over the documents alone; their bounds are made once."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        raise Unavailable(f"torch {torch.__version__} has no varlen_attn") from None
+    documents_BT = documents_of(inputs)
+    if documents_BT.device.type == "cpu":
+        raise Unavailable("varlen_attn is for a GPU alone")
+    rows = torch.arange(len(documents_BT), device=documents_BT.device)[:, None]
+    flat = documents_BT + rows * (int(documents_BT.max()) + 2)
+    _, lengths = flat.flatten().unique_consecutive(return_counts=True)
+    bounds = F.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    groups = inputs[0].shape[2] // inputs[1].shape[2]
+    knows_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
+
+    def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *_: Any) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
+        if not knows_groups:
+            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        more: dict[str, Any] = {"enable_gqa": True} if knows_groups else {}
+        o: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **more)
+        return o.view(q_BTHK.shape)  # type: ignore[no-any-return]
+
+    return attend
+
+
+def flex(inputs: Inputs) -> Function:
+    """FlexAttention with its block mask made once, as for all layers of a step."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    documents_BT = documents_of(inputs)
+    if documents_BT.device.type == "cpu":
+        raise Unavailable("FlexAttention has no backward pass on a CPU")
+    B, T = documents_BT.shape
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (documents_BT[b, i] == documents_BT[b, j])
+
+    blocks = create_block_mask(seen, B, None, T, T, device=documents_BT.device)
+    kernel = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *_: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+        return kernel(q, k, v, block_mask=blocks, enable_gqa=True).transpose(1, 2)
+
+    return attend
+
+
+def whole_rows(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *_: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def muon(inputs: Inputs) -> Function:
+    """A step of torch.optim.Muon over the matrices."""
+    if not hasattr(torch.optim, "Muon"):
+        raise Unavailable(f"torch {torch.__version__} has no torch.optim.Muon: it came with 2.9")
+    parameters = [torch.nn.Parameter(matrix.clone()) for matrix in inputs[0]]
+    for parameter, gradient in zip(parameters, inputs[0]):
+        parameter.grad = gradient.clone()
+    optimizer = torch.optim.Muon(parameters, lr=1e-3)
+
+    def step(*_: Any) -> None:
+        optimizer.step()
+
+    return step
+
+
+TORCH: dict[str, tuple[Rival, ...]] = {
+    "rms_norm": (Rival("F.rms_norm", "torch", given(rms_norm)),),
+    "linear_cross_entropy": (
+        Rival("F.linear_cross_entropy", "torch", linear_cross_entropy, f"{NO_Z_LOSS}; per-token losses left out"),
+    ),
+    "attention": (
+        Rival("varlen_attn", "torch", varlen),
+        Rival("flex_attention, mask once", "torch", flex),
+        Rival(
+            "SDPA over whole rows", "torch", given(whole_rows), "sees across documents: another function", judged=False
+        ),
+    ),
+    "newton_schulz": (Rival("optim.Muon", "torch", muon, "with momentum, decay and update", judged=False),),
+}
+
+
+# -- quack -----------------------------------------------------------------------------------------------------------------
+def quack_rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    from quack import rmsnorm
+
+    return rmsnorm(x_XD, weight_D, eps=eps)
+
+
+def quack_add_rms_norm(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from quack import rmsnorm
+
+    normed, summed = rmsnorm(x_XD, weight_D, residual=y_XD, eps=eps, prenorm=True)
+    return summed, normed
+
+
+def quack_head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    targets_N = torch.where(weights_N != 0, targets_N, -100)
+    return chunked_linear_cross_entropy(x_ND, weight_VD, targets_N, reduction="sum") * weights_N.max()
+
+
+QUACK: dict[str, tuple[Function, str]] = {
+    "rms_norm": (quack_rms_norm, ""),
+    "add_rms_norm": (quack_add_rms_norm, ""),
+    "linear_cross_entropy": (quack_head_loss, f"{NO_Z_LOSS}; per-token losses left out"),
+}
+
+
+def disagreement(op: Op, found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    """Where a rival's outputs and gradients are not the reference's, within ``ALIKE``; '': nowhere.
+
+    An output that the rival does not have is not compared: of the loss head some give the loss alone.
+    """
+    for name, tensor in found.items():
+        truth = expected[name].double()
+        error = float((tensor.double() - truth).norm() / truth.norm().clamp(min=1e-30))
+        if not error <= ALIKE:  # NaN is no agreement
+            return f"{name} is off by {error:.2g}"
+    return ""
