@@ -13,7 +13,7 @@ The first micro-batches of a shape run as ever, on a stream beside the usual one
 made; the next is recorded, and run both ways: a recording is used only once a replay with other inputs than it was made with
 gave what the function itself gives. Where one fails or gives something else, all run as ever from then on, which is said in one line.
 
-On a CPU nothing is launched. All but ``OnDevice`` is tested there, with ``Called`` in its place.
+On a CPU nothing is launched. All but ``OnDevice`` is tested there, with what calls the function again in its place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Left = TypeVar("Left")
 Key = tuple[Any, ...]
 
 
-class Form(Protocol):
+class Capture(Protocol):
     """How a function is warmed up and recorded."""
 
     def warm_up(self, function: Callable[[], Left]) -> Left: ...
@@ -48,16 +48,6 @@ class Form(Protocol):
     def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
         """What replays it. Raises: RuntimeError where it cannot be recorded, and nothing was done then."""
         ...
-
-
-class Called:
-    """Records nothing: a replay calls the function again."""
-
-    def warm_up(self, function: Callable[[], Left]) -> Left:
-        return function()
-
-    def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
-        return function
 
 
 class OnDevice:
@@ -109,9 +99,9 @@ class Recorded(Generic[Left]):
 class Graphs(Generic[Left]):
     """Calls ``function`` with inputs by name, tensors and numbers, or replays it."""
 
-    def __init__(self, function: Callable[[dict[str, Any]], Left], adds_to: Sequence[Tensor], form: Form) -> None:
+    def __init__(self, function: Callable[[dict[str, Any]], Left], adds_to: Sequence[Tensor], capture: Capture) -> None:
         """``adds_to``: every tensor that the function adds to, always the same ones."""
-        self.function, self.adds_to, self.form = function, list(adds_to), form
+        self.function, self.adds_to, self.capture = function, list(adds_to), capture
         self.recorded: dict[Key, Recorded[Left]] = {}
         self.replays = 0
         self.why_not = ""  # why none are used any more
@@ -130,7 +120,7 @@ class Graphs(Generic[Left]):
             return self._record(found, inputs)
         fill(found.inputs, inputs)
         if found.replay is None:
-            return self.form.warm_up(lambda: self.function(dict(found.inputs)))
+            return self.capture.warm_up(lambda: self.function(dict(found.inputs)))
         self.replays += 1
         return found.replay()
 
@@ -139,7 +129,7 @@ class Graphs(Generic[Left]):
         run = lambda: self.function(dict(found.inputs))
         replay: Callable[[], Left] | None = None
         try:
-            replay = self.form.record(run)
+            replay = self.capture.record(run)
         except RuntimeError as error:
             self._give_up(" ".join(str(error).split())[:200])
         fill(found.inputs, inputs)

@@ -24,7 +24,7 @@ from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES, refuse_missing
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.graphed import Form, Graphs, OnDevice, wanted
+from trainer.graphed import Capture, Graphs, OnDevice, wanted
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import Hook, Outcome, Update, to_host
 from trainer.monitor.metrics import device_name, memory_bytes
@@ -258,7 +258,7 @@ class Run:
         sums.supervised_D.add_(counts_DN.sum(1))
         return load
 
-    def use_graphs(self, form: Form) -> None:
+    def use_graphs(self, capture: Capture) -> None:
         """Replay micro-batches from now on: ``trainer.graphed``. One rank of a dense model only."""
 
         def kept(part: dict[str, Any]) -> Inputs:
@@ -268,7 +268,7 @@ class Run:
             self._micro_batch(part)
             return found
 
-        self.graphs = Graphs(kept, [*self.optimizer.keep_gradients(), self.sums.all], form)
+        self.graphs = Graphs(kept, [*self.optimizer.keep_gradients(), self.sums.all], capture)
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
         """(rows of a micro-batch, were they one micro-batch that is split in two for the noise scale's sake?)."""

@@ -16,7 +16,7 @@ from tests.support.trainer.segment_runs import assert_same_run
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import make_batch
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.graphed import MOST, WARM_UPS, Called, Graphs, wanted
+from trainer.graphed import MOST, WARM_UPS, Graphs, wanted
 from trainer.parallel.ranks import Ranks
 from trainer.run import Run
 
@@ -25,6 +25,16 @@ CHANGES: dict[str, Any] = {
     "stability__noise_scale_every": 3,
     "stability__window": 8,
 }
+
+
+class Called:
+    """Records nothing: a replay calls the function again."""
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return function
 
 
 @pytest.mark.parametrize("changes", [{}, {"batch__micro_sequences": 2}, {"optimizer__name": "muon"}])

@@ -147,7 +147,11 @@ def test_each_ranks_own_gradient_is_measured_before_the_sum(
     batch = make_batch(DataOrder(plan, context=shape.context, batch=run.recipe.batch, vocab_size=shape.vocab_size))
     norms = []
     for rank in range(2):
-        part = {name: rows[rank::2] for name, rows in batch.split(None)[0].items() if name not in ("domains_BT", "stretches")}
+        part = {
+            name: rows[rank::2]
+            for name, rows in batch.split(None)[0].items()
+            if name not in ("domains_BT", "stretches")
+        }
         gradients: list[Tensor] = []
 
         def keep(module: nn.Module, args: tuple[Tensor, ...], found: list[Tensor] = gradients) -> None:
