@@ -27,7 +27,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
-WIDEST = 65536  # elements of one row held by a program; from 16,384 on a backward pass spills registers: right, but slow
+WIDEST = (
+    65536  # elements of one row held by a program; from 16,384 on a backward pass spills registers: right, but slow
+)
 FORWARD, BACKWARD = 32, 16  # elements a thread
 WARPS = 16  # of a multiprocessor in a backward pass, and the most of one program
 LEAST_ROWS = 16  # of a program of a backward pass: fewer would move as much for its partial sum as for its rows

@@ -37,7 +37,9 @@ REGISTERS = 255  # of a thread; what does not fit is spilled to memory
 # Three widths of a model at few tokens, for a kernel's code follows from its widths alone; and a large vocabulary.
 SHAPES = (
     *(
-        Shape(batch=1, context=32, d_model=width, heads=width // 128, kv_heads=8, head_dim=128, d_ff=256, vocab_size=512)
+        Shape(
+            batch=1, context=32, d_model=width, heads=width // 128, kv_heads=8, head_dim=128, d_ff=256, vocab_size=512
+        )
         for width in (1024, 4096, 8192)
     ),
     Shape(batch=1, context=32, d_model=64, heads=1, kv_heads=1, head_dim=64, d_ff=128, vocab_size=131_072),
@@ -177,9 +179,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def table(rows: Sequence[Compiled]) -> str:
     """For people: a line a kernel."""
     head = ("op", "kernel", "width", "sm", "warps", "registers", "spilled B", "shared B")
-    cells = [
-        (r.op, r.kernel, *map(str, (r.width, r.target, r.warps, r.registers, r.spilled, r.shared))) for r in rows
-    ]
+    cells = [(r.op, r.kernel, *map(str, (r.width, r.target, r.warps, r.registers, r.spilled, r.shared))) for r in rows]
     widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]
     line = lambda row: "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
     return "\n".join(line(row).rstrip() for row in (head, *cells))

@@ -50,7 +50,9 @@ def forward_op(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
 def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor, Tensor]:
     dout, gate, up = (x.contiguous() for x in (dout_XF, gate_XF, up_XF))
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](dout, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK, num_warps=4)
+    backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
+        dout, gate, up, dgate, dup, gate.numel(), BLOCK=BLOCK, num_warps=4
+    )
     return dgate, dup
 
 
