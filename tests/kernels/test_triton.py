@@ -15,8 +15,6 @@ from kernels.contract.registry import OPS
 from tests.support.paths import ROOT
 
 Run = Callable[..., None]
-BY_TOKEN = ("add_rms_norm", "qk_norm_rope", "embedding")
-LONG = pytest.mark.long("a program a token, some hundred a second; rms_norm's are in the fast tier")
 SERVE = """
 import contextlib, io, json, sys, traceback
 from tests.support import interpreter_rounding
@@ -60,14 +58,13 @@ import torch
 from dataclasses import replace
 from kernels.contract.oracle import HOSTILE, judge
 from kernels.contract.registry import OPS
-BY_TOKEN = "rms_norm", "add_rms_norm", "qk_norm_rope", "embedding"  # a program a token: some tell what many would
 op = OPS[arguments[0]]
 wrong = []
 for case in op.cases:
     if case.name == "recipe":
         continue  # the interpreter runs some hundred programs a second
     for values in HOSTILE if case.name == "small" else ("normal", "outlier"):
-        if case.name == "small" and values != "normal" and op.name in BY_TOKEN:
+        if case.name == "small" and values != "normal" and op.name == "embedding":  # a program a token
             case = replace(case, shape=replace(case.shape, context=8))
         for dtype in (torch.float32, torch.bfloat16):
             result = judge(op, "triton", case, dtype=dtype, values=values)
@@ -77,16 +74,62 @@ assert not wrong, "\\n".join(wrong)
 """
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param(name, marks=[LONG] if name in BY_TOKEN else [])
-        for name, op in OPS.items()
-        if "triton" in op.implementations
-    ],
-)
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
 def test_triton_in_the_interpreter(run: Run, op: str) -> None:
     run(ORACLE, op)
+
+
+ROWS = """
+import torch
+from kernels import rows_in_triton
+from kernels.contract.registry import OPS
+from kernels.rows_in_triton import share, tile
+generator = torch.Generator().manual_seed(0)
+draw = lambda *size: torch.randn(size, generator=generator)
+wide = lambda *size: draw(*size[:-1], 2 * size[-1] + 3)[..., 1 : size[-1] + 1]  # a part of a joined product
+mirrored = lambda *size: draw(*reversed(size)).permute(*range(len(size) - 1, -1, -1))
+
+
+def check(name, inputs):
+    op, wanted = OPS[name], OPS[name].gradients
+    results = []
+    for function, cast in ((op.implementations["triton"].function, lambda x: x), (op.reference, torch.Tensor.double)):
+        args = [cast(x).requires_grad_(i in wanted) if i + 1 < len(inputs) else x for i, x in enumerate(inputs)]
+        out = function(*args)
+        out = out if isinstance(out, tuple) else (out,)
+        upstream = [torch.linspace(-1, 1, max(1, o.numel()), dtype=o.dtype)[: o.numel()].view(o.shape) for o in out]
+        results.append((*out, *torch.autograd.grad(out, [args[i] for i in wanted], upstream)))
+    for i, (mine, exact) in enumerate(zip(*results, strict=True)):
+        assert mine.shape == exact.shape
+        atol = 2e-5 * (1 + float(exact.detach().abs().amax()) if exact.numel() else 0)
+        where = lambda m: f"{name} {[tuple(x.shape) for x in inputs[:-1]]} {i}: {m}"
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=atol, msg=where)
+
+
+# One row more or less than tiles and programs hold, none, and one; widths that fill a block, and that do not.
+for rows, D in ((1, 1), (3, 1000), (5, 1024), (33, 100), (67, 3), (0, 64), (2, 4100)):
+    for make in (draw, wide, mirrored):
+        check("rms_norm", (make(rows, D), draw(D), 1e-6))
+        check("add_rms_norm", (make(rows, D), make(rows, D), draw(D), 1e-6))
+for B, T, heads, K in ((1, 1, 1, 2), (2, 5, 3, 22), (1, 7, 6, 80), (3, 4, 1, 64), (0, 4, 2, 16), (2, 0, 2, 16)):
+    for make in (draw, wide, mirrored):
+        tables = [draw(B, T, K // 2).repeat(1, 1, 2) for _ in range(2)]
+        check("qk_norm_rope", (make(B, T, heads, K), draw(K), *tables, 1e-6))
+
+# A program has whole tiles, all rows are some program's, and there are as many programs as a card is told to hold.
+card = torch.device("cpu")
+for rows in (0, 1, 15, 16, 17, 4096, 16384, 100_003):
+    for columns in (1, 64, 1000, 1024, 4096, 8192, 65536):
+        found, settings = share(rows, columns, 4 * columns, card), tile(columns)
+        assert found.rows_each % found.settings["ROWS"] == 0 and settings["BLOCK"] >= columns
+        assert (found.programs - 1) * found.rows_each < rows <= found.programs * found.rows_each or rows == 0 == found.programs
+        assert found.programs <= rows_in_triton.MULTIPROCESSORS * (16 // found.settings["num_warps"])
+        assert (found.settings["STAGES"] - 1) * found.settings["ROWS"] * 4 * columns <= rows_in_triton.SHARED
+"""
+
+
+def test_rows_that_fill_no_tile_and_any_layout(run: Run) -> None:
+    run(ROWS)
 
 
 REGISTRATION = """
