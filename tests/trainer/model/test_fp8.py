@@ -104,7 +104,9 @@ def test_joined_or_apart_and_however_rows_are_split_elements_round_alike() -> No
     for number in range(2):
         assert torch.equal(torch.cat([half[number] for half in halves]), apart[number])
     summed, most = halves[0][3].float() + halves[1][3].float(), float(one.abs().max())
-    torch.testing.assert_close(summed, one.float(), rtol=0, atol=2 * BF16 * most)  # each half's product is rounded to bf16
+    torch.testing.assert_close(
+        summed, one.float(), rtol=0, atol=2 * BF16 * most
+    )  # each half's product is rounded to bf16
 
 
 def test_a_gpus_rules_for_layouts_are_kept() -> None:
