@@ -12,6 +12,7 @@ import pytest
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 from tests.support.trainer.published_runs import QWEN3_30B
+from trainer.contract.plan.run_plan import FP8
 
 EXAMPLE = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32", "--memory", "80"]
 
@@ -76,6 +77,14 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
     path = ROOT / "policies" / "recipes" / "demo.yaml"
     by_path = factory("plan", "--recipe", str(path), "--tokens", "1B", "--gpus", "4", "--json", cwd=tmp_path)
     assert by_path.stdout == by_name.stdout
+    found = {}
+    for precision in ("bf16", "fp8"):
+        mine = tmp_path / f"{precision}.yaml"
+        mine.write_text(path.read_text().replace("precision: auto", f"precision: {precision}"))
+        done = factory("plan", "--recipe", str(mine), "--tokens", "1B", "--gpus", "4", "--json", cwd=tmp_path)
+        found[precision] = json.loads(done.stdout)
+    assert found["fp8"]["effort"]["mfu"] == pytest.approx(FP8 * found["bf16"]["effort"]["mfu"])
+    assert not any("another trainer" in note for note in found["fp8"]["remarks"])
 
 
 @pytest.mark.parametrize(

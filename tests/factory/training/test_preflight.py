@@ -217,6 +217,19 @@ def test_an_honest_commit_flies_through_all_parts(hangar: Hangar) -> None:
     assert outcome == "promote" and "6 ways to train" in reason, reason
 
 
+@pytest.mark.long("two ranks, and five other ways to train the same")
+def test_fp8_flies_through_all_parts(hangar: Hangar) -> None:
+    """Scales are powers of two, so that micro-batches, joined matrices and ranks round elements alike."""
+    recipe = hangar.workspace.own_recipe()
+    before = recipe.read_text()
+    try:
+        recipe.write_text(before.replace("precision: fp32", "precision: fp8"))
+        outcome, reason = hangar.fly("resume", "accumulation", "kernels", "compile", "ranks")
+    finally:
+        recipe.write_text(before)
+    assert outcome == "promote", reason
+
+
 def test_a_denominator_that_depends_on_the_accumulation_is_found(hangar: Hangar) -> None:
     hangar.edit(*DENOMINATOR)
     outcome, reason = hangar.fly("accumulation")

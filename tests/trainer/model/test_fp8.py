@@ -109,6 +109,21 @@ def test_joined_or_apart_and_however_rows_are_split_elements_round_alike() -> No
     )  # each half's product is rounded to bf16
 
 
+def test_a_gpus_rules_for_layouts_are_kept() -> None:
+    """Tensors without values are checked as a GPU's would be: the first by rows, the second by columns, all in multiples of 16."""
+    meta = lambda *size: torch.empty(size, dtype=torch.bfloat16, device="meta")
+    found = gradients(meta(4, 32, 96), [meta(64, 96), meta(32, 96)], [meta(4, 32, 64), meta(4, 32, 32)])
+    assert [(tuple(t.shape), t.dtype) for t in found] == [
+        (size, torch.bfloat16) for size in ((4, 32, 64), (4, 32, 32), (4, 32, 96), (64, 96), (32, 96))
+    ]
+    one = torch.empty((), device="meta")
+    a, b = (torch.empty(32, 32, dtype=fp8.FORWARD, device="meta") for _ in range(2))
+    with pytest.raises(RuntimeError, match="col_major"):
+        torch._scaled_mm(a, b, one, one)
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        fp8.products(meta(16, 40), [meta(16, 40)])
+
+
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("it compiles twice: half a minute"))]
 )
@@ -182,6 +197,18 @@ def test_a_model_learns_in_fp8_as_in_bf16(tmp_path: Path, make_shard: MakeShard)
     ends = {name: statistics.fmean(curve[-20:]) for name, curve in curves.items()}
     assert curves["fp8"] != curves["bf16"]
     assert apart["fp8"] < 0.01 * fell and abs(ends["fp8"] - ends["bf16"]) < 0.01 * fell
+
+
+@pytest.mark.slow("a segment whose blocks are compiled, and one whose blocks are not")
+def test_compiled_blocks_that_are_computed_again_train_alike(tmp_path: Path, make_shard: MakeShard) -> None:
+    plan = plan_of(make_shard())
+    changes = {"compile": True, "parallel__recompute": "block", "stability__noise_scale_every": 0}
+    folders = {}
+    for name, some in {"plain": {}, "compiled": changes}.items():
+        recipe = recipe_with(precision="fp8", **some)
+        folders[name] = write_spec(tmp_path / name, plan, recipe, last_step=8)
+        assert train_here(folders[name])[0] == 0
+    assert learned(folders["compiled"]) == pytest.approx(learned(folders["plain"]), abs=0.01)
 
 
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, make_shard: MakeShard) -> None:

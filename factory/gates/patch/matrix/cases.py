@@ -254,6 +254,12 @@ CASES = (
     MatrixCase("bf16", "trunk", changes=BF16, rounding=IN_BF16),
     MatrixCase("bf16 from the first step", changes=BF16, rounding=0.5, totals=True),
     MatrixCase(
+        "fp8",  # whose products take multiples of 16
+        changes={"precision": "fp8", "model.kv_heads": 2, "model.experts": {**EXPERTS, "d_ff": 16}},
+        rounding=0.5,
+        totals=True,
+    ),
+    MatrixCase(
         "bf16, Muon, experts",
         changes={**MUON, **BF16, "model.experts": {**EXPERTS, "shared": 2}},
         rounding=0.5,

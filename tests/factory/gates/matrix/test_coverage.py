@@ -34,8 +34,29 @@ NOT_HERE = {
     "trainer/parallel/ranks.py": ("torch.cuda", "nccl", "import DeviceMesh"),
     "kernels/attention/__init__.py": ("FlashAttention", "MOST_HEAD_DIM"),
     "kernels/attention/cpp.py": ("B, H, T, K", "B, T, H, K", "B * H * T * T * K"),
-    "kernels/linear_cross_entropy/__init__.py": ("(3 if gradients else 1)",),
-    "kernels/linear_cross_entropy/cpp.py": ("(3 if gradients else 1)",),
+    "kernels/linear_cross_entropy/__init__.py": (
+        "all_rows",
+        "masked_fill",
+        "silent",
+        "chunks.on_gpu",
+        "chunks.in_chunks",
+        "chunks.scale",
+        "term, nll, dlogits = rows_eager(",
+        "        return chunks.fake(",
+    ),
+    "kernels/linear_cross_entropy/chunks.py": (
+        "(3 if gradients else 1)",
+        "most",
+        "fits",
+        "-(-N",
+        "gpu_chunk(",
+        "torch.cuda",
+        "MEMORY_SHARE * GPU_BYTES",
+        "out_dtype=wide",
+        "wide = torch.promote_types(a_VC",
+        "if sum_VD is None",
+        "torch.mul(",
+    ),
 }
 COMPILED = ("adamw", "linear_cross_entropy")  # others have no code of their own for the compiler
 NATIVE = "cpu: {swiglu: native, attention: native, linear_cross_entropy: native, adamw: fused}\n"
@@ -94,3 +115,10 @@ def test_the_gates_runs_execute_the_trainer_and_the_kernels(tmp_path: Path) -> N
     share = 1 - len(missing) / total
     print(f"the gate's runs execute {share:.2%} of {total} lines; not:", *missing, sep="\n  ")
     assert share >= LEAST
+
+
+def test_ops_of_a_trunk_in_fp8_are_checked_in_bf16() -> None:
+    """Its kernels compute in bf16; only the layers' products, which are no op, have operands of eight bits."""
+    policy, ops = OraclePolicy(), [ChangedOp("swiglu", "reference", "native")]
+    dtypes = lambda precision: [job["dtype"] for job in oracle_jobs(policy, ops, precision)]
+    assert dtypes("fp8") == dtypes("bf16") and set(dtypes("fp8")) == {"fp32", "bf16", "fp64"}
