@@ -41,6 +41,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sound": SOUND,
 }
 made = {name: Implementation(name, function, "planted") for name, function in FUNCTIONS.items()}
+right.compile_every_shape()
 op = replace(OPS[PLANTED], implementations={"reference": Implementation("reference", SOUND, "the reference")} | made)
 OPS._loaded[PLANTED] = op  # type: ignore[attr-defined]
 right.on_cuda = lambda: [(op, implementation) for implementation in made.values()]
