@@ -22,7 +22,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,27 +40,18 @@ Left = TypeVar("Left")
 Key = tuple[Any, ...]
 
 
-class Form(Protocol):
-    """How a function is warmed up and recorded."""
-
-    def warm_up(self, function: Callable[[], Left]) -> Left: ...
-
-    def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
-        """What replays it. Raises: RuntimeError where it cannot be recorded, and nothing was done then."""
-        ...
-
-
 class Called:
-    """Records nothing: a replay calls the function again."""
+    """How a function is warmed up and recorded: not at all, where nothing is launched. A replay calls it again."""
 
     def warm_up(self, function: Callable[[], Left]) -> Left:
         return function()
 
     def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
+        """What replays it. Raises: RuntimeError where it cannot be recorded, and nothing was executed then."""
         return function
 
 
-class OnDevice:
+class OnDevice(Called):
     """Records CUDA graphs, as "CUDA semantics" in torch's notes says. They share memory, since none needs what another one left there."""
 
     def __init__(self) -> None:
@@ -109,7 +100,7 @@ class Recorded(Generic[Left]):
 class Graphs(Generic[Left]):
     """Calls ``function`` with inputs by name, tensors and numbers, or replays it."""
 
-    def __init__(self, function: Callable[[dict[str, Any]], Left], adds_to: Sequence[Tensor], form: Form) -> None:
+    def __init__(self, function: Callable[[dict[str, Any]], Left], adds_to: Sequence[Tensor], form: Called) -> None:
         """``adds_to``: every tensor that the function adds to, always the same ones."""
         self.function, self.adds_to, self.form = function, list(adds_to), form
         self.recorded: dict[Key, Recorded[Left]] = {}

@@ -23,7 +23,7 @@ from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.graphed import Form, Graphs, OnDevice, wanted
+from trainer.graphed import Called, Graphs, OnDevice, wanted
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import Hook, Outcome, Update, to_host
 from trainer.monitor.metrics import device_name, memory_bytes
@@ -254,7 +254,7 @@ class Run:
         sums.supervised_D.add_(counts_DN.sum(1))
         return load
 
-    def use_graphs(self, form: Form) -> None:
+    def use_graphs(self, form: Called) -> None:
         """Replay micro-batches from now on: ``trainer.graphed``. One rank of a dense model only."""
 
         def kept(part: dict[str, Any]) -> Inputs:
