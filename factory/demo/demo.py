@@ -31,7 +31,6 @@ from factory.git.repository import fork, live_commit
 from factory.ingest.inbox import arrived, ingest_arrived
 from factory.ledger.ledger import Ledger, proposals, sa, shards
 from factory.ledger.status import snapshot
-from factory.sandbox.view import cache_variables
 
 MARK = ".demo"  # --fresh removes only a folder with this file
 BAD_SHARD = "surprise-00.jsonl"
@@ -174,10 +173,10 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
     words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    caches: dict[str, Any] = cache_variables(devices.compiled(workspace.root, MEASURING))
+    cache = str(devices.compiled(workspace.root, MEASURING) / "inductor")
     began = time.monotonic()
     with terminal.task(f"timing steps of {title} (the first compiles)"):
-        done = run_python(code_root(), *words, **caches)
+        done = run_python(code_root(), *words, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise FactoryError(f"a step of the demo's recipe could not be timed: {said}")
