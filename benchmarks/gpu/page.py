@@ -22,6 +22,7 @@ def document(records: Sequence[Record]) -> dict[str, Any]:
         "label": run.get("label", ""),
         "headline": headline(records),
         "right": not wrong,
+        "busy": busy_of(records),
         "run": run,
         "facts": {r["name"]: {"value": r["value"], "unit": r["unit"]} for r in numbers(records, "facts")},
         "parts": of(records, "part"),
@@ -51,6 +52,12 @@ def headline(records: Sequence[Record]) -> str:
     return "; ".join(said) + "."
 
 
+def busy_of(records: Sequence[Record]) -> str:
+    """What else was on the card; '': nothing was seen."""
+    found = [r["value"] for r in numbers(records, "facts") if r["name"] == "busy"]
+    return str(found[0]) if found and found[0] != "no" else ""
+
+
 def markdown(records: Sequence[Record]) -> str:
     run, facts = first(records, "run"), {r["name"]: r for r in numbers(records, "facts")}
     said = lambda name: shown(facts[name]) if name in facts else "not known"
@@ -62,6 +69,7 @@ def markdown(records: Sequence[Record]) -> str:
         f"{label}**{headline(records)}**",
         "",
         f"Made by `{run.get('command', '')}` at {run.get('began', '')}, commit `{said('commit')}`, limit {run.get('limit_s', 0) / 60:.1f} minutes.",
+        *([f"**The card was busy: {busy_of(records)}. No time below is its own.**"] * bool(busy_of(records))),
         *(f"**Cut {r['why']} in the part '{r['part']}': what follows is what there was by then.**" for r in cut),
         "",
         "## The card",

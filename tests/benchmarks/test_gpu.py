@@ -325,5 +325,8 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
         torn.write('{"kind": "number", "pa')
     found = records.read(whole.lines)
     assert found == whole.every and found[-1]["value"] is None
+    busy = whole.add("number", part="facts", item="card", name="busy", value="9.0 GB of its memory are taken", unit="")
+    assert "**The card was busy: 9.0 GB of its memory are taken." in page.markdown([*found, busy])
+    assert page.document(found)["busy"] == ""
     assert page.headline(found) == "WRONG: a/b: off" and "not measured" in page.markdown(found)
     whole.close()
