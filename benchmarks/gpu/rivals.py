@@ -7,7 +7,6 @@ training step makes once for all layers (a mask, the bounds of documents), and r
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.ops import liger
-from kernels.contract.op import Inputs, Op
+from kernels.contract.op import Implementation, Inputs, Op
 
 Function = Callable[..., Any]
 NOT_OURS = ("reference", "compiled")  # implementations that are torch's
@@ -44,7 +42,7 @@ def rivals(op: Op, device: str) -> Iterator[Rival]:
     for implementation in op.implementations.values():
         if implementation.name not in NOT_OURS and implementation.runs_on(device) and "cuda" in implementation.devices:
             side = "torch" if (op.name, implementation.name) == ("adamw", "fused") else "ours"
-            yield Rival(implementation.name, side, given(implementation.function), judged=False)  # 'right' judges ours
+            yield Rival(implementation.name, side, as_in_a_layer(implementation), judged=False)  # 'right' judges ours
     yield Rival("eager", "torch", given(op.reference), judged=False)
     yield Rival("torch.compile", "torch", compiled(op.reference), judged=False)
     yield from TORCH.get(op.name, ())
@@ -54,6 +52,18 @@ def rivals(op: Op, device: str) -> Iterator[Rival]:
     if op.name in QUACK:
         function, note = QUACK[op.name]
         yield Rival("quack", "quack", installed("quack", given(function)), note)
+
+
+def as_in_a_layer(implementation: Implementation) -> Callable[[Inputs], Function]:
+    """With what it makes of the documents once a batch made beforehand."""
+
+    def prepare(inputs: Inputs) -> Function:
+        if implementation.prepare is None:
+            return implementation.function
+        made = implementation.prepared(inputs)[-1]
+        return lambda *given: implementation.function(*given[:-1], made)
+
+    return prepare
 
 
 def given(function: Function) -> Callable[[Inputs], Function]:
@@ -92,65 +102,6 @@ def linear_cross_entropy(inputs: Inputs) -> Function:
     return head_loss
 
 
-def documents_of(inputs: Inputs) -> Tensor:
-    """The number of each token's document, [B, T]: an argument of attention, or in one. Raises: Unavailable."""
-    B, T = inputs[0].shape[:2]
-    for leaf in tree_leaves(inputs[3:]):
-        if isinstance(leaf, Tensor) and leaf.shape == (B, T) and not leaf.is_floating_point():
-            return leaf
-    raise Unavailable("attention's arguments name no documents [B, T] that this rival knows")
-
-
-def varlen(inputs: Inputs) -> Function:
-    """torch's flash attention over the documents alone; their bounds are made once."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        raise Unavailable(f"torch {torch.__version__} has no varlen_attn") from None
-    documents_BT = documents_of(inputs)
-    if documents_BT.device.type == "cpu":
-        raise Unavailable("varlen_attn is for a GPU alone")
-    rows = torch.arange(len(documents_BT), device=documents_BT.device)[:, None]
-    flat = documents_BT + rows * (int(documents_BT.max()) + 2)
-    _, lengths = flat.flatten().unique_consecutive(return_counts=True)
-    bounds = F.pad(lengths.cumsum(0), (1, 0)).int()
-    longest = int(lengths.max())
-    groups = inputs[0].shape[2] // inputs[1].shape[2]
-    knows_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
-
-    def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *_: Any) -> Tensor:
-        q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
-        if not knows_groups:
-            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        more: dict[str, Any] = {"enable_gqa": True} if knows_groups else {}
-        o: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **more)
-        return o.view(q_BTHK.shape)  # type: ignore[no-any-return]
-
-    return attend
-
-
-def flex(inputs: Inputs) -> Function:
-    """FlexAttention with its block mask made once, as for all layers of a step."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    documents_BT = documents_of(inputs)
-    if documents_BT.device.type == "cpu":
-        raise Unavailable("FlexAttention has no backward pass on a CPU")
-    B, T = documents_BT.shape
-
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & (documents_BT[b, i] == documents_BT[b, j])
-
-    blocks = create_block_mask(seen, B, None, T, T, device=documents_BT.device)
-    kernel = torch.compile(flex_attention, dynamic=False)
-
-    def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *_: Any) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-        return kernel(q, k, v, block_mask=blocks, enable_gqa=True).transpose(1, 2)
-
-    return attend
-
-
 def whole_rows(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, *_: Any) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -177,8 +128,6 @@ TORCH: dict[str, tuple[Rival, ...]] = {
         Rival("F.linear_cross_entropy", "torch", linear_cross_entropy, f"{NO_Z_LOSS}; per-token losses left out"),
     ),
     "attention": (
-        Rival("varlen_attn", "torch", varlen),
-        Rival("flex_attention, mask once", "torch", flex),
         Rival(
             "SDPA over whole rows", "torch", given(whole_rows), "sees across documents: another function", judged=False
         ),

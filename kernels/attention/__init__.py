@@ -153,10 +153,16 @@ NATIVE = Implementation(
 MOST_HEAD_DIM = 256  # of FlashAttention
 
 
+def taken(head_dim: int, dtype: torch.dtype) -> bool:
+    """Does FlashAttention take such heads?"""
+    return head_dim <= MOST_HEAD_DIM and dtype == torch.bfloat16
+
+
 def varlen_instead(shape: Shape, dtype: torch.dtype) -> str:
-    if shape.head_dim <= MOST_HEAD_DIM:
+    if taken(shape.head_dim, dtype):
         return ""
-    return f"reference: FlashAttention takes heads of at most {MOST_HEAD_DIM}, not {shape.head_dim}"
+    given = f"{shape.head_dim} in {str(dtype).removeprefix('torch.')}"
+    return f"reference: FlashAttention takes heads of at most {MOST_HEAD_DIM} in bf16, not {given}"
 
 
 VARLEN = Implementation(

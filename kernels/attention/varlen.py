@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from kernels.attention import reference, taken
+
 HEAD_MULTIPLE = 8
 MOST_STRETCHES = 65535  # FlashAttention lays them along the second side of its grid, which CUDA bounds
 # torch 2.11 takes fewer heads of keys as they are; later versions want to be told
@@ -41,12 +43,25 @@ def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
     return torch.searchsorted(number_N, wanted).int()
 
 
-def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) -> Tensor:
-    """As ``kernels.attention.reference``, by FlashAttention (Dao 2023, arXiv 2307.08691) over stretches; bf16.
+def stretches_of(bounds: Tensor, B: int, T: int) -> Tensor:
+    """[B, T]: the stretch of each token, from what ``stretch_bounds`` made.
 
-    ``documents``: [B, T], a document's tokens together; or their ``stretch_bounds``.
+    >>> stretches_of(torch.tensor([0, 2, 3, 4, 8, 8]), 2, 4).tolist()
+    [[0, 0, 1, 2], [3, 3, 3, 3]]
+    """
+    tokens_N = torch.arange(B * T, device=bounds.device)
+    return torch.searchsorted(bounds[1:].long(), tokens_N, right=True).view(B, T)
+
+
+def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) -> Tensor:
+    """As ``kernels.attention.reference``, by FlashAttention (Dao 2023, arXiv 2307.08691) over stretches.
+
+    ``documents``: [B, T], a document's tokens together; or their ``stretch_bounds``. As the reference itself for what FlashAttention
+    does not take: other dtypes than bf16, larger heads.
     """
     B, T, _, K = q_BTHK.shape
+    if not taken(K, q_BTHK.dtype):
+        return reference(q_BTHK, k_BTGK, v_BTGK, documents if documents.ndim == 2 else stretches_of(documents, B, T))
     if not q_BTHK.numel():
         return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
     bounds = stretch_bounds(documents, int(begins(documents).sum())) if documents.ndim == 2 else documents

@@ -5,6 +5,7 @@ FlashAttention runs on a GPU alone; here stands in for it what its documentation
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,14 +60,20 @@ def by_stretch(
 @pytest.mark.parametrize("values", ["normal", "outlier"])
 def test_stretches_compute_what_the_mask_does(case: Case, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and every gradient against fp64: heads of any size, strided inputs, no row at all."""
-    monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
-    found = judge(ATTENTION, "varlen", case, dtype=torch.float32, values=values)
-    assert found.ok, found.failures()
+    called = []
+    stood_in = lambda *inputs, **options: called.append(1) or by_stretch(*inputs, **options)
+    monkeypatch.setattr(varlen, "varlen_attn", stood_in)
+    monkeypatch.setattr(varlen, "taken", lambda head_dim, dtype: True)  # in fp32, too: exact enough to see any mistake
+    for dtype in (torch.float32, torch.bfloat16):
+        found = judge(ATTENTION, "varlen", case, dtype=dtype, values=values)
+        assert found.ok, found.failures()
+    assert called or case.name == "empty"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_prepared_gives_what_the_documents_give(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
+    monkeypatch.setattr(varlen, "taken", lambda head_dim, dtype: True)
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))  # FlexAttention has no backward on a CPU
     with torch.no_grad():
         expected = ATTENTION.reference(*inputs)
@@ -90,4 +97,15 @@ def test_a_head_too_large_for_flash_attention_is_said() -> None:
     varlen_here = ATTENTION.implementations["varlen"]
     shape = CASES[0].shape
     assert varlen_here.instead(shape, torch.bfloat16) == ""
-    assert "at most 256, not 320" in varlen_here.instead(shape.__class__(head_dim=320), torch.bfloat16)
+    assert "in bf16, not 320 in bfloat16" in varlen_here.instead(replace(shape, head_dim=320), torch.bfloat16)
+    assert "in bf16, not 16 in float32" in varlen_here.instead(shape, torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_flash_attention_does_not_take_the_reference_computes(case: Case) -> None:
+    """From the documents, or from what was made of them."""
+    inputs = tuple(x.detach() for x in ATTENTION.inputs(case))
+    expected = ATTENTION.reference(*inputs)
+    implementation = ATTENTION.implementations["varlen"]
+    assert torch.equal(varlen.varlen(*inputs), expected)
+    assert torch.equal(varlen.varlen(*implementation.prepared(inputs)), expected)

@@ -139,6 +139,29 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
     assert "cannot run here" in str(computes[0]) and "native → reference computes instead" in str(computes[1])
 
 
+@pytest.mark.usefixtures("broken_source")
+def test_of_several_names_the_first_that_works_runs_and_one_line_says_why() -> None:
+    choice = {"linear_cross_entropy": "native, chunked, reference"}
+    with pytest.warns(KernelWarning, match="native fails on cpu in torch.float32(?s:.*); chunked runs instead"):
+        ops = bind(choice)
+    assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].implementations["chunked"].function
+    (one,) = (c for c in computing(choice, "cpu", torch.float32, True, "fail", Shape()) if c.why)
+    assert (one.op, one.chosen, one.by) == ("linear_cross_entropy", "native, chunked, reference", "chunked")
+    with pytest.raises(KernelError, match="native fails on cpu"):
+        bind({"linear_cross_entropy": "native, native"})
+
+
+def test_of_several_names_one_that_would_take_another_in_its_place_is_passed_over() -> None:
+    with pytest.warns(KernelWarning, match="the C\\+\\+ is for bf16, not float32; the reference runs instead"):
+        assert bind({"attention": "native, reference"}).attention is OPS["attention"].reference
+
+
+def test_the_first_of_several_names_is_what_is_shown_where_it_works() -> None:
+    found = computing({"swiglu": "native, reference"}, "cpu", torch.float32, True, "fail", Shape())
+    (one,) = (c for c in found if c.op == "swiglu")
+    assert (one.chosen, one.by, one.why) == ("native", "native", "")
+
+
 def _attention(dtype: torch.dtype) -> Computing:
     found = computing({"attention": "native"}, "cpu", dtype, True, "fail", Shape())
     assert [one.op for one in found] == list(OPS)
