@@ -11,12 +11,15 @@ value, an H100 needs about 20 KB in flight on each of its 132 multiprocessors; t
 A partial sum is fp32: a program of RMSNorm's backward pass writes and reads 8 bytes a column beside 6 a row, so 4 programs
 on each of 132 multiprocessors add 4 % to 16,384 rows, and 1 program, at width 8,192, adds 1 %.
 
-Predicted for an H100 at 90 % of 3.35 TB/s, 16,384 rows of bf16, and not measured yet (docs/LOG.md has the arithmetic):
+Predicted for an H100 at 90 % of 3.35 TB/s, 16,384 rows of bf16, forward and backward, in MB and µs; not measured yet:
 
-    width     rms_norm            add_rms_norm        qk_norm_rope (heads of 128)
-     1,024    22 µs     35 µs     45 µs     46 µs     25 µs     39 µs
-     4,096    89 µs    135 µs    178 µs    181 µs     94 µs    142 µs
-     8,192   178 µs    270 µs    356 µs    360 µs    184 µs    277 µs
+    width    rms_norm                 add_rms_norm              qk_norm_rope (heads of 128)
+    1,024      67   22    105   35      134   45    138   46       76   25    110   37
+    4,096     268   89    411  136      537  178    545  181      279   93    414  137
+    8,192     537  178    814  270    1,074  356  1,082  359      549  182    818  271
+
+A call costs the host about 30 µs forward and 70 backward (torch's registered ops, one core of a server CPU) beside Triton's
+launch, so that below some 30,000 rows of width 1,024 an uncompiled model waits for Python; within torch.compile it does not.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,28 +66,6 @@ class Compiled:
         return self.registers <= REGISTERS and self.shared <= TARGETS[self.target] and not self.spilled
 
 
-class _Device:
-    """In place of Triton's driver: there is a device of this capability, for a compiler that asks."""
-
-    def __init__(self, target: int) -> None:
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.target, 32)
-
-    def get_current_device(self) -> str:
-        return f"sm_{self.target}"  # kernels are kept by device: never beside those of a real one
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
-
-    def get_benchmarker(self) -> Any:
-        """For ``triton.autotune``: every configuration is compiled, and none is faster than another."""
-        return lambda call, quantiles: (call(), [0.0] * len(quantiles))[1]
-
-
 @contextmanager
 def launches(target: int) -> Iterator[list[tuple[str, Any]]]:
     """In this context Triton's launches compile for ``target`` and run nothing. Yields (kernel's name, compiled kernel),
@@ -95,6 +74,7 @@ def launches(target: int) -> Iterator[list[tuple[str, Any]]]:
     Raises: KernelError where Triton is missing or its interpreter was asked for.
     """
     try:
+        from triton.backends.compiler import GPUTarget
         from triton.runtime.driver import driver
         from triton.runtime.jit import JITFunction
     except ImportError as error:
@@ -109,7 +89,14 @@ def launches(target: int) -> Iterator[list[tuple[str, Any]]]:
         seen.append((self.fn.__name__, kernel))
         return kernel
 
-    driver.set_active(_Device(target))  # type: ignore[arg-type]
+    device = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", target, 32),
+        get_current_device=lambda: f"sm_{target}",  # kernels are kept by device: never beside those of a real one
+        get_current_stream=lambda device: 0,
+        # For triton.autotune: every configuration is compiled, and none is faster than another.
+        get_benchmarker=lambda: lambda call, quantiles: (call(), [0.0] * len(quantiles))[1],
+    )
+    driver.set_active(device)  # type: ignore[arg-type]
     JITFunction.run = compile_only
     try:
         yield seen

@@ -7,10 +7,10 @@ cuBLAS at 700 TFLOP/s of bf16 on an H100 (of 989), the kernel at 450, five steps
 
     whole    2.06e12 FLOPs, 2.94 ms        half    0.69e12 at 700 + 0.71e12 at 450, 2.56 ms
 
-so the kernel has to reach half of cuBLAS's rate (and the 1/t) to break even, for any ratio of l to s up to 4 within a few
-percent. Below some 1,024 a side, a matrix alone fills too few multiprocessors for either (36 of 132 at 1,024): stacks of
-matrices are what helps, and Muon makes them. A tile of 128 × 128 does 64 FLOPs a byte that it loads; tiles that share rows
-follow one another, so that these bytes come from L2.
+so the kernel has to reach (1 + 1/t) / 2 of cuBLAS's rate, whatever the shape; the 450 is a guess. Below some 1,024 a side,
+a matrix alone fills too few multiprocessors for either (36 tiles for 132 at 1,024): stacks of matrices are what helps, and
+Muon makes them. A tile of 128 x 128 does 64 FLOPs a byte that it loads; tiles that share rows follow one another, so that
+these bytes come from L2.
 """
 
 from __future__ import annotations

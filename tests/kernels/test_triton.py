@@ -253,19 +253,23 @@ for shape in ((150, 200), (200, 150), (3, 150, 70)):
     exact = newton_schulz.reference(matrices.double(), 5)
     assert mine.shape == exact.shape and (mine - exact).norm() <= 1.5 * (theirs - exact).norm(), shape
 
-def state():
+def state(sizes):
     generator = torch.Generator().manual_seed(1)
-    sizes = ((3, BLOCK), (7,), (0, 4), (BLOCK + 1,))  # several programs a tensor, and none
     lists = [[torch.randn(s, generator=generator) for s in sizes] for _ in range(3)]
     return *lists, [x.square() for x in lists[2]], [torch.tensor(float(i)) for i in range(4)]
 
 settings = (1e-2, 0.9, 0.999, 1e-8, 0.1)
-mine, theirs = state(), state()
-for f, held in ((update, mine), (adamw.reference, theirs)):
-    f(*held, torch.tensor(1.7), torch.tensor(0.0), *settings)
-for a, b in zip(mine, theirs):
-    for x, y in zip(a, b):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+even = ((16, 8), (2, BLOCK), (0, 4), (1, 16))  # loads of 16 bytes
+for sizes in (even, ((3, BLOCK), (7,), (0, 4), (BLOCK + 1,))):  # several programs a tensor, and none
+    mine, theirs = state(sizes), state(sizes)
+    for _ in range(3):  # gradients lie somewhere else in each step
+        drawn = [torch.randn(s, generator=generator) for s in sizes]
+        for f, held in ((update, mine), (adamw.reference, theirs)):
+            held[1][:] = [x.clone() for x in drawn]
+            f(*held, torch.tensor(1.7), torch.tensor(0.0), *settings)
+        for a, b in zip(mine, theirs):
+            for x, y in zip(a, b):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 before = [[x.clone() for x in held] for held in mine]
 sick = [torch.full_like(x, float("nan")) for x in mine[1]]
 update(mine[0], sick, *mine[2:], torch.tensor(1.7), torch.tensor(1.0), *settings)
