@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.gpu import needs, timing
 from benchmarks.gpu.parts import Item, Settings
-from benchmarks.gpu.peaks import peak_of
 from benchmarks.gpu.worker import Context
 from kernels.contract.machine import here
 
@@ -81,17 +80,19 @@ def of_the_card(context: Context) -> None:
         note="other work on the card slows it: the numbers below are not the card's own" if busy else "",
     )
     try:
-        peak = peak_of(about.name)
+        from trainer.contract.plan.gpus import gpu_named
+
+        gpu = gpu_named(about.name)
     except ImportError as error:
         context.not_run("the data sheet's peak", needs.why(error))
         return
-    if peak is None:
+    if gpu is None:
         context.not_run(
             "the data sheet's peak",
             f"no data sheet of {about.name!r} is known: MFU is of the measured product rate alone",
         )
     else:
-        context.number("data sheet, bf16 products", peak[0], "FLOP/s", note=peak[1])
+        context.number("data sheet, bf16 products", gpu.peak_flops, "FLOP/s", note=gpu.source)
 
 
 def rates(context: Context) -> None:

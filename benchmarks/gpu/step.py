@@ -11,7 +11,6 @@ import math
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from benchmarks.gpu import aims
 from benchmarks.gpu.models import Model, model_of
 from benchmarks.gpu.needs import ROOT
 from benchmarks.gpu.parts import Item, Settings
-from benchmarks.gpu.peaks import peak_of
 from benchmarks.gpu.timing import synchronize
 from benchmarks.gpu.worker import Context, short
+from benchmarks.support.waits import waits
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import Batch, prefetch
@@ -35,6 +34,7 @@ from trainer.checkpoint_writer import Writer
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.errors import RecipeError
+from trainer.contract.plan.gpus import gpu_named
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.sizing import Layout, memory_parts, needed
 from trainer.contract.recipe import Recipe
@@ -72,7 +72,7 @@ class Stepper:
 def stepper(recipe: Recipe, folder: Path, *, compile: bool = True) -> Stepper:
     """Raises: TrainerError, KernelError."""
     run = make_run(recipe, KERNELS, folder, steps=MADE, compile=compile)
-    return Stepper(run, prefetch(run.order, MADE), recipe)
+    return Stepper(run, prefetch(run.order, MADE, pin=run.ranks.device.type == "cuda"), recipe)
 
 
 def planned_bytes(recipe: Recipe, memory: float) -> float:
@@ -96,28 +96,6 @@ def seconds_of(
         synchronize(device)
         found.append((time.perf_counter() - began) / at_once)
     return found
-
-
-def waits_of(step: Callable[[], Any]) -> list[str]:
-    """Where the host waits for the device in a step, a line each."""
-    try:
-        from benchmarks.support.waits import waits
-    except ImportError:
-        waits = synchronisations
-    return list(waits(step))
-
-
-def synchronisations(step: Callable[[], Any]) -> list[str]:
-    """By torch.cuda's own warning of operations that synchronise."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    return [f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
 
 
 def profiled(step: Callable[[], Any], steps: int = 2) -> tuple[float, list[tuple[str, float]]]:
@@ -177,7 +155,7 @@ def train(name: str, model: Model, precision: str, folder: Path, context: Contex
             f"{context.item}: MFU of the data sheet, peak memory, host waits, idle share", "they need a device"
         )
         return
-    waiting = waits_of(made.step)
+    waiting = waits(made.step)
     context.number(
         "host waits a step",
         len(waiting),
@@ -259,12 +237,15 @@ def speed(name: str, made: Stepper, context: Context) -> None:
     if settings.product_rate:
         context.number("MFU of the measured product rate", flops / settings.product_rate, "share")
     if cuda:
-        peak = peak_of(card)
-        if peak is None:
+        gpu = gpu_named(card)
+        if gpu is None:
             context.not_run(f"{context.item}: MFU of the data sheet", f"no data sheet of {card!r} is known")
         else:
             context.number(
-                "MFU of the data sheet", flops / peak[0], "share", **aimed(flops / peak[0], aims.mfu_aim(name, card))
+                "MFU of the data sheet",
+                flops / gpu.peak_flops,
+                "share",
+                **aimed(flops / gpu.peak_flops, aims.mfu_aim(name, card)),
             )
         taken = float(torch.cuda.max_memory_allocated())
         total = torch.cuda.mem_get_info()[1]
@@ -318,7 +299,8 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
 
 @contextmanager
 def writing(run: Run, folder: Path) -> Iterator[Writer]:
-    writer = run.writer = Writer(folder, keep=1)
+    reserve = run.checkpoint_bytes() if run.ranks.device.type == "cuda" else 0  # as ``trainer.segment`` has it
+    writer = run.writer = Writer(folder, 1, reserve=reserve)
     try:
         yield writer
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import needs, page, peaks, pool, records, shapes, winners
+from benchmarks.gpu import needs, page, pool, records, shapes, winners
 from benchmarks.gpu.fast import floor
 from benchmarks.gpu.parts import NAMES
 from benchmarks.gpu.right import on_cuda
@@ -241,7 +241,7 @@ def waited(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 # -- what needs no process -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("module", [page, peaks, pool, winners], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [page, pool, winners], ids=lambda module: module.__name__)
 def test_examples_hold(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed
@@ -279,20 +279,6 @@ def row(by: str, side: str, low: float, median: float, high: float, comparable: 
 def test_ours_is_kept_where_it_wins_by_more_than_the_spread(rows: list[dict[str, Any]], says: str, keep: bool) -> None:
     (verdict,) = winners.verdicts(rows)
     assert says in str(verdict) and verdict.keep is keep
-
-
-def test_the_peak_of_a_card_is_its_own_data_sheets_or_none() -> None:
-    known = {
-        "NVIDIA H100 80GB HBM3": 989.4e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA H200": 989.4e12,
-        "NVIDIA A100-SXM4-40GB": 312e12,
-        "NVIDIA GeForce RTX 4090": 165.2e12,
-        "NVIDIA B200": 2250e12,
-    }
-    assert {name: peaks.peak_of(name) and peaks.peak_of(name)[0] for name in known} == known  # type: ignore[index]
-    for other in ("NVIDIA GH200 480GB", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 3090", "NVIDIA H20", ""):
-        assert peaks.peak_of(other) is None, other
 
 
 def test_the_floor_is_the_larger_of_moving_and_computing() -> None:

@@ -14,11 +14,12 @@ import torch
 from benchmarks.gpu import aims, fast, right, shapes, step, timing
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.parts import Settings
-from benchmarks.gpu.peaks import peak_of
 from benchmarks.gpu.rivals import rivals
+from benchmarks.support.waits import waits
 from kernels.contract.op import Op
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS
+from trainer.contract.plan.gpus import gpu_named
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,18 +68,18 @@ def one_billion(tmp_path_factory: pytest.TempPathFactory) -> step.Stepper:
 
 
 def test_a_step_waits_for_the_device_once(one_billion: step.Stepper) -> None:
-    waiting = step.waits_of(one_billion.step)
+    waiting = waits(one_billion.step)
     assert len(waiting) <= aims.HOST_WAITS, waiting
 
 
 def test_the_step_of_one_billion_reaches_its_mfu(one_billion: step.Stepper) -> None:
     card = torch.cuda.get_device_name()
-    peak, aim = peak_of(card), aims.mfu_aim("1b", card)
-    if peak is None or aim is None:
+    gpu, aim = gpu_named(card), aims.mfu_aim("1b", card)
+    if gpu is None or aim is None:
         pytest.skip(f"no data sheet of {card} is known")
     recipe = one_billion.recipe
     seconds = statistics.median(step.seconds_of(one_billion.step, CUDA, step.TIMES, at_once=step.AT_ONCE))
-    mfu = recipe.tokens_per_step / seconds * recipe.model.flops_per_token() / peak[0]
+    mfu = recipe.tokens_per_step / seconds * recipe.model.flops_per_token() / gpu.peak_flops
     print(f"{recipe.tokens_per_step / seconds:,.0f} tokens/s, MFU {mfu:.1%}")
     assert mfu >= aim
 
