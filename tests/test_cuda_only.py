@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 WHERE = ("trainer", "kernels", "agents/line_profiler")
 DEVICES = {"cuda", "cpu"}
 TABLE = ROOT / "docs" / "GPU.md"
-TITLE = "### Code that only a GPU runs, and what covers it"
+TITLE = "## Code that only a GPU runs, and what covers it"
 COVERS = (
     "interpreter",
     "ahead of time",
