@@ -19,7 +19,7 @@ from agents.line_profiler.graph import edges, fusion_candidates, stream_candidat
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, Isolated, measure_all
 from agents.line_profiler.lines import Roof, data_lines, fold, fold_ops
 from agents.line_profiler.signature import Samples, Signature
-from agents.line_profiler.stopwatch import Lap, counted, crossing, laps, no_collector, settled, timed, total
+from agents.line_profiler.stopwatch import Lap, clock_of, counted, crossing, laps, no_collector, settled, timed, total
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.traced_lines import traced_lines
 from agents.line_profiler.workload import make_run, smallest
@@ -83,7 +83,7 @@ def measure(
         step_s = min(rounds.unwatched) + making_s
         report("cost of the stopwatch")
         crossing_s = _crossing(recipe, kernels, Path(folder))
-        events = tuple(timed(recorder.events, min(rounds.watched, key=total), crossing_s))
+        events = tuple(timed(recorder.events, min(rounds.watched, key=total), crossing_s, device.type == "cpu"))
         check = CrossCheck(min(rounds.torch), sum(e.seconds for e in events))
         calls = _calls(run, batch, recorder)
         roof = Roof(matmul_rate(device, DTYPES[recipe.precision]), memory_rate(device))
@@ -154,7 +154,7 @@ def _rounds(
             rounds.torch.append(_torch_profiler_s(run, batch))
             run.train_step(batch)
             rounds.unwatched.append(_timed(run, batch, synchronize))
-            rounds.watched.append(laps(lambda: run.train_step(batch), synchronize))
+            rounds.watched.append(laps(lambda: run.train_step(batch), clock_of(run.ranks.device)))
             report(f"lines of the step: round {len(rounds.watched)}")
     return rounds
 

@@ -5,6 +5,9 @@ measured on a separate run, the recipe's step over tensors so small that crossin
 from each operation. The profiled step is not used for that, so that comparing its time with the sum of its lines stays a test.
 
 A mode that does more than read the clock cannot be corrected so: what it leaves in the caches slows the next operation.
+
+On a GPU the clock is the device's: an event before each operation and one behind it, read once the step is over. What lies between
+two operations there is the time that the device waited for its host, and a crossing adds to that alone.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agents.line_profiler.capture import Event
@@ -34,41 +38,72 @@ class Lap:
     after: float = 0.0  # of the last one: until the step ended
 
 
+class HostClock:
+    """The host's: an operation is over when it returns."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Of each mark, since any one moment."""
+        return list(marks)
+
+
+class DeviceClock(HostClock):
+    """A GPU's: a mark is an event in its stream."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        torch.cuda.synchronize()
+        return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
+
+
+def clock_of(device: torch.device) -> HostClock:
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
 class Stopwatch(TorchDispatchMode):
     """Laps of every operation between ``__enter__`` and ``__exit__``, on the thread that entered."""
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(self, clock: HostClock | None = None) -> None:
         super().__init__()
-        self.synchronize = synchronize
-        self._began = self._ended = 0.0
-        self._seen: list[tuple[Any, float, float]] = []
+        self.clock = clock or HostClock()
+        self._marks: list[Any] = []  # the beginning, two of each operation, the end
+        self._seen: list[Any] = []
 
     def __enter__(self) -> Stopwatch:
-        self._began = time.perf_counter()
+        self._marks.append(self.clock.mark())
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
-        self._ended = time.perf_counter()
+        self._marks.append(self.clock.mark())
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began = time.perf_counter()
+        began = self.clock.mark()
         out = func(*args, **(kwargs or {}))
-        if self.synchronize:
-            self.synchronize()
-        self._seen.append((func, began, time.perf_counter()))
+        self._marks += (began, self.clock.mark())
+        self._seen.append(func)
         return out
 
     def laps(self) -> list[Lap]:
-        ends = [self._began, *(ended for _, _, ended in self._seen)]
-        made = [Lap(str(func), began - before, ended - began) for (func, began, ended), before in zip(self._seen, ends)]
-        made[-1:] = [replace(last, after=self._ended - ends[-1]) for last in made[-1:]]
+        first, *times, last = self.clock.seconds(self._marks)
+        begins, ends = times[::2], [first, *times[1::2]]
+        made = [
+            Lap(str(func), began - before, ended - began)
+            for func, began, ended, before in zip(self._seen, begins, ends[1:], ends)
+        ]
+        made[-1:] = [replace(lap, after=last - ends[-1]) for lap in made[-1:]]
         return made
 
 
-def laps(step: Callable[[], object], synchronize: Callable[[], None] | None = None) -> list[Lap]:
+def laps(step: Callable[[], object], clock: HostClock | None = None) -> list[Lap]:
     """The operations of a step."""
-    with Stopwatch(synchronize) as watch:
+    with Stopwatch(clock) as watch:
         step()
     return watch.laps()
 
@@ -116,16 +151,19 @@ def crossing(step: Callable[[], object], turns: int = 80) -> float:
     return max(0.0, (min(watched) - min(plain)) / operations)
 
 
-def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float) -> list[Event]:
+def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float, on_host: bool = True) -> list[Event]:
     """The events with the times of the same step's laps, each reduced by one crossing: from the gap before the operation
     first, then from the operation; what exceeds both is taken from the next. What Python does after the last operation
-    counts for that operation's line."""
+    counts for that operation's line. Not ``on_host``: by a device's clock, where a crossing lengthens gaps alone."""
     assert [event.operation for event in events] == [lap.operation for lap in laps], "not the same step"
     found, owed = [], 0.0
     for event, lap in zip(events, laps):
         owed += crossing_s
         host, owed = max(0.0, lap.gap - owed), max(0.0, owed - lap.gap)
-        seconds, owed = max(0.0, lap.seconds - owed), max(0.0, owed - lap.seconds)
+        if on_host:
+            seconds, owed = max(0.0, lap.seconds - owed), max(0.0, owed - lap.seconds)
+        else:
+            seconds, owed = lap.seconds, 0.0
         found.append(replace(event, host_s=host + lap.after, seconds=seconds))
     return found
 

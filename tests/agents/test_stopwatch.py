@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,27 @@ def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_ou
     events = timed([_event(lap.operation) for lap in seen], seen, 2.0)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (0.0, 2.0), (0.0, 0.0), (9.0, 1.0)]
     assert sum(event.host_s + event.seconds for event in events) == total(seen) - 4 * 2.0
+
+
+def test_by_a_devices_clock_a_crossing_comes_out_of_gaps_alone() -> None:
+    """Its marks are read when the step is over."""
+    log: list[str] = []
+
+    class Device(stopwatch.HostClock):
+        def mark(self) -> int:
+            log.append("mark")
+            return log.count("mark")
+
+        def seconds(self, marks: Sequence[int]) -> list[float]:
+            log.append("read")
+            return [0.0, 5.0, 8.0, 8.5, 11.5, 20.0][: len(marks)]
+
+    x = torch.ones(3)
+    seen = laps(lambda: (x + x, x * x), Device())
+    assert log == ["mark"] * 6 + ["read"]
+    assert seen == [Lap(ADD, 5.0, 3.0), Lap(MUL, 0.5, 3.0, after=8.5)] and total(seen) == 20.0
+    events = timed([_event(lap.operation) for lap in seen], seen, 2.0, on_host=False)
+    assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (8.5, 3.0)]
 
 
 def test_laps_of_another_step_are_refused() -> None:
