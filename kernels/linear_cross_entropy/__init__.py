@@ -80,8 +80,7 @@ def all_rows(
     """As ``rows_eager``, with zeros for tokens without loss, whatever their logits are."""
     term, nll, dlogits = rows_eager(logits_CV, targets_C, weights_C, z_loss, gradients)
     silent = weights_C == 0
-    if gradients:
-        dlogits = dlogits.masked_fill(silent.unsqueeze(1), 0.0)
+    dlogits = dlogits.masked_fill(silent.unsqueeze(1), 0.0) if gradients else dlogits
     return term.masked_fill(silent, 0.0), nll.masked_fill(silent, 0.0), dlogits
 
 
@@ -105,7 +104,7 @@ def chunked_op(
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
     nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)
-    dx_ND = torch.zeros_like(x_ND) if gradients else x_ND.new_empty(0)
+    dx_ND = x_ND.new_zeros(x_ND.shape) if gradients else x_ND.new_empty(0)
     # The weight's gradient is a sum over chunks: kept in fp32, or each addition would round it.
     dweight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=x_ND.device) if gradients else x_ND.new_empty(0)
     kept = weights_N.nonzero().squeeze(1)
@@ -135,15 +134,8 @@ def chunked_op(
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if x.is_cuda:
-        return chunks.fake(chunks.on_gpu, x, weight, weights, gradients)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dx, dweight = (
-        (torch.empty_like(x), torch.empty_like(weight, dtype=wide))
-        if gradients
-        else (x.new_empty(0), weight.new_empty(0))
-    )
-    return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), dx, dweight
+    in_fp32: chunks.Size = lambda x, weight: -1  # a CPU's sum over chunks, of however few tokens
+    return chunks.fake(chunks.on_gpu if x.is_cuda else in_fp32, x, weight, weights, gradients)
 
 
 def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -116,13 +116,12 @@ def fake(
     size: Size, x: Tensor, weight: Tensor, weights: Tensor, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What ``in_chunks`` returns, without its values."""
-    N, device = x.shape[0], x.device
     wide = torch.promote_types(x.dtype, torch.float32)
-    of_weight = wide if gradients and size(x, weight) < N else weight.dtype
+    of_weight = wide if gradients and size(x, weight) < x.shape[0] else weight.dtype
     # not by ``new_empty``, which a build of torch without CUDA has not for a fake tensor of a GPU
-    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
     dx = empty(x.shape if gradients else (0,), x.dtype)
-    return empty((), wide), empty((N,), wide), dx, empty(weight.shape if gradients else (0,), of_weight)
+    return empty((), wide), empty(x.shape[:1], wide), dx, empty(weight.shape if gradients else (0,), of_weight)
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -42,7 +42,6 @@ NOT_HERE = {
         "chunks.in_chunks",
         "chunks.scale",
         "term, nll, dlogits = rows_eager(",
-        "        return chunks.fake(",
     ),
     "kernels/linear_cross_entropy/chunks.py": (
         "(3 if gradients else 1)",
@@ -50,6 +49,8 @@ NOT_HERE = {
         "fits",
         "-(-N",
         "gpu_chunk(",
+        "return max(1, N)",
+        "if a_VC.is_cuda",
         "torch.cuda",
         "MEMORY_SHARE * GPU_BYTES",
         "out_dtype=wide",
