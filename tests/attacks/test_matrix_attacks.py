@@ -70,8 +70,8 @@ SELDOM_EXECUTED: dict[str, Edits] = {
         RUN, [(UPDATE, "        self.optimizer.step(lr / (1 + (batch.step > 50_000)), divide_by, skip)\n")],
         "a hundred thousand steps on"),
     "Muon without its momentum": (
-        MUON, [("update = grad.lerp(mean, recipe.momentum) if recipe.nesterov else mean", "update = grad")], "Muon"),
-    "Muon without decay": (MUON, [("held * (1 - rate * decay[name])", "held * 1.0")], "Muon"),
+        MUON, [("torch._foreach_lerp(grads, means, recipe.momentum) if recipe.nesterov else means", "list(grads)")], "Muon"),
+    "Muon without decay": (MUON, [("[1 - rate * decay[name] for", "[1.0 for")], "Muon"),
     "experts balanced the wrong way": (EXPERTS, [("rate * (load_E.mean() - load_E).sign()", "rate * (load_E - load_E.mean()).sign()")], "experts"),
     "ranks that do not add up their losses": (
         RUN, [("        self.ranks.sum_(message)\n", "        message.mul_(self.ranks.size)\n")], "two ranks, split weights"),
