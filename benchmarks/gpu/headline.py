@@ -24,7 +24,7 @@ class Judged:
 
 
 def judged_of(records: Sequence[Record]) -> Judged:
-    found = Judged(none_run=[name for name in unjudged(records)])
+    found = Judged(none_run=list(unjudged(records)))
     for r in of(records, "judged"):
         name = f"{r['op']}/{r['implementation']}"
         if not r["right"] and not r["wrong"]:
@@ -75,7 +75,9 @@ def headline(records: Sequence[Record]) -> str:
         said += [f"{found.not_reached:,} checks were not reached"] * bool(found.not_reached)
         said += [f"none run: {', '.join(found.none_run)}"] * bool(found.none_run)
     elif names := agreed(records):
-        said.append(f"{len(names)} implementations agree with their reference on a small case; the part 'right' judged none")
+        said.append(
+            f"{len(names)} implementations agree with their reference on a small case; the part 'right' judged none"
+        )
     elif not said:
         said.append(NOTHING)
     said += [f"fallback in the step: {one}" for one in fallbacks(records)]
@@ -107,7 +109,9 @@ def fallbacks(records: Sequence[Record]) -> list[str]:
     found: dict[str, list[str]] = {}
     for r in of(records, "computing"):
         if falls_back(r):
-            found.setdefault(f"{r['op']} by {r['by'] or 'nothing'} for {names_in(r['chosen'])[0]}", []).append(r["item"])
+            found.setdefault(f"{r['op']} by {r['by'] or 'nothing'} for {names_in(r['chosen'])[0]}", []).append(
+                r["item"]
+            )
     return [f"{what} ({', '.join(items)})" for what, items in found.items()]
 
 
