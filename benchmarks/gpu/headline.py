@@ -24,7 +24,8 @@ class Judged:
 
 
 def judged_of(records: Sequence[Record]) -> Judged:
-    found = Judged(none_run=list(unjudged(records)))
+    crashed = {r["item"] for r in of(records, "wrong")}
+    found = Judged(none_run=[name for name in unjudged(records) if name not in crashed])
     for r in of(records, "judged"):
         name = f"{r['op']}/{r['implementation']}"
         if not r["right"] and not r["wrong"]:

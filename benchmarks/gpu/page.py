@@ -150,9 +150,10 @@ def right_rows(records: Sequence[Record]) -> Iterable[Sequence[Any]]:
         wrong, left = f"**{len(r['wrong'])}**" if r["wrong"] else "0", len(r["not_reached"])
         skipped = r["checks"] - r["right"] - len(r["wrong"]) - left
         yield r["op"], r["implementation"], r["right"], wrong, skipped, left, f"{r['seconds']:.1f}"
+    crashed = {r["item"] for r in of(records, "wrong")}
     for name in unjudged(records):
         op, _, implementation = name.partition("/")
-        yield op, implementation, "**none**", "–", "all", "–", "–"
+        yield op, implementation, "**none**", "**crashed**" if name in crashed else "–", "–", "all", "–"
 
 
 def fast_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
@@ -178,7 +179,7 @@ def fast_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
 
 def verdict_rows(records: Sequence[Record]) -> Iterable[Sequence[Any]]:
     by_width: dict[str, list[str]] = {}
-    for verdict in verdicts_of(records):
+    for verdict in sorted(verdicts_of(records), key=lambda verdict: verdict.width):
         by_width.setdefault(verdict.op, []).append(f"{verdict.width}: {verdict}")
     for one in decided(records):
         change = f"**{one.change}**" if one.change == "yes" else one.change

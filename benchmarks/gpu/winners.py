@@ -46,7 +46,7 @@ class Verdict:
         if self.side == "ours":
             return f"no clear winner: {self.ours} is {times}, within the spread"
         how = "" if self.clear else ", within the spread"
-        return f"replace {self.ours} by {self.winner} ({self.side}): ours is {times}{how}"
+        return f"{self.winner} ({self.side}) wins: {self.ours}, the best of ours, is {times}{how}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"says": str(self)}
@@ -163,6 +163,9 @@ def _decided(op: str, timed: list[dict[str, Any]], failed: list[dict[str, Any]],
     if broken or runs is None:
         why = "; ".join(broken) or f"nothing of {shipped} was timed"
         return Decision(op, shipped, fastest, "yes" if broken else "unclear", why + more, where)
+    if missing := [name for name in names[: names.index(runs)] if name not in right]:
+        why = f"{', '.join(missing)}: not timed; of the rest {fastest} is the fastest{more}"
+        return Decision(op, shipped, fastest, "unclear", why, "")
     if fastest == runs:
         return Decision(op, shipped, fastest, "no", f"{runs} is the fastest{more}", "")
     times = mean(whole[runs]) / beside
