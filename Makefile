@@ -53,7 +53,7 @@ check: lint types
 bench: setup-dev
 	@$(BIN)/python -m pytest benchmarks --benchmark-enable
 
-# Is it right on this GPU, and how fast? Eight minutes at most; writes benchmarks/results/<card>.md. Without a GPU: make bench-gpu GPU=--dry
+# Is it right on this GPU, and how fast? Eight minutes at most; writes benchmarks/results/<card>-<commit>.md. Without a GPU: make bench-gpu GPU=--dry
 bench-gpu: setup
 	@$(BIN)/python -m benchmarks.gpu $(GPU)
 
