@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from trainer.parallel.tensor_ranks import TensorRanks
 
 SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
 SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
+DRAWING = 8  # threads, each with one parameter in memory
 WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
 
 
@@ -173,11 +176,16 @@ class Decoder(nn.Module):
         """Normal with std 1/sqrt(fan-in), 1/sqrt(2 layers) of it for what writes to the residual stream (GPT-2 §2.3).
 
         Embeddings 0.02, norms one. Each rank draws each parameter whole, on the CPU, from the seed and its name, and keeps
-        its region: a seed gives the same model for any number of ranks.
+        its region: a seed gives the same model for any number of ranks. Several threads draw: a core draws 0.1 G values a second.
         """
-        for name, parameter in self.named_parameters():
+
+        def draw(named: tuple[str, nn.Parameter]) -> None:
+            name, parameter = named
             with torch.no_grad():
                 local(parameter).copy_(Region.of(parameter).cut(self._drawn(name, parameter.shape, seed)))
+
+        with ThreadPoolExecutor(min(DRAWING, os.cpu_count() or 1)) as threads:
+            list(threads.map(draw, self.named_parameters()))
         for name, buffer in self.named_buffers():
             assert name.endswith("router_bias"), name
             buffer.zero_()
@@ -228,7 +236,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers).
 
-        ``stretches``: of how many runs of one document the rows consist at most (``Batch.split``); 0: as many as tokens.
+        ``stretches``: of how many runs of one document the rows consist at most (``Batch.split``); 0: they are counted where attention
+        needs it, which waits for the device.
         """
         if self.shape.across_documents:  # one text: its positions go on too, as where it is served
             documents_BT = documents_BT.clamp(max=0)
@@ -238,7 +247,7 @@ class Decoder(nn.Module):
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape, self.dtype)
-        seen = self.ops.prepare_attention(documents_BT, stretches or documents_BT.numel())
+        seen = self.ops.prepare_attention(documents_BT, stretches)
         every_extras = []
         for block in self.blocks:
             x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT, seen)
