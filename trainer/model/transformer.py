@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,6 +41,9 @@ class Block(nn.Module):
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
         self.has_rope = shape.nope_every is None or (layer + 1) % shape.nope_every != 0
         self.recompute = self.joined = self.fp8 = False
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = (
+            F.linear
+        )  # called by name: a profile has each product's own line
         D, K = shape.d_model, shape.head_dim
         empty = lambda *size: nn.Parameter(torch.empty(*size))
         self.attention_norm = empty(D)
@@ -107,11 +110,11 @@ class Block(nn.Module):
         elif self.has_rope:
             q_BTHK, k_BTGK = rotate(q_BTHK, cos_BTK, sin_BTK), rotate(k_BTGK, cos_BTK, sin_BTK)
         o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, seen)
-        return self._products(o_BTHK.reshape(B, T, -1), (self.attention_out,))[0]
+        return self.multiply(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
 
     def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate_BTF, up_BTF = self._products(h_BTD, (gate, up))
-        return self._products(self.ops.swiglu(gate_BTF, up_BTF), (down,))[0]
+        return self.multiply(self.ops.swiglu(gate_BTF, up_BTF), self.weight(down))
 
     def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
@@ -128,15 +131,10 @@ class Block(nn.Module):
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """h matrixᵀ of each; one product if the backward pass keeps a joined copy of the matrices anyway."""
         weights = [self.weight(matrix) for matrix in matrices]
-        if not self.joined or len(weights) == 1:
-            return self._multiplied(h_BTD, weights)
-        (joined_BTX,) = self._multiplied(h_BTD, [torch.cat(weights)])
-        return joined_BTX.split([len(weight) for weight in weights], dim=-1)
-
-    def _multiplied(self, h_BTD: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.fp8:
-            return fp8.products(h_BTD, weights)
-        return [F.linear(h_BTD, weight) for weight in weights]
+        if self.joined:
+            joined_BTX = self.multiply(h_BTD, torch.cat(weights))
+            return joined_BTX.split([len(weight) for weight in weights], dim=-1)
+        return fp8.products(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
 
     def weight(self, parameter: Tensor) -> Tensor:
         """What this rank holds of a parameter, in the dtype of the layer's products."""
@@ -224,7 +222,7 @@ class Decoder(nn.Module):
     def use_fp8(self) -> None:
         """Make the layers' products in fp8: attention's and the dense MLPs', a shared expert's too; not a router's, routed experts', the head's."""
         for block in self.blocks:
-            block.fp8 = True  # type: ignore[assignment]
+            block.fp8, block.multiply = True, fp8.product  # type: ignore[assignment]
 
     def recompute(self) -> None:
         """Keep only each block's input for the backward pass, which runs the block again."""
