@@ -155,7 +155,7 @@ BATCH = "  sequences: 8\n"
     [
         (
             KERNELS,
-            ('cuda:\n  rms_norm: "triton, reference"', "cuda:\n  rms_norm: triton"),
+            ("cuda:\n  rms_norm: reference", "cuda:\n  rms_norm: triton"),
             "hold",
             "'cuda' does not apply to this machine",
         ),
