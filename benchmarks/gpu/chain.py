@@ -153,18 +153,26 @@ def resume(context: Context) -> None:
     )
     context.number("largest relative distance", far)
     context.says = f"{equal} of {of} tensors are the same to the bit after kill -9"
-    if equal == of or context.left <= 0:
+    if equal == of:
+        return
+    if context.left <= 0:
+        context.not_run("is it the resume, or the device? (two runs that went through)", "its time was up")
         return
     again = segment(folder / "again", recipe, folder / "shards", steps)
     trained(again, context.left)
-    equal, of, far = distance(again, whole)
-    context.number(
-        "of two runs that went through: tensors equal to the bit",
-        equal,
-        f"of {of}",
-        note="is it the resume, or the device?",
-    )
-    context.number("of two runs that went through: largest relative distance", far)
+    compared((equal, of, far), distance(again, whole), context)
+
+
+def compared(resumed: tuple[int, int, float], again: tuple[int, int, float], context: Context) -> None:
+    """Of a resumed run that is not the whole one to the bit: is it the resume, or the device? Both as ``distance`` gives them."""
+    (_, _, far), (equal, of, apart) = resumed, again
+    context.number("of two runs that went through: tensors equal to the bit", equal, f"of {of}")
+    context.number("of two runs that went through: largest relative distance", apart)
+    if equal == of:
+        why = f"{of - resumed[0]} of {of} tensors differ, by {far:.2g} at most, and two runs that went through agree to the bit"
+        context.wrong("kill -9 and resume", why)
+    else:
+        context.says += f", {far:.2g} apart at most; two runs that went through are {apart:.2g} apart: the device does not repeat itself"
 
 
 # -- the line profiler -----------------------------------------------------------------------------------------------------

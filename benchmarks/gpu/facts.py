@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
 
 import torch
 
-from benchmarks.gpu import needs, timing
+from benchmarks.gpu import needs, timing, watch
 from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.worker import Context
 from kernels.contract.machine import here
@@ -42,25 +44,25 @@ def card(context: Context) -> None:
             if torch.version.cuda is None
             else f"a build for CUDA {torch.version.cuda}; is there a driver?"
         )
-        context.not_run("everything", NO_DEVICE.format(torch=torch.__version__, why=why))
+        context.not_run("everything", others() or NO_DEVICE.format(torch=torch.__version__, why=why))
         return
     machine = here(settings.device)
-    context.number(
-        "slug", machine.name.partition("-")[2].partition("-")[2] if machine.device == "cuda" else machine.name
-    )
+    named = "dry" if settings.dry else machine.name.partition("-")[2].partition("-")[2]
+    about, short_name = commit(settings.commit)
+    context.number("slug", f"{named}-{short_name}")
     context.number("card", machine.processor)
     context.number("class", machine.name)
     context.number("driver", machine.driver or "none")
     context.number("torch", torch.__version__)
     context.number("triton", version_of("triton"))
     context.number("python", sys.version.partition(" ")[0])
-    context.number("commit", settings.commit or commit())
+    context.number("commit", about)
     for name in ("liger-kernel", "quack-kernels"):
         context.number(name, version_of(name))
     try:
         import pydantic  # noqa: F401
     except ImportError:
-        context.not_run("the parts 'step' and 'chain'", needs.carry())
+        context.not_run(needs.NEED_PYDANTIC, needs.carry())
     if machine.device == "cuda":
         of_the_card(context)
     context.says = f"{machine.processor}, torch {torch.__version__}"
@@ -68,12 +70,14 @@ def card(context: Context) -> None:
 
 def of_the_card(context: Context) -> None:
     about = torch.cuda.get_device_properties(0)
+    uuid = str(getattr(about, "uuid", ""))
+    context.number("uuid", uuid if uuid.startswith("GPU-") or not uuid else f"GPU-{uuid}")
     free, total = torch.cuda.mem_get_info()
     context.number("multiprocessors", about.multi_processor_count)
     context.number("L2 cache", timing.l2_bytes("cuda"), "bytes")
     context.number("memory", total, "bytes")
     context.number("memory free", free, "bytes")
-    busy = busy_with(free, total)
+    busy = busy_with(free, total, uuid)
     context.number(
         "busy",
         busy or "no",
@@ -112,40 +116,58 @@ def rates(context: Context) -> None:
     context.says = f"{copy / 1e12:.2f} TB/s copied, {product / 1e12:.1f} TFLOP/s"
 
 
-def busy_with(free: int, total: int) -> str:
-    """What else is on the card, by nvidia-smi where it is, else by its memory; '': nothing seen.
+def busy_with(free: int, total: int, uuid: str) -> str:
+    """What else is on the card before anything of ours runs, by its memory, and by nvidia-smi where it is; '': nothing seen.
 
     A process is not counted that nvidia-smi does not see from a container: the memory tells then.
     """
     found = []
     if total - free > OWN:
         found.append(f"{(total - free) / 1e9:.1f} GB of its memory are taken")
-    asked = "utilization.gpu"
-    said = nvidia_smi(f"--query-gpu={asked}", "--format=csv,noheader,nounits")
-    if said.isdigit() and int(said) > 5:
-        found.append(f"{said} % utilisation before anything ran")
+    look = watch.look(uuid)
+    if (used := look.get("utilisation")) and used > watch.IDLE:
+        found.append(f"{used:.0f} % utilisation before anything ran")
     return ", ".join(found)
 
 
-def nvidia_smi(*words: str) -> str:
-    """Its answer about this process's card; '' where there is none. Reads only."""
-    if shutil.which("nvidia-smi") is None:
+def others() -> str:
+    """Where CUDA_VISIBLE_DEVICES, which --device sets, names no device: which there are; '': there is none without it either."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    if not named or torch.version.cuda is None:
         return ""
-    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
-    which = ["-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"] if uuid else []
-    done = subprocess.run(["nvidia-smi", *which, *words], capture_output=True, text=True, timeout=20)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    words = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    said = subprocess.run(words, env=environment, capture_output=True, text=True).stdout.strip()
+    there = ", ".join(f"cuda:{number}" for number in range(int(said))) if said.isdigit() else ""
+    return f"--device, or CUDA_VISIBLE_DEVICES: there is no device {named}; there are: {there}" if there else ""
 
 
-def commit() -> str:
+RESULTS = "benchmarks/results"  # what runs write there is no change of the code
+
+
+def commit(given: str = "") -> tuple[str, str]:
+    """(for people, for a file's name) of the code that runs: a changed tree by a hash of what is changed."""
+    if given:
+        return given, given[:7]
     git = shutil.which("git")
     if git is None or not (needs.ROOT / ".git").exists():
-        return "unknown: no git here (--commit says it)"
-    ask = lambda *words: subprocess.run([git, *words], cwd=needs.ROOT, capture_output=True, text=True)
-    head = ask("rev-parse", "HEAD")
-    if head.returncode:
-        return "unknown: git does not say (--commit does)"
-    return head.stdout.strip() + (" and changes" if ask("status", "--porcelain").stdout.strip() else "")
+        return "unknown: no git here (--commit says it)", "unknown"
+
+    def ask(*words: str) -> str | None:
+        done = subprocess.run([git, *words], cwd=needs.ROOT, capture_output=True)
+        return None if done.returncode else done.stdout.decode(errors="replace")
+
+    head = (ask("rev-parse", "HEAD") or "").strip()
+    if not head:
+        return "unknown: git does not say (--commit does)", "unknown"
+    where = ("--", ".", f":(exclude){RESULTS}")
+    if not (ask("status", "--porcelain", *where) or "").strip():
+        return head, head[:7]
+    changes = hashlib.sha256((ask("diff", "HEAD", *where) or "").encode())
+    for name in sorted((ask("ls-files", "-z", "--others", "--exclude-standard", *where) or "").split("\0")):
+        if name and (file := needs.ROOT / name).is_file():
+            changes.update(name.encode() + b"\0" + file.read_bytes())
+    return f"{head} and changes {changes.hexdigest()[:7]}", f"{head[:7]}-changed"
 
 
 def version_of(package: str) -> str:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.gpu import shapes, timing
 from benchmarks.gpu.parts import Item, Settings
-from benchmarks.gpu.right import ORDER, compile_every_shape, round_as_a_gpu
+from benchmarks.gpu.right import ORDER, compile_every_shape, interpreter_is_too_old, round_as_a_gpu
 from benchmarks.gpu.rivals import Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
 from kernels.contract.op import Case, Inputs, Op, Shape
-from kernels.contract.oracle import outcome
+from kernels.contract.oracle import judge, outcome
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS
 
@@ -103,17 +103,31 @@ def timed(rival: Rival, op: Op, shape: Shape, settings: Settings) -> Timed:
 
 
 _off: dict[tuple[str, str], str] = {}  # (op, rival) → its disagreement: looked for once a process
+_told: set[tuple[str, str]] = set()  # of them, what was reported
 
 
 def disagrees(rival: Rival, op: Op, settings: Settings) -> str:
-    """Does a rival compute something else than the reference? On a small shape; '': it agrees. Raises: as ``timed``."""
-    if not rival.judged:
+    """Does it compute something else than the reference? '': it agrees. Raises: as ``timed``.
+
+    What is registered: as the part 'right' found it in this run; what that has not judged, by the oracle on one small shape. Any other
+    rival beside the reference on that shape, within ``rivals.ALIKE``.
+    """
+    registered = f"{op.name}/{rival.implementation}"
+    if not rival.judged or registered in settings.right:
         return ""
+    if registered in settings.wrong:
+        return "by the part 'right'"
     if (op.name, rival.name) not in _off:
         case = Case("agreement", shapes.DRY[0]) if settings.dry else SMALL
-        inputs = op.inputs(case, device=settings.device, dtype=shapes.dtype_of(op))
-        found = outcome(op, rival.prepare(inputs), inputs, 0)
-        _off[op.name, rival.name] = disagreement(op, found, outcome(op, op.reference, inputs, 0))
+        dtype = shapes.dtype_of(op)
+        if rival.implementation:
+            result = judge(op, rival.implementation, case, dtype=dtype, device=settings.device)
+            off = "" if result.ok else str(result.failures())
+        else:
+            inputs = op.inputs(case, device=settings.device, dtype=dtype)
+            found = outcome(op, rival.prepare(inputs), inputs, 0)
+            off = disagreement(op, found, outcome(op, op.reference, inputs, 0))
+        _off[op.name, rival.name] = off
     return _off[op.name, rival.name]
 
 
@@ -162,6 +176,8 @@ def run(item: str, context: Context) -> None:
                     context.not_run(f"{name} by {rival.name} at width {shape.d_model}", "its time was up")
                 skipped += 1
                 continue
+            ours = rival.side == "ours"
+            context.at(f"{name}/{rival.name} at {shape.d_model}", ours)
             try:
                 if warms:
                     warm(rival, op, shape, settings)
@@ -171,7 +187,10 @@ def run(item: str, context: Context) -> None:
             except Exception as error:  # compilers and kernels raise what they like
                 if poisoned(error):
                     raise
-                if not warms:
+                excused = isinstance(error, Unavailable | torch.OutOfMemoryError)
+                if ours and not warms and not excused and not (settings.dry and interpreter_is_too_old(error)):
+                    context.send("failed", op=name, by=rival.name, width=shape.d_model, why=short(error))
+                elif not warms:
                     context.not_run(f"{name} by {rival.name} at width {shape.d_model}", why(error))
             if settings.device != "cpu":
                 gc.collect()
@@ -201,8 +220,12 @@ def warm(rival: Rival, op: Op, shape: Shape, settings: Settings) -> None:
 
 def compare(rival: Rival, op: Op, shape: Shape, context: Context) -> None:
     settings = context.settings
-    if off := disagrees(rival, op, settings):
+    off = disagrees(rival, op, settings)
+    if off and not rival.implementation:
         raise Unavailable(f"it computes something else than our reference: {off}")
+    if (op.name, rival.name) in _off.keys() - _told and off:  # of the part 'right' all is reported
+        _told.add((op.name, rival.name))
+        context.wrong(f"{op.name}/{rival.implementation}, a small case before it was timed", off)
     found = timed(rival, op, shape, settings)
     context.send(
         "timed",
@@ -213,6 +236,8 @@ def compare(rival: Rival, op: Op, shape: Shape, context: Context) -> None:
         side=rival.side,
         note=rival.note,
         comparable=not rival.note,
+        wrong=off,
+        implementation="reference" if rival.name == "eager" else rival.implementation,
         forward_s=found.forward.median,
         both_s=found.both.median,
         low_s=found.both.low,

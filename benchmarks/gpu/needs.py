@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+NEED_PYDANTIC = "the parts 'step' and 'chain'"
 FOUR = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection")
 
 
@@ -18,10 +21,11 @@ def wheels() -> list[str]:
 
 def carry() -> str:
     """What to carry to a machine without pydantic, and how."""
-    four = " ".join(wheels())
+    four, here = " ".join(wheels()), f"{sys.version_info.major}.{sys.version_info.minor}"
+    built = f"--python-version {here} --platform manylinux2014_{platform.machine()}"
     return (
         f"pydantic is missing, which trainer/ reads recipes with. Carry four wheels: {', '.join(wheels())}. Where there is a network: "
-        f"'pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels {four}'; "
+        f"'pip download --no-deps --only-binary=:all: {built} -d wheels {four}'; "
         "here, without one: 'pip install --no-index --no-deps --target wheels/in wheels/*.whl && "
         "PYTHONPATH=wheels/in python -m benchmarks.gpu'"
     )

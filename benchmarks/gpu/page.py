@@ -3,59 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.gpu import aims
-from benchmarks.gpu.winners import verdicts
+from benchmarks.gpu.headline import busy_of, falls_back, headline, is_right, judged_of, of, unfinished, unjudged
+from benchmarks.gpu.needs import NEED_PYDANTIC
+from benchmarks.gpu.winners import Decision, Verdict, decisions, verdicts
+from kernels.contract.choice import names_in
 
 Record = dict[str, Any]
-FORMAT = 1
+FORMAT = 2
 UNITS = (("TB/s", "bytes/s", 1e12), ("TFLOP/s", "FLOP/s", 1e12), ("GB", "bytes", 1e9))
 
 
 def document(records: Sequence[Record]) -> dict[str, Any]:
-    """Everything, by part, with what follows from it. Every number has its unit, or a name that ends with one (``_s``: seconds)."""
+    """Everything, by part, with what follows from it. Every number has its unit, or a name that ends with one (``_s``: seconds). ``right``:
+    null where nothing was judged."""
     run = first(records, "run")
-    wrong = of(records, "wrong")
     return {
         "format": FORMAT,
         "label": run.get("label", ""),
         "headline": headline(records),
-        "right": not wrong,
+        "right": is_right(records),
+        "none_run": judged_of(records).none_run,
+        "unfinished": unfinished(records),
         "busy": busy_of(records),
         "run": run,
         "facts": {r["name"]: {"value": r["value"], "unit": r["unit"]} for r in numbers(records, "facts")},
         "parts": of(records, "part"),
-        "wrong": wrong,
+        "wrong": of(records, "wrong"),
+        "failed": of(records, "failed"),
         "judged": of(records, "judged"),
         "timed": of(records, "timed"),
-        "keep_or_replace": [verdict.to_json() for verdict in verdicts(of(records, "timed"))],
+        "decisions": [asdict(decision) for decision in decided(records)],
+        "keep_or_replace": [verdict.to_json() for verdict in verdicts_of(records)],
+        "computing": of(records, "computing"),
+        "looks": of(records, "look"),
+        "end": first(records, "end"),
         "numbers": [r for r in of(records, "number") if r["part"] != "facts"],
         "not_run": of(records, "not run"),
         "items": of(records, "ended"),
     }
 
 
-def headline(records: Sequence[Record]) -> str:
-    """What a person must know first: a wrong result, else how much was found right."""
-    judged, wrong = of(records, "judged"), of(records, "wrong")
-    if wrong:
-        rest = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return f"WRONG: {wrong[0]['what']}: {wrong[0]['why']}{rest}"
-    if not judged:
-        return "No result was judged."
-    checks, left = sum(r["right"] for r in judged), sum(len(r["not_reached"]) for r in judged)
-    said = [f"Right: {checks:,} checks of {len(judged)} implementations"]
-    said += [f"{left:,} checks were not reached"] * bool(left)
-    if failed := [f"{r['part']}/{r['item']} ({r['state']})" for r in of(records, "ended") if r["state"] != "done"]:
-        said.append(f"did not end well: {', '.join(failed)}")
-    return "; ".join(said) + "."
+def dry(records: Sequence[Record]) -> bool:
+    """Then nothing is compared: no verdict, no aim, no published mark."""
+    return bool(first(records, "run").get("dry"))
 
 
-def busy_of(records: Sequence[Record]) -> str:
-    """What else was on the card; '': nothing was seen."""
-    found = [r["value"] for r in numbers(records, "facts") if r["name"] == "busy"]
-    return str(found[0]) if found and found[0] != "no" else ""
+def verdicts_of(records: Sequence[Record]) -> list[Verdict]:
+    return [] if dry(records) else verdicts(of(records, "timed"), of(records, "failed"))
+
+
+def decided(records: Sequence[Record]) -> list[Decision]:
+    machine = next((str(r["value"]) for r in numbers(records, "facts") if r["name"] == "class"), "cuda")
+    return [] if dry(records) else decisions(of(records, "timed"), of(records, "failed"), machine)
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -64,13 +67,17 @@ def markdown(records: Sequence[Record]) -> str:
     label = f"**{run['label']}**\n\n" if run.get("label") else ""
     cut = [r for r in of(records, "part") if r["state"] == "cut"]
     lines = [
-        f"# {said('card')}",
+        f"# {'DRY RUN: ' * dry(records)}{said('card')}",
         "",
         f"{label}**{headline(records)}**",
         "",
         f"Made by `{run.get('command', '')}` at {run.get('began', '')}, commit `{said('commit')}`, limit {run.get('limit_s', 0) / 60:.1f} minutes.",
-        *([f"**The card was busy: {busy_of(records)}. No time below is its own.**"] * bool(busy_of(records))),
-        *(f"**Cut {r['why']} in the part '{r['part']}': what follows is what there was by then.**" for r in cut),
+        *notes(records),
+        *(
+            line
+            for r in cut
+            for line in ("", f"**Cut {r['why']} in the part '{r['part']}': what follows is what there was by then.**")
+        ),
         "",
         "## The card",
         "",
@@ -81,14 +88,14 @@ def markdown(records: Sequence[Record]) -> str:
         *section("## The time", ("part", "how it ended", "seconds", "limit"), part_rows(records), "llrr"),
         *section(
             "## Right",
-            ("op", "implementation", "right", "wrong", "not reached", "s"),
+            ("op", "implementation", "right", "wrong", "skipped", "not reached", "s"),
             right_rows(records),
-            "llrrrr",
+            "llrrrrr",
             RIGHT,
         ),
         *section("## Fast", FAST_COLUMNS, fast_rows(records), "lrlllrrrrrl", FAST),
-        *section("## Keep or replace", ("op", "width", "verdict"), verdict_rows(records), "lrl", KEEP),
-        *section("## Published marks", ("mark", "ours here"), mark_rows(records), "ll"),
+        *([] if dry(records) else section("## Verdict", VERDICT_COLUMNS, verdict_rows(records), "", KEEP)),
+        *([] if dry(records) else section("## Published marks", ("mark", "ours here"), mark_rows(records), "ll")),
         *section("## Step", ("item", "what", "value", "aim", "note"), number_rows(records, "step"), "llrll", STEP),
         *section("## Chain", ("item", "what", "value", "aim", "note"), number_rows(records, "chain"), "llrll"),
         *section("## Not run", ("part", "what", "why"), lost_rows(records), "lll"),
@@ -98,14 +105,21 @@ def markdown(records: Sequence[Record]) -> str:
 
 RIGHT = (
     "Against the reference in fp64 on the same device: every output and every gradient, at most twice eager's error at the same dtype, and "
-    "finite wherever eager is. The reference itself is what others are measured by."
+    "finite wherever eager is. The reference itself is what others are measured by. *skipped*: another implementation computes instead, the memory "
+    "is too small, or none of that size runs; *Not run* says which."
 )
 FAST = (
     "Milliseconds of the forward pass and of forward and backward, by device events: the median. `floor` is the share of what the card can do at "
-    "best: of the copy bandwidth or of the product rate above, whichever binds. `host` is the time until the host may go on. The winner is **bold**; "
-    "a rival whose note says that it computes something else cannot win, and is named in the verdict where it is faster."
+    "best: of the copy bandwidth or of the product rate above, whichever binds. `host` is the time until the host may go on. The winner is **bold**, "
+    "of what was found right in this run; a rival whose note says that it computes something else cannot win, and is named in the verdict where it "
+    "is faster."
 )
-KEEP = "Ours is kept where it wins by more than the spread of both (quartiles); else the winner is named."
+KEEP = (
+    "What `auto` runs on this card before anything was tuned, beside the fastest registered implementation that was found right in this run, "
+    "over the widths, by the larger of the device's and the host's time. A change: where it is faster at every width by more than the spread "
+    "(quartiles). The last column, by the device's time alone: ours beside all others."
+)
+VERDICT_COLUMNS = ("op", "shipped untuned", "fastest", "change?", "why", "where", "by width")
 STEP = "The trainer's own step with `policies/kernels.yaml` as shipped; nothing is tuned by hand."
 FAST_COLUMNS = ("op", "width", "shape", "by", "whose", "forward", "both", "quartiles", "floor", "host", "note")
 
@@ -133,12 +147,17 @@ def part_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
 
 def right_rows(records: Sequence[Record]) -> Iterable[Sequence[Any]]:
     for r in of(records, "judged"):
-        wrong = f"**{len(r['wrong'])}**" if r["wrong"] else "0"
-        yield r["op"], r["implementation"], r["right"], wrong, len(r["not_reached"]), f"{r['seconds']:.1f}"
+        wrong, left = f"**{len(r['wrong'])}**" if r["wrong"] else "0", len(r["not_reached"])
+        skipped = r["checks"] - r["right"] - len(r["wrong"]) - left
+        yield r["op"], r["implementation"], r["right"], wrong, skipped, left, f"{r['seconds']:.1f}"
+    crashed = {r["item"] for r in of(records, "wrong")}
+    for name in unjudged(records):
+        op, _, implementation = name.partition("/")
+        yield op, implementation, "**none**", "**crashed**" if name in crashed else "–", "–", "all", "–"
 
 
 def fast_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
-    best = {(v.op, v.width): v.winner for v in verdicts(of(records, "timed"))}
+    best = {(v.op, v.width): v.winner for v in verdicts_of(records)}
     for r in sorted(of(records, "timed"), key=lambda r: (r["op"], r["width"])):
         name = f"**{r['by']}**" if best.get((r["op"], r["width"])) == r["by"] else r["by"]
         share = f"{r['share']:.0%} {r['of']}" if r["share"] is not None else "–"
@@ -154,19 +173,23 @@ def fast_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
             spread,
             share,
             f"{r['host_s'] * 1e6:.0f} µs",
-            r["note"],
+            "; ".join(filter(None, ["**wrong: not compared**" if r["wrong"] else "", r["note"]])),
         )
 
 
 def verdict_rows(records: Sequence[Record]) -> Iterable[Sequence[Any]]:
-    for verdict in verdicts(of(records, "timed")):
-        yield verdict.op, verdict.width, str(verdict)
+    by_width: dict[str, list[str]] = {}
+    for verdict in sorted(verdicts_of(records), key=lambda verdict: verdict.width):
+        by_width.setdefault(verdict.op, []).append(f"{verdict.width}: {verdict}")
+    for one in decided(records):
+        change = f"**{one.change}**" if one.change == "yes" else one.change
+        yield one.op, one.shipped, one.fastest or "–", change, one.why, one.where, ". ".join(by_width[one.op])
 
 
 def mark_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
     timed = of(records, "timed")
     for name, mark in aims.PUBLISHED:
-        ours = fastest_by_width(r for r in timed if r["op"] == name and r["side"] == "ours")
+        ours = fastest_by_width(r for r in timed if r["op"] == name and r["side"] == "ours" and not r["wrong"])
         said = [
             f"{r['by']} at {r['width']}: {r['both_s'] * 1e3:.2f} ms, {r['bytes'] / r['both_s'] / 1e12:.2f} TB/s, host {r['host_s'] * 1e3:.3f} ms"
             for r in ours
@@ -196,12 +219,60 @@ def fastest_by_width(rows: Iterable[Record]) -> list[Record]:
 
 def number_rows(records: Sequence[Record], part: str) -> Iterable[Sequence[str]]:
     for r in numbers(records, part):
+        if r["name"] == "first step, cold" and (kernels := kernels_of(records, r["item"])):
+            yield kernels
         aim = ""
-        if r.get("aim") is not None:
+        if dry(records):
+            pass
+        elif r.get("aim") is not None:
             aim = f"{shown(r | {'value': r['aim']})} {'✓' if r['holds'] else '**missed**'}"
         elif r.get("planned") is not None:
             aim = f"planned {r['planned'] / 1e9:.2f} GB"
         yield r["item"], r["name"], shown(r), aim, r.get("note", "")
+
+
+def kernels_of(records: Sequence[Record], item: str) -> Sequence[str]:
+    """The row of what computed each op in a step; another than the first that was chosen is bold. Empty: not known."""
+    every = [r for r in of(records, "computing") if r["item"] == item]
+    if not every:
+        return ()
+    said = [
+        f"**{r['op']}: {r['by'] or 'nothing'}, for {names_in(r['chosen'])[0]}**"
+        if falls_back(r)
+        else f"{r['op']}: {r['by']}"
+        for r in every
+    ]
+    return item, "computed by", ", ".join(said), "", "; ".join(f"{r['op']}: {r['why']}" for r in every if r["why"])
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    """Of the whole run, a paragraph each: what makes the rest worth less, and what lies around it."""
+    run, end = first(records, "run"), first(records, "end")
+    said = []
+    if left := unfinished(records):
+        said.append(f"**{left[0].upper()}{left[1:]}.**")
+    if planted := run.get("planted"):
+        said.append(f"**Broken on purpose, for a test: `{planted}` was planted.**")
+    said += [f"**{r['what']} did not run: {r['why']}**" for r in of(records, "not run") if r["what"] == NEED_PYDANTIC]
+    if busy := busy_of(records):
+        said.append(f"**The card was busy: {busy}. No time below is its own.**")
+    if looks := of(records, "look"):
+        said.append(
+            "Clock, power and temperature (nvidia-smi, while nothing of the run was on the card): "
+            + looked(looks)
+            + "."
+        )
+    if end.get("replaces"):
+        said.append(f"Replaces {end['replaces']}.")
+    return [line for paragraph in said for line in ("", paragraph)]
+
+
+def looked(looks: Sequence[Record]) -> str:
+    figure = lambda value, unit: f"{value:.0f} {unit}" if isinstance(value, float) else f"– {unit}"
+    return "; ".join(
+        f"{r['when']} '{r['part']}' {figure(r['clock'], 'MHz')}, {figure(r['power'], 'W')}, {figure(r['temperature'], '°C')}"
+        for r in looks
+    )
 
 
 def shown(record: Record) -> str:
@@ -225,10 +296,6 @@ def shown(record: Record) -> str:
     return (
         f"{value:,.4g} {unit}".strip() if isinstance(value, float) and value < 100 else f"{value:,.0f} {unit}".strip()
     )
-
-
-def of(records: Iterable[Record], kind: str) -> list[Record]:
-    return [record for record in records if record["kind"] == kind]
 
 
 def numbers(records: Iterable[Record], part: str) -> list[Record]:

@@ -44,6 +44,7 @@ PARTS = (
     Part("chain", "line profiler, the gate's timed pairs, the sandbox, kill -9 and resume", 60, fresh=True),
 )
 NAMES = tuple(part.name for part in PARTS)
+PLANT = "FACTORY_BENCH_GPU_PLANT"  # a module that breaks something on purpose, for tests: ``worker``
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Settings:
     copy_rate: float | None = None  # bytes/s, read and written, measured by 'facts'
     product_rate: float | None = None  # FLOP/s of a bf16 product, measured by 'facts'
     scratch: str = ""  # a folder that is removed after the run
+    right: tuple[str, ...] = ()  # 'op/implementation' that the part 'right' found right in this run
+    wrong: tuple[str, ...] = ()  # and those that it found wrong, or that crashed in it
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

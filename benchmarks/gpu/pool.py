@@ -50,6 +50,7 @@ class Worker:
         self.ready = False  # it has named its items
         self.item: Item | None = None
         self.at = ""  # of the item, what it said last that it begins
+        self.ours = False  # is that a kernel of this repository's?
         self.ends = self.began + START_S
         self._rest = b""
         self.ask(settings.to_json())
@@ -62,7 +63,7 @@ class Worker:
 
     def give(self, item: Item, seconds: float, most: float) -> None:
         """``seconds`` is what it is told; after ``most`` it is killed."""
-        self.item, self.began, self.at = item, time.monotonic(), ""
+        self.item, self.began, self.at, self.ours = item, time.monotonic(), "", False
         self.ends = self.began + most
         self.ask({"item": item.name, "seconds": seconds})
 
@@ -102,7 +103,8 @@ def seconds_for(left: float, weight: float, others: float, workers: int) -> tupl
 
 @dataclass
 class Outcome:
-    """Of a part: 'done', 'timed out' (some items were not reached), 'not run' with ``why``, or 'cut' by a signal."""
+    """Of a part: 'done', 'timed out' (some items were not reached), 'failed' or 'not run' (none of its items was done) with ``why``, or 'cut'
+    by a signal."""
 
     state: str
     why: str = ""
@@ -124,6 +126,7 @@ class Pool:
         self.take, self.stopped = take, stopped
         self.waiting: deque[Item] | None = None  # None: no worker has named them yet
         self.workers: list[Worker] = []
+        self.states: dict[str, str] = {}  # of the items that ended
         self.selector = selectors.DefaultSelector()
 
     def run(self, seconds: float) -> Outcome:
@@ -164,7 +167,7 @@ class Pool:
             return None if self.workers else Outcome("not run", self._unstarted)
         busy = [worker for worker in self.workers if worker.item is not None]
         if not self.waiting and not busy:
-            return Outcome("done")
+            return self._all_ended()
         while self.waiting and len(self.workers) < min(self.part.workers, len(self.waiting) + len(busy)):
             self._start()
         for worker in self.workers:
@@ -173,6 +176,13 @@ class Pool:
                 others = sum(other.weight for other in self.waiting)
                 worker.give(item, *seconds_for(deadline - time.monotonic(), item.weight, others, self.part.workers))
         return None
+
+    def _all_ended(self) -> Outcome:
+        states = {state: list(self.states.values()).count(state) for state in self.states.values()}
+        if not states or "done" in states:
+            return Outcome("done")
+        why = "none of its items was done: " + ", ".join(f"{count} {state}" for state, count in states.items())
+        return Outcome("not run" if set(states) == {"not run"} else "failed", why)
 
     def _listen(self, deadline: float) -> None:
         ends = min([deadline, *(worker.ends for worker in self.workers if worker.item or not worker.ready)])
@@ -205,6 +215,8 @@ class Pool:
             if kind == "items":
                 worker.ready = True
                 if self.waiting is None:
+                    names = [item["name"] for item in message["items"]]
+                    self.take({"kind": "items", "part": self.part.name, "names": names})
                     self.waiting = deque(Item(**item) for item in message["items"])
             elif kind == "cannot":
                 self._unstarted = message["why"]
@@ -212,10 +224,11 @@ class Pool:
                 self._lost(worker, "crashed", f"the device failed: {message['why']}")
                 worker.item = None
             elif kind == "at":
-                worker.at = message["what"]
+                worker.at, worker.ours = message["what"], message["ours"]
             else:
                 self.take(message)
                 if kind == "ended":
+                    self.states[message["item"]] = message["state"]
                     worker.item = None
                     if self.part.fresh and not self.settings.dry:
                         self._drop(worker)
@@ -228,6 +241,11 @@ class Pool:
         about = {"part": self.part.name, "item": worker.item.name}
         if self.part.name == "right" and state == "crashed":
             self.take({"kind": "wrong", **about, "what": worker.item.name, "why": why})
+        if self.part.name == "fast" and state == "crashed" and worker.ours:
+            name, _, width = worker.at.partition(" at ")
+            op, _, by = name.partition("/")
+            self.take({"kind": "failed", **about, "op": op, "by": by, "width": int(width), "why": why})
+        self.states[worker.item.name] = state
         self.take({"kind": "not run", **about, "what": worker.item.name, "why": why})
         seconds = time.monotonic() - worker.began
         self.take({"kind": "ended", **about, "state": state, "seconds": seconds, "says": why})

@@ -56,6 +56,7 @@ class Verdict:
     right: int = 0
     wrong: list[tuple[str, str]] = field(default_factory=list)  # (check, why)
     not_reached: list[str] = field(default_factory=list)
+    checks: int = 0  # that there are, those among them that were left out as one of their sizes does not run at all
     skipped: list[tuple[str, str]] = field(
         default_factory=list
     )  # (check, why it does not count): memory, another computes instead
@@ -114,6 +115,7 @@ def verdict(
     failed: set[tuple[str, torch.dtype]] = set()
     at_all = False
     for check in checks(dry):
+        found.checks += 1
         if left() <= 0 and at_all:  # however little time there is, one is judged
             found.not_reached.append(str(check))
             continue
@@ -137,12 +139,17 @@ def verdict(
             if poisoned(error):
                 raise
             failed.add((check.case.name, check.dtype))
-            if dry and TOO_OLD in str(error):
+            if dry and interpreter_is_too_old(error):
                 found.skipped.append((str(check), "this triton's interpreter does not know this numpy"))
             else:
                 found.wrong.append((str(check), short(error)))
     found.seconds = time.monotonic() - began
     return found
+
+
+def interpreter_is_too_old(error: Exception) -> bool:
+    """Does this triton's interpreter not know this numpy? That tells nothing of a kernel."""
+    return TOO_OLD in str(error)
 
 
 # -- the part ------------------------------------------------------------------------------------------------------------
@@ -169,6 +176,7 @@ def run(item: str, context: Context) -> None:
         "judged",
         op=name,
         implementation=implementation,
+        checks=found.checks,
         right=found.right,
         wrong=[f"{what}: {why}" for what, why in found.wrong],
         not_reached=found.not_reached,

@@ -35,6 +35,9 @@ class Rival:
     prepare: Callable[[Inputs], Function]
     note: str = ""  # what it computes otherwise than the op does
     judged: bool = True  # is it to agree with the reference?
+    implementation: str = (
+        ""  # the name that it is registered by, of which the oracle judges; else ``disagreement`` does
+    )
 
 
 def rivals(op: Op, device: str) -> Iterator[Rival]:
@@ -42,9 +45,10 @@ def rivals(op: Op, device: str) -> Iterator[Rival]:
     for implementation in op.implementations.values():
         if implementation.name not in NOT_OURS and implementation.runs_on(device) and "cuda" in implementation.devices:
             side = "torch" if (op.name, implementation.name) == ("adamw", "fused") else "ours"
-            yield Rival(implementation.name, side, as_in_a_layer(implementation), judged=False)  # 'right' judges ours
+            yield Rival(implementation.name, side, as_in_a_layer(implementation), implementation=implementation.name)
     yield Rival("eager", "torch", given(op.reference), judged=False)
-    yield Rival("torch.compile", "torch", compiled(op.reference), judged=False)
+    registered = "compiled" if "compiled" in op.implementations else ""
+    yield Rival("torch.compile", "torch", compiled(op.reference), implementation=registered)
     yield from TORCH.get(op.name, ())
     if op.name in liger.FUNCTIONS:
         note = "per-token losses left out" if op.name == "linear_cross_entropy" else ""

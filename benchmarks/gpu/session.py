@@ -15,12 +15,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.gpu.parts import PARTS, Part, Settings
+from benchmarks.gpu import watch
+from benchmarks.gpu.headline import status
+from benchmarks.gpu.parts import NAMES, PARTS, PLANT, Part, Settings
 from benchmarks.gpu.pool import ROOT, Outcome, Pool
 from benchmarks.gpu.records import Record, Records
 
 DRY = "dry: tiny sizes on a CPU, tells nothing of speed"
 LAST_S = 3.0  # of the minutes, kept for the files
+FACTS_S = 60.0  # that 'facts' has at least: without the card's name there is no report
 
 
 class Stop:
@@ -69,6 +72,7 @@ class Session:
         self.stop = Stop()
         self.began = time.monotonic()
         self._held: list[str] = []
+        self._uuid = ""  # of the card, for nvidia-smi
         self.label = DRY if settings.dry else ""
         self.records.add(
             "run",
@@ -76,6 +80,8 @@ class Session:
             began=datetime.now(UTC).isoformat(timespec="seconds"),
             limit_s=seconds,
             label=self.label,
+            dry=settings.dry,
+            planted=os.environ.get(PLANT, ""),
             device=settings.device,
             asked=list(parts),
         )
@@ -92,12 +98,14 @@ class Session:
             self._held.clear()
 
     def run(self) -> int:
-        """The exit code: 0 right, 1 something is wrong, 2 nothing could run, 128 + n where signal n cut it."""
+        """The exit code: that of ``headline.status``, 2 where nothing could run, 128 + n where signal n cut it."""
         scratch = Path(tempfile.mkdtemp(prefix="bench-gpu-"))
         self.settings = replace(self.settings, scratch=str(scratch))
         try:
             with open(scratch / "log", "w+b") as log:
                 outcome = self._parts(log)
+                ended = {record["part"]: record["state"] for record in self.records.every if record["kind"] == "part"}
+                self.records.finish(complete=ended == dict.fromkeys(NAMES, "done"))
                 if self.records.begun:
                     shutil.copyfile(scratch / "log", self.records.lines.with_suffix(".log"))
         finally:
@@ -106,9 +114,8 @@ class Session:
             shutil.rmtree(scratch, ignore_errors=True)
         if outcome is not None:
             return outcome
-        if any(record["kind"] == "wrong" for record in self.records.every):
-            return 1
-        return 128 + self.stop.signal if self.stop.signal else 0
+        code = status(self.records.every)
+        return 128 + self.stop.signal if self.stop.signal and code != 1 else code
 
     def _parts(self, log: Any) -> int | None:
         """Run them; 2 where there is nothing to run on."""
@@ -116,6 +123,8 @@ class Session:
         for number, part in enumerate(wanted):
             left = self.seconds - LAST_S - self.spent
             limit = left * part.share / sum(other.share for other in wanted[number:])
+            if part.name == "facts":
+                limit = max(FACTS_S, limit)
             outcome = self._part(part, limit, log)
             if part.name == "facts" and (refused := self._refused(outcome)):
                 print(refused, file=sys.stderr)
@@ -129,15 +138,23 @@ class Session:
 
     def _part(self, part: Part, limit: float, log: Any) -> Outcome:
         self.say(f"{part.name}: {part.about} (at most {max(0.0, limit):.0f} s)")
+        self._look(part, "before")
         began = time.monotonic()
         pool = Pool(
             part, self.settings, environment(self.settings, part), log, self._take, lambda: bool(self.stop.signal)
         )
         outcome = pool.run(limit) if limit > 0 else Outcome("not run", "the time was up")
+        if limit > 0:
+            self._look(part, "after")
         if outcome.state == "cut":
             outcome.why = f"by {self._signal()}"
         self._ended(part, outcome, time.monotonic() - began, limit)
         return outcome
+
+    def _look(self, part: Part, when: str) -> None:
+        """At the card, while nothing of this run is on it; which card it is, 'facts' tells."""
+        if self._uuid and (seen := watch.look(self._uuid)):
+            self.records.add("look", part=part.name, when=when, **seen)
 
     def _ended(self, part: Part, outcome: Outcome, seconds: float, limit: float) -> None:
         self.records.add("part", part=part.name, state=outcome.state, why=outcome.why, seconds=seconds, limit_s=limit)
@@ -152,7 +169,15 @@ class Session:
         if kind == "ended":
             state = "" if record["state"] == "done" else f"{record['state'].upper()}: "
             self.say(f"  {what}: {state}{record['says'] or 'done'} ({record['seconds']:.1f} s)")
+        elif kind == "judged":
+            name = f"{record['op']}/{record['implementation']}"
+            if record["right"] and not record["wrong"]:
+                self.settings = replace(self.settings, right=(*self.settings.right, name))
+        elif kind == "failed":
+            self.say(f"  FAILED: {record['op']}/{record['by']} at {record['width']}: {record['why']}")
         elif kind == "wrong":
+            if record.get("part") == "right":
+                self.settings = replace(self.settings, wrong=(*self.settings.wrong, record["item"]))
             self.say(f"  WRONG: {record['what']}: {record['why']}")
         elif kind == "not run":
             self.say(f"  not run: {record['what']}: {record['why']}")
@@ -163,9 +188,9 @@ class Session:
         """What the facts are for: the files' name, and the ceilings of the other parts."""
         name, value = record["name"], record["value"]
         if name == "slug":
-            every = {part.name for part in PARTS}
-            chosen = "" if every <= set(self.parts) else "-" + "-".join(self.parts)
-            self.records.named(f"{'dry' if self.settings.dry else value}{chosen}")
+            self.records.named(value)
+        elif name == "uuid":
+            self._uuid = value
         elif name == "memory free":
             self.settings = replace(self.settings, free=value)
         elif name == "copy bandwidth":

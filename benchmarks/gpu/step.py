@@ -147,7 +147,9 @@ def train(name: str, model: Model, precision: str, folder: Path, context: Contex
     made, first_s = first_step(fitting, folder, context)
     recipe = made.recipe
     context.number("batch", f"{recipe.batch.sequences} × {recipe.model.context:,} tokens")
-    aim = aims.FIRST_STEP_S if name == "1b" else None
+    for one in made.run.kernels:
+        context.send("computing", op=one.op, chosen=one.chosen, by=one.by, why=one.why)
+    aim = aims.FIRST_STEP_S if name == "1b" and recipe.precision == "bf16" else None
     context.number("first step, cold", first_s, "s", **aimed(first_s, aim, least=False))
     speed(name, made, context)
     if settings.device == "cpu":
@@ -231,21 +233,23 @@ def speed(name: str, made: Stepper, context: Context) -> None:
         "s",
         note=f"median of {len(each)} blocks of {at_once}, {min(each) * 1e3:.1f} to {max(each) * 1e3:.1f} ms",
     )
-    context.number("speed", rate, "tokens/s", **aimed(rate, aims.tokens_aim(name, card)))
+    bf16 = recipe.precision == "bf16"  # the aims are of it
+    sheet = "MFU of the data sheet" if bf16 else "MFU of the bf16 data sheet"
+    context.number("speed", rate, "tokens/s", **aimed(rate, aims.tokens_aim(name, card) if bf16 else None))
     flops = rate * recipe.model.flops_per_token()
     context.number("model FLOP rate", flops, "FLOP/s")
     if settings.product_rate:
-        context.number("MFU of the measured product rate", flops / settings.product_rate, "share")
+        context.number("MFU of the measured bf16 product rate", flops / settings.product_rate, "share")
     if cuda:
         gpu = gpu_named(card)
         if gpu is None:
-            context.not_run(f"{context.item}: MFU of the data sheet", f"no data sheet of {card!r} is known")
+            context.not_run(f"{context.item}: {sheet}", f"no data sheet of {card!r} is known")
         else:
             context.number(
-                "MFU of the data sheet",
+                sheet,
                 flops / gpu.peak_flops,
                 "share",
-                **aimed(flops / gpu.peak_flops, aims.mfu_aim(name, card)),
+                **aimed(flops / gpu.peak_flops, aims.mfu_aim(name, card) if bf16 else None),
             )
         taken = float(torch.cuda.max_memory_allocated())
         total = torch.cuda.mem_get_info()[1]

@@ -3,8 +3,8 @@
 Reads JSON lines from standard input: the settings, then an item with its seconds at a time. Writes to the file descriptor ``FD``: the
 part's items first, then records, then "ended" for each item. What anything prints goes to the run's log.
 
-``FACTORY_BENCH_GPU_PLANT=package.module`` is for tests: the module is imported before the part, and may plant a broken implementation
-into ``kernels.contract.registry.OPS``.
+``FACTORY_BENCH_GPU_PLANT=package.module`` is for tests, with --dry alone: the module is imported before the part, and may plant a broken
+implementation into ``kernels.contract.registry.OPS``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from typing import IO, Any
 
 from benchmarks.gpu import needs
-from benchmarks.gpu.parts import PARTS, Part, Settings
+from benchmarks.gpu.parts import PARTS, PLANT, Part, Settings
 
 FAULTS = (
     "CUDA error",
@@ -60,9 +60,9 @@ class Context:
     def number(self, name: str, value: Any, unit: str = "", **more: Any) -> None:
         self.send("number", name=name, value=value, unit=unit, **more)
 
-    def at(self, what: str) -> None:
-        """What begins now: named where the process ends in it."""
-        self.send("at", what=what)
+    def at(self, what: str, ours: bool = False) -> None:
+        """What begins now: named where the process ends in it. ``ours``: a kernel of this repository's is timed."""
+        self.send("at", what=what, ours=ours)
 
     def not_run(self, what: str, why: str) -> None:
         self.send("not run", what=what, why=why)
@@ -89,7 +89,7 @@ def serve(part: Part, lines: IO[str], out: IO[str]) -> int:
     settings = replace(told, device=told.device.partition(":")[0])  # which one, CUDA_VISIBLE_DEVICES says
     context = Context(part, settings, out)
     try:
-        if planted := os.environ.get("FACTORY_BENCH_GPU_PLANT"):
+        if settings.dry and (planted := os.environ.get(PLANT)):
             importlib.import_module(planted)
         module = importlib.import_module(f"benchmarks.gpu.{part.module or part.name}")
         items = module.items(settings)
@@ -105,7 +105,9 @@ def serve(part: Part, lines: IO[str], out: IO[str]) -> int:
         try:
             module.run(asked["item"], context)
         except ImportError as error:
-            context.not_run(asked["item"], needs.why(error))
+            state = "not run"
+            context.says = needs.why(error)
+            context.not_run(asked["item"], context.says)
         except Exception as error:  # compilers and drivers raise what they like: it costs this item
             traceback.print_exc()
             if poisoned(error):

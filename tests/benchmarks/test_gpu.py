@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import io
 import json
 import os
 import re
@@ -18,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import needs, page, pool, records, shapes, winners
+from benchmarks.gpu import facts, needs, page, pool, records, shapes, watch, winners
 from benchmarks.gpu.fast import floor
-from benchmarks.gpu.parts import NAMES
+from benchmarks.gpu.parts import NAMES, PARTS, Settings
 from benchmarks.gpu.right import on_cuda
 from benchmarks.gpu.step import ITEMS
 from kernels.contract.registry import OPS
@@ -77,7 +78,19 @@ def test_every_part_runs_and_what_it_found_is_in_the_files(dry: Ran) -> None:
     assert dry.code == 0, dry.told
     assert {part["part"]: part["state"] for part in document["parts"]} == dict.fromkeys(NAMES, "done")
     assert document["label"] == "dry: tiny sizes on a CPU, tells nothing of speed" and document["label"] in dry.report
-    assert document["right"] and document["headline"].startswith("Right: ") and document["headline"] in dry.report
+    judged = document["judged"]
+    count = sum(record["checks"] for record in judged)
+    says = f"Right: {sum(record['right'] for record in judged):,} of {count:,} checks of {len(judged)} implementations; none run: "
+    assert document["right"] is True and document["headline"].startswith(says) and document["headline"] in dry.report
+    assert (
+        document["none_run"] == ["attention/varlen", "attention/flex"]
+        and "| attention | flex | **none** |" in dry.report
+    )
+    assert {(record["item"], record["op"]) for record in document["computing"]} >= {("1b bf16", op) for op in OPS}
+    assert "adamw: fused" in dry.report and "fallback" not in document["headline"]
+    name = re.escape(document["facts"]["commit"]["value"][:7]) + "(-changed)?"
+    assert sorted(path.suffix for path in dry.out.iterdir()) == [".json", ".jsonl", ".log", ".md"]
+    assert all(re.fullmatch(f"dry-{name}", path.stem) for path in dry.out.iterdir()), "whole: no '-partial'"
     assert not [item for item in document["items"] if item["state"] != "done"]
     facts = document["facts"]
     assert facts["torch"]["value"] == torch.__version__ and re.match(r"[0-9a-f]{40}|unknown", facts["commit"]["value"])
@@ -113,13 +126,42 @@ def test_the_table_has_every_op_at_every_width_beside_torch(dry: Ran) -> None:
     lost = " ".join(dry.lost(part="fast"))
     for rival in ("Liger-Kernel", "quack"):
         assert rival in lost or any(rival in name for names in by.values() for name in names), rival
-    kept = dry.document["keep_or_replace"]
-    assert {(verdict["op"], verdict["width"]) for verdict in kept} == by.keys()
     rows = [
         line for line in dry.report.partition("## Fast")[2].partition("\n## ")[0].splitlines() if line.startswith("| ")
     ]
     assert len(rows) == 1 + len(timed) and all(row.count(" | ") == rows[0].count(" | ") for row in rows[1:])
-    assert sum("| **" in row for row in rows) == len(by), "one winner each"
+    assert not any("| **" in row for row in rows), "tiny sizes on a CPU: nothing wins"
+
+
+def test_a_dry_run_compares_nothing_and_a_real_one_would(dry: Ran) -> None:
+    assert dry.report.startswith("# DRY RUN: ") and dry.document["run"]["dry"]
+    assert not dry.document["decisions"] and not dry.document["keep_or_replace"]
+    assert "## Verdict" not in dry.report and "## Published marks" not in dry.report
+    every = real(records.read(next(dry.out.glob("*.jsonl"))))
+    document, report = page.document(every), page.markdown(every)
+    assert "DRY RUN" not in report and "## Published marks" in report
+    timed = {(row["op"], row["width"]) for row in document["timed"]}
+    assert {(verdict["op"], verdict["width"]) for verdict in document["keep_or_replace"]} == timed
+    assert [decision["op"] for decision in document["decisions"]] == list(
+        dict.fromkeys(op for op, _ in timed_in(every))
+    )
+    assert {d["change"] for d in document["decisions"] if d["op"] in ("swiglu", "embedding")} == {"yes"}, "interpreted"
+    table = report.partition("## Fast")[2].partition("\n## ")[0]
+    assert sum("| **" in row for row in table.splitlines()) == len(timed), "one winner each"
+
+
+def timed_in(every: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(record["op"], record["width"]) for record in every if record["kind"] == "timed"]
+
+
+def real(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of a dry run, as if a GPU's."""
+    return [
+        record
+        | ({"dry": False} if record["kind"] == "run" else {})
+        | ({"value": "cuda-sm90-card"} if record.get("name") == "class" else {})
+        for record in every
+    ]
 
 
 def test_every_step_and_every_link_of_the_chain_says_something(dry: Ran) -> None:
@@ -141,6 +183,8 @@ def test_a_run_that_is_cut_leaves_what_there_was(tmp_path: Path) -> None:
         command(tmp_path), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         waited(lambda: '"judged"' in "".join(path.read_text() for path in tmp_path.glob("*.jsonl")), process)
+        (lines,) = tmp_path.glob("*-partial.jsonl")
+        unfinished = page.markdown(records.read(lines))  # as kill -9 would leave it
         process.send_signal(signal.SIGTERM)
         said, told = process.communicate(timeout=PATIENCE_S)
     ran = Ran(process.returncode, said, told, tmp_path)
@@ -148,13 +192,17 @@ def test_a_run_that_is_cut_leaves_what_there_was(tmp_path: Path) -> None:
     document = ran.document
     states = {part["part"]: (part["state"], part["why"]) for part in document["parts"]}
     assert states.keys() == set(NAMES)
+    assert (
+        f"**Not finished; parts missing: {', '.join(NAMES[1:])}.**" in unfinished and "Not finished" not in ran.report
+    )
+    assert {path.stem for path in tmp_path.iterdir()} == {lines.stem}, "a cut run is a partial one"
     assert states["right"] == ("cut", "by SIGTERM") and states["facts"][0] == "done"
     assert all(states[name] == ("not run", "the run was cut by SIGTERM") for name in NAMES[2:])
     assert document["judged"] and "**Cut by SIGTERM in the part 'right'" in ran.report
 
 
 def test_what_is_wrong_crashes_or_hangs_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    ran = run(tmp_path, "--parts", "right", "--minutes", "2", FACTORY_BENCH_GPU_PLANT="tests.benchmarks.planted")
+    ran = run(tmp_path, "--parts", "right,fast", "--minutes", "3", FACTORY_BENCH_GPU_PLANT="tests.benchmarks.planted")
     document = ran.document
     assert ran.code == 1, ran.told
     wrong = {record["what"]: record["why"] for record in document["wrong"]}
@@ -165,21 +213,46 @@ def test_what_is_wrong_crashes_or_hangs_is_named_and_the_rest_goes_on(tmp_path: 
         "rms_norm/raises": "done",
         "rms_norm/wrong": "done",
         "rms_norm/sound": "done",
+        "rms_norm/unchecked": "done",
     }
     assert "SIGABRT" in wrong["rms_norm/crashes"] and "(in: small bfloat16 normal)" in wrong["rms_norm/crashes"]
     assert "planted: it does not compile" in wrong["rms_norm/raises small bfloat16 normal"]
     assert "output 0: rms 0.5" in wrong["rms_norm/wrong small float32 normal"]
     assert not any("hangs" in what or "sound" in what for what in wrong)
+    assert "output 0: rms 0.5" in wrong["rms_norm/late, a small case before it was timed"], "'right' has not judged it"
     assert "killed after" in ran.lost(part="right")["rms_norm/hangs"]
     judged = {record["implementation"]: record for record in document["judged"]}
     assert judged["sound"]["right"] == 6 and judged["wrong"]["right"] == 1, "of no rows nothing is wrong"
-    assert document["headline"].startswith("WRONG: rms_norm/crashes") and not document["right"]
+    assert document["headline"].startswith("WRONG: rms_norm/crashes") and document["right"] is False
+    assert document["none_run"] == ["rms_norm/hangs", "rms_norm/unchecked"] and "none run: " in document["headline"]
+    assert "FAILED: rms_norm/raises at 32: RuntimeError: planted: it does not compile" in document["headline"]
     assert ran.report.splitlines()[4] == f"**{document['headline']}**"
+    assert "`tests.benchmarks.planted` was planted" in ran.report
+    assert {path.stem[-8:] for path in tmp_path.iterdir()} == {"-partial"}, "not all parts"
+
+    failed = {(record["by"], record["width"]): record["why"] for record in document["failed"]}
+    assert failed.keys() == {("raises", 32), ("raises", 16), ("crashes", 16)} and "SIGABRT" in failed["crashes", 16]
+    every = [
+        r | {"both_s": 1e-9} if r.get("by") in ("wrong", "late") else r
+        for r in records.read(next(tmp_path.glob("*.jsonl")))
+    ]
+    report = page.markdown(real(every))
+    fast = report.partition("## Fast")[2].partition("\n## ")[0].splitlines()
+    of = {
+        by: next(line for line in fast if f"| {by} |" in line and "| 32 |" in line)
+        for by in ("wrong", "late", "crashes")
+    }
+    assert all("**wrong: not compared**" in line for line in of.values()), "however fast, a wrong one does not win"
+    verdict = next(v["says"] for v in page.document(real(every))["keep_or_replace"] if v["width"] == 32)
+    assert "late is wrong: not compared; wrong is wrong: not compared" in verdict and "ours failed: raises: " in verdict
+    assert not verdict.startswith(("keep wrong", "keep late"))
+    assert "does not run" not in verdict and "ours failed: raises" in report.partition("## Verdict")[2]
 
 
 def test_too_little_memory_skips_by_name(tmp_path: Path) -> None:
     ran = run(tmp_path, "--parts", "fast,step", "--memory", "1e-8")
-    assert ran.code == 0 and not ran.document["timed"] and not ran.document["numbers"]
+    assert ran.code == 3 and ran.document["right"] is None and ran.document["headline"] == "nothing was judged."
+    assert not ran.document["timed"] and not ran.document["numbers"]
     lost = ran.lost(part="fast") | ran.lost(part="step")
     for name in (*(f"{op} at width 32" for op in OPS), "1b bf16", "0.6b bf16"):
         assert lost[name].startswith("too little memory: "), name
@@ -190,11 +263,12 @@ def test_without_pydantic_four_wheels_are_named_and_kernels_are_judged(tmp_path:
     blocked.mkdir(parents=True)
     (blocked / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'pydantic'\", name='pydantic')\n")
     planted = tmp_path / "blocked" / "planted_few.py"  # of the ops that are judged, one
-    planted.write_text("from benchmarks.gpu import right\nfew = right.on_cuda()[:2]\nright.on_cuda = lambda: few\n")
+    planted.write_text("from benchmarks.gpu import right\nfew = right.on_cuda()[-2:]\nright.on_cuda = lambda: few\n")
     words = ("--parts", "right,step,chain", "--out", str(tmp_path / "out"))
     ran = run(tmp_path / "out", *words, PYTHONPATH=str(tmp_path / "blocked"), FACTORY_BENCH_GPU_PLANT="planted_few")
     assert ran.code == 0, ran.told
     (why,) = ran.lost(part="facts").values()
+    assert why in ran.report.partition("## ")[0], "at the top"
     pins = (ROOT / "constraints.txt").read_text().replace("_", "-")
     assert len(needs.wheels()) == 4
     assert all(wheel in why and f"\n{wheel}\n" in pins for wheel in needs.wheels())
@@ -202,6 +276,7 @@ def test_without_pydantic_four_wheels_are_named_and_kernels_are_judged(tmp_path:
     states = {part["part"]: part for part in ran.document["parts"]}
     assert states["right"]["state"] == "done" and ran.document["judged"]
     assert states["step"]["state"] == "not run" and "pydantic is missing" in states["step"]["why"]
+    assert states["chain"]["state"] == "not run" and states["chain"]["why"].endswith(": 4 not run")
     assert set(ran.lost(part="chain").values()) == {"pydantic is missing here: carry four wheels, as 'facts' says"}
 
 
@@ -217,10 +292,16 @@ def test_without_a_device_one_line_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--parts", "fst"), "there is no part 'fst'"),
-        (("--minutes", "0"), "0 is no time"),
+        (("--parts", "fst"), "--parts: there is no part 'fst'"),
+        (("--parts", ","), "--parts: names no part"),
+        (("--minutes", "0.1"), "--minutes: expected a number, at least 1; got '0.1'"),
+        (("--minutes", "nan"), "--minutes: expected a number, at least 1; got 'nan'"),
+        (("--memory", "0"), "--memory: expected a number, more than 0; got '0'"),
         (("--device", "cpu"), "--dry"),
+        (("--device", "cuda:x"), "'cuda:x' is no CUDA device"),
         (("--render", "/none/such.jsonl"), "cannot be read"),
+        (("--render", __file__), "is not the .jsonl of a run of benchmarks.gpu"),
+        (("--dry", "--out", __file__), "--out: "),
     ],
 )
 def test_a_wrong_word_is_refused_in_one_line(
@@ -233,6 +314,22 @@ def test_a_wrong_word_is_refused_in_one_line(
     assert message in said.err and said.err.count("\n") == 1 and not said.out
 
 
+def test_what_is_planted_is_for_dry_runs_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from benchmarks.gpu.__main__ import main
+
+    monkeypatch.setenv("FACTORY_BENCH_GPU_PLANT", "tests.benchmarks.planted")
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "it is for --dry alone" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_parts_run_in_their_order_and_once() -> None:
+    from benchmarks.gpu.__main__ import parts_of
+
+    assert parts_of("step, right,step") == ["right", "step"]
+
+
 def waited(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     ends = time.monotonic() + PATIENCE_S
     while not ready():
@@ -241,7 +338,7 @@ def waited(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 # -- what needs no process -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("module", [page, pool, winners], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [page, pool, watch, winners], ids=lambda module: module.__name__)
 def test_examples_hold(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed
@@ -249,7 +346,7 @@ def test_examples_hold(module: Any) -> None:
 
 def row(by: str, side: str, low: float, median: float, high: float, comparable: bool = True) -> dict[str, Any]:
     times = {"low_s": low, "both_s": median, "high_s": high, "note": "" if comparable else "sees more"}
-    return {"op": "swiglu", "width": 1024, "by": by, "side": side, "comparable": comparable} | times
+    return {"op": "swiglu", "width": 1024, "by": by, "side": side, "comparable": comparable, "wrong": ""} | times
 
 
 @pytest.mark.parametrize(
@@ -258,7 +355,7 @@ def row(by: str, side: str, low: float, median: float, high: float, comparable: 
         ([row("triton", "ours", 0.9, 1, 1.1), row("eager", "torch", 1.9, 2, 2.1)], "keep triton: 2.00", True),
         (
             [row("triton", "ours", 1.9, 2, 2.1), row("liger", "Liger", 0.9, 1, 1.1)],
-            "replace triton by liger (Liger)",
+            "liger (Liger) wins: triton, the best of ours, is 0.50",
             False,
         ),
         ([row("triton", "ours", 0.9, 1, 1.5), row("eager", "torch", 1.2, 1.3, 1.4)], "no clear winner: triton", False),
@@ -273,7 +370,7 @@ def row(by: str, side: str, low: float, median: float, high: float, comparable: 
             "SDPA (2.00 times as fast; sees more)",
             True,
         ),
-        ([row("eager", "torch", 1, 1, 1)], "nothing of ours was timed; fastest: eager", False),
+        ([row("eager", "torch", 1, 1, 1)], "nothing right of ours was timed; fastest: eager", False),
     ],
 )
 def test_ours_is_kept_where_it_wins_by_more_than_the_spread(rows: list[dict[str, Any]], says: str, keep: bool) -> None:
@@ -304,7 +401,7 @@ def test_shapes_shrink_to_the_memory_before_they_are_refused() -> None:
 def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     whole = records.Records(tmp_path)
     whole.add("run", command="x", began="", limit_s=60, label="")
-    whole.named("card")
+    whole.named("card-abcdef0")
     whole.add("wrong", part="right", item="a/b", what="a/b", why="off")
     whole.add("number", part="step", item="1b bf16", name="speed", value=float("nan"), unit="tokens/s")
     with open(whole.lines, "a") as torn:
@@ -314,5 +411,120 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     busy = whole.add("number", part="facts", item="card", name="busy", value="9.0 GB of its memory are taken", unit="")
     assert "**The card was busy: 9.0 GB of its memory are taken." in page.markdown([*found, busy])
     assert page.document(found)["busy"] == ""
-    assert page.headline(found) == "WRONG: a/b: off" and "not measured" in page.markdown(found)
+    assert page.headline(found) == "WRONG: a/b: off." and "not measured" in page.markdown(found)
     whole.close()
+
+
+def written(out: Path, complete: bool, began: str) -> records.Records:
+    made = records.Records(out)
+    made.add("run", command="x", began=began, limit_s=60, label="")
+    made.named("card-abcdef0")
+    made.finish(complete)
+    made.close()
+    return made
+
+
+def test_only_a_whole_run_replaces_an_older_one_and_says_so(tmp_path: Path) -> None:
+    written(tmp_path, True, "Monday")
+    assert {path.name for path in tmp_path.iterdir()} == {f"card-abcdef0.{kind}" for kind in ("md", "json", "jsonl")}
+    for name in ("card-abcdef0-partial", "card-abcdef0-partial-2"):
+        cut = written(tmp_path, False, "Tuesday")
+        assert cut.markdown == tmp_path / f"{name}.md" and "Replaces" not in cut.markdown.read_text()
+    assert "Monday" in (tmp_path / "card-abcdef0.md").read_text()
+    report = written(tmp_path, True, "Wednesday").markdown.read_text()
+    assert "Wednesday" in report and "Replaces card-abcdef0.md of Monday." in report
+    assert {path.stem for path in tmp_path.iterdir()} == {
+        "card-abcdef0",
+        "card-abcdef0-partial",
+        "card-abcdef0-partial-2",
+    }
+
+
+def test_a_changed_tree_is_named_by_what_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "ROOT", tmp_path)
+    assert facts.commit() == ("unknown: no git here (--commit says it)", "unknown")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    code = tmp_path / "code.py"
+    code.write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (results / "card.md").write_text("what a run writes")
+    head, name = facts.commit()
+    assert re.fullmatch("[0-9a-f]{40}", head) and name == head[:7]
+    said = set()
+    for change in (
+        lambda: code.write_text("2"),
+        lambda: (tmp_path / "new.py").write_text("3"),
+        lambda: code.write_text("4"),
+    ):
+        change()
+        about, name = facts.commit()
+        assert name == f"{head[:7]}-changed" and re.fullmatch(f"{head} and changes [0-9a-f]{{7}}", about)
+        said.add(about)
+    assert len(said) == 3
+
+
+@pytest.mark.parametrize(
+    ("states", "state"),
+    [(["done", "hung"], "done"), (["hung", "failed"], "failed"), (["not run"], "not run"), ([], "done")],
+)
+def test_a_part_of_which_no_item_was_done_is_not_done(states: list[str], state: str) -> None:
+    part = pool.Pool(PARTS[3], Settings("cpu"), {}, None, lambda record: None, lambda: False)  # type: ignore[arg-type]
+    part.states = dict(zip("abc", states))
+    assert part._all_ended().state == state
+
+
+def computing(chosen: str, by: str) -> dict[str, Any]:
+    return {
+        "kind": "computing",
+        "part": "step",
+        "item": "1b bf16",
+        "op": "attention",
+        "chosen": chosen,
+        "by": by,
+        "why": "no",
+    }
+
+
+def test_a_fallback_in_the_step_is_bold_and_in_the_headline() -> None:
+    timed = {"kind": "number", "part": "step", "item": "1b bf16", "name": "first step, cold", "value": 1.0, "unit": "s"}
+    run = {"kind": "run", "command": "", "began": "", "limit_s": 60}
+    every = [run, computing("varlen, flex, reference", "flex"), timed]
+    assert "| **attention: flex, for varlen** |" in page.markdown(every)
+    assert "fallback in the step: attention by flex for varlen (1b bf16)" in page.headline(every)
+    sound = [run, computing("varlen", "varlen"), timed]
+    assert "| attention: varlen |" in page.markdown(sound) and "fallback" not in page.headline(sound)
+
+
+def test_another_process_before_a_part_is_in_the_headline() -> None:
+    look = {
+        "kind": "look",
+        "part": "fast",
+        "when": "before",
+        "clock": 1980.0,
+        "power": 71.2,
+        "temperature": None,
+        "processes": 2,
+    }
+    every = [{"kind": "run", "command": "", "began": "", "limit_s": 60}, look]
+    assert page.headline(every) == "nothing was judged; the card was busy: 2 other processes before the part 'fast'."
+    assert "before 'fast' 1980 MHz, 71 W, – °C." in page.markdown(every)
+
+
+@pytest.mark.parametrize(
+    ("again", "wrong"),
+    [((97, 97, 0.0), True), ((90, 97, 0.001), False)],
+    ids=["the device repeats itself", "it does not"],
+)
+def test_a_resumed_run_is_wrong_where_only_it_differs(again: tuple[int, int, float], wrong: bool) -> None:
+    from benchmarks.gpu import chain
+    from benchmarks.gpu.worker import Context
+
+    out = io.StringIO()
+    chain.compared((80, 97, 0.5), again, Context(PARTS[-1], Settings("cpu"), out))
+    found = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert ["17 of 97 tensors differ" in record["why"] for record in found if record["kind"] == "wrong"] == [
+        True
+    ] * wrong
