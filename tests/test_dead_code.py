@@ -34,10 +34,6 @@ CALLED_BY_LIBRARIES = {
 # name: why it stays though nothing but tests names it
 ALLOWED = {
     "OP": "kernels.contract.registry imports the folder of each op by name",
-    "get_current_target": "triton asks its driver, in whose place kernels.contract.ahead puts its own; as the next three",
-    "get_current_device": "triton asks its driver",
-    "get_current_stream": "triton asks its driver",
-    "get_benchmarker": "triton asks its driver",
     "cut": "says which positions a piece of a document has; document_stream computes the same for whole arrays",
 }
 

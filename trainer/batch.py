@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
+from kernels.contract.op import stretches_bound
 from trainer.contract.data.data_order import DataOrder, Row
 
 PADDING = -1  # document number of positions that hold nothing
-LEAST_STRETCHES = 64
 DTYPES = {
     "tokens_BT": torch.int64,
     "targets_BT": torch.int64,
@@ -61,12 +61,12 @@ class Batch:
 
     def split(self, rows: int | None) -> list[dict[str, Any]]:
         """Micro-batches of ``rows`` rows (None: one of all) as what the loss takes: tensors, and ``stretches``, which bounds
-        those of each: a power of two, so that compiled code meets few of them."""
+        those of each."""
         tensors = {n: v for n, v in vars(self).items() if isinstance(v, Tensor)}
         size = rows or len(self.tokens_BT)
         parts = {name: value.split(size) for name, value in tensors.items()}
         most = max((sum(self.stretches_B[at : at + size]) for at in range(0, len(self.stretches_B), size)), default=0)
-        stretches = max(LEAST_STRETCHES, 1 << (most - 1).bit_length())
+        stretches = stretches_bound(most)
         return [
             {name: part[i] for name, part in parts.items()} | {"stretches": stretches}
             for i in range(len(parts["tokens_BT"]))

@@ -22,9 +22,12 @@ from trainer.run import Run
 MEDIAN_TOKENS = 250
 
 
-def make_run(recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile: bool) -> Run:
+def make_run(
+    recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile: bool, whole_rows: bool = False
+) -> Run:
     """A fresh run of ``steps`` steps with its token shard in ``folder``. ``compile`` overrides the recipe; without it every
-    step executes its lines, and no CUDA graph is replayed. ``precision: auto`` is the fastest on this device.
+    step executes its lines, and no CUDA graph is replayed. ``precision: auto`` is the fastest on this device. ``whole_rows``: a
+    document is a row, and every token carries loss, as in most published measurements: attention has its whole triangle to compute.
 
     Raises: TrainerError, KernelError.
     """
@@ -32,7 +35,7 @@ def make_run(recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile
     recipe = recipe if compile else recipe.model_copy(update={"cuda_graphs": "off"})
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(
-        folder, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
+        folder, documents(recipe, wanted, whole_rows), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
     )
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
     plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
@@ -48,14 +51,15 @@ def smallest(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": model, "batch": batch})
 
 
-def documents(recipe: Recipe, tokens: int) -> Iterator[TokenizedDocument]:
-    """Random documents, ``tokens`` tokens of them or a little more."""
+def documents(recipe: Recipe, tokens: int, whole_rows: bool = False) -> Iterator[TokenizedDocument]:
+    """Random documents, ``tokens`` tokens of them or a little more. A document of T + 1 tokens fills a row of T positions."""
     generator = np.random.default_rng(recipe.seed)
     made = number = 0
     while made < tokens:
         length = int(np.clip(generator.lognormal(np.log(MEDIAN_TOKENS), 0.8), 8, 4096))
+        length = recipe.model.context + 1 if whole_rows else length
         mask = np.ones(length, np.bool_)
-        if number % 3 == 0:
+        if number % 3 == 0 and not whole_rows:
             mask[: int(length * 0.6)] = False
         ids = generator.integers(0, recipe.model.vocab_size, length, dtype=np.uint32)
         yield TokenizedDocument(

@@ -35,7 +35,7 @@ SWITCHED = ("adamw", "reference", "fused")
 
 
 def items(settings: Settings) -> list[Item]:
-    return [Item("resume", 1.5), Item("profiler"), Item("sandbox"), Item("gate")]
+    return [Item("profiler"), Item("sandbox"), Item("gate"), Item("resume", 3.0)]
 
 
 def run(item: str, context: Context) -> None:

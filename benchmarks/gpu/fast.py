@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu import shapes, timing
 from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.right import ORDER, compile_every_shape, interpreter_is_too_old, round_as_a_gpu
-from benchmarks.gpu.rivals import Rival, Unavailable, disagreement, rivals
+from benchmarks.gpu.rivals import WHOLE_ROWS, Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
 from kernels.contract.op import Case, Inputs, Op, Shape
 from kernels.contract.oracle import judge, outcome
@@ -43,14 +43,35 @@ class Timed:
     of: str
 
 
-def floor(op: Op, shape: Shape, copy_rate: float | None, product_rate: float | None) -> tuple[float, str] | None:
-    """(seconds that a forward and backward takes at least, 'copy' or 'product'); None where the ceilings were not measured."""
+def floor(
+    op: Op, shape: Shape, copy_rate: float | None, product_rate: float | None, executed: float = 1.0
+) -> tuple[float, str] | None:
+    """(seconds that a forward and backward takes at least, 'copy' or 'product'); None where the ceilings were not measured.
+
+    ``executed``: the share of the op's FLOPs that its inputs ask for.
+    """
     if not copy_rate or not product_rate:
         return None
     cost = op.cost(shape, shapes.dtype_of(op).itemsize)
     moving = (cost.forward_bytes + cost.backward_bytes) / copy_rate
-    computing = (cost.forward_flops + cost.backward_flops) / product_rate
+    computing = executed * (cost.forward_flops + cost.backward_flops) / product_rate
     return (moving, "copy") if moving >= computing else (computing, "product")
+
+
+def executed(op: Op, inputs: Inputs) -> float:
+    """Of attention, the share of the rows' causal triangles that lies within documents; of other ops all.
+
+    >>> executed(OPS["attention"], (None, None, None, torch.tensor([[0, 0, 1, 1]])))
+    0.6
+    """
+    if op.name != "attention":
+        return 1.0
+    document_BT = inputs[3]
+    T = document_BT.shape[1]
+    lengths: Any = torch.bincount(
+        (document_BT + T * torch.arange(len(document_BT), device=document_BT.device)[:, None]).flatten()
+    )
+    return float((lengths * (lengths + 1)).sum()) / (len(document_BT) * T * (T + 1))
 
 
 def drawn(op: Op, shape: Shape, device: str, seed: int = 0) -> Inputs:
@@ -97,7 +118,8 @@ def timed(rival: Rival, op: Op, shape: Shape, settings: Settings) -> Timed:
     both = timing.took([call for _, call in calls], device, seconds, least, most)
     forward = timing.took([call for call, _ in calls], device, seconds, least, most) if op.gradients else both
     host_s = timing.host_seconds(calls[0][1], device, 1 if dry else timing.LAUNCHES)
-    least_time = floor(op, shape, settings.copy_rate, settings.product_rate)
+    asked = 1.0 if rival.name == WHOLE_ROWS else executed(op, sets[0])
+    least_time = floor(op, shape, settings.copy_rate, settings.product_rate, asked)
     share, of = (least_time[0] / both.median, least_time[1]) if least_time else (None, "")
     return Timed(forward, both, host_s, share, of)
 

@@ -132,7 +132,8 @@ class Pool:
     def run(self, seconds: float) -> Outcome:
         deadline = time.monotonic() + seconds
         try:
-            self._start()
+            for _ in range(self.part.workers):  # at once: each imports torch for some seconds
+                self._start()
             while True:
                 if self.stopped():
                     return Outcome("cut")
@@ -222,7 +223,8 @@ class Pool:
                 self._unstarted = message["why"]
             elif kind == "poisoned":
                 self._lost(worker, "crashed", f"the device failed: {message['why']}")
-                worker.item = None
+                self._drop(worker)  # at once: it must not be given another item on its way out
+                return
             elif kind == "at":
                 worker.at, worker.ours = message["what"], message["ours"]
             else:

@@ -21,6 +21,7 @@ from kernels.contract.op import Implementation, Inputs, Op
 Function = Callable[..., Any]
 NOT_OURS = ("reference", "compiled")  # implementations that are torch's
 ALIKE = 0.03  # relative error to the reference, in bf16, within which a rival computes the op
+WHOLE_ROWS = "SDPA over whole rows"
 NO_Z_LOSS = "without z-loss"
 
 
@@ -132,9 +133,7 @@ TORCH: dict[str, tuple[Rival, ...]] = {
         Rival("F.linear_cross_entropy", "torch", linear_cross_entropy, f"{NO_Z_LOSS}; per-token losses left out"),
     ),
     "attention": (
-        Rival(
-            "SDPA over whole rows", "torch", given(whole_rows), "sees across documents: another function", judged=False
-        ),
+        Rival(WHOLE_ROWS, "torch", given(whole_rows), "sees across documents: another function", judged=False),
     ),
     "newton_schulz": (Rival("optim.Muon", "torch", muon, "with momentum, decay and update", judged=False),),
 }

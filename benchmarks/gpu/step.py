@@ -50,9 +50,11 @@ ITEMS = (
     ("1b bf16", 3.0),
     ("100m bf16", 1.5),
     ("1b fp8", 1.5),
+    ("100m graphs", 1.0),
     ("100m checkpoint", 1.0),
     ("1b checkpoint", 1.5),
 )
+GRAPHED_ROWS = 4  # of a step that waits for its host
 LATER = 30.0  # seconds that an item needs left for what is worth less
 
 
@@ -71,7 +73,7 @@ class Stepper:
 
 def stepper(recipe: Recipe, folder: Path, *, compile: bool = True) -> Stepper:
     """Raises: TrainerError, KernelError."""
-    run = make_run(recipe, KERNELS, folder, steps=MADE, compile=compile)
+    run = make_run(recipe, KERNELS, folder, steps=MADE, compile=compile, whole_rows=True)
     return Stepper(run, prefetch(run.order, MADE, pin=run.ranks.device.type == "cuda"), recipe)
 
 
@@ -128,6 +130,8 @@ def run(item: str, context: Context) -> None:
     with tempfile.TemporaryDirectory(dir=context.settings.scratch or None) as folder:
         if what == "checkpoint":
             save_and_step(name, model, Path(folder), context)
+        elif what == "graphs":
+            with_graphs(name, model, Path(folder), context)
         else:
             train(name, model, what, Path(folder), context)
 
@@ -260,6 +264,28 @@ def speed(name: str, made: Stepper, context: Context) -> None:
 def aimed(value: float, aim: float | None, least: bool = True) -> dict[str, Any]:
     """The fields of a number that has an aim."""
     return {} if aim is None else {"aim": aim, "holds": value >= aim if least else value <= aim}
+
+
+def with_graphs(name: str, model: Model, folder: Path, context: Context) -> None:
+    """A small micro-batch with and without CUDA graphs: are they recorded, and what do they gain?"""
+    settings = context.settings
+    if settings.device == "cpu":
+        context.not_run(context.item, "CUDA graphs need a device")
+        return
+    seconds = {}
+    for graphs in ("off", "on"):
+        recipe = model.recipe(name, "bf16", GRAPHED_ROWS).model_copy(update={"cuda_graphs": graphs})
+        made = stepper(recipe, folder / graphs)
+        seconds_of(made.step, settings.device, WARM_UP, lambda: context.left)
+        each = seconds_of(made.step, settings.device, TIMES, lambda: context.left, AT_ONCE)
+        seconds[graphs] = statistics.median(each)
+        context.number(f"step, cuda_graphs: {graphs}", seconds[graphs], "s", note=f"{GRAPHED_ROWS} rows")
+        if made.run.graphs is not None:
+            context.number("replays", made.run.graphs.replays, "", note=made.run.graphs.why_not)
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
+    context.says = f"{seconds['off'] / seconds['on']:.2f} times as fast with graphs"
 
 
 def save_and_step(name: str, model: Model, folder: Path, context: Context) -> None:

@@ -31,6 +31,8 @@ FAULTS = (
     "unspecified launch failure",
 )
 
+REFUSALS = ("CUBLAS_STATUS", "out of memory")  # also "CUDA error: …", after which the device goes on
+
 
 class Context:
     """What an item is run with: the settings, its time, and where its findings go."""
@@ -81,7 +83,8 @@ def poisoned(error: BaseException) -> bool:
     """Is this process's device of no use after the error? A fault stays with the CUDA context, and all that follows raises too."""
     import torch
 
-    return not isinstance(error, torch.OutOfMemoryError) and any(fault in str(error) for fault in FAULTS)
+    refused = isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in REFUSALS)
+    return not refused and any(fault in str(error) for fault in FAULTS)
 
 
 def serve(part: Part, lines: IO[str], out: IO[str]) -> int:

@@ -224,13 +224,13 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
 
 
 def plain_kernels(policy: str) -> str:
-    """kernels.yaml with the untuned implementations in place of ``auto``."""
+    """kernels.yaml with the plain expressions in place of every choice: something is left to find."""
     from agents.core.yaml_edit import set_value
-    from kernels.contract.choice import untuned
+    from kernels.contract.choice import PLAIN
 
     for device, choice in yaml.safe_load(policy).items():
         for op in choice if isinstance(choice, dict) else ():
-            policy = set_value(policy, (device, op), untuned(op, device))
+            policy = set_value(policy, (device, op), PLAIN.get(op, "reference"))
     return policy
 
 

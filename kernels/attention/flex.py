@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from kernels.contract.op import lazily_compiled
+
+LEAST_HEAD_DIM = 16  # of torch's template (NotImplementedError below it, torch 2.11)
 
 make_blocks = lazily_compiled(create_block_mask)  # in eager it writes the whole [B, T, T]
 
@@ -36,7 +39,9 @@ def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Any) -> Tens
     if not q_BTHK.numel():
         return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
     blocks: Any = documents if isinstance(documents, BlockMask) else document_blocks(documents)
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-    o = flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+    K = q_BTHK.shape[-1]
+    zeros = (0, max(0, LEAST_HEAD_DIM - K))  # they change no score and no gradient
+    q, k, v = (F.pad(x, zeros).transpose(1, 2) if zeros[1] else x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+    o = flex_attention(q, k, v, block_mask=blocks, scale=K**-0.5, enable_gqa=q.shape[1] != k.shape[1])
     assert isinstance(o, Tensor)
-    return o.transpose(1, 2)
+    return o.transpose(1, 2)[..., :K]

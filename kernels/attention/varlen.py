@@ -32,11 +32,12 @@ def begins(document_BT: Tensor) -> Tensor:
 def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
     """Where each stretch begins in the rows laid end to end, then their end: int32 [most + 1], without a wait for the device.
 
-    ``most``: at least as many stretches as there are. What is left over is empty stretches at the end.
+    ``most``: at least as many stretches as there are; 0: they are counted, which does wait. What is left over is empty stretches at the end.
 
     >>> stretch_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
     [0, 2, 3, 4, 8, 8]
     """
+    most = most or int(begins(document_BT).sum())
     assert most <= MOST_STRETCHES, most
     number_N = begins(document_BT).flatten().cumsum(0)  # of the stretch that a token is in, from 1
     wanted = torch.arange(1, most + 2, device=document_BT.device)
@@ -64,7 +65,7 @@ def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) ->
         return reference(q_BTHK, k_BTGK, v_BTGK, documents if documents.ndim == 2 else stretches_of(documents, B, T))
     if not q_BTHK.numel():
         return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
-    bounds = stretch_bounds(documents, int(begins(documents).sum())) if documents.ndim == 2 else documents
+    bounds = stretch_bounds(documents, 0) if documents.ndim == 2 else documents
     q, k, v = (_whole_heads(x).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
     o_NHK = varlen_attn(q, k, v, bounds, bounds, T, T, scale=K**-0.5, window_size=(-1, 0), **GQA)
     assert isinstance(o_NHK, Tensor)

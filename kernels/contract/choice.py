@@ -20,10 +20,11 @@ import yaml
 AUTO = "auto"
 Choice = dict[str, str]  # op → implementation, or several in order of preference: ``names_in``
 
+PLAIN = {"adamw": "fused"}  # the plain expression of every op; AdamW's is torch's own kernel
+
 # What ``auto`` runs before anything was tuned, of an op that is not here its reference. On a GPU the fused kernels: nothing holds
 # the logits of a whole batch or a mask [T, T], and the mask's blocks are made once a batch. ``python -m benchmarks.gpu``
 # compares each with the others, and is what a row is changed by.
-_CPU = {"adamw": "fused"}
 _SM80 = {
     "rms_norm": "triton, reference",
     "add_rms_norm": "triton, reference",
@@ -36,8 +37,8 @@ _SM80 = {
     "adamw": "fused",
 }
 UNTUNED: dict[str, dict[int, Choice]] = {  # by device class, by least compute capability
-    "cpu": {0: _CPU},
-    "cuda": {0: {"adamw": "fused"}, 80: _SM80, 90: _SM80, 100: _SM80},
+    "cpu": {0: PLAIN},
+    "cuda": {0: PLAIN, 80: _SM80, 90: _SM80, 100: _SM80},
 }
 CAPABILITY = 80  # of "cuda" alone, where no machine is named
 

@@ -57,6 +57,16 @@ class Cost:
 
 
 Inputs = tuple[Any, ...]
+LEAST_STRETCHES = 64
+
+
+def stretches_bound(stretches: int) -> int:
+    """A bound of how many runs of one document a micro-batch has: a power of two, so that compiled code meets few of them.
+
+    >>> stretches_bound(3), stretches_bound(64), stretches_bound(65)
+    (64, 64, 128)
+    """
+    return max(LEAST_STRETCHES, 1 << max(0, stretches - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ class Implementation:
             return inputs
         *others, document_BT = inputs
         stretches = int((document_BT[:, 1:] != document_BT[:, :-1]).sum()) + len(document_BT)
-        return *others, self.prepare(document_BT, stretches)
+        return *others, self.prepare(document_BT, stretches_bound(stretches))
 
     def runs_on(self, device_class: str) -> bool:
         if self.needs_triton and importlib.util.find_spec("triton") is None:
@@ -158,12 +168,12 @@ def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) 
     made: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
-            return function(*arguments)
+            return function(*arguments, **named)
         if not made:
             made.append(torch.compile(function, dynamic=dynamic))
-        return made[0](*arguments)
+        return made[0](*arguments, **named)
 
     return call
 

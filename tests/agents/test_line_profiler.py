@@ -53,7 +53,7 @@ def test_backward_time_counts_for_the_forward_line(found: Profile) -> None:
     for text, op in [
         ("scaled_dot_product_attention", "attention"),
         ("F.silu(gate_XF)", "swiglu"),
-        ("F.linear(h_BTD, torch.cat(weights))", ""),
+        ("self.multiply(h_BTD, torch.cat(weights))", ""),
     ]:
         forward, backward = _line(found, text, op)
         assert forward > 0 and backward > 0, text
@@ -133,7 +133,7 @@ def test_lines_are_counted_once_each_time_they_run(found: Profile) -> None:
     layers = found.recipe["model"]["layers"]
     calls = lambda text, op: next(line.calls for line in found.lines if text in line.source and line.op == op)
     assert calls("F.silu(gate_XF) * up_XF", "swiglu") == layers  # two operations, one line
-    assert calls("F.linear(h_BTD, torch.cat(weights))", "") == 2 * layers  # its comprehension is no call
+    assert calls("self.multiply(h_BTD, torch.cat(weights))", "") == 2 * layers  # its comprehension is no call
 
 
 def test_every_operation_was_called_alone_and_identical_ones_once(found: Profile) -> None:
@@ -157,13 +157,13 @@ def test_the_difference_to_torch_profiler_is_shown(found: Profile) -> None:
 def test_edges_follow_the_data_and_conditions(found: Profile) -> None:
     names = {line.source[:34]: line.name for line in found.lines if line.op in ("", "swiglu")}
     swiglu = next(line.name for line in found.lines if line.op == "swiglu")
-    products = names["return F.linear(h_BTD, torch.cat(w"]
-    down = names["return F.linear(self.ops.swiglu(ga"]
+    products = names["joined_BTX = self.multiply(h_BTD, torch.cat(weights))"[:34]]
+    down = names["return self.multiply(self.ops.swiglu("[:34]]
     edges = {(edge.source, edge.target): edge for edge in found.edges}
     assert edges[products, swiglu].bytes > 0 and edges[swiglu, down].bytes > 0
     assert (down, swiglu) not in edges
     residual = next(line.name for line in found.lines if line.op == "add_rms_norm" and line.source.startswith("sum_XD"))
-    assert not edges[names["return F.linear(o_BTHK.reshape(B, "], residual].conditional
+    assert not edges[names["return self.multiply(o_BTHK.reshape(B, T, -1)"[:34]], residual].conditional
     assert edges[residual, names["return x_BSD + tensor.scatter(self"]].conditional  # only where there are no experts
 
 

@@ -327,8 +327,8 @@ class StabilityRecipe(Strict):
     throughput_drop: Annotated[float, Field(gt=0, lt=1)] = 0.5  # recent tokens/s below this share of the usual
     noise_scale_every: Annotated[int, Field(ge=0)] = 32  # steps: a lone micro-batch is split to measure it; 0: never
     embedding_grad_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the input embedding; GLM-130B, 2210.02414 §3.3
-    # Steps whose numbers come from the device together, after every step that this divides: until then the host runs ahead. Checkpoints and the
-    # last step read too. The limit of ``skip_deviations`` stays that of the last such step; several ranks stop at the next reading only.
+    # Numbers of so many steps come from the device together, so that the host can run ahead: for steps of few milliseconds on a GPU.
+    # Checkpoints and the last step read too. The limit of ``skip_deviations`` is renewed at such steps only; several ranks stop at one only.
     read_every: Annotated[int, Field(ge=1, le=100)] = 1
 
 
@@ -371,11 +371,12 @@ class Recipe(Strict):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     seed: Annotated[int, Field(ge=0)] = 1
     # Of the forward and backward; weights and optimiser are fp32. auto: the fastest here, found when a segment is planned. fp8: bf16, but the
-    # products of attention and of dense MLPs have operands of eight bits (``trainer/model/fp8.py``); auto never chooses it.
+    # products of attention and of dense MLPs have operands of eight bits (``trainer/model/fp8.py``). It needs compute capability 8.9, and auto
+    # never chooses it. docs/GPU.md says how exact it is, and that no GPU has run it yet.
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: bool = True  # torch.compile each block
-    # Replay the launches of a micro-batch's forward and backward, on one GPU. auto: where launches take longer than kernels
-    # (``trainer.graphed.launch_bound``); on: at any size. Without experts and recomputation; on a CPU nothing is launched.
+    # Replay the launches of a micro-batch's forward and backward, on one GPU: for small models, whose GPU waits for its host. auto: where
+    # launches should take longer than kernels (``trainer.graphed.launch_bound``); on: at any size. Without experts and recomputation.
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder

@@ -81,3 +81,8 @@ def products(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
     """x […, K] weightᵀ of each matrix [N, K]. All sizes are multiples of 16 (``Recipe`` sees to it)."""
     x_MK = x.reshape(-1, x.shape[-1])
     return [y.view(*x.shape[:-1], -1) for y in Products.apply(x_MK, *matrices)]  # type: ignore[no-untyped-call]
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``products`` of one matrix."""
+    return products(x, [weight])[0]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from trainer.parallel.tensor_ranks import TensorRanks
 
 SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
 SPLIT_BY_COLUMNS = ("attention_out", "down", "shared_down")
+DRAWING = 8  # threads, each with one parameter in memory
 WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
 
 
@@ -38,6 +41,9 @@ class Block(nn.Module):
         self.shape, self.ops, self.dtype, self.tensor = shape, ops, dtype, tensor
         self.has_rope = shape.nope_every is None or (layer + 1) % shape.nope_every != 0
         self.recompute = self.joined = self.fp8 = False
+        self.multiply: Callable[[Tensor, Tensor], Tensor] = (
+            F.linear
+        )  # called by name: a profile has each product's own line
         D, K = shape.d_model, shape.head_dim
         empty = lambda *size: nn.Parameter(torch.empty(*size))
         self.attention_norm = empty(D)
@@ -104,11 +110,11 @@ class Block(nn.Module):
         elif self.has_rope:
             q_BTHK, k_BTGK = rotate(q_BTHK, cos_BTK, sin_BTK), rotate(k_BTGK, cos_BTK, sin_BTK)
         o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, seen)
-        return self._products(o_BTHK.reshape(B, T, -1), (self.attention_out,))[0]
+        return self.multiply(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
 
     def transform(self, h_BTD: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         gate_BTF, up_BTF = self._products(h_BTD, (gate, up))
-        return self._products(self.ops.swiglu(gate_BTF, up_BTF), (down,))[0]
+        return self.multiply(self.ops.swiglu(gate_BTF, up_BTF), self.weight(down))
 
     def transform_by_experts(self, h_BTD: Tensor, documents_BT: Tensor) -> tuple[Tensor, Tensor]:
         assert self.experts is not None
@@ -125,15 +131,10 @@ class Block(nn.Module):
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """h matrixᵀ of each; one product if the backward pass keeps a joined copy of the matrices anyway."""
         weights = [self.weight(matrix) for matrix in matrices]
-        if not self.joined or len(weights) == 1:
-            return self._multiplied(h_BTD, weights)
-        (joined_BTX,) = self._multiplied(h_BTD, [torch.cat(weights)])
-        return joined_BTX.split([len(weight) for weight in weights], dim=-1)
-
-    def _multiplied(self, h_BTD: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.fp8:
-            return fp8.products(h_BTD, weights)
-        return [F.linear(h_BTD, weight) for weight in weights]
+        if self.joined:
+            joined_BTX = self.multiply(h_BTD, torch.cat(weights))
+            return joined_BTX.split([len(weight) for weight in weights], dim=-1)
+        return fp8.products(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
 
     def weight(self, parameter: Tensor) -> Tensor:
         """What this rank holds of a parameter, in the dtype of the layer's products."""
@@ -173,11 +174,16 @@ class Decoder(nn.Module):
         """Normal with std 1/sqrt(fan-in), 1/sqrt(2 layers) of it for what writes to the residual stream (GPT-2 §2.3).
 
         Embeddings 0.02, norms one. Each rank draws each parameter whole, on the CPU, from the seed and its name, and keeps
-        its region: a seed gives the same model for any number of ranks.
+        its region: a seed gives the same model for any number of ranks. Several threads draw: a core draws 0.1 G values a second.
         """
-        for name, parameter in self.named_parameters():
+
+        def draw(named: tuple[str, nn.Parameter]) -> None:
+            name, parameter = named
             with torch.no_grad():
                 local(parameter).copy_(Region.of(parameter).cut(self._drawn(name, parameter.shape, seed)))
+
+        with ThreadPoolExecutor(min(DRAWING, os.cpu_count() or 1)) as threads:
+            list(threads.map(draw, self.named_parameters()))
         for name, buffer in self.named_buffers():
             assert name.endswith("router_bias"), name
             buffer.zero_()
@@ -216,7 +222,7 @@ class Decoder(nn.Module):
     def use_fp8(self) -> None:
         """Make the layers' products in fp8: attention's and the dense MLPs', a shared expert's too; not a router's, routed experts', the head's."""
         for block in self.blocks:
-            block.fp8 = True  # type: ignore[assignment]
+            block.fp8, block.multiply = True, fp8.product  # type: ignore[assignment]
 
     def recompute(self) -> None:
         """Keep only each block's input for the backward pass, which runs the block again."""
@@ -228,7 +234,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers).
 
-        ``stretches``: of how many runs of one document the rows consist at most (``Batch.split``); 0: as many as tokens.
+        ``stretches``: of how many runs of one document the rows consist at most (``Batch.split``); 0: they are counted where attention
+        needs it, which waits for the device.
         """
         if self.shape.across_documents:  # one text: its positions go on too, as where it is served
             documents_BT = documents_BT.clamp(max=0)
@@ -238,7 +245,7 @@ class Decoder(nn.Module):
         if self.embedding_grad_share != 1:  # GLM-130B, arXiv 2210.02414 §3.3
             x_BSD = x_BSD.detach() + (x_BSD - x_BSD.detach()) * self.embedding_grad_share  # adds zero, in any dtype
         cos_BTK, sin_BTK = rope_tables(positions_BT, self.shape, self.dtype)
-        seen = self.ops.prepare_attention(documents_BT, stretches or documents_BT.numel())
+        seen = self.ops.prepare_attention(documents_BT, stretches)
         every_extras = []
         for block in self.blocks:
             x_BSD, extras = block(x_BSD, cos_BTK, sin_BTK, documents_BT, seen)

@@ -173,9 +173,9 @@ def hangar(made: Hangar) -> Iterator[Hangar]:
 
 DENOMINATOR = (  # each micro-batch's mean, summed: what transformers #34191 did
     "trainer/batch.py",
-    "        return [{name: part[i] for name, part in parts.items()}",
+    "        stretches = stretches_bound(most)\n",
     '        parts["weights_BT"] = tuple(part / part.sum() for part in parts["weights_BT"])\n'
-    "        return [{name: part[i] for name, part in parts.items()}",
+    "        stretches = stretches_bound(most)\n",
 )
 BACKWARD = (
     "kernels/attention/__init__.py",
