@@ -18,7 +18,7 @@ class Speed:
     """Model FLOP/s of steps, as shares of what the GPUs could do.
 
     ``flops_per_s`` is the model's: 6 FLOPs a weight and token, and attention's (PaLM, arXiv 2204.02311, appendix B); what is computed
-    again counts once. ``mfu`` is its share of the data sheet's peak of all ranks' GPUs, taken to be the first rank's. A sheet's clock
+    again counts once, and a row counts as one document, though attention executes less of several. ``mfu`` is its share of the data sheet's peak of all ranks' GPUs, taken to be the first rank's. A sheet's clock
     is not held under load, so what the GPU reaches in large products alone is measured at the start. A CPU has neither: its rate
     says how busy the machine is.
     """
