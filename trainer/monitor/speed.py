@@ -17,10 +17,10 @@ from trainer.parallel.ranks import Ranks
 class Speed:
     """Model FLOP/s of steps, as shares of what the GPUs could do.
 
-    ``flops_per_s`` is the model's: 6 FLOPs a weight and token, and attention's (PaLM, arXiv 2204.02311, appendix B); what is computed
-    again counts once, and a row counts as one document, though attention executes less of several. ``mfu`` is its share of the data sheet's peak of all ranks' GPUs, taken to be the first rank's. A sheet's clock
-    is not held under load, so what the GPU reaches in large products alone is measured at the start. A CPU has neither: its rate
-    says how busy the machine is.
+    ``flops_per_s`` is the model's: 6 FLOPs a weight and token, and attention's (PaLM, arXiv 2204.02311, appendix B). What is computed
+    again counts once, and a row counts as one document, though attention executes less of several. ``mfu`` is its share of the data
+    sheet's peak of all ranks' GPUs, taken to be the first rank's. A sheet's clock is not held under load, so what the GPU reaches in
+    large products alone is measured at the start. A CPU has neither: its rate says how busy the machine is.
     """
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
