@@ -31,6 +31,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.decisions import undecided
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.answering import BY_TAG, ApprovalAnswers
 from factory.release.approvals import REASON_TAG
