@@ -45,13 +45,6 @@ def works(venv: Path) -> bool:
         return False
 
 
-def forget_halves(venv: Path) -> None:
-    """Remove what a killed pip left: RECORD comes last, and pip takes a package without one for installed."""
-    for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
-        if not (folder / "RECORD").exists():
-            shutil.rmtree(str(folder))
-
-
 def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", without: "tuple[str, ...]" = ()) -> None:
     """Make ``venv`` by ``pip install`` with the arguments ``wanted``, unless its stamp says ``made_from``, or ``better``, which has more.
     The packages ``without`` are removed afterwards. Exits with a line that says what is wrong."""
@@ -71,7 +64,11 @@ def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", wi
         print(f"making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))}", flush=True)
         if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) or not works(venv):
             sys.exit(f"{venv} could not be made{AGAIN}")
-    forget_halves(venv)
+    for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
+        if not (
+            folder / "RECORD"
+        ).exists():  # it comes last: a killed pip left this, and pip would take it for installed
+            shutil.rmtree(folder)
     pip = [python, "-I", "-m", "pip", "--no-input", "--disable-pip-version-check"]
     print(f"installing into {venv.name}: the first time some minutes, and 0.5 GB or more to download", flush=True)
     if subprocess.call([*pip, "install", *wanted], pass_fds=[lock]):
@@ -117,4 +114,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(too_old(sys.version_info) or main())
+    if too_old(sys.version_info):
+        sys.exit(too_old(sys.version_info))
+    main()
