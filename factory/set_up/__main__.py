@@ -114,6 +114,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if too_old(sys.version_info):
-        sys.exit(too_old(sys.version_info))
+    if too_old(sys.version_info[:3]):
+        sys.exit(too_old(sys.version_info[:3]))
     main()
