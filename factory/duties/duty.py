@@ -22,6 +22,7 @@ class Look:
 
     plant: Plant
     db: Reads  # the ledger, at one moment
+    duties: tuple[Duty, ...] = ()  # the list, which a person's requests name
     low_on_disk: bool = False
     resting: frozenset[str] = frozenset()  # errands, as text, that failed and are not tried now
     failing: frozenset[str] = frozenset()  # and those that failed when they were last tried
