@@ -38,6 +38,11 @@ def _word(plant: Plant, anomaly: int) -> None:
 
 
 DIAGNOSE = Duty(
-    "diagnose", "replay an anomaly until its cause is known, and act on it", _undiagnosed, _diagnose, trains=True, fills_disk=True
+    "diagnose",
+    "replay an anomaly until its cause is known, and act on it",
+    _undiagnosed,
+    _diagnose,
+    trains=True,
+    fills_disk=True,
 )
 WORD = Duty("word", "have a language model say what a diagnosis shows", _unworded, _word)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from factory.core.errors import InputError
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
 from factory.retrying.pausing import EVERYTHING, Pause, pause_of
+from factory.retrying.tries import open_segment
 
 
 @dataclass
@@ -36,8 +37,7 @@ class Look:
     @cached_property
     def open_segment(self) -> int | None:
         """Planned, not done."""
-        row = SegmentRow.first(self.db, "WHERE state = 'planned' ORDER BY id")
-        return row.id if row else None
+        return open_segment(self.db)
 
     @cached_property
     def stuck_segment(self) -> int | None:
@@ -68,13 +68,17 @@ class Duty:
 
     name: str  # a verb and its object, in one word: a person asks for it so, and failures are told of it
     does: str  # a line for 'factory duties'
-    due: Callable[[Look], Iterable[object]]  # what waits, most urgent first: a number, a path, None, or an Errand of another duty
+    due: Callable[
+        [Look], Iterable[object]
+    ]  # what waits, most urgent first: a number, a path, None, or an Errand of another duty
     do: Callable[..., object]  # do(plant, subject): safe to repeat, and recorded by its own transaction
     trains: bool = False  # it starts trainers: waits while training is paused
     fills_disk: bool = False  # waits while the disk is below its floor
     plans: bool = False  # it plans a segment: waits while one is open, or is stuck until a person decides
     when_idle: bool = False  # waits while a segment is open
-    each: Literal["", "pass", "look"] = ""  # done once in each pass, before all else; or before whatever follows it in the list
+    each: Literal["", "pass", "look"] = (
+        ""  # done once in each pass, before all else; or before whatever follows it in the list
+    )
     beside: float = 0.0  # done every so many seconds, in a thread of its own, whatever else is done or paused
     at_end: bool = False  # of one beside: also before 'factory run --once' ends
 
@@ -97,7 +101,6 @@ class Errand:
 
     duty: Duty
     subject: object = None
-    how: Mapping[str, Any] = field(default_factory=dict)  # more arguments of ``do``, from whoever asked
 
     def __str__(self) -> str:
         if self.duty.each or self.subject is None:
@@ -108,10 +111,10 @@ class Errand:
         return f"{self.duty.name} {subject}"
 
     def do(self, plant: Plant) -> None:
-        self.duty.do(plant, self.subject, **self.how)
+        self.duty.do(plant, self.subject)
 
     @classmethod
-    def parse(cls, words: str, duties: Iterable[Duty], how: Mapping[str, Any] | None = None) -> Errand:
+    def parse(cls, words: str, duties: Iterable[Duty]) -> Errand:
         """What a person asked for, as an errand prints itself. Raises: InputError for a duty or a number that is none."""
         name, _, number = words.partition(" ")
         duty = next((one for one in duties if one.name == name and not one.beside), None)
@@ -119,4 +122,4 @@ class Errand:
             raise InputError(f"{words!r} was asked for, and no duty is called {name!r}: 'factory duties' lists them")
         if number and not number.isdecimal():
             raise InputError(f"{words!r} was asked for, and {number!r} is no number")
-        return cls(duty, int(number) if number else None, how or {})
+        return cls(duty, int(number) if number else None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from factory.duties.duty import Duty, Look
 from factory.ledger.decisions import decision_on, rejected_before
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow
+from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, SegmentRow, VerdictRow
 
 
-def unexported(look: Look) -> list[int]:
+def unexported(db: Reads) -> list[int]:
     """Anneals and averages of which there is no candidate."""
     none = "NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id)"
-    rows = SegmentRow.select(look.db, f"WHERE kind <> 'trunk' AND state = 'done' AND {none} ORDER BY id")
+    rows = SegmentRow.select(db, f"WHERE kind <> 'trunk' AND state = 'done' AND {none} ORDER BY id")
     return [row.id for row in rows]
 
 
@@ -21,7 +21,9 @@ def _unfinished(look: Look) -> list[int]:
 
 
 def _unjudged(look: Look) -> list[int]:
-    none = "NOT EXISTS (SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id)"
+    none = (
+        "NOT EXISTS (SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id)"
+    )
     return [row.id for row in CandidateRow.select(look.db, f"WHERE {none} ORDER BY id")]
 
 
@@ -82,6 +84,8 @@ def judge(plant: Plant, candidate: int) -> int:
 
 
 FINISH_RELEASE = Duty("finish_release", "finish a release that was begun", _unfinished, _finish)
-EXPORT = Duty("export", "make a candidate of an anneal or an average", unexported, _export, fills_disk=True)
+EXPORT = Duty(
+    "export", "make a candidate of an anneal or an average", lambda look: unexported(look.db), _export, fills_disk=True
+)
 RELEASE = Duty("release", "release what was promoted, where the policy asks for no approval", _promoted, _release)
 JUDGE = Duty("judge", "evaluate a candidate and judge it against the champion", _unjudged, judge)

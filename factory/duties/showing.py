@@ -42,7 +42,12 @@ def _answers(plant: Plant) -> ApprovalAnswers:
 PUBLISH = Duty("publish", "bring MLflow's registry and the served folder up to date", always, _publish, each="pass")
 CATCH_UP_MLFLOW = Duty("catch_up_mlflow", "show in MLflow what it missed", always, _catch_up, each="pass")
 NOTIFY = Duty(
-    "notify", "tell the receivers of notifications", always, lambda plant, _: _notifier(plant).look(), beside=2.0, at_end=True
+    "notify",
+    "tell the receivers of notifications",
+    always,
+    lambda plant, _: _notifier(plant).look(),
+    beside=2.0,
+    at_end=True,
 )
 ANSWER_APPROVALS = Duty(
     "answer_approvals",

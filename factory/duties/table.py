@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from factory.duties.anomalies import DIAGNOSE, WORD
 from factory.duties.arrivals import INGEST, TEND_INBOX
+from factory.duties.asked import ASKED
 from factory.duties.duty import Duty
 from factory.duties.patches import (
     AUDIT,
@@ -18,7 +19,6 @@ from factory.duties.patches import (
     OVERDUE_AUDIT,
 )
 from factory.duties.releasing import EXPORT, FINISH_RELEASE, JUDGE, RELEASE
-from factory.duties.requests import ASKED
 from factory.duties.showing import ANSWER_APPROVALS, CATCH_UP_MLFLOW, NOTIFY, PUBLISH
 from factory.duties.training import PLAN_ANNEAL, PLAN_TRUNK, REPLICATE, TRAIN
 from factory.duties.upkeep import BACK_UP, FINISH_REMOVALS, REPORT_RELEASABLE

@@ -110,7 +110,9 @@ def _follows_from(look: Look) -> Any:
     from factory.ledger.removals import REMOVED, RETURNED, SHARD_ERASED
 
     shards = look.db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
-    segments = look.db.read("SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state")
+    segments = look.db.read(
+        "SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state"
+    )
     kinds = ", ".join(f"'{kind}'" for kind in (QUARANTINED, FREED, CLOSED, REMOVED, RETURNED, SHARD_ERASED))
     masked = look.db.read(f"SELECT COUNT(*) AS n FROM events WHERE kind IN ({kinds})")
     return shards, segments, masked, hashlib.sha256(look.plant.workspace.recipe_path().read_bytes()).hexdigest()
@@ -133,7 +135,13 @@ TRAIN = Duty(
     fills_disk=True,
 )
 PLAN_ANNEAL = Duty(
-    "plan_anneal", "branch off the trunk with a decaying rate", _unannealed, _plan_anneal, trains=True, fills_disk=True, plans=True
+    "plan_anneal",
+    "branch off the trunk with a decaying rate",
+    _unannealed,
+    _plan_anneal,
+    trains=True,
+    fills_disk=True,
+    plans=True,
 )
 REPLICATE = Duty(
     "replicate",
@@ -145,5 +153,11 @@ REPLICATE = Duty(
     plans=True,
 )
 PLAN_TRUNK = Duty(
-    "plan_trunk", "plan the trunk's next segment, when there are data for it", _trunk, _plan_trunk, trains=True, fills_disk=True, plans=True
+    "plan_trunk",
+    "plan the trunk's next segment, when there are data for it",
+    _trunk,
+    _plan_trunk,
+    trains=True,
+    fills_disk=True,
+    plans=True,
 )

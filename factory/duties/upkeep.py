@@ -37,7 +37,11 @@ def _report(plant: Plant, _: None) -> None:
 
 BACK_UP = Duty("back_up", "make a backup, once a day", always, _back_up, each="pass")
 FINISH_REMOVALS = Duty(
-    "finish_removals", "erase what a person took out, and mark releases that saw it", always, _finish_removals, each="pass"
+    "finish_removals",
+    "erase what a person took out, and mark releases that saw it",
+    always,
+    _finish_removals,
+    each="pass",
 )
 REPORT_RELEASABLE = Duty(
     "report_releasable", "look whether the data can be released, when something changed", always, _report, each="look"

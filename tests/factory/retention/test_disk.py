@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from factory.core.workspace import Config, Workspace
-from factory.daemon import Action, World, next_action
 from factory.ledger.files import low_disk
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant

@@ -17,13 +17,13 @@ import pytest
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError
 from factory.core.workspace import Workspace
-from factory.daemon import run
+from factory.duties.runner import run
+from factory.duties.steady import Steady
 from factory.ingest.inbox import arrived, take
 from factory.ledger.files import SMALL_VOCABULARY, held
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
-from factory.retrying.steady import Steady
 from factory.retrying.tries import retry
 from factory.retrying.waiting import failing, lines_of, what_waits
 from tests.support.failing.deaths import plan_row
@@ -101,7 +101,7 @@ def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
     listener = Listener()
     listener.on["shard.txt: 1 documents"] = enough
     run_until(workspace, ledger, listener)
-    assert listener.count("making the daily backup failed: no backup was made: the disk is full") == 1, listener.lines
+    assert listener.count("back_up failed: no backup was made: the disk is full") == 1, listener.lines
     assert not list((workspace.root / "backups").glob(".*"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from factory.core.errors import InputError
 from factory.duties.duty import Duty, Errand, Look, always
@@ -17,21 +18,15 @@ def _asked(look: Look) -> list[Errand]:
 
 def _errands(look: Look) -> Iterator[Errand]:
     for words, one in asked(look.db).items():
-        how = {key: value for key, value in one.items() if key not in ("action", "by", "at", "event") and value is not None}
         try:
-            yield Errand.parse(words, look.duties, how)
-        except InputError:
-            yield Errand(REFUSE, words)
+            yield Errand.parse(words, look.duties)
+        except InputError as error:
+            yield Errand(Duty("refuse", "", always, partial(_refuse, str(error), one["event"])), words)
 
 
-def _refuse(plant: Plant, words: str) -> None:
-    try:
-        Errand.parse(words, ())
-    except InputError as error:
-        plant.say(f"  {error}")
-    if one := asked(plant.ledger).get(words):
-        answer(plant.ledger, words, one["event"])
+def _refuse(why: str, event: int, plant: Plant, words: str) -> None:
+    plant.say(f"  {why}")
+    answer(plant.ledger, words, event)
 
 
-REFUSE = Duty("refuse", "say that what was asked for is no duty", always, _refuse)
 ASKED = Duty("asked", "do what a person asked for", _asked, lambda plant, subject: None, fills_disk=True)
