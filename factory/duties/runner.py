@@ -16,6 +16,7 @@ from factory.core.errors import FactoryError, InputError, SegmentError
 from factory.core.faults import is_of_no_file
 from factory.core.workspace import MODEL_LOOP
 from factory.duties.duty import Duty, Errand, Look, always
+from factory.duties.listing import note
 from factory.duties.steady import Attempts, Once, Steady, beside
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import SETTLE_SECONDS
@@ -108,8 +109,11 @@ def work(
                 continue
             repeats = repeats + 1 if str(errand) == previous else 0
             previous = str(errand)
-            done += attempts.attempt(previous, partial(_do, plant, errand, repeats))
+            worked = attempts.attempt(previous, partial(_do, plant, errand, repeats))
+            note(plant.workspace, attempts.rests(), errand if worked else None)
+            done += worked
         if over:
+            note(plant.workspace, attempts.rests())
             attempts.waits(why)
             return done
 

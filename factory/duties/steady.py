@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -44,6 +44,9 @@ class Attempts(Protocol):
     def failing(self) -> frozenset[str]:
         """Keys of what failed and has not worked since."""
 
+    def rests(self) -> Mapping[str, Resting]:
+        """How what failed rests, by key."""
+
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
         """Was it done? False: it failed, and rests now."""
 
@@ -58,6 +61,9 @@ class Once:
         return frozenset()
 
     failing = resting
+
+    def rests(self) -> Mapping[str, Resting]:
+        return {}
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
         try:
@@ -95,6 +101,9 @@ class Steady:
 
     def failing(self) -> frozenset[str]:
         return frozenset({*self.backoff.known(), *self._told})
+
+    def rests(self) -> Mapping[str, Resting]:
+        return self.backoff.known()
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
         """Raises: what a fault of the machine made of it: nothing else would work either."""
