@@ -13,7 +13,7 @@ from factory.core.errors import InputError
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
-from factory.retrying.pausing import EVERYTHING, Pause, pause_of
+from factory.retrying.asking import EVERYTHING, Pause, pause_of
 from factory.retrying.tries import open_segment
 
 

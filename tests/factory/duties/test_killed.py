@@ -20,6 +20,7 @@ from factory.data.removing import look, remove
 from factory.data.selecting import by_name, fates_of
 from factory.duties.runner import work
 from factory.duties.table import DUTIES
+from factory.ingest.inbox import take
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.training.planning import plan_anneal, plan_trunk
@@ -37,8 +38,10 @@ def arrives(plant: Plant) -> None:
 
 def changed(plant: Plant) -> None:
     """A shard that was filed is another file now."""
-    for path in sorted((plant.workspace.shards / "raw").iterdir())[:1]:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    arrives(plant)
+    take(plant, plant.workspace.inbox / "new.jsonl")
+    (filed,) = (plant.workspace.shards / "raw").iterdir()
+    filed.write_bytes(filed.read_bytes()[: filed.stat().st_size // 2])
 
 
 def taken_out(plant: Plant) -> None:

@@ -27,7 +27,7 @@ from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
 from factory.retrying.tries import retry
-from factory.retrying.waiting import failing, lines_of, what_waits
+from factory.watching.waiting import failing, lines_of, what_waits
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 

@@ -28,8 +28,7 @@ from factory.ledger.rows import Subject
 from factory.notifying.delivery import Notifier
 from factory.notifying.policy import NotificationPolicy
 from factory.release.approvals import reject
-from factory.retrying.waiting import ACTION_FAILED
-from factory.watching.waiting import waiting
+from factory.watching.waiting import ACTION_FAILED, waiting
 from tests.support.paths import ROOT
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval
 from tests.support.said import Said
