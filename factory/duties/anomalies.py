@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
+from factory.diagnosis.diagnosing import diagnose_and_act
+from factory.diagnosis.wording import word_diagnosis
 from factory.duties.duty import Duty, Look
+from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.ledger.anomalies import undiagnosed, unworded
 from factory.ledger.plant import Plant
 
 
 def _undiagnosed(look: Look) -> list[int]:
-    from factory.gates.release.anomaly_policy import AnomalyPolicy
-    from factory.ledger.anomalies import undiagnosed
-
     policy = AnomalyPolicy.load(look.plant.workspace.policy("anomalies.yaml"))
-    if policy.diagnose != "automatic":
-        return []
-    found = undiagnosed(look.db, policy.kinds, look.rests("diagnose"))
+    found = undiagnosed(look.db, policy.kinds, look.rests("diagnose")) if policy.diagnose == "automatic" else None
     return [] if found is None else [found]
 
 
 def _diagnose(plant: Plant, anomaly: int, replayed_steps: int | None = None) -> None:
     """``replayed_steps``: the budget, in place of the policy's."""
-    from factory.diagnosis.diagnosing import diagnose_and_act
-
     diagnose_and_act(plant, anomaly, replayed_steps)
 
 
 def _unworded(look: Look) -> list[int]:
-    from factory.ledger.anomalies import unworded
-
     found = unworded(look.db, look.rests("word"))
     return [] if found is None else [found]
 
 
-def _word(plant: Plant, anomaly: int) -> None:
-    from factory.diagnosis.wording import word_diagnosis
-
-    word_diagnosis(plant, anomaly)
-
-
 DIAGNOSE = Duty(
-    "diagnose",
-    "replay an anomaly until its cause is known, and act on it",
-    _undiagnosed,
-    _diagnose,
-    trains=True,
-    fills_disk=True,
-)
-WORD = Duty("word", "have a language model say what a diagnosis shows", _unworded, _word)
+    "diagnose", "replay an anomaly until its cause is known, and act on it", _undiagnosed, _diagnose, trains=True, fills_disk=True
+)  # fmt: skip
+WORD = Duty("word", "have a language model say what a diagnosis shows", _unworded, word_diagnosis)

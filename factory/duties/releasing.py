@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from factory.duties.duty import Duty, Look
+from factory.evals.evaluator import evaluate
+from factory.gates.release.gate import decide
+from factory.ledger.anomalies import rewound_in
 from factory.ledger.decisions import decision_on, rejected_before
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, SegmentRow, VerdictRow
+from factory.release.approvals import automatic, how_to_answer, register_candidate, waits
+from factory.release.releases import OutOfDate, release
+from factory.tracking.outages import shown
+from factory.training.exporting import export_candidate
 
 
 def unexported(db: Reads) -> list[int]:
@@ -29,9 +36,6 @@ def _unjudged(look: Look) -> list[int]:
 
 def _promoted(look: Look) -> list[int]:
     """The newest verdict, when it says promote, nothing was released for it and the policy asks for no approval."""
-    from factory.ledger.anomalies import rewound_in
-    from factory.release.approvals import automatic
-
     verdict = VerdictRow.first(look.db, "WHERE gate = 'release' ORDER BY id DESC")
     if verdict is None or verdict.outcome != "promote":
         return []
@@ -42,21 +46,11 @@ def _promoted(look: Look) -> list[int]:
     return [verdict.id] if automatic(look.plant.workspace) else []
 
 
-def _export(plant: Plant, segment: int) -> None:
-    from factory.training.exporting import export_candidate
-
-    export_candidate(plant, segment)
-
-
 def _finish(plant: Plant, number: int) -> None:
-    from factory.release.releases import release
-
     release(plant, ReleaseRow.get(plant.ledger, number).verdict)
 
 
 def _release(plant: Plant, verdict: int) -> None:
-    from factory.release.releases import OutOfDate, release
-
     try:
         release(plant, verdict)
     except OutOfDate as error:  # another champion since: what was promoted is judged again, against that one
@@ -66,11 +60,6 @@ def _release(plant: Plant, verdict: int) -> None:
 
 def judge(plant: Plant, candidate: int) -> int:
     """Evaluate a candidate, judge it, show both in MLflow; returns the verdict's id."""
-    from factory.evals.evaluator import evaluate
-    from factory.gates.release.gate import decide
-    from factory.release.approvals import how_to_answer, register_candidate, waits
-    from factory.tracking.outages import shown
-
     evaluate(plant, candidate)
     verdict = decide(plant, candidate)
     shown(plant.progress.line, lambda: register_candidate(plant, candidate))
@@ -85,7 +74,11 @@ def judge(plant: Plant, candidate: int) -> int:
 
 FINISH_RELEASE = Duty("finish_release", "finish a release that was begun", _unfinished, _finish)
 EXPORT = Duty(
-    "export", "make a candidate of an anneal or an average", lambda look: unexported(look.db), _export, fills_disk=True
+    "export",
+    "make a candidate of an anneal or an average",
+    lambda look: unexported(look.db),
+    export_candidate,
+    fills_disk=True,
 )
 RELEASE = Duty("release", "release what was promoted, where the policy asks for no approval", _promoted, _release)
 JUDGE = Duty("judge", "evaluate a candidate and judge it against the champion", _unjudged, judge)

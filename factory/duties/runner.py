@@ -23,8 +23,11 @@ from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
+from factory.repairs.mending import with_mending
+from factory.retention.watching import filled, make_room, training_waits
 from factory.retrying.asking import PausedError, answer, asked
 from factory.retrying.tries import describe_parked
+from factory.training.certifying import NotCertified, certificate_of, next_steps
 
 MOST_REPEATS = 3  # of one errand in a row
 ASKED_BY = ("action", "by", "at", "event")  # of a request; what else it says are arguments of ``do``
@@ -41,13 +44,6 @@ def next_errands(look: Look) -> list[Errand]:
             if not errand.duty.each:
                 break
     return found
-
-
-def next_errand(plant: Plant, *, settle: float = SETTLE_SECONDS, endless: bool = False) -> Errand | None:
-    """What a pass would do first now, but for what each pass begins with."""
-    with plant.ledger.snapshot() as db:
-        found = next_errands(Look(plant, db, DUTIES, settle=settle, endless=endless))
-    return next((errand for errand in found if not errand.duty.each), None)
 
 
 def _first(duty: Duty, look: Look) -> Errand | None:
@@ -86,8 +82,6 @@ def work(
 
     ``attempts``: what becomes of an errand that fails; without it, it is raised, as is why training waits for a person.
     """
-    from factory.retention.watching import training_waits
-
     attempts = attempts or Once()
     nothing = Look(plant, plant.ledger, duties, settle=settle, endless=endless)
     look = replace(nothing, resting=attempts.resting(), failing=attempts.failing())
@@ -119,8 +113,6 @@ def work(
 
 def _do(plant: Plant, errand: Errand, repeats: int) -> None:
     """Raises: FactoryError for an errand that comes up again and again without effect."""
-    from factory.repairs.mending import with_mending
-
     if repeats >= MOST_REPEATS:
         raise FactoryError(f"no progress on {errand}: run 'factory doctor'")
     wanted = asked(plant.ledger).get(str(errand), {})
@@ -143,8 +135,6 @@ def _why_training_waits(look: Look) -> FactoryError | None:
         return None
     row = SegmentRow.get(look.db, look.stuck_segment)
     if row.state == "uncertified":
-        from factory.training.certifying import NotCertified, certificate_of, next_steps
-
         verdict = certificate_of(look.plant.ledger, row.id)
         why = verdict.reasons[0] if verdict else ""
         return NotCertified(
@@ -159,8 +149,6 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
 
     Nothing that fails ends it: only ``once`` raises.
     """
-    from factory.retention.watching import filled, make_room
-
     threads = [duty for duty in DUTIES if duty.beside]
     with plant.workspace.lock(MODEL_LOOP), ExitStack() as stack:
         if once:

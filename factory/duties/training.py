@@ -6,26 +6,32 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from factory.audit.keeping import keeping
+from factory.diagnosis.ladder import climbing
 from factory.duties.duty import Duty, Look
+from factory.gates.release.policy import ReleasePolicy
+from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED
 from factory.ledger.plant import Plant
+from factory.ledger.removals import REMOVED, RETURNED, SHARD_ERASED
 from factory.ledger.rows import SegmentRow
-
-if TYPE_CHECKING:
-    from factory.training.planning import Trunk
+from factory.ledger.status import describe_average
+from factory.ledger.writing import record_once
+from factory.repairs.mending import mend_inputs
+from factory.replicas.replicating import replicate
+from factory.replicas.waiting import waits
+from factory.retention.cleaning import tidy
+from factory.tracking.tracking import Tracking
+from factory.training.planning import Trunk, next_trunk, plan_anneal, plan_trunk
+from factory.training.training import run_segment
+from factory.training.tuning import tune_if_new
+from factory.watching.status import AHEAD
 
 _computed: dict[Path, tuple[Any, Trunk]] = {}
 
 
 def train(plant: Plant, segment: int) -> None:
-    from factory.audit.keeping import keeping
-    from factory.diagnosis.ladder import climbing
-    from factory.repairs.mending import mend_inputs
-    from factory.retention.cleaning import tidy
-    from factory.tracking.tracking import Tracking
-    from factory.training.training import run_segment
-
     row = SegmentRow.get(plant.ledger, segment)
     follower = Tracking.open(plant).follow_segment(row, plant.progress.line)
     follower.begin()
@@ -38,8 +44,6 @@ def train(plant: Plant, segment: int) -> None:
     tidy(plant)
     loss = result.get("loss")
     if row.kind == "average":
-        from factory.ledger.status import describe_average
-
         plant.say(f"  segment {segment}: {describe_average(result['averaged'])}")
         return
     plant.say(
@@ -58,26 +62,11 @@ def _unannealed(look: Look) -> list[int]:
     return [] if SegmentRow.first(look.db, which, trunk=trunk.id) else [trunk.id]
 
 
-def _plan_anneal(plant: Plant, _: int) -> None:
-    from factory.training.planning import plan_anneal
-
-    plan_anneal(plant)
-
-
 def _unmeasured(look: Look) -> list[int]:
     """The anneal of which the data order's noise is to be measured, while the checkpoint is there that it begins at."""
-    from factory.gates.release.policy import ReleasePolicy
-    from factory.replicas.waiting import waits
-
     workspace = look.plant.workspace
     found = waits(workspace, look.db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
     return [] if found is None else [found]
-
-
-def _replicate(plant: Plant, anneal: int) -> None:
-    from factory.replicas.replicating import replicate
-
-    replicate(plant, anneal)
 
 
 def _trunk(look: Look) -> Iterable[None]:
@@ -91,10 +80,6 @@ def _trunk(look: Look) -> Iterable[None]:
 def trunk_ahead(look: Look) -> Trunk:
     """What the data allows the trunk to do next, as ``next_trunk``. To compute it every token shard is opened, so it is computed when
     something that it follows from changed; noted in the ledger, where ``factory status`` reads how much is missing. Raises: ConfigError."""
-    from factory.ledger.writing import record_once
-    from factory.training.planning import next_trunk
-    from factory.watching.status import AHEAD
-
     plant, follows_from = look.plant, _follows_from(look)
     known = _computed.get(plant.workspace.root)
     if known is None or known[0] != follows_from:
@@ -106,9 +91,6 @@ def trunk_ahead(look: Look) -> Trunk:
 
 def _follows_from(look: Look) -> Any:
     """The token shards there are, the segments by state, the documents that are masked, and the recipe: each as little as tells a change."""
-    from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED
-    from factory.ledger.removals import REMOVED, RETURNED, SHARD_ERASED
-
     shards = look.db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
     segments = look.db.read(
         "SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state"
@@ -119,45 +101,22 @@ def _follows_from(look: Look) -> Any:
 
 
 def _plan_trunk(plant: Plant, _: None) -> None:
-    from factory.training.planning import plan_trunk
-    from factory.training.tuning import tune_if_new
-
     tune_if_new(plant.workspace, plant.progress)
     plan_trunk(plant)
 
 
 TRAIN = Duty(
-    "train",
-    "train a segment that is planned, from its newest checkpoint",
-    lambda look: () if look.open_segment is None else (look.open_segment,),
-    train,
-    trains=True,
-    fills_disk=True,
-)
+    "train", "train a segment that is planned, from its newest checkpoint", lambda look: filter(None, [look.open_segment]), train,
+    trains=True, fills_disk=True,
+)  # fmt: skip
 PLAN_ANNEAL = Duty(
-    "plan_anneal",
-    "branch off the trunk with a decaying rate",
-    _unannealed,
-    _plan_anneal,
-    trains=True,
-    fills_disk=True,
-    plans=True,
-)
+    "plan_anneal", "branch off the trunk with a decaying rate", _unannealed, lambda plant, _: plan_anneal(plant),
+    trains=True, fills_disk=True, plans=True,
+)  # fmt: skip
 REPLICATE = Duty(
-    "replicate",
-    "train a champion's anneal again on another order of the data, to measure its noise",
-    _unmeasured,
-    _replicate,
-    trains=True,
-    fills_disk=True,
-    plans=True,
-)
+    "replicate", "train a champion's anneal again on another order of the data, to measure its noise", _unmeasured, replicate,
+    trains=True, fills_disk=True, plans=True,
+)  # fmt: skip
 PLAN_TRUNK = Duty(
-    "plan_trunk",
-    "plan the trunk's next segment, when there are data for it",
-    _trunk,
-    _plan_trunk,
-    trains=True,
-    fills_disk=True,
-    plans=True,
-)
+    "plan_trunk", "plan the trunk's next segment, when there are data for it", _trunk, _plan_trunk, trains=True, fills_disk=True, plans=True
+)  # fmt: skip

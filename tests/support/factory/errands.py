@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from factory.duties.duty import Errand, Look
-from factory.duties.runner import next_errand
+from factory.duties.runner import next_errands
 from factory.duties.table import DUTIES
 from factory.ledger.plant import Plant
 
 
 def next_due(plant: Plant, settle: float = 0.0, endless: bool = False) -> str:
     """What a pass would do first, as text; empty: nothing."""
-    return str(next_errand(plant, settle=settle, endless=endless) or "")
+    with plant.ledger.snapshot() as db:
+        found = next_errands(Look(plant, db, DUTIES, settle=settle, endless=endless))
+    return next((str(errand) for errand in found if not errand.duty.each), "")
 
 
 def due_of(plant: Plant, name: str) -> list[object]:
