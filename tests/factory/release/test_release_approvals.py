@@ -218,7 +218,7 @@ def test_it_is_answered_while_the_main_thread_works(workspace: Workspace, ledger
     database = workspace.root / "mlflow.db"
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)
-    with beside(workspace, said, "answering approvals", 0.05, answers.look_and_ask):
+    with beside(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.look_and_ask):
         until(lambda: said.about("Training and releases go on") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")
