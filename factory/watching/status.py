@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from factory.code_loop import improvements
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
@@ -42,6 +43,7 @@ def facts(workspace: Workspace) -> dict[str, Any]:
             "releasable": newest(workspace, db),
             "disk": disk(workspace, db, now),
             "spend": spend(db, now),
+            "improve": improvements.facts(db, improving(workspace), now),
         }
     )
 
@@ -86,6 +88,13 @@ def spend(db: Reads, now: float) -> dict[str, Any]:
         return {"today": nothing, "in_all": nothing}
 
 
+def improving(workspace: Workspace) -> dict[str, Any]:
+    """``improve`` of agents.yaml as it is written. What the schema refuses, the daemon and 'factory config' say."""
+    policy = load_yaml(workspace.policy("agents.yaml"))
+    section = policy.get("improve") if isinstance(policy, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
 def screen(found: dict[str, Any]) -> list[str]:
     """``facts`` as lines for a person."""
     first, *rest = recorded.screen(found)
@@ -94,6 +103,7 @@ def screen(found: dict[str, Any]) -> list[str]:
         lines.append(f"waits     for you: {one['what']} → {one['command']}")
     lines += _releasable_lines(found)
     lines += lines_of(found | {"parked": None, "paused": None})  # these are among what waits
+    lines += improvements.lines(found["improve"], found["daemon"]["running"])
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest
 
