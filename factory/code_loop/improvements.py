@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from factory.core.workspace import Workspace, load_yaml
 from factory.ledger.rows import Reads
 
 # A stage leaves one of each: {"stage", "situation", "agent"?, "proposal"?}; and {"began": id of the first, "seconds", "devices", and what it left:
@@ -75,6 +76,13 @@ def used(db: Reads, done: list[StageDone], now: float) -> Used:
     return Used(seconds, tokens, usd)
 
 
+def as_written(workspace: Workspace) -> dict[str, Any]:
+    """``improve`` of agents.yaml, unread by its schema. Raises: ConfigError for a file that is no YAML."""
+    policy = load_yaml(workspace.policy("agents.yaml"))
+    section = policy.get("improve", {}) if isinstance(policy, dict) else {}
+    return section if isinstance(section, dict) else {"when": section}
+
+
 def facts(db: Reads, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
     """For 'factory status'. ``policy``: ``improve`` of agents.yaml as it is written."""
     done = stages(db, now)
@@ -93,7 +101,7 @@ def facts(db: Reads, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 def lines(found: Mapping[str, Any], running: bool) -> list[str]:
     """``facts`` for a person; ``running``: does the daemon run?"""
-    from factory.retrying.pausing import local
+    from factory.retrying.asking import local
 
     begun, last, spent = found["begun"], found["last"], found["used"]
     doing = f"; now {in_words(begun)}, since {local(begun['at'])}" if begun and running else ""

@@ -76,6 +76,7 @@ class Seen:
     killed: Mapping[str, int] = field(
         default_factory=dict
     )  # stage, as text → how often it was killed in this situation
+    begun: bool = False  # a profile was the last stage: a proposal was begun with it
     used: Used = Used()
 
 
@@ -89,7 +90,7 @@ def next_stage(seen: Seen) -> Stage | str:
         return Stage(MERGE, proposal=seen.promoted)
     if seen.written is not None:
         return Stage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
-    if beyond := seen.used.beyond(seen.policy.per_day.model_dump()):
+    if not seen.begun and (beyond := seen.used.beyond(seen.policy.per_day.model_dump())):
         return f"it waits: {beyond}"
     if not seen.agents:
         return "no LLM endpoint is configured, and none of its agents works without one"
@@ -156,6 +157,7 @@ class Situation:
             (written.number, written.agent) if written else None,
             self._promoted(),
             killed,
+            bool(ended) and "profile" in ended[-1][1],
             used(self.db, self.past, now),
         )
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from factory.duties.duty import Duty, Look, always
 from factory.ledger.plant import Plant
+
+if TYPE_CHECKING:
+    from factory.code_loop.improving import Stage
 
 
 def _open_reverts(plant: Plant, _: None) -> None:
@@ -53,6 +59,22 @@ def _overdue(look: Look) -> list[int]:
     return found if len(found) >= most else []
 
 
+def _improvement(look: Look) -> Iterable[object]:
+    from factory.code_loop.improvements import as_written
+
+    if as_written(look.plant.workspace).get("when", "off") == "off":
+        return ()  # without the imports of what follows
+    from factory.code_loop.improving import due
+
+    return due(look.plant, look.db)
+
+
+def _improve(plant: Plant, stage: Stage) -> None:
+    from factory.code_loop.improving import do
+
+    do(plant, stage)
+
+
 OPEN_REVERTS = Duty(
     "open_reverts", "open a proposal that undoes each patch that an audit found out", always, _open_reverts, each="pass"
 )
@@ -86,4 +108,13 @@ AUDIT = Duty(
     trains=True,
     fills_disk=True,
     when_idle=True,
+)
+IMPROVE = Duty(
+    "improve",
+    "profile, propose a patch, judge it and, as the policy says, merge it, a stage at a time",
+    _improvement,
+    _improve,
+    trains=True,
+    fills_disk=True,
+    plans=True,
 )

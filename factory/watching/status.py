@@ -42,7 +42,7 @@ def facts(workspace: Workspace) -> dict[str, Any]:
             "releasable": newest(workspace, db),
             "disk": disk(workspace, db, now),
             "spend": spend(db, now),
-            "improve": improvements.facts(db, improving(workspace), now),
+            "improve": improvements.facts(db, improvements.as_written(workspace), now),
         }
     )
 
@@ -85,13 +85,6 @@ def spend(db: Reads, now: float) -> dict[str, Any]:
     except WorkspaceError:  # a ledger that is older than the table
         nothing = {"requests": 0, "tokens": 0, "usd": 0.0}
         return {"today": nothing, "in_all": nothing}
-
-
-def improving(workspace: Workspace) -> dict[str, Any]:
-    """``improve`` of agents.yaml as it is written. What the schema refuses, the daemon and 'factory config' say."""
-    policy = load_yaml(workspace.policy("agents.yaml"))
-    section = policy.get("improve") if isinstance(policy, dict) else None
-    return section if isinstance(section, dict) else {}
 
 
 def screen(found: dict[str, Any]) -> list[str]:

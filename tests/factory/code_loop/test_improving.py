@@ -20,7 +20,7 @@ from agents.core.improve_policy import ImproveBudget, ImprovePolicy
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop import improving, submitting
 from factory.code_loop.agent_runs import AgentOptions
-from factory.code_loop.improvements import BEGAN, ENDED, Used, facts, lines, stages, used
+from factory.code_loop.improvements import BEGAN, ENDED, Used, as_written, facts, lines, stages, used
 from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, Seen, Stage, next_stage
 from factory.code_loop.proposing import AGENTS
 from factory.code_loop.workbench import LiveWorkbench
@@ -29,10 +29,9 @@ from factory.core.workspace import code_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
-from factory.watching.status import improving as as_written
 from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.git import git
-from tests.support.plants.release_scene import add_segment
+from tests.support.plants.release_scene import add_segment, with_store
 from tests.support.said import Said
 from trainer.contract.recipe import Recipe
 
@@ -57,6 +56,7 @@ READY = Seen(IDLE, 720, ("search", "kernel-engineer"), profile=7)
         (replace(READY, profile=None, killed={"profile": 3}), "nothing is left"),
         (replace(READY, used=Used(14_399.0)), Stage(PROPOSE, "search")),
         (replace(READY, used=Used(14_400.0)), "14,400 of 14,400 device-seconds"),
+        (replace(READY, used=Used(14_400.0), begun=True), Stage(PROPOSE, "search")),
         (replace(READY, used=Used(0.0, 2_000_000)), "tokens of the last 24 hours are used"),
         (replace(READY, used=Used(0.0, 0, 5.0)), "5 of 5 USD"),
         (replace(READY, used=Used(14_400.0), written=(4, "search")), Stage(JUDGE, "search", 4)),
@@ -102,6 +102,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PatchPlant:
     """Three files of code and a trunk; profiles and drafts take no time, and the gate holds what it is handed."""
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     made = PatchPlant(tmp_path)
+    with_store(made.workspace)
     segment = add_segment(made.workspace, made.ledger, "trunk")
     recipe = Recipe.load(code_root() / "policies" / "recipes" / "tiny.yaml").model_dump(mode="json")
     with made.ledger.begin() as tx:
@@ -216,13 +217,15 @@ def test_the_policy_of_the_gate_merges_and_what_waits_for_a_person_closes_its_ta
 
 def test_the_budget_is_of_the_last_24_hours_and_ends_no_judgement(plant: PatchPlant) -> None:
     allow(plant, when="when-idle", per_day={"device_seconds": 10.0})
-    assert rounds(plant, most=2) == ["profile", "propose by search"]
-    ended(plant, seconds=6.0, devices=2)
+    assert rounds(plant, most=1) == ["profile"]
+    ended(plant, seconds=11.0)
+    assert rounds(plant, most=1) == ["propose by search"]
+    ended(plant, seconds=5.0, devices=2)
     said = Said()
     assert rounds(plant, said) == ["judge proposal 1"]
     words = said.lines[-1].split()
     assert (
-        words[:3] == ["improve:", "it", "waits:"] and float(words[3]) > 12 and "of 10 device-seconds" in said.lines[-1]
+        words[:3] == ["improve:", "it", "waits:"] and float(words[3]) > 21 and "of 10 device-seconds" in said.lines[-1]
     )
     with plant.ledger.begin() as tx:
         tx.execute(events.update().where(events.c.kind == ENDED).values(at=time.time() - 86_401))
