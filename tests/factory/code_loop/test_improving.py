@@ -29,6 +29,7 @@ from factory.core.workspace import code_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
+from factory.notifying.messages import message_of
 from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.git import git
 from tests.support.plants.release_scene import add_segment, with_store
@@ -367,3 +368,27 @@ def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
     json.dumps(facts(plant.ledger, as_written(plant.workspace), time.time()))
     allow(plant)
     assert told()[0] == "improve   off" and "nothing is left" not in told()[1]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "approval", "kinds", "title"),
+    [
+        ("promote", "manual", ("verdict", "approval"), "proposal 1: promote, and waits for approval"),
+        ("promote", "automatic", ("verdict",), "proposal 1: promote"),
+        ("hold", "manual", ("verdict",), "proposal 1: hold"),
+    ],
+)
+def test_receivers_are_told_of_its_verdicts_and_merges(
+    outcome: str, approval: str, kinds: tuple[str, ...], title: str, tmp_path: Path
+) -> None:
+    plant = PatchPlant(tmp_path)
+    gate = plant.workspace.root / "policies" / "gates" / "patch.yaml"
+    gate.parent.mkdir(parents=True)
+    gate.write_text(f"approval: {approval}\n")
+    row = plant.judged(outcome=outcome)
+    event = {"id": 1, "at": 0.0, "subject": "proposal:1"}
+    told = message_of(plant, event | {"kind": "judged", "detail": {"outcome": outcome, "verdict": row["verdict"]}})
+    assert told is not None and (told.kinds, told.title) == (kinds, title) and "so it measured" in told.text
+    assert ("factory proposals approve 1" in told.text) is ("approval" in kinds)
+    merged = message_of(plant, event | {"kind": "proposal_approved", "detail": {"by": "policy"}})
+    assert merged is not None and (merged.title, merged.text) == ("proposal 1 is merged", "approved by policy")
