@@ -46,7 +46,7 @@ LOCK = "code-loop"
 
 
 @dataclass(frozen=True)
-class Stage:
+class LoopStage:
     """One thing to do now. As text it says what: 'judge proposal 3'."""
 
     name: str
@@ -63,7 +63,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LoopState:
     """What ``next_stage`` decides from."""
 
     policy: ImprovePolicy
@@ -80,22 +80,22 @@ class Seen:
     used: Used = Used()
 
 
-def next_stage(seen: Seen) -> Stage | str:
+def next_stage(seen: LoopState) -> LoopStage | str:
     """What to do now, or why nothing is. Pure. What was begun is ended first, whatever the budget says."""
     if seen.policy.when == OFF:
         return "improve is off in agents.yaml"
     if not seen.policy.awake(seen.minute):
         return f"it waits for the night ({seen.policy.night})"
     if seen.promoted is not None:
-        return Stage(MERGE, proposal=seen.promoted)
+        return LoopStage(MERGE, proposal=seen.promoted)
     if seen.written is not None:
-        return Stage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
+        return LoopStage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
     if not seen.begun and (beyond := seen.used.beyond(seen.policy.per_day.model_dump())):
         return f"it waits: {beyond}"
     if not seen.agents:
         return "no LLM endpoint is configured, and none of its agents works without one"
     for agent in seen.agents:
-        stage = Stage(PROFILE) if agent in PROFILED and seen.profile is None else Stage(PROPOSE, agent)
+        stage = LoopStage(PROFILE) if agent in PROFILED and seen.profile is None else LoopStage(PROPOSE, agent)
         if agent not in seen.finished and seen.killed.get(str(stage), 0) < MOST_CUT:
             return stage
     return "nothing is left to try until code, recipe, machine or agents.yaml change"
@@ -142,13 +142,13 @@ class Situation:
         which = "WHERE base_commit = :base AND state = 'judged' AND outcome = 'promote'"
         return frozenset(mine | {row.number for row in ProposalRow.select(self.db, which, base=self.base)})
 
-    def seen(self) -> Seen:
+    def seen(self) -> LoopState:
         ended = [(one.began, one.left) for one in self.here if one.left]
         killed = Counter(in_words(one.began) for one in self.here if one.left is None)
         written = ProposalRow.first(self.db, "WHERE state = 'written' ORDER BY number")
         now = time.time()
         clock = time.localtime(now)
-        return Seen(
+        return LoopState(
             self.agents.improve,
             clock.tm_hour * 60 + clock.tm_min,
             tuple(agent for agent in self.agents.improve.agents if agent != KERNEL_ENGINEER or self.model),
@@ -178,7 +178,7 @@ class Situation:
         return None
 
 
-def due(plant: Plant, db: Reads) -> list[Stage]:
+def due(plant: Plant, db: Reads) -> list[LoopStage]:
     """What to do now: one stage, or nothing. Raises: ConfigError."""
     situation = Situation.of(plant, db)
     policy = situation.agents.improve
@@ -194,7 +194,7 @@ def due(plant: Plant, db: Reads) -> list[Stage]:
         return []
 
 
-def do(plant: Plant, stage: Stage) -> None:
+def do(plant: Plant, stage: LoopStage) -> None:
     """Do one stage, and record what it left and cost. Raises: as ``propose`` and the gates do."""
     situation = Situation.of(plant, plant.ledger)
     seen = situation.seen()
@@ -225,7 +225,7 @@ def do(plant: Plant, stage: Stage) -> None:
         plant.say(f"  improve: {after}")
 
 
-def _introduce(plant: Plant, situation: Situation, stage: Stage) -> None:
+def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
     """Say what begins; and once that agents which need a language model are left out."""
     if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.model:
         if record_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
@@ -237,12 +237,12 @@ def _introduce(plant: Plant, situation: Situation, stage: Stage) -> None:
     plant.say(f"  improve: {stage}, on commit {situation.base[:12]}")
 
 
-def _profile(plant: Plant, situation: Situation, seen: Seen, stage: Stage) -> dict[str, Any]:
+def _profile(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     with plant.workspace.lock(LOCK):
         return {"profile": profile(plant, QUICK)}
 
 
-def _propose(plant: Plant, situation: Situation, seen: Seen, stage: Stage) -> dict[str, Any]:
+def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     with plant.workspace.lock(LOCK):
         bench = workbench(plant)
         assert bench is not None, "due without a checkpoint"
@@ -275,7 +275,7 @@ def _runs(plant: Plant, agent: str, base: str, state: str) -> int:
     return int(plant.ledger.read(which, agent=agent, base=base, state=state)[0]["id"] or 0)
 
 
-def _judge(plant: Plant, situation: Situation, seen: Seen, stage: Stage) -> dict[str, Any]:
+def _judge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     assert stage.proposal is not None
     killed = seen.killed.get(str(stage), 0)
     with plant.workspace.lock(LOCK):
@@ -290,7 +290,7 @@ def _judge(plant: Plant, situation: Situation, seen: Seen, stage: Stage) -> dict
     return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).outcome}
 
 
-def _merge(plant: Plant, situation: Situation, seen: Seen, stage: Stage) -> dict[str, Any]:
+def _merge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     assert stage.proposal is not None
     follow(plant)  # takes the lock itself
     return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).state}
@@ -303,7 +303,7 @@ def _devices() -> int:
     return torch.cuda.device_count() or 1
 
 
-_DO: dict[str, Callable[[Plant, Situation, Seen, Stage], dict[str, Any]]] = {
+_DO: dict[str, Callable[[Plant, Situation, LoopState, LoopStage], dict[str, Any]]] = {
     PROFILE: _profile,
     PROPOSE: _propose,
     JUDGE: _judge,

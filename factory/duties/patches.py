@@ -9,7 +9,7 @@ from factory.duties.duty import Duty, Look, always
 from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
-    from factory.code_loop.improving import Stage
+    from factory.code_loop.improving import LoopStage
 
 
 def _open_reverts(plant: Plant, _: None) -> None:
@@ -69,7 +69,7 @@ def _improvement(look: Look) -> Iterable[object]:
     return due(look.plant, look.db)
 
 
-def _improve(plant: Plant, stage: Stage) -> None:
+def _improve(plant: Plant, stage: LoopStage) -> None:
     from factory.code_loop.improving import do
 
     do(plant, stage)

@@ -21,7 +21,7 @@ from agents.core.proposal import Edit, Proposal
 from factory.code_loop import improving, submitting
 from factory.code_loop.agent_runs import AgentOptions
 from factory.code_loop.improvements import BEGAN, ENDED, Used, as_written, facts, lines, stages, used
-from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, Seen, Stage, next_stage
+from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage
 from factory.code_loop.proposing import AGENTS
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import ConfigError
@@ -37,40 +37,43 @@ from tests.support.said import Said
 from trainer.contract.recipe import Recipe
 
 IDLE = ImprovePolicy(when="when-idle")
-READY = Seen(IDLE, 720, ("search", "kernel-engineer"), profile=7)
+READY = LoopState(IDLE, 720, ("search", "kernel-engineer"), profile=7)
 
 
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
         (replace(READY, policy=ImprovePolicy()), "off"),
-        (replace(READY, profile=None), Stage(PROFILE)),
-        (READY, Stage(PROPOSE, "search")),
-        (replace(READY, written=(4, "search")), Stage(JUDGE, "search", 4)),
-        (replace(READY, written=(4, "search"), promoted=3), Stage(MERGE, proposal=3)),
-        (replace(READY, finished=frozenset({"search"})), Stage(PROPOSE, "kernel-engineer")),
+        (replace(READY, profile=None), LoopStage(PROFILE)),
+        (READY, LoopStage(PROPOSE, "search")),
+        (replace(READY, written=(4, "search")), LoopStage(JUDGE, "search", 4)),
+        (replace(READY, written=(4, "search"), promoted=3), LoopStage(MERGE, proposal=3)),
+        (replace(READY, finished=frozenset({"search"})), LoopStage(PROPOSE, "kernel-engineer")),
         (replace(READY, finished=frozenset({"search", "kernel-engineer"})), "nothing is left"),
         (replace(READY, agents=()), "no LLM endpoint"),
-        (replace(READY, agents=("recipe-scout",), profile=None), Stage(PROPOSE, "recipe-scout")),
-        (replace(READY, killed={"propose by search": 2}), Stage(PROPOSE, "search")),
-        (replace(READY, killed={"propose by search": 3}), Stage(PROPOSE, "kernel-engineer")),
+        (replace(READY, agents=("recipe-scout",), profile=None), LoopStage(PROPOSE, "recipe-scout")),
+        (replace(READY, killed={"propose by search": 2}), LoopStage(PROPOSE, "search")),
+        (replace(READY, killed={"propose by search": 3}), LoopStage(PROPOSE, "kernel-engineer")),
         (replace(READY, profile=None, killed={"profile": 3}), "nothing is left"),
-        (replace(READY, used=Used(14_399.0)), Stage(PROPOSE, "search")),
+        (replace(READY, used=Used(14_399.0)), LoopStage(PROPOSE, "search")),
         (replace(READY, used=Used(14_400.0)), "14,400 of 14,400 device-seconds"),
-        (replace(READY, used=Used(14_400.0), begun=True), Stage(PROPOSE, "search")),
+        (replace(READY, used=Used(14_400.0), begun=True), LoopStage(PROPOSE, "search")),
         (replace(READY, used=Used(0.0, 2_000_000)), "tokens of the last 24 hours are used"),
         (replace(READY, used=Used(0.0, 0, 5.0)), "5 of 5 USD"),
-        (replace(READY, used=Used(14_400.0), written=(4, "search")), Stage(JUDGE, "search", 4)),
-        (replace(READY, policy=IDLE.model_copy(update={"per_day": ImproveBudget(usd=0.0)})), Stage(PROPOSE, "search")),
+        (replace(READY, used=Used(14_400.0), written=(4, "search")), LoopStage(JUDGE, "search", 4)),
+        (
+            replace(READY, policy=IDLE.model_copy(update={"per_day": ImproveBudget(usd=0.0)})),
+            LoopStage(PROPOSE, "search"),
+        ),
         (replace(READY, policy=ImprovePolicy(when="nightly")), "waits for the night (22:00-06:00)"),
-        (replace(READY, policy=ImprovePolicy(when="nightly"), minute=5 * 60 + 59), Stage(PROPOSE, "search")),
+        (replace(READY, policy=ImprovePolicy(when="nightly"), minute=5 * 60 + 59), LoopStage(PROPOSE, "search")),
         (replace(READY, policy=ImprovePolicy(when="nightly"), minute=6 * 60), "waits for the night"),
-        (replace(READY, policy=ImprovePolicy(when="nightly", night="12:00-12:01")), Stage(PROPOSE, "search")),
+        (replace(READY, policy=ImprovePolicy(when="nightly", night="12:00-12:01")), LoopStage(PROPOSE, "search")),
     ],
 )
-def test_what_is_next(seen: Seen, expected: Stage | str) -> None:
+def test_what_is_next(seen: LoopState, expected: LoopStage | str) -> None:
     found = next_stage(seen)
-    assert found == expected if isinstance(expected, Stage) else isinstance(found, str) and expected in found, found
+    assert found == expected if isinstance(expected, LoopStage) else isinstance(found, str) and expected in found, found
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_it_does_nothing_by_default_without_a_trunk_and_while_another_process_pr
     plant: PatchPlant, tmp_path: Path
 ) -> None:
     look = lambda: improving.due(the(plant), plant.ledger)
-    assert look() == [Stage(PROFILE)]
+    assert look() == [LoopStage(PROFILE)]
     with plant.workspace.lock("code-loop"):
         assert look() == []
     allow(plant)
@@ -302,7 +305,7 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     again = rounds(plant)
-    expected = stage if point != "written" else Stage(JUDGE, "search", 1)
+    expected = stage if point != "written" else LoopStage(JUDGE, "search", 1)
     assert again[0] == str(expected), again
     assert [row["target"] for row in judged(plant)] == ["kernel:a"]
     assert {row["state"] for row in plant.ledger.rows(sa.select(proposals))} <= {"judged", "failed"}
@@ -313,13 +316,13 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
 
 def test_what_kills_the_daemon_each_time_it_is_judged_is_given_up(plant: PatchPlant) -> None:
     rounds(plant, most=2)
-    killed_in(plant, Stage(JUDGE, "search", 1), 3)
+    killed_in(plant, LoopStage(JUDGE, "search", 1), 3)
     said = Said()
     assert rounds(plant, said) == ["judge proposal 1"] and plant.row(1)["state"] == "failed"
     assert "given up" in said.lines[1] and git(plant.target, "branch", "--list", "factory/*") == ""
 
 
-def killed_in(plant: PatchPlant, stage: Stage, times: int) -> None:
+def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
     situation = stages(plant.ledger, time.time())[-1].began["situation"]
     with plant.ledger.begin() as tx:
         for _ in range(times):
@@ -361,7 +364,7 @@ def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
     ended(plant, seconds=90.0, devices=4)
     assert "propose by search: proposal 1" in told()[1]
     assert told()[2].split()[:2] == ["360", "device-seconds,"]
-    killed_in(plant, Stage(JUDGE, "search", 1), 1)
+    killed_in(plant, LoopStage(JUDGE, "search", 1), 1)
     assert "now judge proposal 1, since" in told()[0] and told(running=False)[0] == "improve   when-idle"
     rounds(plant)
     assert "propose by search: nothing found; nothing is left to try" in told()[1]
