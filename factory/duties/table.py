@@ -13,6 +13,7 @@ from factory.duties.duty import Duty
 from factory.duties.patches import (
     AUDIT,
     FOLLOW_APPROVALS,
+    IMPROVE,
     JUDGE_HELD_AGAIN,
     JUDGE_MERGED_AGAIN,
     OPEN_REVERTS,
@@ -50,4 +51,5 @@ DUTIES: tuple[Duty, ...] = (
     REPLICATE,  # while the checkpoint is there that it begins at
     PLAN_TRUNK,
     AUDIT,
+    IMPROVE,
 )

@@ -85,6 +85,7 @@ ELSEWHERE = {
     "follow_approvals": "tests/factory/code_loop/test_approvals.py",
     "judge_merged_again": "tests/chaos: merge",
     "judge_held_again": "tests/chaos: merge",
+    "improve": "tests/factory/code_loop/test_improving.py",
     "report_releasable": "one event, at once",
     "finish_release": "tests/factory/release/test_releases.py",
     "diagnose": "tests/factory/diagnosis/test_diagnosing.py",
