@@ -14,8 +14,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.notifying.messages import message_of
-from factory.notifying.policy import NotificationPolicy
-from factory.notifying.receivers import NotDeliveredError, Receiver, receivers
+from factory.notifying.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
 from factory.retrying.backoff import Backoff, in_words
 from factory.watching.notified import FILE, read_positions
 from kernels.contract.files import write_atomically

@@ -6,14 +6,17 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from factory.ledger.ledger import Ledger, anomalies, record
 from factory.ledger.reader import Reader
 from factory.ledger.rows import Subject
 from factory.notifying.delivery import Notifier
-from factory.notifying.policy import NotificationPolicy
+from factory.notifying.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
 from factory.release.approvals import reject
 from factory.retrying.waiting import ACTION_FAILED
 from factory.watching.waiting import waiting
@@ -159,20 +162,18 @@ def test_a_receiver_that_fails_gets_the_same_message_again_and_holds_up_nobody(
     write_policy(workspace, webhook=hook.url, command=words)
     notifier.look()
     happens(ledger, ACTION_FAILED, ACTION_FAILED, "works_again")
-    write_policy(workspace, webhook=hook.url, timeout_seconds=0.5, command=words)
+    write_policy(workspace, webhook=hook.url, timeout_seconds=2.0, command=words)
     hook.answers = [500, 302, NEVER_S, 200, 503]
     for _ in range(3):
         notifier.look()
         assert hook.got == []
         time.sleep(0.05)
     assert [line.split(" (")[0] for line in said.about("webhook")][:2] == [
-        "  notifying by webhook failed: the webhook at 127.0.0.1 answered 500",
-        "  notifying by webhook failed: the webhook at 127.0.0.1 did not answer within 0.5 s",
+        "  notifying by webhook failed: the webhook at 127.0.0.1 failed: it answered 500",
+        "  notifying by webhook failed: the webhook at 127.0.0.1 did not end within 2 s",
     ]
     what = [one["what"] for one in waiting(workspace, Reader(workspace))]
-    assert any(
-        "notifying by webhook, which fails: the webhook at 127.0.0.1 did not answer within" in one for one in what
-    )
+    assert any("notifying by webhook, which fails: the webhook at 127.0.0.1 did not end within" in one for one in what)
     for _ in range(3):
         notifier.look()
         time.sleep(0.05)
@@ -197,7 +198,7 @@ def test_a_command_that_fails_hangs_or_is_not_there(workspace: Workspace, ledger
     said, child = Said(), tmp_path / "child"
     hangs = f"import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     cases = {
-        "ended with exit 3: it is full": [
+        "failed: it is full": [
             sys.executable,
             "-c",
             "import sys; sys.exit(sys.stderr.write('it is full') and 3)",
@@ -216,6 +217,91 @@ def test_a_command_that_fails_hangs_or_is_not_there(workspace: Workspace, ledger
         os.kill(int(child.read_text()), 0)
     noted = json.loads((workspace.root / "notified.json").read_text())
     assert noted["command"]["event"] == 0 and "No such file" in noted["command"]["failing"]
+
+
+@contextmanager
+def mail_server() -> Iterator[tuple[int, list[str]]]:
+    """A port of a server that speaks as much SMTP as one mail needs, and the mails that it got."""
+    got: list[str] = []
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"220 ready\r\n")
+            while line := self.rfile.readline().strip().upper():
+                if line == b"DATA":
+                    self.wfile.write(b"354 go on\r\n")
+                    got.append(b"".join(iter(self.rfile.readline, b".\r\n")).decode())
+                self.wfile.write(b"250 ok\r\n" if line != b"QUIT" else b"221 bye\r\n")
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1], got
+        server.shutdown()
+
+
+def test_apprise_tells_a_server_and_sends_mail(
+    workspace: Workspace, ledger: Ledger, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each receiver has a position of its own; what a server sends elsewhere, or refuses, was not delivered."""
+    at = hook.url.removeprefix("http://")
+    monkeypatch.setenv("ROOM", "a/b")
+    with mail_server() as (port, mails):
+        mail = f"mailto://127.0.0.1:{port}?smtp=127.0.0.1&from=factory@example.org&to=team@example.org"
+        write_policy(workspace, receivers={"chat": f"json://{at}&:room=$ROOM", "mail": mail}, timeout_seconds=60.0)
+        notifier = Notifier(workspace, ledger, said := Said())
+        notifier.look()
+        happens(ledger, ACTION_FAILED, "works_again")
+        hook.answers = [302, 500]
+        for _ in range(3):
+            notifier.look()
+            time.sleep(0.05)
+    assert [sent["title"] for sent in hook.got] == ["workspace: judge 1 failed", "workspace: judge 1 works again"], (
+        said.lines
+    )
+    assert hook.got[0]["type"] == "failure" and hook.got[0]["message"] == "no space\n(event 1)"
+    assert hook.got[0]["room"] == "a/b", "what stands in a variable is escaped"
+    assert [re.findall(r"^Subject: (.*?)\r$", mail, re.M) for mail in mails] == [[sent["title"]] for sent in hook.got]
+    assert said.about("notifying by chat failed: chat failed: Failed to send JSON") and said.about("chat works again")
+    assert set(json.loads((workspace.root / "notified.json").read_text())) == {"chat", "mail"}
+
+
+def test_a_secret_stands_in_no_log_no_words_and_no_file(
+    workspace: Workspace, ledger: Ledger, hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails: a server that refuses, an address that apprise does not take, a variable that is not set."""
+    monkeypatch.setenv("SHORT", "word-7f3a")
+    monkeypatch.setenv("WHOLE", "slack://word-7f3a")
+    held = tmp_path / "address"
+    held.write_text(f"json://me:word-7f3a@127.0.0.1:{hook.server.server_address[1]}/word-7f3a\n")
+    cases = {
+        "slack://$SHORT": "apprise does not take the address: An invalid Slack",
+        "$WHOLE": "apprise does not take the address: An invalid Slack",
+        "json://me:$SHORT@127.0.0.1:9/": "A Connection error occurred sending JSON notification to 127.0.0.1",
+        str(held): "error=500",
+        "slack://$NOT_SET": "the environment variable NOT_SET is not set",
+        "/no/such/file": "/no/such/file cannot be read",
+        "json://$SHORT@example.org/": "sends without encryption, which is for this machine alone",
+        "mailto://me:$SHORT@example.org": "sends without encryption, which is for this machine alone",
+    }
+    write_policy(
+        workspace, receivers={f"r{number}": address for number, address in enumerate(cases)}, timeout_seconds=60.0
+    )
+    notifier = Notifier(workspace, ledger, said := Said())
+    notifier.look()
+    happens(ledger, ACTION_FAILED)
+    hook.answers = [500]
+    notifier.look()
+    for number, why in enumerate(cases.values()):
+        assert why in said.about(f"notifying by r{number} failed")[0], said.lines
+    assert len(hook.bodies) == 1
+    shown = "\n".join(said.lines) + (workspace.root / "notified.json").read_text()
+    assert "7f3a" not in shown and "7f3a" not in repr(ledger.read("SELECT * FROM events"))
+    policy = NotificationPolicy(receivers={"r": str(held)})
+    assert "7f3a" not in repr(receivers(policy, tmp_path)), "nor in the words of the process"
+    echo = Receiver("it", (sys.executable, "-c", "import sys; sys.exit(sys.stdin.read())"), 60.0, tmp_path, str(held))
+    with pytest.raises(NotDeliveredError) as failed:
+        echo.deliver({"id": 1})
+    assert "json" not in str(failed.value) and '"id": 1' in str(failed.value) and "7f3a" not in str(failed.value)
 
 
 KILLER = """
@@ -290,6 +376,9 @@ def test_run_once_tells_what_happened_while_it_ran(workspace: Workspace, ledger:
         ({"webhook": "http://127.0.0.1:99999/"}, "webhook"),
         ({"command": "send it"}, "command"),
         ({"command": [""]}, "the program first"),
+        ({"receivers": {"team": "slakc://a/b/c"}}, "team: apprise knows no slakc://; did you mean 'slack'?"),
+        ({"receivers": {"team": "word"}}, "team: expected an address of apprise"),
+        ({"receivers": {"webhook": "slack://a/b/c"}}, "'webhook' is no name"),
         ({"kinds": ["verdicts"]}, "kinds"),
         ({"webhok": ""}, "did you mean 'webhook'"),
         ({"timeout_seconds": 0.0}, "timeout_seconds"),
