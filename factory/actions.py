@@ -96,7 +96,7 @@ def train(plant: Plant, segment: int) -> None:
     from factory.diagnosis.ladder import climbing
     from factory.repairs.mending import mend_inputs
     from factory.retention.cleaning import tidy
-    from factory.tracking.tracking import Tracking
+    from factory.show.mlflow.runs import Tracking
     from factory.training.training import run_segment
 
     row = SegmentRow.get(plant.ledger, segment)
@@ -127,7 +127,7 @@ def judge(plant: Plant, candidate: int) -> int:
     from factory.evals.evaluator import evaluate
     from factory.gates.release.gate import decide
     from factory.release.approvals import how_to_answer, register_candidate, waits
-    from factory.tracking.outages import shown
+    from factory.show.mlflow.outages import shown
 
     evaluate(plant, candidate)
     verdict = decide(plant, candidate)

@@ -270,7 +270,7 @@ def _chores(plant: Plant, pause: Pause | None, settle: float) -> list[tuple[str,
     from factory.code_loop.revalidating import follow as judge_merged_again
     from factory.erasing.erasing import finish_removals
     from factory.release.releases import reconcile as reconcile_releases
-    from factory.tracking.missed import show_missed
+    from factory.show.missed import show_missed
 
     if pause and pause.what == EVERYTHING:
         return []
@@ -354,8 +354,8 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
 
     Nothing that fails ends it: only ``once`` raises.
     """
-    from factory.notifying import delivery
-    from factory.release import answering
+    from factory.show.telling import delivery
+    from factory.show.mlflow import answering
     from factory.retention.watching import filled, make_room
 
     with plant.workspace.lock(LOCK), ExitStack() as stack:

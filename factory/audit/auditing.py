@@ -47,8 +47,8 @@ from trainer.contract.errors import TrainerError
 
 def audit_and_show(plant: Plant, segment: int) -> VerdictRow | None:
     """``audit``, and its verdict in MLflow, which may fail: the verdict is in the ledger."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
+    from factory.show.mlflow.store import waiting_lock
+    from factory.show.mlflow.runs import Tracking
 
     verdict = audit(plant, segment)
     if verdict is not None:

@@ -199,8 +199,8 @@ def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Pro
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock("code-loop"):
         decision(workspace, ledger, terminal)
-    from factory.tracking.outages import shown
-    from factory.tracking.tracking import Tracking
+    from factory.show.mlflow.outages import shown
+    from factory.show.mlflow.runs import Tracking
 
     shown(terminal.line, lambda: Tracking.open(Plant(workspace, ledger)).proposal_run(number))
     _show_proposal(workspace, number, False)

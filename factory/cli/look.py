@@ -88,10 +88,10 @@ def ui(
 ) -> None:
     """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
     from factory.core.listening import listen
-    from factory.release.start_pages import start_pages
-    from factory.tracking.login import is_loopback, login
-    from factory.tracking.names import in_brackets, reached_as
-    from factory.tracking.tracking import ui_command
+    from factory.show.mlflow.start_pages import start_pages
+    from factory.show.mlflow.login import is_loopback, login
+    from factory.show.mlflow.names import in_brackets, reached_as
+    from factory.show.mlflow.runs import ui_command
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):

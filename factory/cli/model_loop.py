@@ -298,7 +298,7 @@ def release(
     from factory.bundles.wish import Wish
     from factory.cli.releases.bundle import write as write_bundle
     from factory.ledger.rows import champion
-    from factory.release.registry import newest_verdict
+    from factory.show.mlflow.registry import newest_verdict
     from factory.release.releases import release as release_verdict
     from factory.release.releases import rollback as roll_back
 

@@ -96,8 +96,8 @@ def follow(plant: Plant) -> int:
     waiting = _waiting(plant.ledger)
     if not waiting:
         return 0
-    from factory.tracking.outages import shown
-    from factory.tracking.tracking import Tracking
+    from factory.show.mlflow.outages import shown
+    from factory.show.mlflow.runs import Tracking
 
     tracking, say = Tracking.open(plant), plant.progress.line
     automatic = PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval == "automatic"

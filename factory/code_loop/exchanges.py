@@ -21,8 +21,8 @@ from factory.core.errors import FactoryError
 from factory.ledger.ledger import exchanges, meta
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
-from factory.tracking.mlflow_store import check_writable, waiting_lock
-from factory.tracking.tracking import Tracking
+from factory.show.mlflow.store import check_writable, waiting_lock
+from factory.show.mlflow.runs import Tracking
 from kernels.contract.files import write_atomically
 
 DAY = 86_400  # seconds

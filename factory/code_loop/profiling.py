@@ -100,7 +100,7 @@ def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     with plant.ledger.begin() as tx:
         number = insert(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
         record(tx, "profiled", Subject("profile", number), {"commit": commit})
-    from factory.tracking.tracking import Tracking
+    from factory.show.mlflow.runs import Tracking
 
     Tracking.open(plant).profile_run(number)
     return number

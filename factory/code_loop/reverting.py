@@ -16,7 +16,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
-from factory.reports import proposal_report
+from factory.show.pages import proposal_report
 
 AGENT = "auditor"
 

@@ -27,7 +27,7 @@ from factory.ledger.ledger import Ledger, proposals, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert, record_verdict
-from factory.reports import proposal_report
+from factory.show.pages import proposal_report
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
@@ -89,8 +89,8 @@ def _remove_folders(workspace: Workspace, commit: str) -> None:
 
 def show(plant: Plant, number: int) -> None:
     """Show a proposal in MLflow. The verdict is in the ledger, so MLflow may fail."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
+    from factory.show.mlflow.store import waiting_lock
+    from factory.show.mlflow.runs import Tracking
 
     try:
         with waiting_lock(plant.workspace, "tracking"):

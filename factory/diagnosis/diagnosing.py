@@ -164,8 +164,8 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
 
 def show_in_mlflow(plant: Plant, segment: SegmentRow, detail: Mapping[str, Any], page: Path) -> None:
     """The page at the segment's run, and the causes as a tag. It may fail: the diagnosis is in the ledger."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
+    from factory.show.mlflow.store import waiting_lock
+    from factory.show.mlflow.runs import Tracking
 
     try:
         with waiting_lock(plant.workspace, "tracking"):

@@ -18,7 +18,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import draft_of, words_state
 from factory.ledger.ledger import documents, token_shards
 from factory.ledger.plant import Plant
-from factory.reports.pictures import curves
+from factory.show.pages.pictures import curves
 from kernels.contract.files import write_atomically
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TrainerError

@@ -1,7 +1,7 @@
 """A person's decision about a promoted candidate, and how it is asked for.
 
 A decision binds to the hash of what was judged. It is given on the command line (``factory releases approve | reject``), or as the tag
-``approval`` of the candidate's version in MLflow, which ``factory.release.answering`` hears.
+``approval`` of the candidate's version in MLflow, which ``factory.show.mlflow.answering`` hears.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from factory.release.checks import check_newest, promotion
-from factory.release.registry import MODEL, find_version, mark_whole, newest_verdict, register
-from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
-from factory.tracking.tracking import APPROVAL_TAG, Tracking, short
+from factory.show.mlflow.registry import MODEL, find_version, mark_whole, newest_verdict, register
+from factory.show.mlflow.store import mlflow_errors, waiting_lock
+from factory.show.mlflow.runs import APPROVAL_TAG, Tracking, short
 
 ANSWER_TAG, REASON_TAG = "approval_answer", "approval_reason"  # what became of a person's word; the person's reason
 PENDING = "pending"

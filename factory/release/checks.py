@@ -12,7 +12,7 @@ from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Reads, Subject, VerdictRow, champion
-from factory.release.registry import check_export, newest_verdict
+from factory.show.mlflow.registry import check_export, newest_verdict
 
 
 class OutOfDate(InputError):

@@ -36,7 +36,7 @@ from factory.release.checks import (
     releasable,
 )
 from factory.release.overriding import override_of, reason_of
-from factory.release.registry import (
+from factory.show.mlflow.registry import (
     CHAMPION,
     MODEL,
     SHOWN,
@@ -50,9 +50,9 @@ from factory.release.registry import (
     removed_data,
     write_report,
 )
-from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
-from factory.tracking.outages import shown
-from factory.tracking.tracking import Tracking
+from factory.show.mlflow.store import mlflow_errors, waiting_lock
+from factory.show.mlflow.outages import shown
+from factory.show.mlflow.runs import Tracking
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from factory.repairs.examining import (
 from factory.repairs.lost_ledger import restore, restore_mlflow
 from factory.repairs.token_shards import HashedShards, rebuild_token_shard, token_shard_fault
 from factory.repairs.tokenizer_files import bring_back_tokenizer
-from factory.tracking.missed import REMADE, show_missed
+from factory.show.missed import REMADE, show_missed
 from factory.training.planning import last_checkpoint, plan_of
 from trainer.contract.errors import TrainerError
 

@@ -29,7 +29,7 @@ from factory.retention.choosing import Choice, choose
 from factory.retention.needs import Needs
 from factory.retention.policy import RetentionPolicy
 from factory.retention.stored import stored
-from factory.tracking.tracking import Tracking
+from factory.show.mlflow.runs import Tracking
 
 REMOVED = ".retired-"  # a folder that is being removed
 BUSY = "another process works with folders of its kind now"

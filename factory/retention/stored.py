@@ -13,7 +13,7 @@ from typing import Literal
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.tracking.tracking import TRAINING
+from factory.show.mlflow.runs import TRAINING
 
 Kind = Literal[
     "checkpoint", "ladder", "runs", "audit", "diagnosis", "export", "model", "worktree", "compiled", "log", "run"

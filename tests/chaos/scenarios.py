@@ -90,7 +90,7 @@ def preload() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["USER"] = "ada"
-    from factory.tracking.mlflow_store import ENVIRONMENT
+    from factory.show.mlflow.store import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
     import git.cmd  # noqa: F401

@@ -52,7 +52,7 @@ def write(plant: Plant, terminal: Terminal, number: int, wish: Wish) -> None:
     from factory.bundles.writing import write_bundle
     from factory.ledger.rows import ReleaseRow
     from factory.release.approvals import register_candidate
-    from factory.tracking.outages import shown
+    from factory.show.mlflow.outages import shown
 
     written = write_bundle(plant.reporting_to(terminal), number, wish)
     terminal.line(f"  release {number} is bundled in {written.folder}")

@@ -23,7 +23,7 @@ SHOWN_COMMITS = 20
 @commands.command("list")
 def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """Every release, and every candidate that is none: what became of it, the verdict, the gain over the champion of then."""
-    from factory.reports.release_facts import listed
+    from factory.show.pages.release_facts import listed
     from factory.retrying.pausing import local
 
     _, ledger, terminal = open_workspace(where)
@@ -53,7 +53,7 @@ def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
 @commands.command("show")
 def show_release(name: Name, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """One of them: what is better, what is worse, how sure; what it was trained on; who approved; its report; how to serve it."""
-    from factory.reports.release_facts import shown
+    from factory.show.pages.release_facts import shown
 
     workspace, ledger, terminal = open_workspace(where)
     found = shown(Plant(workspace, ledger), name)
@@ -117,7 +117,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
 @commands.command("diff")
 def diff_releases(one: Name, other: Name, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """What the second is against the first: numbers by domain on the same items, with intervals; recipe keys, data, commits that differ."""
-    from factory.reports.release_facts import difference
+    from factory.show.pages.release_facts import difference
 
     workspace, ledger, terminal = open_workspace(where)
     found = difference(Plant(workspace, ledger), one, other)
@@ -156,7 +156,7 @@ def approve_candidate(candidate: Candidate, where: Where = DEFAULT, as_json: AsJ
     """Release a candidate that the gate promoted. Recorded with your name; works while the daemon runs."""
     from factory.core.progress import SILENT
     from factory.ledger.rows import ReleaseRow, champion
-    from factory.release.registry import newest_verdict
+    from factory.show.mlflow.registry import newest_verdict
     from factory.release.releases import release
 
     workspace, ledger, terminal = open_workspace(where)
@@ -181,8 +181,8 @@ def reject_candidate(
 ) -> None:
     """Do not release what the gate promoted. Recorded with your name; no approval of the same verdict counts any more."""
     from factory.release.approvals import register_candidate, reject
-    from factory.release.registry import newest_verdict
-    from factory.tracking.outages import shown
+    from factory.show.mlflow.registry import newest_verdict
+    from factory.show.mlflow.outages import shown
 
     workspace, ledger, terminal = open_workspace(where)
     verdict = newest_verdict(ledger, candidate)

@@ -26,8 +26,8 @@ from factory.ledger.rows import ReleaseRow
 from factory.release.gguf.kind import Kind
 from factory.release.gguf.tensors import FileTensor, Floats, architecture, parts
 from factory.release.gguf.vocabulary import MODEL, PRE, Vocabulary, read_vocabulary
-from factory.release.registry import MODEL as MODEL_NAME
-from factory.release.registry import check_export
+from factory.show.mlflow.registry import MODEL as MODEL_NAME
+from factory.show.mlflow.registry import check_export
 from kernels.contract.files import put_in_place
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import screen, snapshot
-from factory.tracking.tracking import Tracking
+from factory.show.mlflow.runs import Tracking
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
 from tests.support.paths import ROOT
 from tests.support.plants.saved_plant import SavedPlant, saved_plant

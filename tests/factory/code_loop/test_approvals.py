@@ -13,7 +13,7 @@ from factory.core.errors import InputError
 from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import tracked_runs, verdicts
-from factory.tracking.tracking import APPROVAL_TAG, Tracking
+from factory.show.mlflow.runs import APPROVAL_TAG, Tracking
 from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 from tests.support.git import git
 

@@ -22,7 +22,7 @@ from factory.doctor import _ledger
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
-from factory.tracking.tracking import EXCHANGES, Tracking
+from factory.show.mlflow.runs import EXCHANGES, Tracking
 from tests.support.replay_server import RecordedSession, ReplayServer
 
 POLICY = LlmPolicy(

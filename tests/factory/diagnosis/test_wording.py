@@ -30,7 +30,7 @@ from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded, 
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.tracking.tracking import DIAGNOSIS_SHOWN
+from factory.show.mlflow.runs import DIAGNOSIS_SHOWN
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.engineer import recorded
 from tests.support.paths import ROOT

@@ -28,8 +28,8 @@ from factory.ledger.ledger import Ledger, anomalies, record
 from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import Subject
-from factory.notifying.delivery import Notifier
-from factory.notifying.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
+from factory.show.telling.delivery import Notifier
+from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
 from factory.release.approvals import reject
 from factory.retrying.waiting import ACTION_FAILED
 from factory.watching.waiting import waiting
@@ -320,7 +320,7 @@ from pathlib import Path
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
-from factory.notifying.delivery import Notifier
+from factory.show.telling.delivery import Notifier
 workspace = Workspace.open(Path(sys.argv[1]))
 Notifier(workspace, Ledger.open(workspace.ledger_url, workspace.root), SILENT).look()
 """

@@ -16,12 +16,12 @@ from factory.ledger.ledger import Ledger, candidates
 from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import ReleaseRow, champion
-from factory.release.answering import ApprovalAnswers
+from factory.show.mlflow.answering import ApprovalAnswers
 from factory.release.approvals import ApprovalNeeded, approve, register_candidate, reject
-from factory.release.registry import MODEL
+from factory.show.mlflow.registry import MODEL
 from factory.release.releases import reconcile, release
 from factory.retrying.beside import beside
-from factory.tracking.mlflow_store import open_client
+from factory.show.mlflow.store import open_client
 from factory.watching.waiting import waiting
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store

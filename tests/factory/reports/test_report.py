@@ -28,10 +28,10 @@ from factory.ledger.ledger import (
     shards,
     verdicts,
 )
-from factory.reports import proposal_report
-from factory.reports.pictures import bars, curves, intervals
-from factory.reports.release_pictures import files
-from factory.reports.release_report import release_report
+from factory.show.pages import proposal_report
+from factory.show.pages.pictures import bars, curves, intervals
+from factory.show.pages.release_pictures import files
+from factory.show.pages.release_report import release_report
 from tests.support.plants.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
 
 VOID = {"meta", "rect", "line", "circle", "polyline", "br"}

@@ -16,7 +16,7 @@ from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.cleaning import clean
-from factory.tracking.tracking import Tracking
+from factory.show.mlflow.runs import Tracking
 from tests.support.plants.history import DAY, History
 
 

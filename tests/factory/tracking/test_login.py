@@ -7,8 +7,8 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.tracking.login import is_loopback, login
-from factory.tracking.mlflow_store import ui_command
+from factory.show.mlflow.login import is_loopback, login
+from factory.show.mlflow.store import ui_command
 from tests.support.factory.command import factory
 from tests.support.mlflow_server import EXPERIMENTS, answering, free_port
 from tests.support.plants.release_scene import with_store

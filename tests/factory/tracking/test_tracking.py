@@ -20,9 +20,9 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.ledger.plant import Plant
-from factory.tracking.metrics_follower import metric_key, numbers
-from factory.tracking.mlflow_store import TrackingError, flush, open_client, waiting_lock
-from factory.tracking.tracking import SUBJECT, Tracking, flatten
+from factory.show.mlflow.metrics_follower import metric_key, numbers
+from factory.show.mlflow.store import TrackingError, flush, open_client, waiting_lock
+from factory.show.mlflow.runs import SUBJECT, Tracking, flatten
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
 
@@ -30,7 +30,7 @@ OPENER = """
 import sys
 from pathlib import Path
 from factory.ledger.ledger import Ledger
-from factory.tracking.tracking import Tracking
+from factory.show.mlflow.runs import Tracking
 from factory.core.workspace import Workspace
 workspace = Workspace.open(Path(sys.argv[1]))
 ledger = Ledger.open(workspace.ledger_url)

@@ -25,7 +25,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
 from factory.release.releases import release
-from factory.reports.provenance import of_release
+from factory.show.pages.provenance import of_release
 from factory.training import averaging
 from factory.training.averaging import choose, kept, plan_average, softmax_weights
 from factory.training.exporting import export_candidate

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from factory.core.workspace import Workspace
-from factory.tracking.names import reached_as, server_options
-from factory.tracking.outages import TrackingError as TrackingError
-from factory.tracking.outages import advice, note_answer, note_failure, refuse_resting
+from factory.show.mlflow.names import reached_as, server_options
+from factory.show.mlflow.outages import TrackingError as TrackingError
+from factory.show.mlflow.outages import advice, note_answer, note_failure, refuse_resting
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -169,7 +169,7 @@ def ui_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that opens the MLflow UI on this workspace, and the environment to add to one's own.
 
-    ``login``: of ``factory.tracking.login``. ``names``: by which people reach it, as ``factory.tracking.names`` reads them. Raises: InputError.
+    ``login``: of ``factory.show.mlflow.login``. ``names``: by which people reach it, as ``factory.show.mlflow.names`` reads them. Raises: InputError.
     """
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", workspace.mlflow_uri]

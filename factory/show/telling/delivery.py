@@ -13,8 +13,8 @@ from factory.core.errors import ConfigError, FactoryError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-from factory.notifying.messages import message_of
-from factory.notifying.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
+from factory.show.telling.messages import message_of
+from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
 from factory.retrying.backoff import Backoff, in_words
 from factory.watching.notified import FILE, read_positions
 from kernels.contract.files import write_atomically

@@ -20,9 +20,9 @@ from factory.evals.statistics import interval_of
 from factory.ledger.ledger import record, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
-from factory.tracking.mlflow_store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
-from factory.tracking.outages import refuse_resting
+from factory.show.mlflow.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
+from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
+from factory.show.mlflow.outages import refuse_resting
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -45,7 +45,7 @@ ABOUT = {
     EXCHANGES: "A trace for each exchange with a language model, with tokens and money.",
 }
 SUBJECT = "factory.subject"
-# Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.tracking.missed``).
+# Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.show.missed``).
 CLOSED, SHOWN, AUDITED, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "audit_shown", "diagnosis_shown"
 PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person decides about
 APPROVAL_TAG = "approval"  # what a person sets to 'approved', on a candidate's version or a proposal's run

@@ -20,12 +20,12 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.release.loadable import log_model
-from factory.release.version_page import PICTURES, Place, Places, page
-from factory.reports.release_pictures import TITLES, files
-from factory.reports.release_report import release_report
-from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
-from factory.tracking.tracking import Tracking, averaged_tag
+from factory.show.mlflow.loadable import log_model
+from factory.show.mlflow.version_page import PICTURES, Place, Places, page
+from factory.show.pages.release_pictures import TITLES, files
+from factory.show.pages.release_report import release_report
+from factory.show.mlflow.store import mlflow_errors, waiting_lock
+from factory.show.mlflow.runs import Tracking, averaged_tag
 from factory.watching.moments import iso
 from kernels.contract.files import write_atomically
 

@@ -14,8 +14,8 @@ from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger, shards, token_shards
 from factory.ledger.removals import mark_in_words, marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.reports.at_a_glance import at_a_glance
-from factory.reports.release_pictures import AgainstChampion, bits_per_byte, gains, loss_by_domain, mapping
+from factory.show.pages.at_a_glance import at_a_glance
+from factory.show.pages.release_pictures import AgainstChampion, bits_per_byte, gains, loss_by_domain, mapping
 
 Row = dict[str, Any]
 SAMPLES_SHOWN = 8

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from factory.core.workspace import Workspace
-from factory.release.registry import MODEL
-from factory.release.version_page import MODE
-from factory.tracking.mlflow_store import mlflow_errors, open_client
-from factory.tracking.tracking import CANDIDATES, PROPOSALS, TRAINING
+from factory.show.mlflow.registry import MODEL
+from factory.show.mlflow.version_page import MODE
+from factory.show.mlflow.store import mlflow_errors, open_client
+from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING
 
 
 def start_pages(workspace: Workspace, server: str) -> dict[str, str]:

@@ -23,11 +23,11 @@ from factory.release.approvals import (
     set_tags,
     waits,
 )
-from factory.release.registry import MODEL, find_version, newest_verdict
+from factory.show.mlflow.registry import MODEL, find_version, newest_verdict
 from factory.release.releases import release
-from factory.tracking.mlflow_store import mlflow_errors
-from factory.tracking.outages import shown
-from factory.tracking.tracking import APPROVAL_TAG, Tracking
+from factory.show.mlflow.store import mlflow_errors
+from factory.show.mlflow.outages import shown
+from factory.show.mlflow.runs import APPROVAL_TAG, Tracking
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

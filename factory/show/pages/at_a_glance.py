@@ -9,9 +9,9 @@ from factory.gates.release.licences import NONE
 from factory.gates.release.reasons import OR, TO_DO
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, VerdictRow
-from factory.reports.provenance import made_of
-from factory.reports.release_facts import BETTER, TARGET, WORSE, interval
-from factory.reports.release_pictures import AgainstChampion, mapping
+from factory.show.pages.provenance import made_of
+from factory.show.pages.release_facts import BETTER, TARGET, WORSE, interval
+from factory.show.pages.release_pictures import AgainstChampion, mapping
 
 MOST = 6  # shares that are named
 

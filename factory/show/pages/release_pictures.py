@@ -15,7 +15,7 @@ from factory.evals.statistics import compare, interval_of
 from factory.evals.tasks import EvalItem
 from factory.ledger.ledger import Ledger, eval_items
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject, VerdictRow
-from factory.reports.pictures import bars, curves, intervals
+from factory.show.pages.pictures import bars, curves, intervals
 
 CANDIDATE, CHAMPION, TRIGRAM, BIGRAM = "candidate", "champion", "byte trigram", "byte bigram"
 GAIN, LEVELS, LOSS = "gain.svg", "bits_per_byte.svg", "loss.svg"

@@ -14,8 +14,8 @@ from typing import Any
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
-from factory.tracking.outages import shown
-from factory.tracking.tracking import AUDITED, CLOSED, DIAGNOSIS_SHOWN, SHOWN, Tracking
+from factory.show.mlflow.outages import shown
+from factory.show.mlflow.runs import AUDITED, CLOSED, DIAGNOSIS_SHOWN, SHOWN, Tracking
 
 REMADE = "mlflow_remade"  # event: its database was lost, and is an older one or empty
 
