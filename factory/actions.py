@@ -70,10 +70,10 @@ def perform(plant: Plant, action: Action, *, replayed_steps: int | None = None) 
 
         word_diagnosis(plant, subject)
     elif action.kind == "audit":
-        from factory.audit.auditing import audit_and_show
+        from factory.audit.auditing import audit
         from factory.audit.reverts import open_reverts
 
-        audit_and_show(plant, subject)
+        audit(plant, subject)
         open_reverts(plant)
     elif action.kind == "release":
         from factory.release.releases import OutOfDate, release
@@ -123,15 +123,13 @@ def train(plant: Plant, segment: int) -> None:
 
 
 def judge(plant: Plant, candidate: int) -> int:
-    """Evaluate a candidate, judge it, show both in MLflow; returns the verdict's id."""
+    """Evaluate a candidate, judge it; returns the verdict's id."""
     from factory.evals.evaluator import evaluate
     from factory.gates.release.gate import decide
-    from factory.release.approvals import how_to_answer, register_candidate, waits
-    from factory.show.mlflow.outages import shown
+    from factory.release.approvals import how_to_answer, waits
 
     evaluate(plant, candidate)
     verdict = decide(plant, candidate)
-    shown(plant.progress.line, lambda: register_candidate(plant, candidate))
     row = VerdictRow.get(plant.ledger, verdict)
     plant.progress.line(f"  candidate {candidate}: {row.outcome.upper()}")
     for reason in row.reasons:

@@ -230,6 +230,7 @@ def reconcile(
     from factory.releasable.recorded import refresh
     from factory.repairs.mending import with_mending
     from factory.retention.watching import training_waits
+    from factory.show.catching_up import catch_up
 
     attempts = attempts or Once()
     looking = "looking whether the data can be released", lambda: refresh(plant)
@@ -259,18 +260,19 @@ def reconcile(
         attempts.attempt(*looking)
         repeats = repeats + 1 if action == previous else 0
         done += attempts.attempt(str(action), _action(plant, action, repeats))
+        attempts.attempt("showing what is not shown yet", lambda: catch_up(plant))
         previous = action
 
 
 def _chores(plant: Plant, pause: Pause | None, settle: float) -> list[tuple[str, Callable[[], object]]]:
     """What each pass begins with, by name."""
     from factory.audit.reverts import open_reverts
-    from factory.code_loop.approvals import follow
     from factory.code_loop.judging_again import judge_held_again
     from factory.code_loop.revalidating import follow as judge_merged_again
     from factory.erasing.erasing import finish_removals
     from factory.release.releases import reconcile as reconcile_releases
-    from factory.show.missed import show_missed
+    from factory.show.catching_up import catch_up
+    from factory.show.mlflow.answering import follow_proposals
 
     if pause and pause.what == EVERYTHING:
         return []
@@ -278,10 +280,10 @@ def _chores(plant: Plant, pause: Pause | None, settle: float) -> list[tuple[str,
         ("making the daily backup", lambda: _back_up(plant)),
         ("finishing removals", lambda: finish_removals(plant)),
         ("looking after the inbox", lambda: tend(plant, settle)),
-        ("bringing MLflow and the served folder up to date", lambda: reconcile_releases(plant)),
-        ("showing in MLflow what it missed", lambda: show_missed(plant, plant.progress.line)),
+        ("bringing the served folder up to date", lambda: reconcile_releases(plant)),
         ("opening reverts", lambda: open_reverts(plant)),
-        ("following approvals", lambda: follow(plant)),
+        ("following approvals", lambda: follow_proposals(plant)),
+        ("showing what is not shown yet", lambda: catch_up(plant)),
     ]
     if pause:
         return chores
@@ -354,9 +356,9 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
 
     Nothing that fails ends it: only ``once`` raises.
     """
-    from factory.show.telling import delivery
-    from factory.show.mlflow import answering
     from factory.retention.watching import filled, make_room
+    from factory.show.mlflow import answering
+    from factory.show.telling import delivery
 
     with plant.workspace.lock(LOCK), ExitStack() as stack:
         if once:

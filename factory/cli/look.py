@@ -88,10 +88,10 @@ def ui(
 ) -> None:
     """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
     from factory.core.listening import listen
-    from factory.show.mlflow.start_pages import start_pages
     from factory.show.mlflow.login import is_loopback, login
     from factory.show.mlflow.names import in_brackets, reached_as
     from factory.show.mlflow.runs import ui_command
+    from factory.show.mlflow.start_pages import start_pages
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):
@@ -152,9 +152,13 @@ def doctor(
     progress = SILENT if as_json else Terminal()
     done: list[str] = []
     if mend and workspace:
+        from factory.ledger.ledger import Ledger
+        from factory.ledger.plant import Plant
         from factory.repairs.mending import repair_all
+        from factory.show.catching_up import catch_up
 
         done = repair_all(workspace, deep, progress)
+        catch_up(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
         for line in () if as_json else done:
             print(f"  {line}")
     found = examine(workspace, deep, progress)

@@ -1,4 +1,4 @@
-"""One proposal: from an agent's edits to a branch, a verdict, a report and a run in MLflow."""
+"""One proposal: from an agent's edits to a branch and a verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from agents.core.proposal import Proposal, gain_words
 from factory.code_loop.workbench import history
 from factory.core import devices
-from factory.core.errors import FactoryError
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import patch_gate
@@ -27,13 +26,12 @@ from factory.ledger.ledger import Ledger, proposals, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert, record_verdict
-from factory.show.pages import proposal_report
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
 
 def submit(plant: Plant, drafted: Proposal, base: str) -> int:
-    """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
+    """Turn an agent's proposal into a branch, judge it, record it; returns its number."""
     agents = AgentsPolicy.load(plant.workspace.policy("agents.yaml"))
     number, branch = draft(plant, drafted, base)
     plant.progress.line(f"  proposal {number}: {drafted.title}")
@@ -54,9 +52,7 @@ def submit(plant: Plant, drafted: Proposal, base: str) -> int:
         finally:
             _remove_folders(plant.workspace, applied.commit)  # before the branch moves on: clear_stale finds them by it
         commit = repository.reword(plant.workspace.repository, applied, _message(drafted, verdict, evidence))
-        patch = repository.patch(plant.workspace.repository, base, commit)
-        report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, patch)
-        record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id, report)
+        record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
         plant.progress.line(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
     except ScopeError as error:
         _out_of_scope(plant, number, drafted, base, error)
@@ -64,7 +60,6 @@ def submit(plant: Plant, drafted: Proposal, base: str) -> int:
         repository.remove_branch(plant.workspace.repository, branch)
         _failed(plant.ledger, number, f"{type(error).__name__}: {error}")
         raise
-    show(plant, number)
     return number
 
 
@@ -85,18 +80,6 @@ def _remove_folders(workspace: Workspace, commit: str) -> None:
     worktree = repository.checkout_folder(workspace.worktrees, commit)
     repository.remove_worktree(workspace.repository, worktree)
     remove(gate_folder(worktree))
-
-
-def show(plant: Plant, number: int) -> None:
-    """Show a proposal in MLflow. The verdict is in the ledger, so MLflow may fail."""
-    from factory.show.mlflow.store import waiting_lock
-    from factory.show.mlflow.runs import Tracking
-
-    try:
-        with waiting_lock(plant.workspace, "tracking"):
-            Tracking.open(plant).proposal_run(number)
-    except FactoryError as error:
-        plant.progress.line(f"  MLflow has no run of proposal {number} yet: {error}")
 
 
 def clear_stale(plant: Plant) -> None:
@@ -143,18 +126,10 @@ def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
     return number, branch
 
 
-def record_judged(
-    ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int, report: Path
-) -> None:
-    """Write down that a drafted proposal has its verdict (its id) and its report."""
+def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int) -> None:
+    """Write down that a drafted proposal has its verdict (its id)."""
     with ledger.begin() as tx:
-        values = {
-            "state": "judged",
-            "commit": commit,
-            "patch_sha256": patch_sha256,
-            "verdict": verdict,
-            "report": ledger.inside(report),
-        }
+        values = {"state": "judged", "commit": commit, "patch_sha256": patch_sha256, "verdict": verdict}
         tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
 
 
@@ -193,8 +168,7 @@ def _out_of_scope(
             reasons=reasons,
             evidence=evidence,
         )
-    report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, "")
-    record_judged(plant.ledger, number, None, sha256, verdict_id, report)
+    record_judged(plant.ledger, number, None, sha256, verdict_id)
     plant.progress.line(f"  REJECT: {reasons[0]}")
 
 

@@ -278,7 +278,9 @@ def _arrive(plant: Plant, files: list[Path]) -> None:
 
 def _code_loop(plant: Plant, terminal: Terminal) -> None:
     from factory.code_loop.proposing import propose
+    from factory.show.catching_up import catch_up
 
     if plant.ledger.one(sa.select(proposals.c.number).where(proposals.c.verdict.is_not(None))) is None:
         with plant.workspace.lock("code-loop"):
             propose(plant.reporting_to(terminal), agent="search")
+        catch_up(plant.reporting_to(terminal))

@@ -1,12 +1,13 @@
-"""ApprovalAnswers what people say about candidates in MLflow: the tag ``approval`` = ``approved`` or ``rejected`` on a version.
+"""Answers what people say in MLflow: the tag ``approval`` = ``approved`` or ``rejected`` on a candidate's version or a proposal's run.
 
-Each word is answered in the tag ``approval_answer``: released as which release, rejected, or refused and why. What is refused turns the tag to
+Each word about a candidate is answered in the tag ``approval_answer``: released as which release, rejected, or refused and why. What is refused turns the tag to
 ``refused``, so that the same word given again is heard again. A word counts only on the version of the candidate as the ledger has it, and about
 its newest verdict; whatever else a version says of itself is not believed.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from factory.core.errors import InputError
@@ -14,20 +15,14 @@ from factory.ledger.decisions import APPROVED, REFUSED, REJECTED, undecided
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
-from factory.release.approvals import (
-    PENDING,
-    REASON_TAG,
-    decided,
-    how_to_answer,
-    reject,
-    set_tags,
-    waits,
-)
-from factory.show.mlflow.registry import MODEL, find_version, newest_verdict
+from factory.release.approvals import APPROVAL_TAG, how_to_answer, reject, waits
+from factory.release.checks import newest_verdict
 from factory.release.releases import release
-from factory.show.mlflow.store import mlflow_errors
 from factory.show.mlflow.outages import shown
-from factory.show.mlflow.runs import APPROVAL_TAG, Tracking
+from factory.show.mlflow.registry import MODEL, find_version
+from factory.show.mlflow.releases import PENDING, REASON_TAG, decided, set_tags, show_releases
+from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.store import mlflow_errors
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -43,7 +38,7 @@ class ApprovalAnswers:
     """One process's look at the tags: ``look`` every few seconds, also while a segment trains. It costs one search."""
 
     def __init__(self, plant: Plant) -> None:
-        self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
+        self.plant, self.ledger, self.progress = plant, plant.ledger, plant.progress
         self.tracking = Tracking.open(plant)
         self._asked = False
 
@@ -60,7 +55,7 @@ class ApprovalAnswers:
         """``look``; at the first time, also say which candidates wait already. (Of others it is said when they are judged.)"""
         self.look()
         for verdict in () if self._asked else undecided(self.ledger):
-            if waits(Plant(self.workspace, self.ledger), verdict):
+            if waits(self.plant, verdict):
                 self.progress.line(f"  {how_to_answer(verdict.number)}")
         self._asked = True
 
@@ -70,6 +65,8 @@ class ApprovalAnswers:
             found = client.search_model_versions(f"name = '{MODEL}'")
         spoken = [one for one in found if _word(one) not in QUIET]
         lines = [self._answer(one) for one in sorted(spoken, key=lambda one: int(one.version))]
+        if spoken:  # a segment may train for hours before the daemon's next pass
+            show_releases(self.plant, self.tracking)
         return [line for line in lines if line]
 
     def _answer(self, version: ModelVersion) -> str:
@@ -112,12 +109,20 @@ class ApprovalAnswers:
 
     def _obey(self, word: str, verdict: VerdictRow, by: str, why: str) -> str:
         if word == APPROVED:
-            number = release(Plant(self.workspace, self.ledger, self.progress), verdict.id, approved_by=by)
+            number = release(self.plant, verdict.id, approved_by=by)
             return f"released as {number}, for which the policy was enough"
         if word == REJECTED:
-            reject(Plant(self.workspace, self.ledger), verdict.id, by, why)
+            reject(self.plant, verdict.id, by, why)
             return REJECTED
         raise InputError(f"{word[:40]!r} is no answer: {APPROVAL_TAG} is {APPROVED!r} or {REJECTED!r}")
+
+
+def follow_proposals(plant: Plant) -> int:
+    """Carry out what people decided in MLflow, or the policy decides, about proposals that wait; returns how many were settled."""
+    from factory.code_loop.approvals import follow
+
+    tracking = Tracking.open(plant)
+    return follow(plant, lambda number: shown(plant.progress.line, partial(tracking.proposal_word, number)))
 
 
 def _word(version: ModelVersion) -> str:

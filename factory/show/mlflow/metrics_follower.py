@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from factory.core.left_files import open_file, parse_json
 from factory.core.workspace import Workspace
-from factory.show.mlflow.store import check_writable, mlflow_errors
 from factory.show.mlflow.outages import shown
+from factory.show.mlflow.store import check_writable, mlflow_errors
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

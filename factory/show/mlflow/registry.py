@@ -9,31 +9,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factory.core.errors import InputError
-from factory.core.exports import folder_sha256
 from factory.evals.statistics import interval_of
 from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.release.checks import check_export, newest_verdict
+from factory.release.serving import MODEL_NAME as MODEL
 from factory.show.mlflow.loadable import log_model
+from factory.show.mlflow.runs import Tracking, averaged_tag
+from factory.show.mlflow.store import mlflow_errors, waiting_lock
 from factory.show.mlflow.version_page import PICTURES, Place, Places, page
 from factory.show.pages.release_pictures import TITLES, files
-from factory.show.pages.release_report import release_report
-from factory.show.mlflow.store import mlflow_errors, waiting_lock
-from factory.show.mlflow.runs import Tracking, averaged_tag
+from factory.show.pages.release_report import write_report
 from factory.watching.moments import iso
-from kernels.contract.files import write_atomically
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.tracking import MlflowClient
 
-MODEL = "factory-lm"
 CHAMPION, CANDIDATE = "champion", "candidate"
 SHOWN = (
     "candidate",
@@ -53,30 +50,6 @@ ABOUT = (
     "verdict, numbers, reasons, links to report, pictures, training and bundle. Approve or reject there, by the tag approval. Filter: "
     "tags.verdict = 'promote'. The factory's ledger decides; this page shows what it says."
 )
-
-
-def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
-    """Raises: InputError when there is no such candidate, or it was not judged."""
-    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
-    if verdict is None:
-        CandidateRow.get(ledger, candidate_id)
-        raise InputError(f"candidate {candidate_id} was not judged yet: run 'factory evaluate {candidate_id}'")
-    return verdict
-
-
-def check_export(ledger: Ledger, candidate_id: int) -> CandidateRow:
-    """The candidate, after making sure that its export is, byte for byte, the one it was recorded with.
-
-    Raises: InputError.
-    """
-    row = CandidateRow.get(ledger, candidate_id)
-    found = folder_sha256(Path(row.export_path))
-    if found != row.export_sha256:
-        raise InputError(
-            f"candidate {candidate_id}: {row.export_path} is not what was recorded (sha256 {found[:12]}…, "
-            f"recorded {row.export_sha256[:12]}…): nothing was released; restore the export, or evaluate a new candidate"
-        )
-    return row
 
 
 def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
@@ -136,13 +109,6 @@ def mark_whole(client: MlflowClient, version: str) -> None:
 
 def _digest(version: ModelVersion) -> str:
     return hashlib.sha256(json.dumps([version.tags.get(key) for key in SHOWN]).encode()).hexdigest()[:12]
-
-
-def write_report(plant: Plant, candidate_id: int) -> Path:
-    """Write ``reports/candidate-N.html``."""
-    path = plant.workspace.reports / f"candidate-{candidate_id}.html"
-    write_atomically(path, release_report(plant.ledger, candidate_id))
-    return path
 
 
 def find_version(client: MlflowClient, candidate: int, export_sha256: str) -> ModelVersion | None:

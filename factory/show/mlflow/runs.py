@@ -20,15 +20,17 @@ from factory.evals.statistics import interval_of
 from factory.ledger.ledger import record, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.release.approvals import APPROVAL_TAG
+from factory.retention.stored import TRAINING
 from factory.show.mlflow.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
-from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
 from factory.show.mlflow.outages import refuse_resting
+from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 __all__ = ["Tracking", "flatten", "short", "ui_command"]
-TRAINING, CANDIDATES, PROPOSALS, PROFILES = "training", "candidates", "proposals", "profiles"  # the experiments
+CANDIDATES, PROPOSALS, PROFILES = "candidates", "proposals", "profiles"  # the experiments, and TRAINING
 EXCHANGES = "exchanges"  # with language models: traces
 KIND, NOTE = (
     "mlflow.experimentKind",
@@ -45,10 +47,10 @@ ABOUT = {
     EXCHANGES: "A trace for each exchange with a language model, with tokens and money.",
 }
 SUBJECT = "factory.subject"
-# Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.show.missed``).
+# Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.show.catching_up``).
 CLOSED, SHOWN, AUDITED, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "audit_shown", "diagnosis_shown"
+PROFILE_SHOWN, DELETED = "profile_shown", "run_deleted"
 PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person decides about
-APPROVAL_TAG = "approval"  # what a person sets to 'approved', on a candidate's version or a proposal's run
 PARAMS_PER_BATCH = 100  # MLflow's own limit
 
 
@@ -265,7 +267,10 @@ class Tracking:
         return run
 
     def delete_runs(self, runs: Sequence[str]) -> None:
-        """Remove runs, from an SQLite store for good; a server keeps them as deleted until its own ``mlflow gc``. Raises: TrackingError."""
+        """Remove runs of segments, from an SQLite store for good; a server keeps them as deleted until its own ``mlflow gc``.
+
+        Raises: TrackingError.
+        """
         from mlflow.exceptions import MlflowException
 
         there = []
@@ -278,8 +283,10 @@ class Tracking:
                     if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                         raise
         remove_deleted(self.workspace, there)
+        for run in runs:
+            self._note(f"run:{run}", DELETED, {})
 
-    def _note(self, subject: Subject, kind: str, detail: dict[str, Any]) -> None:
+    def _note(self, subject: Subject | str, kind: str, detail: dict[str, Any]) -> None:
         """Record what MLflow has, unless the newest event says so."""
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         newest = self.ledger.read(sql, kind=kind, subject=str(subject))
@@ -309,6 +316,7 @@ class Tracking:
         self._log_once(run, numbers(summary), created, {})
         with mlflow_errors(f"logging the files of profile {number}"):
             self.client.log_artifacts(run, str(Path(profile["path"]).parent))
+        self._note(Subject("profile", number), PROFILE_SHOWN, {})
         return run
 
     def exchange_trace(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from factory.core.workspace import Workspace
 from factory.show.mlflow.registry import MODEL
-from factory.show.mlflow.version_page import MODE
-from factory.show.mlflow.store import mlflow_errors, open_client
 from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING
+from factory.show.mlflow.store import mlflow_errors, open_client
+from factory.show.mlflow.version_page import MODE
 
 
 def start_pages(workspace: Workspace, server: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from factory.core.workspace import Workspace
+from factory.core.workspace import PATIENCE, Workspace
 from factory.show.mlflow.names import reached_as, server_options
 from factory.show.mlflow.outages import TrackingError as TrackingError
 from factory.show.mlflow.outages import advice, note_answer, note_failure, refuse_resting
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _engines: dict[str, tuple[int, list[sa.Engine]]] = {}  # by address: the file's inode, and those connected to it
 GC_SECONDS = 600.0
-PATIENCE = 180.0  # seconds to wait for another process that initialises (3 s, a minute on a crowded machine) or writes
 # Read once, when mlflow is imported: no usage reports, no model-registry chatter, no git executable needed.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -8,34 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from agents.core.pages import render
-from agents.core.proposal import Proposal, gain_words
-from factory.gates.release.judge import Verdict
+from agents.core.proposal import gain_words
+from factory.git import repository
+from factory.ledger.ledger import proposals
+from factory.ledger.plant import Plant
+from factory.ledger.rows import ProposalRow
 from kernels.contract.files import write_atomically
 
 TEMPLATE = Path(__file__).with_name("proposal.html.jinja")
 NOT_MEASUREMENTS = ("state", "reasons", "stage_seconds")  # of a stage: they have columns of their own
 
 
-def write(
-    reports: Path, number: int, drafted: Proposal, verdict: Verdict, evidence: dict[str, Any], patch: str
-) -> Path:
-    """Write both files; returns the path of the HTML one."""
-    facts = {
-        "number": number,
-        "agent": drafted.agent,
-        "target": drafted.target,
-        "title": drafted.title,
-        "hypothesis": drafted.hypothesis,
-        "predicted_gain": drafted.predicted_gain,
-        "outcome": verdict.outcome,
-        "reasons": list(verdict.reasons),
-        "evidence": evidence,
-        "patch": patch,
+def write(plant: Plant, number: int) -> Path:
+    """Write both files of a proposal that was judged, and note the HTML one; returns its path."""
+    row = ProposalRow.get(plant.ledger, number)
+    code, reports = plant.workspace.repository, plant.workspace.reports
+    facts = row.only("number agent target title hypothesis predicted_gain outcome reasons") | {
+        "evidence": row.evidence(plant.ledger),
+        "patch": repository.patch(code, row.base_commit, row.commit) if row.commit else "",
     }
     reports.mkdir(parents=True, exist_ok=True)
     write_atomically(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
     path = reports / f"proposal-{number}.html"
     write_atomically(path, page(facts))
+    with plant.ledger.begin() as tx:
+        inside = plant.ledger.inside(path)
+        tx.execute(proposals.update().where(proposals.c.number == number).values(report=inside))
     return path
 
 

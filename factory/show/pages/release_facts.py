@@ -11,8 +11,8 @@ from factory.ledger.decisions import decision_on, override_on, undecided
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
-from factory.show.pages.provenance import made_of
 from factory.show.mlflow.runs import flatten
+from factory.show.pages.provenance import made_of
 
 Facts = dict[str, Any]
 TARGET = "target"

@@ -11,15 +11,32 @@ import sqlalchemy as sa
 
 from agents.core.pages import number, render
 from factory.ledger.decisions import override_on
-from factory.ledger.ledger import Ledger, shards, token_shards
+from factory.ledger.ledger import Ledger, releases, shards, token_shards
+from factory.ledger.plant import Plant
 from factory.ledger.removals import mark_in_words, marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.show.pages.at_a_glance import at_a_glance
 from factory.show.pages.release_pictures import AgainstChampion, bits_per_byte, gains, loss_by_domain, mapping
+from kernels.contract.files import write_atomically
 
 Row = dict[str, Any]
 SAMPLES_SHOWN = 8
 TEMPLATE = Path(__file__).with_name("release.html.jinja")
+
+
+def write_report(plant: Plant, candidate_id: int) -> Path:
+    """Write ``reports/candidate-N.html``, and note it with its release; returns the path."""
+    path = page_of(plant, candidate_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, release_report(plant.ledger, candidate_id))
+    missing = (releases.c.candidate == candidate_id) & releases.c.report.is_(None)
+    with plant.ledger.begin() as tx:
+        tx.execute(releases.update().where(missing).values(report=plant.ledger.inside(path)))
+    return path
+
+
+def page_of(plant: Plant, candidate_id: int) -> Path:
+    return plant.workspace.reports / f"candidate-{candidate_id}.html"
 
 
 def release_report(ledger: Ledger, candidate_id: int) -> str:

@@ -13,9 +13,9 @@ from factory.core.errors import ConfigError, FactoryError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
+from factory.retrying.backoff import Backoff, in_words
 from factory.show.telling.messages import message_of
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
-from factory.retrying.backoff import Backoff, in_words
 from factory.watching.notified import FILE, read_positions
 from kernels.contract.files import write_atomically
 
