@@ -90,8 +90,8 @@ def ui(
     from factory.core.listening import listen
     from factory.show.mlflow.login import is_loopback, login
     from factory.show.mlflow.names import in_brackets, reached_as
+    from factory.show.mlflow.registry import start_pages
     from factory.show.mlflow.runs import ui_command
-    from factory.show.mlflow.start_pages import start_pages
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):

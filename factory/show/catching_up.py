@@ -1,7 +1,8 @@
 """What people are not shown yet: found in the ledger, level-triggered, and shown. Decisions record in the ledger, and know nothing of this.
 
-A list of showings: each says what is behind, from the ledger alone, and shows one. What was shown is recorded as an event, so that a pass opens MLflow
-only for what it lacks: because it is new, a process was killed, MLflow did not answer, or its database was lost. Pages come first, as they need no MLflow.
+A list of showings: each says what is behind, from the ledger alone, and shows one. What was shown is recorded as an event, so that a pass opens
+MLflow only for what it lacks: because it is new, a process was killed, MLflow did not answer, or its database was lost. Pages come first, as they
+need no MLflow.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def _unshown_profiles(plant: Plant) -> list[int]:
 def _undeleted(plant: Plant) -> list[list[str]]:
     """Names of the runs that were retired, at once: MLflow takes seconds to remove any."""
     told = _newest(plant.ledger, DELETED)
-    rows = plant.ledger.read("SELECT subject FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id", kind=RETIRED)
+    rows = plant.ledger.read(
+        "SELECT subject FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id", kind=RETIRED
+    )
     names = [PurePosixPath(row["subject"]).name for row in rows]
     left = [name for name in names if f"run:{name}" not in told]
     return [left] if left else []
@@ -164,7 +167,9 @@ def _newest(ledger: Ledger, kind: str) -> dict[str, Any]:
 
 
 PAGES = (
-    Showing("candidates' pages", _candidates_without_page, lambda plant, _, one: release_report.write_report(plant, one)),
+    Showing(
+        "candidates' pages", _candidates_without_page, lambda plant, _, one: release_report.write_report(plant, one)
+    ),
     Showing("proposals' pages", _proposals_without_page, lambda plant, _, one: proposal_report.write(plant, one)),
 )
 IN_MLFLOW = (

@@ -150,8 +150,8 @@ def with_manual_approval(site: Path) -> None:
 def with_word_in_mlflow(site: Path) -> None:
     """A person approved in MLflow, and nobody heard it yet."""
     from factory.show.mlflow.registry import MODEL
-    from factory.show.mlflow.store import open_client
     from factory.show.mlflow.runs import APPROVAL_TAG
+    from factory.show.mlflow.store import open_client
 
     open_client(opened(site)[0]).set_model_version_tag(MODEL, "1", APPROVAL_TAG, "approved")
 

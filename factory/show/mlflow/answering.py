@@ -1,8 +1,8 @@
 """Answers what people say in MLflow: the tag ``approval`` = ``approved`` or ``rejected`` on a candidate's version or a proposal's run.
 
-Each word about a candidate is answered in the tag ``approval_answer``: released as which release, rejected, or refused and why. What is refused turns the tag to
-``refused``, so that the same word given again is heard again. A word counts only on the version of the candidate as the ledger has it, and about
-its newest verdict; whatever else a version says of itself is not believed.
+Each word about a candidate is answered in the tag ``approval_answer``: released as which release, rejected, or refused and why. What is refused
+turns the tag to ``refused``, so that the same word given again is heard again. A word counts only on the version of the candidate as the ledger
+has it, and about its newest verdict; whatever else a version says of itself is not believed.
 """
 
 from __future__ import annotations

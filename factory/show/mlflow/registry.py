@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from factory.core.workspace import Workspace
 from factory.evals.statistics import interval_of
 from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
@@ -20,9 +21,9 @@ from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Segment
 from factory.release.checks import check_export, newest_verdict
 from factory.release.serving import MODEL_NAME as MODEL
 from factory.show.mlflow.loadable import log_model
-from factory.show.mlflow.runs import Tracking, averaged_tag
-from factory.show.mlflow.store import mlflow_errors, waiting_lock
-from factory.show.mlflow.version_page import PICTURES, Place, Places, page
+from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, Tracking, averaged_tag
+from factory.show.mlflow.store import mlflow_errors, open_client, waiting_lock
+from factory.show.mlflow.version_page import MODE, PICTURES, Place, Places, page
 from factory.show.pages.release_pictures import TITLES, files
 from factory.show.pages.release_report import write_report
 from factory.watching.moments import iso
@@ -200,3 +201,20 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
 def _gain(evidence: dict[str, Any]) -> dict[str, str]:
     gain = interval_of(evidence.get("target"))
     return {"gain": f"{gain[0]:+.4f}", "gain_low": f"{gain[1]:+.4f}"} if gain else {}
+
+
+def start_pages(workspace: Workspace, server: str) -> dict[str, str]:
+    """Where a person begins: what is there to see → its address on the server. MLflow's own start page opens in the mode for agents, which hides
+    the registered models. Whatever was moved with the workspace is found again from here on.
+
+    Raises: TrackingError when the store cannot be opened.
+    """
+    client = open_client(workspace)
+    pages = {"releases": f"models/{MODEL}"}
+    with mlflow_errors("listing experiments"):
+        for name in (CANDIDATES, TRAINING, PROPOSALS):
+            if found := client.get_experiment_by_name(name):
+                pages[name] = f"experiments/{found.experiment_id}"
+        if not client.search_registered_models(f"name = '{MODEL}'"):
+            del pages["releases"]
+    return {name: f"{server}/#/{page}?{MODE}" for name, page in pages.items()}

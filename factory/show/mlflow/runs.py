@@ -25,11 +25,12 @@ from factory.retention.stored import TRAINING
 from factory.show.mlflow.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
 from factory.show.mlflow.outages import refuse_resting
 from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
+from factory.show.pages.release_facts import flatten
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-__all__ = ["Tracking", "flatten", "short", "ui_command"]
+__all__ = ["Tracking", "short", "ui_command"]
 CANDIDATES, PROPOSALS, PROFILES = "candidates", "proposals", "profiles"  # the experiments, and TRAINING
 EXCHANGES = "exchanges"  # with language models: traces
 KIND, NOTE = (
@@ -160,8 +161,8 @@ class Tracking:
         params = {
             "first_step": segment.first_step,
             "last_step": segment.last_step,
-            **flatten(segment.recipe_json),
-            **{f"computing.{key}": value for key, value in flatten(segment.computing or {}).items()},
+            **_params(segment.recipe_json),
+            **_params(segment.computing or {}, "computing."),
         }
         subject = Subject("segment", segment.id)
         return self._run(subject, TRAINING, f"{segment.kind}-{segment.id}", segment.created_at, tags, params)
@@ -389,16 +390,9 @@ def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
     return {"averaged": describe_average(averaged)} if averaged else {}
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level of dotted keys; lists become JSON. ``{"a": {"b": [1]}}`` → ``{"a.b": "[1]"}``."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{name}."))
-        else:
-            flat[metric_key(name.replace("*", "others"))] = json.dumps(value) if isinstance(value, list) else value
-    return flat
+def _params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``flatten``, under names that MLflow takes."""
+    return {metric_key(f"{prefix}{name}".replace("*", "others")): value for name, value in flatten(tree).items()}
 
 
 def short(reasons: list[str], limit: int = 500) -> str:

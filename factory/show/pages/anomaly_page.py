@@ -26,7 +26,9 @@ def write(plant: Plant, lead: int, detail: Mapping[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = detail.get("drawn", {"loss": {}, "grad_norm": {}})
     marks = [(float(detail["onset"]), "onset")]
-    loss, norms = ({name: [(x, y) for x, y in line if y is not None] for name, line in lines.items()} for lines in drawn.values())
+    loss, norms = (
+        {name: [(x, y) for x, y in line if y is not None] for name, line in lines.items()} for lines in drawn.values()
+    )
     words = {True: "there", False: "gone", None: "unclear"}
     said = words_about(plant.ledger, lead)
     write_atomically(

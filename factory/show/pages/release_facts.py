@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from factory.core.errors import InputError
@@ -11,7 +13,6 @@ from factory.ledger.decisions import decision_on, override_on, undecided
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
-from factory.show.mlflow.runs import flatten
 from factory.show.pages.provenance import made_of
 
 Facts = dict[str, Any]
@@ -176,3 +177,14 @@ def _differing(before: Facts, after: Facts) -> dict[str, list[Any]]:
     return {
         key: [before.get(key), after.get(key)] for key in sorted({*before, *after}) if before.get(key) != after.get(key)
     }
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level of dotted keys; lists become JSON. ``{"a": {"b": [1]}}`` → ``{"a.b": "[1]"}``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
+    return flat

@@ -30,9 +30,9 @@ from factory.ledger.removals import REMOVED, mark_in_words, marks, removals
 from factory.ledger.rows import SegmentRow, Subject
 from factory.releasable.gathering import look as releasable
 from factory.release.releases import reconcile, register_candidate
+from factory.show.mlflow.store import open_client
 from factory.show.pages.provenance import of_document, of_release
 from factory.show.pages.release_report import release_report
-from factory.show.mlflow.store import open_client
 from factory.training.planning import plan_anneal, plan_of, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here, factory

@@ -27,13 +27,13 @@ from factory.ledger.ledger import releases as releases_table
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, VerdictRow, champion
 from factory.release import overriding, releases
-from factory.show.mlflow.answering import ApprovalAnswers
 from factory.release.approvals import register_candidate, reject
 from factory.release.checks import OutOfDate
-from factory.show.mlflow.registry import MODEL
 from factory.release.releases import override, reconcile, release
-from factory.show.pages.release_facts import listed, shown
+from factory.show.mlflow.answering import ApprovalAnswers
+from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.store import open_client
+from factory.show.pages.release_facts import listed, shown
 from tests.support.gates.release_evidence import changed, evidence, gain
 from tests.support.plants.release_scene import (
     add_candidate,

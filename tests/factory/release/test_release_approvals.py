@@ -16,11 +16,11 @@ from factory.ledger.ledger import Ledger, candidates
 from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import ReleaseRow, champion
-from factory.show.mlflow.answering import ApprovalAnswers
 from factory.release.approvals import ApprovalNeeded, approve, register_candidate, reject
-from factory.show.mlflow.registry import MODEL
 from factory.release.releases import reconcile, release
 from factory.retrying.beside import beside
+from factory.show.mlflow.answering import ApprovalAnswers
+from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.store import open_client
 from factory.watching.waiting import waiting
 from tests.support.patience import PATIENCE_S

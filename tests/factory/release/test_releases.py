@@ -22,8 +22,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, champion
 from factory.release import registry, releases, serving
 from factory.release.approvals import register_candidate
-from factory.show.mlflow.registry import MODEL
 from factory.release.releases import reconcile, release, rollback
+from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.start_pages import start_pages
 from factory.show.mlflow.store import open_client
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store

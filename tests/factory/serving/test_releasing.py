@@ -16,9 +16,9 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
-from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.release.releases import release
 from factory.release.serving import served as published
+from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT

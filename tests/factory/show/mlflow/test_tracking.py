@@ -21,8 +21,8 @@ from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.ledger.plant import Plant
 from factory.show.mlflow.metrics_follower import metric_key, numbers
-from factory.show.mlflow.store import TrackingError, flush, open_client, waiting_lock
 from factory.show.mlflow.runs import SUBJECT, Tracking, flatten
+from factory.show.mlflow.store import TrackingError, flush, open_client, waiting_lock
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
 

@@ -11,9 +11,9 @@ from mlflow.server.security_utils import is_allowed_host_header, should_block_co
 from factory.cli import look
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.show.mlflow.store import open_client
 from factory.show.mlflow.names import Name, own_names, reached_as, server_options
 from factory.show.mlflow.runs import CANDIDATES
+from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
 from tests.support.plants.release_scene import with_store
 

@@ -17,15 +17,15 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, champion
-from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.release.releases import reconcile, release, rollback
 from factory.release.serving import served
 from factory.repairs.mending import repair_all
-from factory.show.mlflow import outages
 from factory.show.missed import show_missed
-from factory.show.mlflow.store import open_client
+from factory.show.mlflow import outages
 from factory.show.mlflow.outages import TrackingError, shown
+from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.store import open_client
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
 from tests.support.said import Said
 
