@@ -31,13 +31,14 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.decisions import undecided
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.release.approvals import REASON_TAG
+from factory.release.approvals import APPROVAL_TAG
 from factory.show.mlflow.answering import BY_TAG, ApprovalAnswers
-from factory.show.mlflow.registry import CHAMPION, MODEL, find_version
-from factory.show.mlflow.runs import APPROVAL_TAG, Tracking, ui_command
-from factory.show.mlflow.start_pages import start_pages
-from factory.show.mlflow.store import open_client
+from factory.show.mlflow.registry import CHAMPION, MODEL, find_version, start_pages
+from factory.show.mlflow.releases import REASON_TAG
+from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.store import open_client, ui_command
 from factory.show.mlflow.version_page import MODE, Place
 
 PATIENCE = 240.0  # seconds for a page to show what it is waited for

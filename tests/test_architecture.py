@@ -127,7 +127,7 @@ def test_no_circle_between_folders() -> None:
 
 def test_no_decision_shows() -> None:
     """MLflow, pages and notifications are made from the ledger, by whoever stands above what decides: it imports nothing of them."""
-    may = ("show", "cli", "demo", "duties", "daemon", "actions", "comparing", "__main__")
+    may = ("show", "cli", "demo", "duties", "comparing", "__main__")
     found = [
         f"{name} imports {imported}"
         for name, path in modules("factory").items()

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 
@@ -53,6 +53,18 @@ def _watch(shown: Callable[[], str]) -> NoReturn:
 
 
 @app.command()
+def duties(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """What the daemon does, in its order: what is due now, what holds it, what rests after a failure, and when each was last done."""
+    from factory.duties.listing import facts, lines
+    from factory.ledger.plant import Plant
+    from factory.watching.moments import with_iso
+
+    workspace, ledger, _ = open_workspace(where)
+    found = facts(Plant(workspace, ledger))
+    print_json(with_iso(found)) if as_json else print("\n".join(lines(found)))
+
+
+@app.command()
 def log(
     where: Where = DEFAULT,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the newest.")] = 40,
@@ -91,7 +103,7 @@ def ui(
     from factory.show.mlflow.login import is_loopback, login
     from factory.show.mlflow.names import in_brackets, reached_as
     from factory.show.mlflow.registry import start_pages
-    from factory.show.mlflow.runs import ui_command
+    from factory.show.mlflow.store import ui_command
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):

@@ -16,17 +16,17 @@ from typing import Any
 
 import yaml
 
-from factory import daemon
 from factory.backups.backups import make_ledger
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.launching import run_python
-from factory.core.workspace import Config, Workspace, code_root
+from factory.core.workspace import MODEL_LOOP, Config, Workspace, code_root
 from factory.demo import demo_size
 from factory.demo.demo_size import LADDER, DemoShape, Seen, Size
 from factory.demo.summary import summary
+from factory.duties.runner import work
 from factory.git.repository import fork, live_commit
 from factory.ingest.inbox import arrived, ingest_arrived
 from factory.ledger.ledger import proposals, sa, shards
@@ -54,7 +54,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
             raise WorkspaceError(f"{root} has files that no demo made: name another folder with --workspace")
         if fresh:
             if (root / "factory.yaml").exists():
-                with Workspace.open(root).lock(daemon.LOCK):  # no demo may be running in it
+                with Workspace.open(root).lock(MODEL_LOOP):  # no demo may be running in it
                     pass
             shutil.rmtree(root)
     terminal.heading("1  A workspace, and a corpus: the standard library of this Python")
@@ -63,7 +63,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     workspace = Workspace.create(root, Config(repository=CODE))
     _write_data_policy(workspace)
     ledger = make_ledger(workspace)
-    with workspace.lock(daemon.LOCK):
+    with workspace.lock(MODEL_LOOP):
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
         terminal.heading("2  First shards arrive: ingest")
@@ -75,7 +75,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
             terminal.heading("3  How fast is this machine? The model and its steps are chosen to fit")
             _fit(workspace, terminal, minutes, began, time.monotonic() - ingesting)
         terminal.heading("4  Train, evaluate, gate, release")
-        daemon.reconcile(Plant(workspace, ledger, terminal), settle=0.0)
+        work(Plant(workspace, ledger, terminal), settle=0.0)
         terminal.heading(
             "5  New shards arrive, one of them bad: training goes on from the trunk, candidate 2 meets the champion"
         )
@@ -83,7 +83,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
             Plant(workspace, ledger),
             [path for path in corpus if path not in first] + [_bad_shard(Plant(workspace, ledger))],
         )
-        daemon.reconcile(Plant(workspace, ledger, terminal), settle=0.0)
+        work(Plant(workspace, ledger, terminal), settle=0.0)
     terminal.heading("6  The code loop: time every line of the training step, propose one patch, measure it, judge it")
     failure: FactoryError | None = None
     try:

@@ -40,7 +40,7 @@ def show_releases(plant: Plant, tracking: Tracking) -> None:
     with plant.workspace.lock("release", PATIENCE):
         for candidate in _unshown(plant, tracking):
             try:
-                register_candidate(plant, tracking, candidate)
+                register_candidate(plant, candidate)
             except InputError as error:
                 plant.say(f"  candidate {candidate} cannot be shown in MLflow: {error}")
         _point(plant, tracking)
@@ -94,13 +94,14 @@ def _version(plant: Plant, tracking: Tracking, row: ReleaseRow) -> str:
     return str(found.version) if found else register(plant, tracking, row.candidate)
 
 
-def register_candidate(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
+def register_candidate(plant: Plant, candidate_id: int) -> str:
     """Show a judged candidate in MLflow, whatever its verdict: a version with tags, alias ``candidate``, its report; ask for approval.
 
     Returns the version. A word that a person gave about an older verdict is taken away.
 
     Raises: InputError when it was not judged or its export changed; TrackingError.
     """
+    tracking = Tracking.open(plant)
     verdict = newest_verdict(plant.ledger, candidate_id)
     with mlflow_errors("finding a version"):
         before = find_version(tracking.client, candidate_id, verdict.subject_sha256)

@@ -24,13 +24,12 @@ from factory.release.approvals import APPROVAL_TAG
 from factory.retention.stored import TRAINING
 from factory.show.mlflow.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
 from factory.show.mlflow.outages import refuse_resting
-from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
+from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, waiting_lock
 from factory.show.pages.release_facts import flatten
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-__all__ = ["Tracking", "short", "ui_command"]
 CANDIDATES, PROPOSALS, PROFILES = "candidates", "proposals", "profiles"  # the experiments, and TRAINING
 EXCHANGES = "exchanges"  # with language models: traces
 KIND, NOTE = (

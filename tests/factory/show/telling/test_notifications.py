@@ -23,7 +23,7 @@ import pytest
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
-from factory.daemon import run
+from factory.duties.runner import run
 from factory.ledger.ledger import Ledger, anomalies, record
 from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
