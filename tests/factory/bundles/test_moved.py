@@ -24,7 +24,6 @@ import sys
 from pathlib import Path
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
-from factory.release.releases import reconcile
 workspace = Workspace.open(Path(sys.argv[1]))
 assert reconcile(workspace, Ledger.open(workspace.ledger_url))
 """

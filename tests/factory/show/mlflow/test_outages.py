@@ -17,15 +17,15 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, champion
-from factory.release.releases import reconcile, release, rollback
 from factory.release.serving import served
 from factory.repairs.mending import repair_all
-from factory.show.missed import show_missed
+from factory.show.catching_up import catch_up
 from factory.show.mlflow import outages
 from factory.show.mlflow.outages import TrackingError, shown
 from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.runs import Tracking
 from factory.show.mlflow.store import open_client
+from tests.support.factory.shown import reconcile, release, rollback
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
 from tests.support.said import Said
 
@@ -96,7 +96,8 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     verdict = add_verdict(ledger, first)
     damage(workspace)
     said = Said()
-    number = release(Plant(workspace, ledger, said), verdict)
+    plant = Plant(workspace, ledger, said)
+    number = release(plant, verdict)
     row = ReleaseRow.get(ledger, number)
     assert (row.state, row.mlflow_version) == ("published", None)
     best = champion(ledger)
@@ -110,6 +111,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     assert reconcile(Plant(workspace, ledger, said)) == []
     assert len([line for line in said.lines if "Training and releases go on" in line]) == 1
     done = repair_all(workspace, False, said)
+    catch_up(plant)
     assert any(line.startswith("mlflow: mended") for line in done), done
     assert any("the one of backup" in line for line in said.lines)
     client = open_client(workspace)
@@ -127,7 +129,7 @@ def test_a_version_that_does_not_say_its_release_is_told_later(workspace: Worksp
     client = open_client(workspace)
     version = client.get_model_version_by_alias(MODEL, CHAMPION)
     client.delete_model_version_tag(MODEL, version.version, "release")
-    assert reconcile(Plant(workspace, ledger, Said())) == [f"candidate {candidate} is shown in MLflow"]
+    reconcile(Plant(workspace, ledger, Said()))
     assert client.get_model_version(MODEL, version.version).tags["release"] == str(number)
     assert reconcile(Plant(workspace, ledger, Said())) == []
 
@@ -151,17 +153,18 @@ def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, l
     number = add_candidate(workspace, ledger)
     with ledger.begin() as tx:
         tx.execute(segments.update().values(state="done"))
-    show_missed(Plant(workspace, ledger), Said().line)
+    catch_up(Plant(workspace, ledger))
     run = Tracking.open(Plant(workspace, ledger)).segment_run
     segment = SegmentRow.get(ledger, 1)
     first = run(segment)
     assert len(open_client(workspace).get_metric_history(first, "loss/all")) == 100
     damage(workspace)
     said = Said()
-    show_missed(Plant(workspace, ledger), said.line)
+    catch_up(Plant(workspace, ledger, said))
     assert said.lines == [], "what it has been shown is not looked for"
     (workspace.root / "backups").mkdir(exist_ok=True)
     repair_all(workspace, False, said)
+    catch_up(Plant(workspace, ledger, said))
     second = run(segment)
     client = open_client(workspace)
     assert second != first and len(client.get_metric_history(second, "loss/all")) == 100

@@ -249,7 +249,7 @@ def test_apprise_tells_a_server_and_sends_mail(
     with mail_server() as (port, mails):
         mail = f"mailto://127.0.0.1:{port}?smtp=127.0.0.1&from=factory@example.org&to=team@example.org"
         write_policy(workspace, receivers={"chat": f"json://{at}&:room=$ROOM", "mail": mail}, timeout_seconds=60.0)
-        notifier = Notifier(workspace, ledger, said := Said())
+        notifier = Notifier(Plant(workspace, ledger, said := Said()))
         notifier.look()
         happens(ledger, ACTION_FAILED, "works_again")
         hook.answers = [302, 500]
@@ -287,7 +287,7 @@ def test_a_secret_stands_in_no_log_no_words_and_no_file(
     write_policy(
         workspace, receivers={f"r{number}": address for number, address in enumerate(cases)}, timeout_seconds=60.0
     )
-    notifier = Notifier(workspace, ledger, said := Said())
+    notifier = Notifier(Plant(workspace, ledger, said := Said()))
     notifier.look()
     happens(ledger, ACTION_FAILED)
     hook.answers = [500]
@@ -317,7 +317,6 @@ if first:
 DELIVERS = """
 import sys
 from pathlib import Path
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.show.telling.delivery import Notifier
