@@ -79,6 +79,21 @@ def _proposals_without_page(plant: Plant) -> list[int]:
     return [row["number"] for row in plant.ledger.read(sql)]
 
 
+def _diagnoses(plant: Plant) -> list[tuple[int, float, dict[str, Any]]]:
+    """(newest event about it or its words, when that was, what it says) of the newest diagnosis of each episode."""
+    sql = "SELECT MAX(id) AS id, MAX(at) AS at, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
+    newest = {row["subject"]: row for row in plant.ledger.read(sql, diagnosed=DIAGNOSED, worded=WORDED)}
+    details = {detail["lead"]: detail for detail in newest_about(plant.ledger, DIAGNOSED).values()}
+    about = [(newest[str(Subject("anomaly", lead))], details[lead]) for lead in sorted(details)]
+    return [(row["id"], row["at"], detail) for row, detail in about if detail.get("report")]
+
+
+def _diagnoses_without_page(plant: Plant) -> list[dict[str, Any]]:
+    """Or with one from before its words."""
+    found = [(anomaly_page.page_of(plant, detail), at, detail) for _, at, detail in _diagnoses(plant)]
+    return [detail for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
+
+
 # -- MLflow -------------------------------------------------------------------------------------------------------------
 def _unclosed(plant: Plant) -> list[int]:
     """Segments that ended, and whose runs are open."""
@@ -114,19 +129,13 @@ def _unshown_audits(plant: Plant) -> list[VerdictRow]:
 
 
 def _unshown_diagnoses(plant: Plant) -> list[tuple[int, dict[str, Any]]]:
-    """(newest event about it, what it says) of the newest diagnosis of each episode, with its words."""
     told = _newest(plant.ledger, DIAGNOSIS_SHOWN)
-    sql = "SELECT MAX(id) AS id, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
-    newest = {row["subject"]: row["id"] for row in plant.ledger.read(sql, diagnosed=DIAGNOSED, worded=WORDED)}
-    details = {detail["lead"]: detail for detail in newest_about(plant.ledger, DIAGNOSED).values()}
-    found = [(newest[str(Subject("anomaly", lead))], details[lead]) for lead in sorted(details)]
-    return [(event, detail) for event, detail in found if f"diagnosis:{event}" not in told and detail.get("report")]
+    return [(event, detail) for event, _, detail in _diagnoses(plant) if f"diagnosis:{event}" not in told]
 
 
 def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, Any]]) -> None:
     event, detail = one
-    page = anomaly_page.write(plant, detail["lead"], detail)
-    segment = SegmentRow.get(plant.ledger, detail["segment"])
+    segment, page = SegmentRow.get(plant.ledger, detail["segment"]), anomaly_page.page_of(plant, detail)
     tracking.segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
 
 
@@ -171,6 +180,7 @@ PAGES = (
         "candidates' pages", _candidates_without_page, lambda plant, _, one: release_report.write_report(plant, one)
     ),
     Showing("proposals' pages", _proposals_without_page, lambda plant, _, one: proposal_report.write(plant, one)),
+    Showing("diagnoses' pages", _diagnoses_without_page, lambda plant, _, one: anomaly_page.write(plant, one)),
 )
 IN_MLFLOW = (
     Showing("segments", _unclosed, _close),

@@ -17,11 +17,16 @@ TEMPLATE = Path(__file__).with_name("anomaly.html.jinja")
 SHOWN = ("kind", "segment", "onset", "last", "causes", "why", "steps", "budget", "guilty", "triggers")
 
 
-def write(plant: Plant, lead: int, detail: Mapping[str, Any]) -> Path:
-    """Write the page of a diagnosis, as the ledger has it; returns its path. A diagnosis from before December 2026 has no curves in the ledger:
-    a page that it left stays."""
-    path = (plant.ledger.root or Path()) / detail["report"]
+def page_of(plant: Plant, detail: Mapping[str, Any]) -> Path:
+    return (plant.ledger.root or Path()) / detail["report"]
+
+
+def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
+    """Write the page of a diagnosis, as ``newest_about`` has it; returns its path. A diagnosis from before December 2026 has no curves in the
+    ledger: a page that it left stays as it is."""
+    path, lead = page_of(plant, detail), detail["lead"]
     if "drawn" not in detail and path.is_file():
+        path.touch()
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = detail.get("drawn", {"loss": {}, "grad_norm": {}})

@@ -39,7 +39,7 @@ def write(plant: Plant, number: int) -> Path:
 
 def page(facts: Mapping[str, Any]) -> str:
     """The HTML page of what ``proposal-N.json`` holds."""
-    predicted, evidence = facts["predicted_gain"], facts["evidence"]
+    predicted, evidence = facts["predicted_gain"], {"stages": {}} | facts["evidence"]
     return render(
         TEMPLATE,
         **facts,

@@ -270,9 +270,7 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     reconcile(Plant(workspace, ledger))
     client = open_client(workspace)
     kinds_by_name = {one.name: one.tags for one in client.search_experiments() if one.name != "Default"}
-    assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == {
-        "candidates": "custom_model_development"
-    }
+    assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == dict.fromkeys(("candidates", "training"), "custom_model_development")
     assert "Model registry, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
     version = client.get_model_version(MODEL, "2")
     assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, of segment 2")
@@ -303,10 +301,12 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     assert version.tags["gain"] == "+0.2000" and version.tags["judged_at"].startswith("2023-11-14")
     found = client.search_model_versions(f"name = '{MODEL}' and tags.verdict = 'hold'")
     assert [one.version for one in found] == [version.version]
+    training = client.get_experiment_by_name("training")
     pages = start_pages(workspace, "http://127.0.0.1:5000")
     assert pages == {
         "releases": f"http://127.0.0.1:5000/#/models/factory-lm?{mode}",
         "candidates": f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}?{mode}",
+        "training": f"http://127.0.0.1:5000/#/experiments/{training.experiment_id}?{mode}",
     }
     # Judged again: the page follows.
     add_verdict(ledger, second, "reject", against=first)
