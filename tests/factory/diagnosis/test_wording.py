@@ -214,6 +214,7 @@ from pathlib import Path
 from factory.core.workspace import Workspace
 from factory.diagnosis.wording import word_waiting
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 workspace = Workspace.open(Path(sys.argv[1]))
 word_waiting(Plant(workspace, Ledger.open(workspace.ledger_url)))
 """

@@ -270,7 +270,8 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     reconcile(Plant(workspace, ledger))
     client = open_client(workspace)
     kinds_by_name = {one.name: one.tags for one in client.search_experiments() if one.name != "Default"}
-    assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == dict.fromkeys(("candidates", "training"), "custom_model_development")
+    shown_as = {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()}
+    assert shown_as == dict.fromkeys(("candidates", "training"), "custom_model_development")
     assert "Model registry, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
     version = client.get_model_version(MODEL, "2")
     assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, of segment 2")
