@@ -21,8 +21,9 @@ from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.ledger.plant import Plant
 from factory.show.mlflow.metrics_follower import metric_key, numbers
-from factory.show.mlflow.runs import SUBJECT, Tracking, flatten
+from factory.show.mlflow.runs import SUBJECT, Tracking, _params
 from factory.show.mlflow.store import TrackingError, flush, open_client, waiting_lock
+from factory.show.pages.release_facts import flatten
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
 
@@ -30,12 +31,13 @@ OPENER = """
 import sys
 from pathlib import Path
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.show.mlflow.runs import Tracking
 from factory.core.workspace import Workspace
 workspace = Workspace.open(Path(sys.argv[1]))
 ledger = Ledger.open(workspace.ledger_url)
 from factory.ledger.rows import SegmentRow
-print(Tracking.open(workspace, ledger).segment_run(SegmentRow.get(ledger, 1)))
+print(Tracking.open(Plant(workspace, ledger)).segment_run(SegmentRow.get(ledger, 1)))
 """
 
 
@@ -301,7 +303,7 @@ def test_waiting_lock_waits_and_then_names_the_holder(workspace: Workspace) -> N
 
 def test_flatten_and_numbers_and_keys() -> None:
     assert flatten({"a": {"b": [1], "c": None}, "d": 2}) == {"a.b": "[1]", "a.c": None, "d": 2}
-    assert flatten({"weights": {"*": 0.1}}) == {"weights.others": 0.1}, "MLflow refuses a * in a name"
+    assert _params({"weights": {"*": 0.1}}) == {"weights.others": 0.1}, "MLflow refuses a * in a name"
     assert numbers({"a": {"b": 1, "c": True, "d": "x", "e": [1]}, "f": 2.5}) == {"a/b": 1.0, "a/c": 1.0, "f": 2.5}
     assert [metric_key(k) for k in ("loss/code", "/x", "a//b", "..", "é$")] == ["loss/code", "_x", "a/b", "_", "é_"]
 
