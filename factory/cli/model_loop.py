@@ -127,7 +127,7 @@ def train(
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train as train_segment
     from factory.repairs.mending import with_mending
-    from factory.retrying.pausing import refuse_paused
+    from factory.retrying.asking import refuse_paused
     from factory.retrying.tries import open_segment
     from factory.training.planning import plan_trunk
 
@@ -192,7 +192,7 @@ def anneal(where: Where = DEFAULT) -> None:
     from factory.duties.releasing import unexported
     from factory.duties.training import train as train_segment
     from factory.repairs.mending import with_mending
-    from factory.retrying.pausing import refuse_paused
+    from factory.retrying.asking import refuse_paused
     from factory.retrying.tries import open_segment
     from factory.training.exporting import export_candidate
     from factory.training.planning import plan_anneal

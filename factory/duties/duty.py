@@ -13,7 +13,7 @@ from factory.core.errors import InputError
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
-from factory.retrying.pausing import EVERYTHING, Pause, pause_of
+from factory.retrying.asking import EVERYTHING, Pause, pause_of
 from factory.retrying.tries import open_segment
 
 
@@ -85,13 +85,13 @@ class Duty:
     def held(self, look: Look) -> str:
         """Why it waits whatever is due, in a few words; empty: it does not."""
         if not self.beside and look.pause and (self.trains or look.pause.what == EVERYTHING):
-            return f"{look.pause.what} is paused"
+            return str(look.pause)
         if self.fills_disk and look.low_on_disk:
             return "the disk is below its floor"
         if (self.plans or self.when_idle) and look.open_segment is not None:
             return f"segment {look.open_segment} is not done"
         if self.plans and look.stuck_segment is not None:
-            return f"segment {look.stuck_segment} waits for a person"
+            return f"segment {look.stuck_segment} waits for a person: see 'factory status'"
         return ""
 
 

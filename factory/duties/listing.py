@@ -18,10 +18,10 @@ from factory.duties.duty import Duty, Errand, Look
 from factory.duties.table import DUTIES
 from factory.ledger.files import low_disk
 from factory.ledger.plant import Plant
+from factory.retrying.asking import local
 from factory.retrying.backoff import Resting
-from factory.retrying.pausing import local
-from factory.retrying.waiting import failing
 from factory.watching.moments import span
+from factory.watching.waiting import failing
 from kernels.contract.files import write_atomically
 
 NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {errand: {"until", "failures"}}}

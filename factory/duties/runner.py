@@ -23,8 +23,7 @@ from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.asking import answer, asked
-from factory.retrying.pausing import PausedError
+from factory.retrying.asking import PausedError, answer, asked
 from factory.retrying.tries import describe_parked
 
 MOST_REPEATS = 3  # of one errand in a row

@@ -24,7 +24,7 @@ from factory.retrying.backoff import Backoff, Resting, in_words, keep_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.rewound import RewoundError
 from factory.retrying.tries import ASKED, TrainerDiedError
-from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
+from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
 
 PASS = "a pass"  # as a whole, among the keys
 FAULT_SECONDS = 60.0  # at most, between two passes while a fault of the machine lasts

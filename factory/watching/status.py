@@ -14,11 +14,10 @@ from factory.ledger.reader import Reader
 from factory.ledger.rows import Reads
 from factory.releasable.recorded import newest
 from factory.retention.disk import FLOOR_BYTES, Room, hours_left, samples
-from factory.retrying.pausing import local
-from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, lines_of, what_waits
+from factory.retrying.asking import local
 from factory.watching.moments import span
 from factory.watching.running import daemon, segment_now
-from factory.watching.waiting import open_verdicts, waiting
+from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
 
 AHEAD = "trunk_ahead"  # {steps, new_shards, wanted, missing_tokens}: what the data allows, whenever that changes
 DAY = 86_400

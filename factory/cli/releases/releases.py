@@ -23,7 +23,7 @@ SHOWN_COMMITS = 20
 @commands.command("list")
 def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """Every release, and every candidate that is none: what became of it, the verdict, the gain over the champion of then."""
-    from factory.retrying.pausing import local
+    from factory.retrying.asking import local
     from factory.show.pages.release_facts import listed
 
     _, ledger, terminal = open_workspace(where)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from factory.cli.config import change
 from factory.core.workspace import Config, Workspace
@@ -49,8 +50,11 @@ def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path
         assert work(Plant(workspace, ledger), endless=True) == 0
         first, events = len(opened), ledger.read("SELECT COUNT(*) AS n FROM events")
         assert first > 0, "the first look opens them"
+        statements: list[str] = []
+        sa.event.listen(ledger.engine, "before_cursor_execute", lambda *values: statements.append(values[2]))
         for _ in range(5):
             assert work(Plant(workspace, ledger), endless=True) == 0
+        assert 0 < len(statements) <= 5 * 67, "a pass that finds nothing to do reads no more of the ledger than it did"
         assert opened[first:] == [] and ledger.read("SELECT COUNT(*) AS n FROM events") == events
         missing = facts(workspace)["data_ahead"]["missing_tokens"]
         assert missing > 0

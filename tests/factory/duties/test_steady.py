@@ -18,7 +18,7 @@ import pytest
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError, FactoryError
 from factory.core.workspace import Workspace
-from factory.duties.duty import Duty, Look, always
+from factory.duties.duty import Duty, always
 from factory.duties.runner import run, work
 from factory.duties.steady import Steady
 from factory.ingest.inbox import arrived, take
@@ -27,7 +27,7 @@ from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
 from factory.retrying.tries import retry
-from factory.retrying.waiting import failing, lines_of, what_waits
+from factory.watching.waiting import failing, lines_of, what_waits
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 
@@ -189,7 +189,9 @@ def test_an_error_that_nobody_expected_is_said_once_and_gone_on_from(workspace: 
     with pytest.raises(OSError):
         run(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
-    assert listener.count("(traceback in ") >= 1 and listener.count("tend_inbox works again") == 1, listener.lines
+    assert [listener.count(f"{name} failed: ") for name in ("tend_inbox", "looking what is due of ingest")] == [1, 1], (
+        listener.lines
+    )
     assert [kind for kind, _ in events(ledger, "looking what is due of ingest")] == ["action_failed", "works_again"]
 
 
@@ -206,7 +208,7 @@ def test_a_policy_that_cannot_be_read_holds_up_what_needs_it_and_no_longer_than_
     with pytest.raises(ConfigError):
         run(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
-    assert listener.count("failed") == 1 and "did you mean 'steps'?" in listener.lines[0], listener.lines
+    assert listener.count(" failed: ") == 1 and "did you mean 'steps'?" in listener.lines[0], listener.lines
 
 
 def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_others_go_on(
@@ -214,28 +216,31 @@ def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_other
 ) -> None:
     """Whether it raises when it is asked what is due, or when it is done."""
     turns: list[str] = []
+    passes = [0]
 
     def raises(*_: object) -> Any:
         raise RuntimeError("it is broken")
 
-    def once(look: Look) -> list[int]:
-        return [] if len(turns) % 2 else [7]
+    def once_a_pass(name: str) -> Duty:
+        do = lambda _, subject: turns.append(f"{name} {subject}")
+        return Duty(name, "", lambda look: [passes[0]] if f"{name} {passes[0]}" not in turns else [], do)
 
     table = (
         Duty("tidy", "", always, raises, each="pass"),
         Duty("sort", "", raises, raises),
+        once_a_pass("cook"),
         Duty("wash", "", lambda look: [1, 2], raises),
-        Duty("cook", "", once, lambda _, subject: turns.append(f"cook {subject}")),
-        Duty("serve", "", lambda look: [] if not len(turns) % 2 else [None], lambda *_: turns.append("serve")),
+        once_a_pass("serve"),
     )
     now = [0.0]
     steady = Steady(Plant(workspace, ledger, listener := Listener()))
     steady.backoff = Backoff(10.0, 600.0, lambda: now[0])
     for _ in range(12):
         now[0] += 5.0
+        passes[0] += 1
         assert work(Plant(workspace, ledger), attempts=steady, duties=table) == 2
         steady.passed()
-    assert turns == ["cook 7", "serve"] * 12
+    assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
     names = ["tidy", "looking what is due of sort", "wash 1", "wash 2"]
     assert [line.partition(" failed: ")[0].strip() for line in listener.lines] == names, "each is said once"
     assert all("unexpected error, RuntimeError: it is broken (traceback in" in line for line in listener.lines)

@@ -19,7 +19,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.repairs.mending import repair_all, with_mending
 from factory.repairs.tokenizer_files import tokenizer_fault
-from factory.retrying.pausing import PausedError, pause
+from factory.retrying.asking import PausedError, pause
 from tests.support.file_hashes import file_hashes
 from tests.support.said import Said
 

@@ -18,7 +18,7 @@ from factory.duties.runner import run
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.pausing import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
+from factory.retrying.asking import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
 from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory

@@ -29,10 +29,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import Subject
 from factory.release.approvals import reject
-from factory.retrying.waiting import ACTION_FAILED
 from factory.show.telling.delivery import Notifier
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
-from factory.watching.waiting import waiting
+from factory.watching.waiting import ACTION_FAILED, waiting
 from tests.support.paths import ROOT
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval
 from tests.support.said import Said
