@@ -64,9 +64,9 @@ def _in_mlflow(plant: Plant, tracking: Tracking, showings: Sequence[Showing]) ->
 # -- pages --------------------------------------------------------------------------------------------------------------
 def _candidates_without_page(plant: Plant) -> list[int]:
     """Judged, and without a page, or with one from before the verdict or the release."""
-    released = {row.candidate: row for row in ReleaseRow.select(plant.ledger)}
-    found = []
-    for verdict in VerdictRow.select(plant.ledger, "WHERE gate = 'release' ORDER BY id"):
+    judged, found = VerdictRow.select(plant.ledger, "WHERE gate = 'release' ORDER BY id"), []
+    released = {row.candidate: row for row in ReleaseRow.select(plant.ledger)} if judged else {}
+    for verdict in judged:
         page, release = release_report.page_of(plant, verdict.number), released.get(verdict.number)
         newest = max(verdict.created_at, release.created_at if release else 0.0)
         if not page.is_file() or page.stat().st_mtime < newest or (release and release.report is None):
@@ -81,8 +81,12 @@ def _proposals_without_page(plant: Plant) -> list[int]:
 
 def _diagnoses(plant: Plant) -> list[tuple[int, float, dict[str, Any]]]:
     """(newest event about it or its words, when that was, what it says) of the newest diagnosis of each episode."""
-    sql = "SELECT MAX(id) AS id, MAX(at) AS at, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
+    sql = (
+        "SELECT MAX(id) AS id, MAX(at) AS at, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
+    )
     newest = {row["subject"]: row for row in plant.ledger.read(sql, diagnosed=DIAGNOSED, worded=WORDED)}
+    if not newest:
+        return []
     details = {detail["lead"]: detail for detail in newest_about(plant.ledger, DIAGNOSED).values()}
     about = [(newest[str(Subject("anomaly", lead))], details[lead]) for lead in sorted(details)]
     return [(row["id"], row["at"], detail) for row, detail in about if detail.get("report")]
@@ -97,9 +101,9 @@ def _diagnoses_without_page(plant: Plant) -> list[dict[str, Any]]:
 # -- MLflow -------------------------------------------------------------------------------------------------------------
 def _unclosed(plant: Plant) -> list[int]:
     """Segments that ended, and whose runs are open."""
-    sql = "SELECT id FROM segments s WHERE state <> 'planned' ORDER BY id"
-    closed = set(_newest(plant.ledger, CLOSED))
-    return [row["id"] for row in plant.ledger.read(sql) if f"segment:{row['id']}" not in closed]
+    ended = plant.ledger.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
+    closed = _newest(plant.ledger, CLOSED) if ended else {}
+    return [row["id"] for row in ended if f"segment:{row['id']}" not in closed]
 
 
 def _close(plant: Plant, tracking: Tracking, number: int) -> None:
@@ -117,20 +121,21 @@ def _any_judged(plant: Plant) -> list[None]:
 def _unshown_proposals(plant: Plant) -> list[int]:
     """Whose run does not show the state that they are in."""
     sql = """SELECT number, state FROM proposals WHERE state IN ('judged', 'approved', 'rejected', 'reverted', 'superseded') ORDER BY number"""
-    told = _newest(plant.ledger, SHOWN)
     found = [(row["number"], row["state"]) for row in plant.ledger.read(sql)]
+    told = _newest(plant.ledger, SHOWN) if found else {}
     return [number for number, state in found if told.get(f"proposal:{number}") != {"state": state}]
 
 
 def _unshown_audits(plant: Plant) -> list[VerdictRow]:
-    told = _newest(plant.ledger, AUDITED)
     rows = VerdictRow.select(plant.ledger, "WHERE gate = 'audit' AND subject LIKE 'segment:%' ORDER BY id")
+    told = _newest(plant.ledger, AUDITED) if rows else {}
     return [row for row in rows if str(Subject("verdict", row.id)) not in told]
 
 
 def _unshown_diagnoses(plant: Plant) -> list[tuple[int, dict[str, Any]]]:
-    told = _newest(plant.ledger, DIAGNOSIS_SHOWN)
-    return [(event, detail) for event, _, detail in _diagnoses(plant) if f"diagnosis:{event}" not in told]
+    found = _diagnoses(plant)
+    told = _newest(plant.ledger, DIAGNOSIS_SHOWN) if found else {}
+    return [(event, detail) for event, _, detail in found if f"diagnosis:{event}" not in told]
 
 
 def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, Any]]) -> None:
@@ -140,19 +145,18 @@ def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, 
 
 
 def _unshown_profiles(plant: Plant) -> list[int]:
-    told = _newest(plant.ledger, PROFILE_SHOWN)
     rows = plant.ledger.read("SELECT id, path FROM profiles ORDER BY id")
-    root = plant.ledger.root or Path()
-    return [row["id"] for row in rows if f"profile:{row['id']}" not in told and (root / row["path"]).is_file()]
+    told = _newest(plant.ledger, PROFILE_SHOWN) if rows else {}
+    return [row["id"] for row in rows if f"profile:{row['id']}" not in told and Path(row["path"]).is_file()]
 
 
 def _undeleted(plant: Plant) -> list[list[str]]:
     """Names of the runs that were retired, at once: MLflow takes seconds to remove any."""
-    told = _newest(plant.ledger, DELETED)
     rows = plant.ledger.read(
         "SELECT subject FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id", kind=RETIRED
     )
     names = [PurePosixPath(row["subject"]).name for row in rows]
+    told = _newest(plant.ledger, DELETED) if names else {}
     left = [name for name in names if f"run:{name}" not in told]
     return [left] if left else []
 
