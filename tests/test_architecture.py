@@ -125,6 +125,19 @@ def test_no_circle_between_folders() -> None:
     assert not circle(graph)
 
 
+def test_no_decision_shows() -> None:
+    """MLflow, pages and notifications are made from the ledger, by whoever stands above what decides: it imports nothing of them."""
+    may = ("show", "cli", "demo", "duties", "comparing", "__main__")
+    found = [
+        f"{name} imports {imported}"
+        for name, path in modules("factory").items()
+        if name.split(".")[1:2] != [] and name.split(".")[1] not in may
+        for imported in imports(path)
+        if imported.startswith("factory.show")
+    ]
+    assert not found
+
+
 def test_no_folder_holds_too_much() -> None:
     folders = (*MAY_IMPORT, "tests", "benchmarks", "policies", "docs")
     files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())

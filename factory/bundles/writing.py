@@ -32,7 +32,7 @@ from factory.ledger.anomalies import rewound_in
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject
-from factory.release.registry import check_export
+from factory.release.checks import check_export
 from kernels.contract.files import finite_json, put_in_place
 
 BUNDLES = "bundles"  # of a workspace

@@ -292,7 +292,7 @@ def _judge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage
 
 def _merge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     assert stage.proposal is not None
-    follow(plant)  # takes the lock itself
+    follow(plant, lambda number: None)  # takes the lock itself
     return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).state}
 
 

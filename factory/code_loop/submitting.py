@@ -1,4 +1,4 @@
-"""One proposal: from an agent's edits to a branch, a verdict, a report and a run in MLflow."""
+"""One proposal: from an agent's edits to a branch and a verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from agents.core.proposal import Edit, Proposal, gain_words
 from factory.code_loop.workbench import history
 from factory.core import devices
-from factory.core.errors import FactoryError
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import patch_gate
@@ -27,18 +26,15 @@ from factory.ledger.ledger import Ledger, proposals, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert, record_verdict
-from factory.reports import proposal_report
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
-DRAFTED, WRITTEN = (
-    "drafted",
-    "written",
-)  # of a process that is at work on it; on its branch, for whichever process comes next
+DRAFTED = "drafted"  # a process is at work on it
+WRITTEN = "written"  # it is on its branch, for whichever process comes next
 
 
 def submit(plant: Plant, drafted: Proposal, base: str) -> int:
-    """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
+    """Turn an agent's proposal into a branch, judge it, record it; returns its number."""
     number = write(plant, drafted, base)
     if ProposalRow.get(plant.ledger, number).state == DRAFTED:
         judge(plant, number)
@@ -68,7 +64,6 @@ def write(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> i
             tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
     except ScopeError as error:
         _out_of_scope(plant, number, drafted, base, error)
-        show(plant, number)
     except BaseException as error:
         give_up(plant, number, f"{type(error).__name__}: {error}")
         raise
@@ -76,7 +71,7 @@ def write(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> i
 
 
 def judge(plant: Plant, number: int) -> None:
-    """Judge what was written, record it, show it in MLflow. Killed, it can be called again.
+    """Judge what was written, record it. Killed, it can be called again.
 
     Raises: as the gate's stages do; the proposal has failed then, and its branch is gone.
     """
@@ -95,15 +90,12 @@ def judge(plant: Plant, number: int) -> None:
         finally:
             _remove_folders(plant.workspace, commit)  # before the branch moves on: give_up finds them by it
         commit = repository.reword(code, applied, _message(drafted, verdict, evidence))
-        patch = repository.patch(code, base, commit)
-        report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, patch)
-        record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id, report)
+        record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
         plant.say(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
     except BaseException as error:
         if isinstance(error, Exception) or row.state == DRAFTED:  # of what is WRITTEN a later pass goes on
             give_up(plant, number, f"{type(error).__name__}: {error}")
         raise
-    show(plant, number)
 
 
 def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str]:
@@ -135,18 +127,6 @@ def _remove_folders(workspace: Workspace, commit: str) -> None:
     worktree = repository.checkout_folder(workspace.worktrees, commit)
     repository.remove_worktree(workspace.repository, worktree)
     remove(gate_folder(worktree))
-
-
-def show(plant: Plant, number: int) -> None:
-    """Show a proposal in MLflow. The verdict is in the ledger, so MLflow may fail."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
-
-    try:
-        with waiting_lock(plant.workspace, "tracking"):
-            Tracking.open(plant).proposal_run(number)
-    except FactoryError as error:
-        plant.say(f"  MLflow has no run of proposal {number} yet: {error}")
 
 
 def clear_stale(plant: Plant) -> None:
@@ -190,18 +170,10 @@ def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
     return number, branch
 
 
-def record_judged(
-    ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int, report: Path
-) -> None:
-    """Write down that a drafted proposal has its verdict (its id) and its report."""
+def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int) -> None:
+    """Write down that a drafted proposal has its verdict (its id)."""
     with ledger.begin() as tx:
-        values = {
-            "state": "judged",
-            "commit": commit,
-            "patch_sha256": patch_sha256,
-            "verdict": verdict,
-            "report": ledger.inside(report),
-        }
+        values = {"state": "judged", "commit": commit, "patch_sha256": patch_sha256, "verdict": verdict}
         tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
 
 
@@ -239,8 +211,7 @@ def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error
             reasons=reasons,
             evidence=evidence,
         )
-    report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, "")
-    record_judged(plant.ledger, number, None, sha256, verdict_id, report)
+    record_judged(plant.ledger, number, None, sha256, verdict_id)
     plant.say(f"  REJECT: {reasons[0]}")
 
 

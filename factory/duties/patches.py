@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from factory.audit.auditing import audit_and_show
+from factory.audit.auditing import audit
 from factory.audit.policy import AuditPolicy
 from factory.audit.reverts import open_reverts
 from factory.audit.waiting import waiting
-from factory.code_loop import approvals, revalidating
+from factory.code_loop import revalidating
 from factory.code_loop.judging_again import judge_held_again
 from factory.duties.duty import Duty, Look, always
 from factory.ledger.plant import Plant
+from factory.show.mlflow.answering import follow_proposals
 
 if TYPE_CHECKING:
     from factory.code_loop.improving import LoopStage
@@ -26,7 +27,7 @@ def _waiting(look: Look, overdue: bool = False) -> list[int]:
 
 
 def _audit(plant: Plant, segment: int) -> None:
-    audit_and_show(plant, segment)
+    audit(plant, segment)
     open_reverts(plant)
 
 
@@ -50,7 +51,7 @@ OPEN_REVERTS = Duty(
     "open_reverts", "open a proposal that undoes each patch that an audit found out", always, lambda plant, _: open_reverts(plant), each="pass"
 )  # fmt: skip
 FOLLOW_APPROVALS = Duty(
-    "follow_approvals", "merge, revert or close the proposals that were decided", always, lambda plant, _: approvals.follow(plant), each="pass"
+    "follow_approvals", "merge, revert or close the proposals that were decided", always, lambda plant, _: follow_proposals(plant), each="pass"
 )  # fmt: skip
 JUDGE_MERGED_AGAIN = Duty(
     "judge_merged_again", "judge merged patches again where what they were measured on has changed", always,

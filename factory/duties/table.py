@@ -20,7 +20,7 @@ from factory.duties.patches import (
     OVERDUE_AUDIT,
 )
 from factory.duties.releasing import EXPORT, FINISH_RELEASE, JUDGE, RELEASE
-from factory.duties.showing import ANSWER_APPROVALS, CATCH_UP_MLFLOW, NOTIFY, PUBLISH
+from factory.duties.showing import ANSWER_APPROVALS, NOTIFY, PUBLISH, SHOW
 from factory.duties.training import PLAN_ANNEAL, PLAN_TRUNK, REPLICATE, TRAIN
 from factory.duties.upkeep import BACK_UP, FINISH_REMOVALS, REPORT_RELEASABLE
 
@@ -31,13 +31,13 @@ DUTIES: tuple[Duty, ...] = (
     FINISH_REMOVALS,
     TEND_INBOX,
     PUBLISH,
-    CATCH_UP_MLFLOW,
     OPEN_REVERTS,
     FOLLOW_APPROVALS,
     JUDGE_MERGED_AGAIN,
     JUDGE_HELD_AGAIN,
     INGEST,
     REPORT_RELEASABLE,
+    SHOW,
     FINISH_RELEASE,
     TRAIN,
     EXPORT,

@@ -111,13 +111,13 @@ MUTANTS = (
     Mutant("factory/release/serving.py", "os.replace(new_link, folder / LINK)", RELEASE),
     Mutant("factory/release/serving.py", "sync_folder(folder)", RELEASE),
     Mutant(
-        "factory/tracking/mlflow_store.py",
+        "factory/show/mlflow/store.py",
         'return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0',
         SEGMENT,
         instead="return True",
     ),
     Mutant(
-        "factory/tracking/mlflow_store.py",
+        "factory/show/mlflow/store.py",
         "os.replace(aside, path)  # its name is flushed with what the ledger says that it holds ('flush')",
         STORE,
     ),

@@ -29,7 +29,7 @@ from factory.core.workspace import code_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
-from factory.notifying.messages import message_of
+from factory.show.telling.messages import message_of
 from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.git import git
 from tests.support.plants.release_scene import add_segment, with_store
