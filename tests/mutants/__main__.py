@@ -1,7 +1,7 @@
 """``python -m tests.mutants --modules trainer/contract --count 40``: how many random mutants do a module's own fast tests notice?
 
-A row for each survivor. ``--distant`` runs the other fast tests that import the module over those. What was found is kept (``--results``): a run that was stopped
-goes on, and after tests were mended the survivors alone run again. Mutants of no effect are listed, with why, in ``equivalent.yaml``.
+A row for each survivor. ``--distant`` runs the other fast tests that import the module over those. What was found is kept (``--results``): a run
+that was stopped goes on, and after tests were mended the survivors alone run again. Mutants of no effect are listed in ``equivalent.yaml``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ SOURCE = ("agents", "factory", "kernels", "trainer")
 
 def chosen(every: list[Mutant], count: int, seed: int) -> list[Mutant]:
     """A sample in which a kind of change has the share of the square root of its number: most are of constants."""
-    draw, kinds = random.Random(seed), Counter(mutant.kind for mutant in every)
-    keys = {mutant: draw.random() ** kinds[mutant.kind] ** 0.5 for mutant in every}
+    kinds = Counter(mutant.kind for mutant in every)
+    draw = lambda m: random.Random(f"{seed} {m.path} {m.inside} {m.kind} {m.change} {m.span[0]}").random()
+    keys = {mutant: draw(mutant) ** kinds[mutant.kind] ** 0.5 for mutant in every}
     return sorted(sorted(every, key=lambda m: -keys[m])[:count], key=lambda m: (m.path, m.span))
 
 

@@ -21,6 +21,8 @@ ARITHMETIC: dict[type, type] = {
 }  # fmt: skip
 FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 # What such a call is given decides no result: it makes types, or keeps what is worked out.
+# In any order they mean the same.
+SYMMETRIC = {"max", "min", "maximum", "minimum", "array_equal", "isclose", "gcd", "commonpath"}
 UNJUDGED = {"TypeVar", "NewType", "ParamSpec", "Literal", "lru_cache", "cast", "Field"}
 
 
@@ -154,7 +156,7 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, str]]:
     if (name := _name(node.func)) in FUNCTIONS and isinstance(node.func, ast.Name):
         yield "function", _text(node, func=ast.Name(FUNCTIONS[name]))
     plain = [a for a in node.args if not isinstance(a, ast.Starred)]
-    if len(plain) == len(node.args) >= 2:
+    if len(plain) == len(node.args) >= 2 and name not in SYMMETRIC:
         first, second, *rest = node.args
         if ast.dump(first) != ast.dump(second):
             yield "swapped arguments", _text(node, args=[second, first, *rest])

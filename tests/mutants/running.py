@@ -7,6 +7,7 @@ Of its own tests a mutant inside a function meets those that run its line when n
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import json
 import os
@@ -243,10 +244,8 @@ class Warm:
             while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
                 time.sleep(0.02)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)  # it, or what it left behind
-            except ProcessLookupError:
-                pass
             if not ended[0]:
                 os.waitpid(child, 0)
             shutil.rmtree(scratch, ignore_errors=True)
