@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tests.mutants.operators import Mutant, equivalents, mutants
 from tests.mutants.running import Warm, distant_tests, own_tests
@@ -61,60 +62,83 @@ def modules(root: Path, given: list[str]) -> list[str]:
     return sorted(set(found))
 
 
-def judged(root: Path, sample: list[Mutant], work: Path, known: Path, distant: bool) -> list[dict[str, object]]:
-    """A row for each mutant of the sample; ``by``: the test that notices it, ``who``: 'own', 'distant', or 'nobody'."""
-    warm, rows = Warm(root, work), []
-    sources = {path: (root / path).read_text() for path in {m.path for m in sample}}
-    own = {path: own_tests(root, path) for path in sources}
-    digest = lambda *texts: hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    state = {path: digest(*((root / test).read_text() for test in own[path])) for path in sources}
-    before = {row["id"]: row for row in map(json.loads, known.read_text().splitlines())} if known.exists() else {}
-    seen: dict[tuple[str, ...], dict] = {}
-    with known.open("a") as kept:
-        for number, mutant in enumerate(sample, 1):
-            name = digest(mutant.path, mutant.inside, str(mutant.span[0] - sources[mutant.path].find("\n", mutant.span[0])), mutant.change,
-                          sources[mutant.path])  # fmt: skip
-            row = before.get(name)
-            if row and (
-                row["who"] == "own"
-                or row["tests"] == state[mutant.path]
-                and (row["who"] != "nobody" or row["distant"] or not distant)
-            ):
-                rows.append(row)
-                continue
-            files = tuple(own[mutant.path])
-            if files not in seen:
-                print(f"{len(files)} test files of {Path(mutant.path).parent}, without a mutant", flush=True)
-                seen[files] = warm.baseline(list(files), [p for p in sources if own[p] == list(files)])
-                for test in seen[files]["bad"]:
-                    print(f"  left out, it fails without a mutant: {test}", flush=True)
-            tests = {test: of for test, of in seen[files]["tests"].items() if test not in seen[files]["bad"]}
-            lines = {f"{warm.tree / mutant.path}:{n}" for n in _lines(mutant, sources[mutant.path])}
-            runs = {test: of[0] for test, of in tests.items() if lines & set(of[1])}
-            if not mutant.inside or not runs:
-                touch = f"{warm.tree / mutant.path}:"
-                runs = {test: of[0] for test, of in tests.items() if any(line.startswith(touch) for line in of[1])}
-            began = time.monotonic()
-            by = (
-                warm.killed(mutant, sources[mutant.path], sorted(runs, key=runs.__getitem__), sum(runs.values()))
-                if runs
-                else ""
-            )
-            who = "own" if by else "nobody"
-            if not by and distant and (others := distant_tests(root, mutant.path)):
-                who = "distant" if (by := warm.killed(mutant, sources[mutant.path], others, 150.0)) else who
-            row = {"id": name, "tests": state[mutant.path], **asdict(mutant), "change": mutant.change, "ran": len(runs), "by": by, "who": who,
-                   "distant": distant}  # fmt: skip
-            rows.append(row)
+class Judge:
+    """Runs tests over mutants of some modules, in one copy of the checkout."""
+
+    def __init__(self, root: Path, paths: set[str], work: Path, known: Path) -> None:
+        self.root, self.known, self.warm = root, known, Warm(root, work)
+        self.sources = {path: (root / path).read_text() for path in paths}
+        self.own = {path: own_tests(root, path) for path in paths}
+        self.state = {path: digest(*((root / test).read_text() for test in self.own[path])) for path in paths}
+        self.before = (
+            {row["id"]: row for row in map(json.loads, known.read_text().splitlines())} if known.exists() else {}
+        )
+        self.seen: dict[str, dict[str, Any]] = {}  # by test file
+
+    def row(self, mutant: Mutant, distant: bool) -> dict[str, Any]:
+        """``by``: the test that notices it; ``who``: 'own', 'distant', or 'nobody'."""
+        source, state = self.sources[mutant.path], self.state[mutant.path]
+        name = digest(mutant.path, source, str(mutant.span), mutant.after)
+        row = self.before.get(name)
+        if row and (
+            row["who"] == "own" or row["tests"] == state and (row["who"] != "nobody" or row["distant"] or not distant)
+        ):
+            return row | {"seconds": None}
+        began, who, runs = time.monotonic(), "own", self._running(mutant, self.own[mutant.path])
+        if not (by := self._killed(mutant, runs)):
+            who = "nobody"
+            if distant and (by := self._killed(mutant, self._running(mutant, distant_tests(self.root, mutant.path)))):
+                who = "distant"
+        row = asdict(mutant) | {
+            "id": name,
+            "tests": state,
+            "change": mutant.change,
+            "by": by,
+            "who": who,
+            "distant": distant,
+        }
+        with self.known.open("a") as kept:
             kept.write(json.dumps(row) + "\n")
-            kept.flush()
-            print(f"{number}/{len(sample)} {who:7} {time.monotonic() - began:4.0f} s of {len(runs)} tests "
-                  f"{mutant.path}:{mutant.line} {mutant.kind}: {mutant.change}", flush=True)  # fmt: skip
+        return row | {"seconds": time.monotonic() - began}
+
+    def _killed(self, mutant: Mutant, runs: dict[str, float]) -> str:
+        order = sorted(runs, key=runs.__getitem__)
+        return self.warm.killed(mutant, self.sources[mutant.path], order, sum(runs.values())) if runs else ""
+
+    def _running(self, mutant: Mutant, files: list[str]) -> dict[str, float]:
+        """The tests that run the mutant's lines, with their seconds; for what the module runs when it is imported, all that run any of it."""
+        tests: dict[str, Any] = {}
+        for file in files:
+            if file not in self.seen:
+                print(f"{file}, without a mutant", flush=True)
+                self.seen[file] = self.warm.baseline([file], self.sources)
+                for test in self.seen[file]["bad"]:
+                    print(f"  left out, it fails without a mutant: {test}", flush=True)
+            tests |= {test: of for test, of in self.seen[file]["tests"].items() if test not in self.seen[file]["bad"]}
+        module = f"{self.warm.tree / mutant.path}:"
+        last = mutant.line + self.sources[mutant.path][slice(*mutant.span)].count("\n")
+        lines = {f"{module}{number}" for number in range(mutant.line, last + 1)}
+        runs = {test: of[0] for test, of in tests.items() if mutant.inside and lines & set(of[1])}
+        runs = runs or {test: of[0] for test, of in tests.items() if any(line.startswith(module) for line in of[1])}
+        return runs or {
+            test: of[0] for test, of in tests.items()
+        }  # it may run while tests are collected, or in other processes
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def judged(root: Path, sample: list[Mutant], known: Path, distant: bool) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="factory-mutants-") as folder:
+        judge = Judge(root, {mutant.path for mutant in sample}, Path(folder), known)
+        for number, mutant in enumerate(sample, 1):
+            rows.append(row := judge.row(mutant, distant))
+            if row["seconds"] is not None:
+                where = f"{mutant.path}:{mutant.line} {mutant.kind}: {mutant.change}"
+                print(f"{number}/{len(sample)} {row['who']:7} {row['seconds']:4.0f} s {where}", flush=True)
     return rows
-
-
-def _lines(mutant: Mutant, source: str) -> range:
-    return range(mutant.line, mutant.line + source[slice(*mutant.span)].count("\n") + 1)
 
 
 def table(rows: list[dict]) -> str:
@@ -164,19 +188,18 @@ def main() -> int:
         return 0
     print(f"{len(sample)} of {len(every)} mutants in {len({m.path for m in sample})} modules", flush=True)
     children = []
-    parts = [sample[i :: given.jobs] for i in range(given.jobs)] if given.jobs > 1 else []
-    for part in parts:
+    for part in (sample[i :: given.jobs] for i in range(given.jobs if given.jobs > 1 else 0)):
         if not (child := os.fork()):
-            with tempfile.TemporaryDirectory(prefix="factory-mutants-") as folder:
-                judged(root, part, Path(folder), given.results, given.distant)
+            judged(root, part, given.results, given.distant)
             os._exit(0)
         children.append(child)
-    failed = [code for child in children if (code := os.waitpid(child, 0)[1])]
-    with tempfile.TemporaryDirectory(prefix="factory-mutants-") as folder:  # with jobs: what they found is known
-        rows = judged(root, sample, Path(folder), given.results, given.distant) if not failed else []
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    rows = (
+        [] if any(ends) else judged(root, sample, given.results, given.distant)
+    )  # with jobs: what they found is known
     print(json.dumps(rows, indent=1) if given.json else table(rows))
     own = sum(row["who"] == "own" for row in rows)
-    return 1 if failed or own < given.at_least * len(rows) else 0
+    return 1 if any(ends) or own < given.at_least * len(rows) else 0
 
 
 if __name__ == "__main__":

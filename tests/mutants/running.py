@@ -19,6 +19,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def copied(root: Path, tree: Path) -> Path:
     return tree
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every name that a file imports, inside functions too: ``from a import b`` is a and a.b."""
     found: set[str] = set()
@@ -64,23 +66,26 @@ def imports(path: Path) -> set[str]:
 
 
 def own_tests(root: Path, module: str) -> list[str]:
-    """Test files that mirror a module: those of the folder that mirrors its own, or of the nearest above that has some; those
-    above that import it; and those named for it."""
+    """Of the folder that mirrors a module's own, or of the nearest above that has tests, and of those above it, the files that import the
+    module; where none does, those of that folder that reach it."""
     folder, top = Path("tests") / Path(module).parent, Path("tests") / Path(module).parts[0]
     while folder != top and not list((root / folder).glob("test_*.py")):
         folder = folder.parent
-    found = set((root / folder).glob("test_*.py"))
     name = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    above = [
-        path for parent in folder.parents if parent.is_relative_to(top) for path in (root / parent).glob("test_*.py")
-    ]
-    found |= {path for path in above if name in imports(path)}
-    found |= set((root / top).rglob(f"test_{name.rpartition('.')[2]}.py"))
-    return sorted(str(path.relative_to(root)) for path in found)
+    places = [place for place in (folder, *folder.parents) if place.is_relative_to(top)]
+    near = [path for place in places for path in (root / place).glob("test_*.py")]
+    found = [str(path.relative_to(root)) for path in near if name in imports(path)]
+    return sorted(found) or [path for path in _reaching(root, module) if Path(path).parent == folder]
 
 
 def distant_tests(root: Path, module: str) -> list[str]:
     """The other test files that import the module, by whatever way; the nearest first."""
+    own = set(own_tests(root, module))
+    return [path for path in _reaching(root, module) if path not in own]
+
+
+@cache
+def _reaching(root: Path, module: str) -> list[str]:
     files = {path: imports(path) for top in OURS for path in (root / top).rglob("*.py")}
     names = {str(p.relative_to(root).with_suffix("")).removesuffix("/__init__").replace("/", "."): p for p in files}
     reached, ring = {root / module}, {root / module}
@@ -89,11 +94,9 @@ def distant_tests(root: Path, module: str) -> list[str]:
         wanted = {name for name, path in names.items() if path in ring}
         ring = {path for path, imported in files.items() if path not in reached and imported & wanted}
         reached |= ring
-        found += sorted(
-            str(p.relative_to(root)) for p in ring if p.name.startswith("test_") and p.is_relative_to(root / "tests")
-        )
-    own = set(own_tests(root, module))
-    return [path for path in found if path not in own]
+        tests = (p.relative_to(root) for p in ring if p.name.startswith("test_") and p.is_relative_to(root / "tests"))
+        found += sorted(map(str, tests))
+    return found
 
 
 class Watch:
