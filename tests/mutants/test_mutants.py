@@ -97,7 +97,7 @@ def test_survivors_are_told_and_what_is_known_is_not_run_again(tmp_path: Path) -
     assert who["unseen", "max(a, b) → min(a, b)"] == ("distant", f"{distant}::test_far")
     assert len(rows) == 13 and code == (sum(row["who"] == "own" for row in rows) < 0.7 * 13)
     _, again = run("--distant")
-    assert "factory/thing.py:11 in allowed, dropped statement: count += more → pass" in again and "s of" not in again
+    assert "factory/thing.py:10 in allowed, dropped statement: count += more → pass" in again and "s of" not in again
 
 
 def test_each_mutant_of_no_effect_has_a_reason_and_is_still_there() -> None:
