@@ -220,11 +220,16 @@ def test_a_stream_that_breaks_ends_with_an_error_and_is_not_asked_again() -> Non
     run(play)
 
 
-def test_who_has_no_key_gets_nothing_but_the_health() -> None:
+@pytest.mark.parametrize("key", ["sesame", "sésame€"])
+def test_who_has_no_key_gets_nothing_but_the_health(key: str) -> None:
+    """Of one that is not ASCII, its UTF-8 bytes."""
+
     async def play(s: Scene) -> None:
-        for given in ({}, {"Authorization": "Bearer k"}, {"Authorization": "kéy"}, {"Authorization": "Bearer kéy?"}):
+        refused = [given.encode() for given in ("", "Bearer", f"Bearer {key[:-1]}", key, f"Bearer {key}x")]
+        if not key.isascii():
+            refused += [f"Bearer {key}".encode(coding) for coding in ("cp1252", "iso8859-15")]
+        for headers in ({}, *({"Authorization": given} for given in refused)):
             for method, path in (("POST", PATH), ("GET", "/v1/models"), ("GET", "/metrics"), ("PUT", "/else")):
-                headers = {name: value.encode() for name, value in given.items()}
                 answer = await s.client.request(method, path, headers=headers)
                 error = answer.json()["error"]
                 assert (answer.status_code, error["code"], error["type"]) == (
@@ -234,9 +239,9 @@ def test_who_has_no_key_gets_nothing_but_the_health() -> None:
                 )
         assert (await s.client.get("/health")).status_code == 200 and not s.asked
         s.script = [whole()]
-        assert (await s.client.post(PATH, headers={"Authorization": "Bearer kéy".encode()})).status_code == 200
+        assert (await s.client.post(PATH, headers={"Authorization": f"Bearer {key}".encode()})).status_code == 200
 
-    run(play, key="kéy")
+    run(play, key=key)
 
 
 def test_a_request_may_have_so_many_bytes() -> None:
