@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import numpy as np
@@ -159,6 +160,39 @@ def test_estimated_similarity_is_near_the_true_one() -> None:
         signed = near_dup.signatures([near_dup.shingles(word_hashes(text), b"") for text in (one, two)])
         errors.append(near_dup.similarity(signed[0], signed[1]) - jaccard(one, two))
     assert abs(np.mean(errors)) < 0.03 and np.max(np.abs(errors)) < 0.2
+
+
+def test_what_the_index_stores_is_fixed() -> None:
+    """Hashes of an older workspace stay comparable: a change here wants a new index."""
+    texts = ("One two three four five six seven.", "one TWO", "", prose(1, 90))
+    sets = [near_dup.shingles(word_hashes(text), bytes(range(32))) for text in texts]
+    assert [len(one) for one in sets] == [3, 1, 1, 86]
+    signed = near_dup.signatures(sets)
+    assert signed.dtype == np.uint32 and signed.shape == (4, 120)
+    stored = (*sets, signed, near_dup.bands(signed), winnow(sets[3], 8))
+    assert (
+        hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in stored)).hexdigest()[:16]
+        == "d56b0e3d090a0569"
+    )
+    empty = near_dup.signatures([])
+    assert (empty.shape, empty.dtype, near_dup.bands(empty).shape) == ((0, 120), np.uint32, (0, 20))
+
+
+def test_a_document_matches_the_most_like_it_at_the_threshold_and_not_below() -> None:
+    signed = near_dup.signatures([np.arange(i, i + 100, dtype=np.uint64) for i in (0, 1, 4, 0)])
+    nearest = near_dup.similarity(signed[0], signed[1])
+    for threshold, found in ((nearest, (1, nearest)), (np.nextafter(nearest, 2), None)):
+        near = near_dup.NearDuplicates(signed[:3], threshold, lambda _: near_dup.Stored({}, {}))
+        near.keep(1)
+        near.keep(2)
+        assert near.match(0) == found
+    bands = near_dup.bands(signed)
+    known = near_dup.Stored({int(bands[3, 19]): ["shard:9"]}, {"shard:9": signed[3]})
+    asked: list[list[int]] = []
+    near = near_dup.NearDuplicates(signed[:3], 0.5, lambda values: asked.append(values.tolist()) or known)
+    near.keep(1)
+    assert near.match(0) == ("shard:9", 1.0) and asked == [sorted(set(bands[:3].ravel().tolist()))]
+    assert near.bands_of(0) == bands[0].astype(np.int64).tolist()
 
 
 @given(st.integers(0, 10**6), st.integers(0, 200), st.integers(0, 200), st.integers(44, 120))
