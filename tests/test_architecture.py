@@ -216,11 +216,11 @@ def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
 
 
 def test_tests_import_no_test() -> None:
-    """What tests share lies in tests/support; tests/chaos and tests/night are programs of their own."""
+    """What tests share lies in tests/support; tests/chaos, tests/mutants and tests/night are programs of their own."""
     for path in (ROOT / "tests").rglob("*.py"):
         for imported in imports(path):
             last = imported.split(".")
-            shared = last[0] != "tests" or last[1:2] in ([], ["support"], ["chaos"], ["night"])
+            shared = last[0] != "tests" or last[1:2] in ([], ["support"], ["chaos"], ["mutants"], ["night"])
             assert shared and not last[0].startswith("test_"), f"{path.relative_to(ROOT)} imports {imported}"
 
 

@@ -27,7 +27,7 @@ from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices
+from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices, unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import problems as source_problems
 from factory.gates.patch.stages.oracle import quick_check
@@ -133,7 +133,8 @@ class LiveWorkbench:
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
             found = source_problems(change, base)
-            found += other_devices(base, change.content) if change.path == KERNELS else []
+            if change.path == KERNELS:
+                found += unknown_ops(change.content) + other_devices(base, change.content)
             if found:
                 return Checked("static", tuple(found))
         with devices.one():
