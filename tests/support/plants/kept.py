@@ -24,8 +24,17 @@ from tests.support.paths import ROOT
 SHELF = ROOT / ".pytest_cache" / "plants"
 STATES = 3  # kept, the newest: a person goes to and fro between two commits
 SOURCES = ("factory", "kernels", "trainer", "agents", "policies", "tests/support")
-SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS", "FACTORY_SANDBOX")  # of the environment; they change bits
-TEXTS = (".json", ".jsonl", ".yaml")  # files that may name a folder; the ledger stores its places relative to its workspace
+SETTINGS = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "OMP_NUM_THREADS",
+    "FACTORY_SANDBOX",
+)  # of the environment; they change bits
+TEXTS = (
+    ".json",
+    ".jsonl",
+    ".yaml",
+)  # files that may name a folder; the ledger stores its places relative to its workspace
 
 
 @functools.cache
@@ -56,6 +65,8 @@ def kept(name: object, folder: Path, make: Callable[[Path], None], places: Mappi
             shutil.rmtree(making, ignore_errors=True)
             make(making)
             _put(making, {str(at): f"<{word}>" for word, at in {**places, "here": making}.items()})
+            named = [str(p) for p in making.rglob("*") if p.is_file() and str(making).encode() in p.read_bytes()]
+            assert not named, f"these name the folder in which they were made, and a copy lies elsewhere: {named}"
             os.rename(making, saved)
     shutil.copytree(saved, folder, symlinks=True)
     _put(folder, {f"<{word}>": str(at) for word, at in {**places, "here": folder}.items()})
