@@ -57,14 +57,14 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from factory.audit import auditing
-from factory.core.progress import SILENT
+from factory.ledger.plant import Plant
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 def compare(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 auditing.same_bits = compare
 workspace = Workspace.open(Path(sys.argv[1]))
-auditing.audit(workspace, Ledger.open(workspace.ledger_url), int(sys.argv[2]), SILENT)
+auditing.audit(Plant(workspace, Ledger.open(workspace.ledger_url)), int(sys.argv[2]))
 """
 
 

@@ -60,7 +60,7 @@ import os, signal, sys
 from pathlib import Path
 from factory.training import certificate_runs
 from factory.ledger.ledger import Ledger
-from factory.core.progress import SILENT
+from factory.ledger.plant import Plant
 from factory.training.training import run_segment
 from factory.core.workspace import Workspace
 ended, pair = certificate_runs.ended, Path(sys.argv[3])
@@ -71,7 +71,7 @@ def seen(process, seconds):
     return over
 certificate_runs.ended = seen
 workspace = Workspace.open(Path(sys.argv[1]))
-run_segment(workspace, Ledger.open(workspace.ledger_url), int(sys.argv[2]), SILENT)
+run_segment(Plant(workspace, Ledger.open(workspace.ledger_url)), int(sys.argv[2]))
 """
 
 
