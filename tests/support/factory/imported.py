@@ -1,0 +1,8 @@
+"""Imports what commands import, for the process that forks them."""
+
+import mlflow  # noqa: F401
+import torch  # noqa: F401
+
+import factory.cli  # noqa: F401
+import factory.doctor  # noqa: F401
+import factory.training.training  # noqa: F401
