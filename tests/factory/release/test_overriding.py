@@ -26,7 +26,7 @@ from factory.ledger.ledger import Ledger, anomalies, documents, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, VerdictRow, champion
-from factory.release import overriding, releases
+from factory.release import releases
 from factory.release.answering import ApprovalAnswers
 from factory.release.approvals import register_candidate, reject
 from factory.release.checks import OutOfDate
@@ -287,7 +287,7 @@ def test_the_command(workspace: Workspace, scene: Ledger, monkeypatch: pytest.Mo
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------
 KILLS = 5  # spread evenly over the lines that an override runs
-OURS = {Path(module.__file__ or "").name for module in (releases, overriding)} | {
+OURS = {Path(module.__file__ or "").name for module in (releases,)} | {
     "registry.py",
     "serving.py",
     "checks.py",

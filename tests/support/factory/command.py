@@ -41,7 +41,7 @@ def _run(words: tuple[str, ...], cwd: str, environment: Mapping[str, str], out: 
         opened = os.open(path, flags | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin = open(0, closefd=False)  # multiprocessing gave the child another
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process; multiprocessing gave it another
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
