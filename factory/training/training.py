@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from factory.computing.computing import write_kernels
 from factory.core.errors import SegmentError, WaitingError
 from factory.core.faults import is_of_the_machine
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, exit_code, forget_exit
 from factory.core.left_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -26,7 +26,6 @@ from factory.retrying.rewound import refuse_rewound
 from factory.retrying.watchdog import Watchdog, record_begun, usual_of
 from factory.sandbox.live import Running
 from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
-from factory.training.planning import check_ranks
 from factory.training.segment_folder import (
     claim,
     clear,
