@@ -20,6 +20,7 @@ from factory.ledger.ledger import Ledger
 from tests.support import postgres_server
 from tests.support.factory.code_loop import make_target
 from tests.support.paths import ROOT
+from tests.support.plants.kept_store import keep_one
 
 # Started in the background by a shell, a process has interrupts ignored, and so have its children: tests send them some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,6 +38,9 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # tiny models: a second thread only waits, and two workers share the cores
+
+
+keep_one()
 
 
 @pytest.hookimpl(wrapper=True)
