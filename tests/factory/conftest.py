@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.sandbox.sandbox import MECHANISMS
 from tests.support.plants.saved_plant import SavedPlant, saved_plant
+from tests.support.plants.trained_plant import opened
 
 
 @functools.cache
@@ -41,3 +44,13 @@ def restored(saved_once: SavedPlant) -> Iterator[tuple[Workspace, Ledger]]:
     """That plant as it was made, for each test."""
     with saved_once.restored() as plant:
         yield plant
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Callable[..., tuple[Workspace, Ledger]]:
+    """Copies the folder's ``saved`` plant to a folder of another name."""
+
+    def copy(name: str = "elsewhere") -> tuple[Workspace, Ledger]:
+        return opened(shutil.copytree(saved, tmp_path / name, symlinks=True))
+
+    return copy

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from factory.backups.backups import make_ledger
-from factory.core.workspace import Workspace
 from factory.git.repository import live_commit
 from factory.ingest.inbox import ingest_arrived
-from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.support.plants.kept import kept
 from tests.support.plants.released import release_of
-from tests.support.plants.trained_plant import close, lenient_workspace, opened, train_anneal, train_trunk, write_shards
+from tests.support.plants.trained_plant import close, lenient_workspace, train_anneal, train_trunk, write_shards
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +40,3 @@ def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Pa
 
 def licence(row: dict[str, str]) -> dict[str, str]:
     return {} if row["domain"] == "code" else {"license": "MIT"}
-
-
-@pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Callable[[], tuple[Workspace, Ledger]]:
-    def copy() -> tuple[Workspace, Ledger]:
-        root = tmp_path / "elsewhere"
-        shutil.copytree(saved, root, symlinks=True)
-        return opened(root)
-
-    return copy

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from factory.backups.backups import make_ledger
-from factory.core.workspace import Workspace
 from factory.git.repository import live_commit
 from factory.ingest.inbox import ingest_arrived
-from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.training.exporting import export_candidate
 from tests.support.plants.kept import kept
 from tests.support.plants.trained_plant import (
     close,
     lenient_workspace,
-    opened,
     train_anneal,
     train_trunk,
     write_shards,
@@ -41,13 +36,3 @@ def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Pa
     folder = tmp_path_factory.mktemp("saved") / "plant"
     kept(("exported", live_commit(code_repository)), folder, make, {"code": code_repository})
     return folder
-
-
-@pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Callable[[], tuple[Workspace, Ledger]]:
-    def copy() -> tuple[Workspace, Ledger]:
-        root = tmp_path / "elsewhere"
-        shutil.copytree(saved, root, symlinks=True)
-        return opened(root)
-
-    return copy

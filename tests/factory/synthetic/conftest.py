@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,9 @@ from factory.ledger.plant import Plant
 from tests.support.factory.exports import save_export, tiny_model, trained
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.plants.kept import kept
-from tests.support.plants.trained_plant import opened, write_shards
+from tests.support.plants.trained_plant import write_shards
 from tests.support.serving.served import add_release
 from trainer.contract.data.token_shard import TokenShard
-
-Copy = Callable[..., tuple[Workspace, Ledger]]
 
 
 @pytest.fixture(scope="session")
@@ -49,13 +45,3 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "plant"
     kept("writes words", folder, make, {})
     return folder
-
-
-@pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Copy:
-    def copy(name: str = "elsewhere") -> tuple[Workspace, Ledger]:
-        root = tmp_path / name
-        shutil.copytree(saved, root, symlinks=True)
-        return opened(root)
-
-    return copy
