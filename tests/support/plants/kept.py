@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import distributions
@@ -22,6 +23,7 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 SHELF = ROOT / ".pytest_cache" / "plants"
+HOURS = 6  # its rows say when they were made, and what looks at them may ask how long ago that is: an older one is made again
 STATES = 3  # kept, the newest: a person goes to and fro between two commits
 SOURCES = ("factory", "kernels", "trainer", "agents", "policies", "tests/support")
 SETTINGS = (
@@ -60,6 +62,8 @@ def kept(name: object, folder: Path, make: Callable[[Path], None], places: Mappi
     """
     saved = SHELF / state() / hashlib.sha256(repr(name).encode()).hexdigest()[:16]
     with _alone(saved):
+        if saved.exists() and time.time() - saved.stat().st_mtime > HOURS * 3600:
+            shutil.rmtree(saved)
         if not saved.exists():
             making = saved.with_suffix(".making")
             shutil.rmtree(making, ignore_errors=True)
