@@ -34,8 +34,8 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from factory.core.workspace import Workspace
-from factory.backups import upgrading
-upgrading._backup(Workspace.open(Path({root!r})), "2")
+from factory.backups import upgrade
+upgrade._backup(Workspace.open(Path({root!r})), "2")
 """
 DAILY = """
 import sys

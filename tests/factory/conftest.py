@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from tests.support.plants.saved_plant import SavedPlant, saved_plant
+from tests.support.plants.trained_plant import opened
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +32,13 @@ def restored(saved_once: SavedPlant) -> Iterator[tuple[Workspace, Ledger]]:
     """That plant as it was made, for each test."""
     with saved_once.restored() as plant:
         yield plant
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Callable[..., tuple[Workspace, Ledger]]:
+    """Copies the folder's ``saved`` plant to a folder of another name."""
+
+    def copy(name: str = "elsewhere") -> tuple[Workspace, Ledger]:
+        return opened(shutil.copytree(saved, tmp_path / name, symlinks=True))
+
+    return copy
