@@ -107,19 +107,19 @@ def test_nothing_is_planned_while_a_segment_is_parked(planned: tuple[Workspace, 
     workspace, ledger = planned
     ingested(workspace, ledger, code=80 * STEP)
     becomes = lambda number, state: segments.update().where(segments.c.id == number).values(state=state)
-    first = plan_trunk(workspace, ledger, 2)
+    first = plan_trunk(Plant(workspace, ledger), 2)
     with ledger.begin() as tx:
         tx.execute(becomes(first, "done"))
-    second = plan_anneal(workspace, ledger)
+    second = plan_anneal(Plant(workspace, ledger))
     for plan in (plan_anneal, plan_trunk):
         with ledger.begin() as tx:
             tx.execute(becomes(second, "failed"))
         with pytest.raises(InputError, match=f"segment {second} .*is parked"):
-            plan(workspace, ledger)
+            plan(Plant(workspace, ledger))
         assert len(ledger.rows(sa.select(segments))) == 2
     with ledger.begin() as tx:
         tx.execute(becomes(second, "abandoned"))
-    assert plan_anneal(workspace, ledger) == second + 1
+    assert plan_anneal(Plant(workspace, ledger)) == second + 1
 
 
 def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tuple[Workspace, Ledger]) -> None:
