@@ -205,11 +205,7 @@ factory/gates/patch/stages/evals.py
 factory/gates/patch/stages/static.py
 factory/gates/recipe/static.py
 factory/gates/release/domains.py
-factory/sandbox/bubblewrap.py
-factory/sandbox/namespaces.py
 factory/serving/metrics.py
-factory/serving/native/sampling.py
-factory/set_up/needs.py
 factory/training/held_out_loss.py
 kernels/attention/flex.py
 kernels/linear_cross_entropy/cpp.py

@@ -30,7 +30,7 @@ SETTINGS = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
     "OMP_NUM_THREADS",
-    "FACTORY_SANDBOX",
+    "FACTORY_BWRAP",
 )  # of the environment; they change bits
 TEXTS = (
     ".json",
