@@ -1,0 +1,177 @@
+"""How far apart are two runs? The one place that says it, of weights and of moments, tensor by tensor.
+
+    distance(a, b)                     ‖b − a‖ beside ‖a‖
+    distance(a, b, begun=c)            of weights ‖(b − c) − (a − c)‖ beside how far a moved from c, ‖a − c‖
+    distance(a, b, begun=c, other=d)   as before, where b began with d: (b − d) − (a − c)
+
+What rounding alone does is measured beside it: ``nudged`` copies a checkpoint with each weight one rounding larger or smaller, and the
+distance of a run that goes on from the copy is the least that another distance means anything by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
+
+RANDOM = "rng"  # among the moments: a state, of which half a difference means as much as a whole one
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """One tensor, or several together: how far two runs are apart, beside the size that it is a share of."""
+
+    apart: float
+    size: float
+
+    @property
+    def share(self) -> float:
+        """
+        >>> Apart(0.1, 2.0).share, Apart(0.0, 0.0).share, Apart(0.1, 0.0).share
+        (0.05, 0.0, inf)
+        """
+        return share(self.apart, self.size)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """By the tensor's name. A tensor that only one has, or of another shape or dtype, is infinitely far, and named in ``unlike``."""
+
+    weights: Mapping[str, Apart] = field(default_factory=dict)
+    moments: Mapping[str, Apart] = field(default_factory=dict)
+    unlike: tuple[str, ...] = ()
+    same_bits: bool = False  # weights and moments, and the generator of random numbers
+
+    def shares(self) -> dict[str, float]:
+        """Of all tensors."""
+        return {name: one.share for name, one in (*self.weights.items(), *self.moments.items())}
+
+    def whole(self) -> Apart:
+        """Of the weights together."""
+        return together(self.weights.values())
+
+    def by_kind(self) -> dict[str, Apart]:
+        """Of the moments together, by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), as their sizes are unrelated."""
+        kinds = sorted({kind_of(name) for name in self.moments})
+        return {kind: together(one for name, one in self.moments.items() if kind_of(name) == kind) for kind in kinds}
+
+
+def distance(a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: Tensors | None = None) -> Distance:
+    """Of ``b`` from ``a``, in fp64. ``begun``: the weights that they began with; ``other``: those that ``b`` did, if they are not the same."""
+    unlike = unlike_tensors(a, b)
+    return Distance(
+        dict(_apart(a.model, b.model, begun, begun if other is None else other)),
+        dict(_apart(a.optimizer, b.optimizer, None, None)),
+        unlike,
+        not unlike and _same(a.model, b.model) and _same(a.optimizer, b.optimizer),
+    )
+
+
+def unlike_tensors(a: Checkpoint, b: Checkpoint) -> tuple[str, ...]:
+    """The names of tensors that have no counterpart of their shape and dtype."""
+    return tuple(
+        name
+        for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer))
+        for name in sorted(ours.keys() | theirs.keys())
+        if not _alike(ours.get(name), theirs.get(name))
+    )
+
+
+def weights_apart(a: Tensors, b: Tensors) -> list[str]:
+    """The names of weights that are not the same to the bit in both."""
+    return sorted(name for name in a.keys() | b.keys() if not _same_tensor(a.get(name), b.get(name)))
+
+
+def sizes(tensors: Tensors) -> dict[str, float]:
+    """The norm of each tensor of floats."""
+    return {name: float(t.double().norm()) for name, t in tensors.items() if t.is_floating_point()}
+
+
+def together(parts: Iterable[Apart]) -> Apart:
+    """Several tensors as one long one.
+
+    >>> together([Apart(3.0, 1.0), Apart(4.0, 0.0)])
+    Apart(apart=5.0, size=1.0)
+    """
+    held = list(parts)
+    return Apart(length(one.apart for one in held), length(one.size for one in held))
+
+
+def length(parts: Iterable[float]) -> float:
+    """The norm of a vector that is given by the norms of its parts."""
+    return math.sqrt(math.fsum(part * part for part in parts))
+
+
+def share(difference: float, size: float) -> float:
+    """A difference as a share of a size; infinite where that is nothing."""
+    if difference == 0:
+        return 0.0
+    return difference / size if size > 0 else math.inf
+
+
+def shares_of(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
+    """How far ``others`` are from ``values``, as shares of them; infinite where one is missing.
+
+    >>> shares_of([2.0, 4.0, None], [2.0, 3.0, 1.0])
+    [0.0, 0.25, inf]
+    """
+    found = []
+    for at, value in enumerate(values):
+        other = others[at] if at < len(others) else None
+        found.append(math.inf if value is None or other is None else share(abs(value - other), abs(value)))
+    return found
+
+
+def kind_of(moment: str) -> str:
+    """``exp_avg`` of ``exp_avg.embedding``."""
+    return moment.partition(".")[0]
+
+
+def _apart(a: Tensors, b: Tensors, begun: Tensors | None, other: Tensors | None) -> Iterator[tuple[str, Apart]]:
+    for name in sorted((a.keys() | b.keys()) - {RANDOM}):
+        one, two = a.get(name), b.get(name)
+        lost = begun is not None and other is not None and (name not in begun or name not in other)
+        if one is None or two is None or one.shape != two.shape or lost:
+            yield name, Apart(math.inf, 1.0)
+            continue
+        way, others = one.double(), two.double()
+        if begun is not None and other is not None:
+            way, others = way - begun[name].double(), others - other[name].double()
+        yield name, Apart(float((others - way).norm()), float(way.norm()))
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and torch.equal(a, b)
+
+
+def _same(a: Tensors, b: Tensors) -> bool:
+    return all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+# -- what rounding does ------------------------------------------------------------------------------------------------
+def nudged(checkpoint: Path, target: Path, unit: float, seed: int) -> Path:
+    """Save a copy of a checkpoint in ``target`` whose weights are each ``unit`` of themselves larger or smaller, by a coin; once."""
+    made = target / checkpoint.name
+    if not made.exists():
+        whole = checkpoints.load(checkpoint)
+        draw = torch.Generator().manual_seed(seed)
+        coin = lambda tensor: torch.randint(0, 2, tensor.shape, generator=draw) * 2 - 1
+        model = {
+            name: tensor * (1 + unit * coin(tensor)) if tensor.is_floating_point() else tensor
+            for name, tensor in whole.model.items()
+        }
+        target.mkdir(parents=True, exist_ok=True)
+        checkpoints.save(target, replace(whole, model=model))
+    return made
