@@ -141,7 +141,7 @@ class Browser:
 def shots(workspace: Workspace, server: str) -> list[Shot]:
     """Of the newest release: raises IndexError where there is none."""
     ledger = Ledger.open(workspace.ledger_url)
-    tracking = Tracking.open(workspace, ledger)
+    tracking = Tracking.open(Plant(workspace, ledger))
     release = ReleaseRow.select(ledger, "ORDER BY number DESC LIMIT 1")[0]
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", release.candidate))
     assert verdict and verdict.against, "the demo releases twice"

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.ledger.decisions import decision_on
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, VerdictRow
 
 
@@ -32,9 +30,7 @@ class Action:
         return cls(kind, int(number))
 
 
-def perform(
-    workspace: Workspace, ledger: Ledger, action: Action, progress: Progress, *, replayed_steps: int | None = None
-) -> None:
+def perform(plant: Plant, action: Action, *, replayed_steps: int | None = None) -> None:
     """Do one action other than ingest. Safe to repeat. ``replayed_steps``: a diagnosis's budget, in place of the policy's.
 
     Raises: FactoryError, and whatever the machine makes of it.
@@ -44,58 +40,58 @@ def perform(
         from factory.training.planning import plan_trunk
         from factory.training.tuning import tune_if_new
 
-        tune_if_new(workspace, progress)
-        plan_trunk(workspace, ledger, progress=progress)
+        tune_if_new(plant.workspace, plant.progress)
+        plan_trunk(plant)
         return
     if action.kind == "plan_anneal":
         from factory.training.planning import plan_anneal
 
-        plan_anneal(workspace, ledger, progress)
+        plan_anneal(plant)
         return
     assert isinstance(subject, int)
     if action.kind == "train":
-        train(workspace, ledger, subject, progress)
+        train(plant, subject)
     elif action.kind == "export":
         from factory.training.exporting import export_candidate
 
-        export_candidate(workspace, ledger, subject)
+        export_candidate(plant, subject)
     elif action.kind == "judge":
-        judge(workspace, ledger, subject, progress)
+        judge(plant, subject)
     elif action.kind == "diagnose":
         from factory.diagnosis.diagnosing import diagnose_and_act
 
-        diagnose_and_act(workspace, ledger, subject, progress, replayed_steps)
+        diagnose_and_act(plant, subject, replayed_steps)
     elif action.kind == "replicate":
         from factory.replicas.replicating import replicate
 
-        replicate(workspace, ledger, subject, progress)
+        replicate(plant, subject)
     elif action.kind == "word":
         from factory.diagnosis.wording import word_diagnosis
 
-        word_diagnosis(workspace, ledger, subject, progress)
+        word_diagnosis(plant, subject)
     elif action.kind == "audit":
         from factory.audit.auditing import audit_and_show
         from factory.audit.reverts import open_reverts
 
-        audit_and_show(workspace, ledger, subject, progress)
-        open_reverts(workspace, ledger, progress)
+        audit_and_show(plant, subject)
+        open_reverts(plant)
     elif action.kind == "release":
         from factory.release.releases import OutOfDate, release
 
         try:
-            release(workspace, ledger, subject, progress)
+            release(plant, subject)
         except OutOfDate as error:  # another champion since: what was promoted is judged again, against that one
-            progress.line(f"  {error}")
-            judge(workspace, ledger, VerdictRow.get(ledger, subject).number, progress)
+            plant.progress.line(f"  {error}")
+            judge(plant, VerdictRow.get(plant.ledger, subject).number)
     elif action.kind == "finish_release":
         from factory.release.releases import release
 
-        release(workspace, ledger, ReleaseRow.get(ledger, subject).verdict, progress)
+        release(plant, ReleaseRow.get(plant.ledger, subject).verdict)
     else:
         raise AssertionError(action)
 
 
-def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> None:
+def train(plant: Plant, segment: int) -> None:
     from factory.audit.keeping import keeping
     from factory.diagnosis.ladder import climbing
     from factory.repairs.mending import mend_inputs
@@ -103,43 +99,43 @@ def train(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
     from factory.tracking.tracking import Tracking
     from factory.training.training import run_segment
 
-    row = SegmentRow.get(ledger, segment)
-    follower = Tracking.open(workspace, ledger).follow_segment(row, progress.line)
+    row = SegmentRow.get(plant.ledger, segment)
+    follower = Tracking.open(plant).follow_segment(row, plant.progress.line)
     follower.begin()
     try:
-        with keeping(workspace, ledger, row, progress), climbing(workspace, row):
-            mend = lambda every: mend_inputs(workspace, ledger, segment, progress, every)
-            result = run_segment(workspace, ledger, segment, progress, follower, mend)
+        with keeping(plant, row), climbing(plant.workspace, row):
+            mend = lambda every: mend_inputs(plant, segment, every)
+            result = run_segment(plant, segment, follower, mend)
     finally:
         follower.finish()
-    tidy(workspace, ledger, progress)
+    tidy(plant)
     loss = result.get("loss")
     if row.kind == "average":
         from factory.ledger.status import describe_average
 
-        progress.line(f"  segment {segment}: {describe_average(result['averaged'])}")
+        plant.progress.line(f"  segment {segment}: {describe_average(result['averaged'])}")
         return
-    progress.line(
+    plant.progress.line(
         f"  segment {segment} ({row.kind}): steps {row.first_step}–{row.last_step}, loss {loss:.3f}"
         if isinstance(loss, float)
         else f"  segment {segment} done"
     )
 
 
-def judge(workspace: Workspace, ledger: Ledger, candidate: int, progress: Progress) -> int:
+def judge(plant: Plant, candidate: int) -> int:
     """Evaluate a candidate, judge it, show both in MLflow; returns the verdict's id."""
     from factory.evals.evaluator import evaluate
     from factory.gates.release.gate import decide
     from factory.release.approvals import how_to_answer, register_candidate, waits
     from factory.tracking.outages import shown
 
-    evaluate(workspace, ledger, candidate, progress)
-    verdict = decide(workspace, ledger, candidate, progress)
-    shown(progress.line, lambda: register_candidate(workspace, ledger, candidate))
-    row = VerdictRow.get(ledger, verdict)
-    progress.line(f"  candidate {candidate}: {row.outcome.upper()}")
+    evaluate(plant, candidate)
+    verdict = decide(plant, candidate)
+    shown(plant.progress.line, lambda: register_candidate(plant, candidate))
+    row = VerdictRow.get(plant.ledger, verdict)
+    plant.progress.line(f"  candidate {candidate}: {row.outcome.upper()}")
     for reason in row.reasons:
-        progress.line(f"    {reason}")
-    if decision_on(ledger, row) is None and waits(workspace, ledger, row):
-        progress.line(f"  {how_to_answer(candidate)}")
+        plant.progress.line(f"    {reason}")
+    if decision_on(plant.ledger, row) is None and waits(plant, row):
+        plant.progress.line(f"  {how_to_answer(candidate)}")
     return verdict

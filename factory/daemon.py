@@ -18,10 +18,10 @@ from pathlib import Path
 from factory.actions import Action, perform
 from factory.core.errors import FactoryError, InputError, SegmentError
 from factory.core.faults import is_of_no_file
-from factory.core.progress import Progress
 from factory.core.workspace import MODEL_LOOP, Workspace
 from factory.ingest.inbox import SETTLE_SECONDS, arrived, take, tend
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, VerdictRow
 from factory.retrying.asking import answer, asked
 from factory.retrying.beside import beside
@@ -103,8 +103,7 @@ def next_action(world: World) -> Action | None:
 
 
 def observe(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     *,
     settle: float = SETTLE_SECONDS,
     endless: bool = False,
@@ -114,23 +113,23 @@ def observe(
 
     ``resting``: actions, as text, that failed and are not tried now.
     """
-    first = tuple(islice(arrived(workspace, ledger, settle), 1))
-    world = replace(_recorded(workspace, ledger, resting), arrived=first)
+    first = tuple(islice(arrived(plant, settle), 1))
+    world = replace(_recorded(plant, resting), arrived=first)
     if next_action(replace(world, waiting_audit=None)) is not None or str(Action("plan_trunk")) in resting:
         return world
-    return replace(world, trunk_steps=_trunk_steps(workspace, ledger, endless))
+    return replace(world, trunk_steps=_trunk_steps(plant, endless))
 
 
-def _trunk_steps(workspace: Workspace, ledger: Ledger, endless: bool) -> int:
+def _trunk_steps(plant: Plant, endless: bool) -> int:
     from factory.watching.trunk_ahead import trunk_ahead
 
-    if not ledger.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
+    if not plant.ledger.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
         return 0
-    trunk = trunk_ahead(workspace, ledger)
+    trunk = trunk_ahead(plant)
     return trunk.steps if trunk.new_shards or (endless and trunk.steps == trunk.wanted) else 0
 
 
-def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> World:
+def _recorded(plant: Plant, resting: frozenset[str]) -> World:
     """The part of the world that is in the ledger, at one moment."""
     from factory.audit.policy import AuditPolicy
     from factory.audit.waiting import waiting
@@ -144,9 +143,9 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
     def first(kind: str, subjects: Iterable[int]) -> int | None:
         return next((one for one in subjects if str(Action(kind, one)) not in resting), None)
 
-    troubles = AnomalyPolicy.load(workspace.policy("anomalies.yaml"))
-    policy = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
-    with ledger.snapshot() as db:
+    troubles = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml"))
+    policy = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
+    with plant.ledger.snapshot() as db:
         newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
         planned = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
         trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
@@ -173,7 +172,7 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
         audits = waiting(db, policy)
         diagnosed_later = _numbers("diagnose", resting)
         anomaly = undiagnosed(db, troubles.kinds, diagnosed_later) if troubles.diagnose == "automatic" else None
-        replicas = replicas_wait(workspace, db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
+        replicas = replicas_wait(plant.workspace, db, ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")))
         words_wait = unworded(db, _numbers("word", resting))
         pause = pause_of(db)
         wanted = asked(db)
@@ -181,8 +180,8 @@ def _recorded(workspace: Workspace, ledger: Ledger, resting: frozenset[str]) -> 
     return World(
         unfinished_release=first("finish_release", (row.number for row in unfinished)),
         open_segment=planned.id if planned else None,
-        failed_segment=newest.id if newest and _waits(workspace, newest.state, newest.code_commit) else None,
-        unreleased_promotion=first("release", [verdict.id] if verdict and waits and automatic(workspace) else []),
+        failed_segment=newest.id if newest and _waits(plant.workspace, newest.state, newest.code_commit) else None,
+        unreleased_promotion=first("release", [verdict.id] if verdict and waits and automatic(plant.workspace) else []),
         undiagnosed_anomaly=anomaly,
         unworded_diagnosis=words_wait,
         unjudged_candidate=first("judge", (row.id for row in unjudged)),
@@ -217,9 +216,7 @@ def _waits(workspace: Workspace, state: str, commit: str) -> bool:
 
 
 def reconcile(
-    workspace: Workspace,
-    ledger: Ledger,
-    progress: Progress,
+    plant: Plant,
     *,
     settle: float = SETTLE_SECONDS,
     endless: bool = False,
@@ -235,39 +232,37 @@ def reconcile(
     from factory.retention.watching import training_waits
 
     attempts = attempts or Once()
-    looking = "looking whether the data can be released", lambda: refresh(workspace, ledger, progress)
-    for name, chore in _chores(workspace, ledger, progress, pause_of(ledger), settle):
+    looking = "looking whether the data can be released", lambda: refresh(plant)
+    for name, chore in _chores(plant, pause_of(plant.ledger), settle):
         attempts.attempt(name, chore)
     done = repeats = 0
     previous: Action | None = None
     while True:
         resting = attempts.resting()
-        look = partial(observe, workspace, ledger, settle=settle, endless=endless, resting=resting)
+        look = partial(observe, plant, settle=settle, endless=endless, resting=resting)
         try:
-            world = with_mending(workspace, ledger, progress, look)
+            world = with_mending(plant, look)
         except FactoryError:  # such as a recipe that doesn't fit: that holds releases
             attempts.attempt(*looking)
             raise
-        world = replace(world, low_on_disk=training_waits(workspace, ledger, progress))
+        world = replace(world, low_on_disk=training_waits(plant))
         action = next_action(world)
         if action is None:
             attempts.attempt(*looking)
-            attempts.waits(_why_training_waits(workspace, ledger, world))
+            attempts.waits(_why_training_waits(plant, world))
             return done
         if action.kind == "ingest":
             assert isinstance(action.subject, Path)
-            with_mending(workspace, ledger, progress, partial(take, workspace, ledger, action.subject, progress))
+            with_mending(plant, partial(take, plant, action.subject))
             done += 1
             continue
         attempts.attempt(*looking)
         repeats = repeats + 1 if action == previous else 0
-        done += attempts.attempt(str(action), _action(workspace, ledger, action, progress, repeats))
+        done += attempts.attempt(str(action), _action(plant, action, repeats))
         previous = action
 
 
-def _chores(
-    workspace: Workspace, ledger: Ledger, progress: Progress, pause: Pause | None, settle: float
-) -> list[tuple[str, Callable[[], object]]]:
+def _chores(plant: Plant, pause: Pause | None, settle: float) -> list[tuple[str, Callable[[], object]]]:
     """What each pass begins with, by name."""
     from factory.audit.reverts import open_reverts
     from factory.code_loop.approvals import follow
@@ -280,83 +275,81 @@ def _chores(
     if pause and pause.what == EVERYTHING:
         return []
     chores: list[tuple[str, Callable[[], object]]] = [
-        ("making the daily backup", lambda: _back_up(workspace, ledger, progress)),
-        ("finishing removals", lambda: finish_removals(workspace, ledger, progress)),
-        ("looking after the inbox", lambda: tend(workspace, ledger, progress, settle)),
-        ("bringing MLflow and the served folder up to date", lambda: reconcile_releases(workspace, ledger, progress)),
-        ("showing in MLflow what it missed", lambda: show_missed(workspace, ledger, progress.line)),
-        ("opening reverts", lambda: open_reverts(workspace, ledger, progress)),
-        ("following approvals", lambda: follow(workspace, ledger, progress)),
+        ("making the daily backup", lambda: _back_up(plant)),
+        ("finishing removals", lambda: finish_removals(plant)),
+        ("looking after the inbox", lambda: tend(plant, settle)),
+        ("bringing MLflow and the served folder up to date", lambda: reconcile_releases(plant)),
+        ("showing in MLflow what it missed", lambda: show_missed(plant, plant.progress.line)),
+        ("opening reverts", lambda: open_reverts(plant)),
+        ("following approvals", lambda: follow(plant)),
     ]
     if pause:
         return chores
     return [
         *chores,  # patches are judged by trainings
-        ("judging merged patches again", lambda: judge_merged_again(workspace, ledger, progress)),
-        ("judging held patches again", lambda: judge_held_again(workspace, ledger, progress)),
+        ("judging merged patches again", lambda: judge_merged_again(plant)),
+        ("judging held patches again", lambda: judge_held_again(plant)),
     ]
 
 
-def _back_up(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+def _back_up(plant: Plant) -> None:
     """A copy for which there is no room ends no pass: it is one action that failed, and what frees some room comes after it."""
     from factory.backups.backups import back_up_daily
     from factory.core.faults import LOCKED, fault_of
 
     try:
-        said = back_up_daily(workspace, ledger)
+        said = back_up_daily(plant)
     except Exception as error:
         fault = fault_of(error)
         if fault is None or fault == LOCKED:
             raise
         raise FactoryError(f"no backup was made: {fault.says}: {fault.do}") from None
     if said:
-        progress.line(f"  {said}")
+        plant.progress.line(f"  {said}")
 
 
-def _action(
-    workspace: Workspace, ledger: Ledger, action: Action, progress: Progress, repeats: int
-) -> Callable[[], object]:
+def _action(plant: Plant, action: Action, repeats: int) -> Callable[[], object]:
     """Raises, when called: FactoryError for an action that comes up again and again without effect."""
     from factory.repairs.mending import with_mending
 
     def act() -> None:
         if repeats >= 3:
             raise FactoryError(f"no progress on {action}: run 'factory doctor'")
-        wanted = asked(ledger).get(str(action), {})
+        wanted = asked(plant.ledger).get(str(action), {})
         steps = wanted.get("replayed_steps")
         try:
-            with_mending(
-                workspace, ledger, progress, lambda: perform(workspace, ledger, action, progress, replayed_steps=steps)
-            )
+            with_mending(plant, lambda: perform(plant, action, replayed_steps=steps))
         except InputError as error:  # of an anomaly that was closed meanwhile, say
             if not wanted or is_of_no_file(error):
                 raise
-            progress.line(f"  {action} is not done: {error}")
+            plant.progress.line(f"  {action} is not done: {error}")
         if wanted:
-            answer(ledger, str(action), wanted["event"])
+            answer(plant.ledger, str(action), wanted["event"])
 
     return act
 
 
-def _why_training_waits(workspace: Workspace, ledger: Ledger, world: World) -> FactoryError | None:
+def _why_training_waits(plant: Plant, world: World) -> FactoryError | None:
     """For a person; None: it does not."""
-    if pause := pause_of(ledger):
+    if pause := pause_of(plant.ledger):
         return PausedError(str(pause))
     if world.failed_segment is None:
         return None
-    row = SegmentRow.get(ledger, world.failed_segment)
+    row = SegmentRow.get(plant.ledger, world.failed_segment)
     if row.state == "uncertified":
         from factory.training.certifying import NotCertified, certificate_of, next_steps
 
-        verdict = certificate_of(ledger, row.id)
+        verdict = certificate_of(plant.ledger, row.id)
         why = verdict.reasons[0] if verdict else ""
         return NotCertified(
             f"the code of segment {row.id} is not certified and training waits. {why} {next_steps(row.id)}"
         )
-    return SegmentError(f"{describe_parked(ledger, row)} (its log: {workspace.logs / f'segment-{row.id:05d}.log'})")
+    return SegmentError(
+        f"{describe_parked(plant.ledger, row)} (its log: {plant.workspace.logs / f'segment-{row.id:05d}.log'})"
+    )
 
 
-def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool = False, every: float = 5.0) -> None:
+def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
     """The daemon: reconcile, wait, again; the trunk goes on while epochs are left. ``once`` ends when nothing new is left.
 
     Nothing that fails ends it: only ``once`` raises.
@@ -365,32 +358,34 @@ def run(workspace: Workspace, ledger: Ledger, progress: Progress, *, once: bool 
     from factory.release import answering
     from factory.retention.watching import filled, make_room
 
-    with workspace.lock(LOCK), ExitStack() as stack:
+    with plant.workspace.lock(LOCK), ExitStack() as stack:
         if once:
-            notifier = delivery.Notifier(workspace, ledger, progress)
+            notifier = delivery.Notifier(plant)
             notifier.look()
-            stack.callback(delivery.last_look, notifier, progress)
-            answering.ApprovalAnswers(workspace, ledger, progress).look()
-            if reconcile(workspace, ledger, progress, settle=0.0) == 0:
-                progress.line("  there is nothing to do: 'factory status' says what it waits for")
+            stack.callback(delivery.last_look, notifier, plant.progress)
+            answering.ApprovalAnswers(plant).look()
+            if reconcile(plant, settle=0.0) == 0:
+                plant.progress.line("  there is nothing to do: 'factory status' says what it waits for")
             return
-        own = lambda: Ledger.open(workspace.ledger_url, workspace.root)  # a thread has connections of its own
-        answers = answering.ApprovalAnswers(workspace, own(), progress)
-        notifier = delivery.Notifier(workspace, own(), progress)
+        own = lambda: Ledger.open(
+            plant.workspace.ledger_url, plant.workspace.root
+        )  # a thread has connections of its own
+        answers = answering.ApprovalAnswers(Plant(plant.workspace, own(), plant.progress))
+        notifier = delivery.Notifier(Plant(plant.workspace, own(), plant.progress))
         for name, pause_seconds, act in (
             ("answering approvals", answering.EVERY_SECONDS, answers.look_and_ask),
             ("notifying", delivery.EVERY_SECONDS, notifier.look),
         ):
-            stack.enter_context(beside(workspace, progress, name, pause_seconds, act))
-        steady = Steady(workspace, ledger, progress)
+            stack.enter_context(beside(plant.workspace, plant.progress, name, pause_seconds, act))
+        steady = Steady(plant)
         while True:
             if not steady.too_early():
                 try:
-                    reconcile(workspace, ledger, progress, endless=True, attempts=steady)
+                    reconcile(plant, endless=True, attempts=steady)
                     steady.passed()
                 except Exception as error:
                     steady.pass_failed(error)
-                    if filled(workspace, error):
+                    if filled(plant.workspace, error):
                         with suppress(Exception):  # what it meets, the next pass does
-                            make_room(workspace, ledger, progress)
+                            make_room(plant)
             time.sleep(every)

@@ -17,6 +17,7 @@ from factory.core.errors import ConfigError, FactoryError
 from factory.core.faults import fault_of
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace, code_root
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
@@ -90,7 +91,7 @@ def _releasable(workspace: Workspace) -> tuple[bool | None, str]:
     from factory.ledger.ledger import Ledger
     from factory.releasable.gathering import describe, look, verdict
 
-    lines = look(workspace, Ledger.open(workspace.ledger_url, workspace.root))
+    lines = look(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not lines:
         return None, "no data yet"
     # What is missing is data, or a word of a person's: nothing is wrong with the workspace.
@@ -242,7 +243,7 @@ def _training(workspace: Workspace) -> tuple[bool | None, str]:
     from factory.ledger.ledger import Ledger
     from factory.training.live_code import isolation
 
-    isolated, why = isolation(workspace, Ledger.open(workspace.ledger_url, workspace.root))
+    isolated, why = isolation(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not isolated:
         return False, f"NOT in the sandbox: {why}. Live code may use the network and all files of this user"
     gpus = ", ".join(devices.nodes(every=True)) or "no GPU"
@@ -285,7 +286,7 @@ def _key(workspace: Workspace) -> tuple[bool | None, str]:
     from factory.backups.keys import without_copy
     from factory.ledger.ledger import Ledger
 
-    if not without_copy(workspace, Ledger.open(workspace.ledger_url, workspace.root)):
+    if not without_copy(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))):
         return True, "a backup has it"
     return (
         None,
@@ -345,7 +346,7 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> tu
         faults = [fault for fault in database_faults(workspace) if fault.kind == kind]
         said = f"{workspace.mlflow_uri}"
     else:
-        found = CHECKS[kind](workspace, Ledger.open(workspace.ledger_url, workspace.root), deep, progress)
+        found = CHECKS[kind](Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress), deep)
         faults, said = found.faults, f"{found.count} there, {found.hashed} of them hashed"
         said = "none" if kind == "orphans" else said
     lines = [f"{fault.what}: {fault.remedy}" for fault in faults[:SHOWN]]

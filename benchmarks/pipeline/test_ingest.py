@@ -21,6 +21,7 @@ from factory.corpus import write_corpus
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 
 MOST = 5.0  # times the bare tokenising of the same shard that ingest may take: 3.5 to 3.8 were measured
 ROUNDS = 3
@@ -40,9 +41,9 @@ def test_ingest_compared_with_bare_tokenising(tmp_path: Path, benchmark: Any) ->
     for number in range(ROUNDS):
         workspace = Workspace.create(tmp_path / f"plant-{number}", Config(recipe="demo"))
         ledger = Ledger.create(workspace.ledger_url)
-        ingest_shard(workspace, ledger, first, SILENT)
+        ingest_shard(Plant(workspace, ledger), first)
         start = time.perf_counter()
-        ingest_shard(workspace, ledger, second, SILENT)
+        ingest_shard(Plant(workspace, ledger), second)
         seconds = time.perf_counter() - start
         tokenizer = Tokenizer.load(workspace.tokenizer)
         start = time.perf_counter()

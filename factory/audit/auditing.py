@@ -30,7 +30,6 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.faults import is_of_no_file
 from factory.core.launching import ranks
 from factory.core.policy_file import policy_sha256
-from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.likeness import differs, drift, squares
@@ -38,6 +37,7 @@ from factory.gates.patch.session import Weights
 from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
@@ -45,45 +45,45 @@ from trainer.contract.checkpoint.format import load, manifest_sha256
 from trainer.contract.errors import TrainerError
 
 
-def audit_and_show(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> VerdictRow | None:
+def audit_and_show(plant: Plant, segment: int) -> VerdictRow | None:
     """``audit``, and its verdict in MLflow, which may fail: the verdict is in the ledger."""
     from factory.tracking.mlflow_store import waiting_lock
     from factory.tracking.tracking import Tracking
 
-    verdict = audit(workspace, ledger, segment, progress)
+    verdict = audit(plant, segment)
     if verdict is not None:
         try:
-            with waiting_lock(workspace, "tracking"):
-                Tracking.open(workspace, ledger).segment_audited(verdict)
+            with waiting_lock(plant.workspace, "tracking"):
+                Tracking.open(plant).segment_audited(verdict)
         except FactoryError as error:
-            progress.line(f"  MLflow does not show the audit of segment {segment}: {error}")
+            plant.progress.line(f"  MLflow does not show the audit of segment {segment}: {error}")
     return verdict
 
 
-def audit(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress) -> VerdictRow | None:
+def audit(plant: Plant, segment: int) -> VerdictRow | None:
     """Audit the window that was drawn for a segment; returns its verdict. None where no window of it could be kept.
 
     Raises: InputError when no window was drawn or the segment is not done; ConfigError.
     """
-    policy = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
-    row, window = SegmentRow.get(ledger, segment), AuditWindow.of(ledger, segment)
+    policy = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
+    row, window = SegmentRow.get(plant.ledger, segment), AuditWindow.of(plant.ledger, segment)
     if window is None or not window.steps:
         raise InputError(f"segment {segment} is not audited: no window of it was drawn while it trained")
     if row.state != "done":
         raise InputError(f"segment {segment} is {row.state}: only what is done is audited")
-    settled = VerdictRow.newest(ledger, AUDIT, Subject("segment", segment))
+    settled = VerdictRow.newest(plant.ledger, AUDIT, Subject("segment", segment))
     if settled is not None and settled.outcome != "hold":
         return settled
-    window = keep(workspace, ledger, row, window, progress)
+    window = keep(plant, row, window)
     if not window.steps:
         return None
-    number = tries(ledger, segment) + 1
-    with progress.task(f"audit of segment {segment}, steps {window.first}–{window.last}"):
-        evidence = finite(gather(workspace, ledger, row, window, policy, number * policy.wall_seconds))
+    number = tries(plant.ledger, segment) + 1
+    with plant.progress.task(f"audit of segment {segment}, steps {window.first}–{window.last}"):
+        evidence = finite(gather(plant, row, window, policy, number * policy.wall_seconds))
     verdict = judge_audit(policy, evidence)
     subject = Subject("segment", segment)
     detail = {"outcome": verdict.outcome, "patches": list(window.patches), "suspects": evidence.get("suspects", [])}
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         recorded = record_verdict(
             tx,
             AUDIT,
@@ -98,12 +98,12 @@ def audit(workspace: Workspace, ledger: Ledger, segment: int, progress: Progress
         record(tx, AUDITED, subject, detail)
     words = {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict.outcome]
     patches = ", ".join(map(str, window.patches))
-    progress.line(
+    plant.progress.line(
         f"  audit of segment {segment} (steps {window.first}–{window.last} without proposals {patches}): {words}; {verdict.reasons[0]}"
     )
     if verdict.outcome != "reject":
-        _clear(folder_of(workspace, segment), all_of_it=verdict.outcome == "promote")
-    return VerdictRow.get(ledger, recorded)
+        _clear(folder_of(plant.workspace, segment), all_of_it=verdict.outcome == "promote")
+    return VerdictRow.get(plant.ledger, recorded)
 
 
 def _clear(folder: Path, all_of_it: bool) -> None:
@@ -165,20 +165,20 @@ class _Measured:
 
 
 def gather(
-    workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWindow, policy: AuditPolicy, wall_seconds: float
+    plant: Plant, row: SegmentRow, window: AuditWindow, policy: AuditPolicy, wall_seconds: float
 ) -> dict[str, Any]:
     """Everything ``judge_audit`` decides from; ``missing`` says why a replay was not possible."""
-    patches = [ProposalRow.get(ledger, number) for number in window.patches]
+    patches = [ProposalRow.get(plant.ledger, number) for number in window.patches]
     evidence: dict[str, Any] = {
         "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
-        "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(ledger, patches),
+        "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(plant.ledger, patches),
     }  # fmt: skip
-    replays = Replays(workspace, ledger, row, window, _tuned(workspace, ledger, row, patches[0]), wall_seconds)
-    end = kept(workspace, ledger, row, window.last)
+    replays = Replays(plant.workspace, plant.ledger, row, window, _tuned(plant, row, patches[0]), wall_seconds)
+    end = kept(plant, row, window.last)
     try:
         evidence["subject_sha256"] = manifest_sha256(end)
-        origin = load(kept(workspace, ledger, row, window.first)).model
-        base_commit = _without(workspace, row.code_commit, patches)
+        origin = load(kept(plant, row, window.first)).model
+        base_commit = _without(plant.workspace, row.code_commit, patches)
         live = None
         try:
             live = read_trace(end, Path(row.folder), window.first, window.last)
@@ -195,7 +195,7 @@ def gather(
             raise  # of a full disk, say: it is measured once that is over
         return evidence | {"missing": str(error)}
     finally:
-        repository.remove_worktree(workspace.repository, workspace.worktrees / f"audit-{row.id}")
+        repository.remove_worktree(plant.workspace.repository, plant.workspace.worktrees / f"audit-{row.id}")
 
 
 def _replay(
@@ -263,9 +263,11 @@ def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
     return {"claimed": sum(shares), "gate_steps": steps}
 
 
-def _tuned(workspace: Workspace, ledger: Ledger, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]:
+def _tuned(plant: Plant, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]:
     """What ``auto`` stood for in the newest segment before the patches, else in this one."""
-    for before in SegmentRow.select(ledger, "WHERE id < :id AND kind <> 'average' ORDER BY id DESC", id=row.id):
-        if before.computing and not repository.contains(workspace.repository, before.code_commit, oldest.patch_commit):
+    for before in SegmentRow.select(plant.ledger, "WHERE id < :id AND kind <> 'average' ORDER BY id DESC", id=row.id):
+        if before.computing and not repository.contains(
+            plant.workspace.repository, before.code_commit, oldest.patch_commit
+        ):
             return dict(before.computing["kernels"])
     return dict(row.computing["kernels"]) if row.computing else {}

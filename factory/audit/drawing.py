@@ -15,9 +15,9 @@ from typing import Any, Self
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AGENT as REVALIDATOR
 from factory.code_loop.revalidating import AUDIT
-from factory.core.workspace import Workspace
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject
 from factory.training.certificate import TRAINED_WITH
 
@@ -48,22 +48,22 @@ class AuditWindow:
         return self.last - self.first
 
 
-def draw(workspace: Workspace, ledger: Ledger, row: SegmentRow) -> AuditWindow | None:
+def draw(plant: Plant, row: SegmentRow) -> AuditWindow | None:
     """The window of a segment that is about to train, drawn once and recorded; None where it trains with no agent's patch.
 
     Raises: ConfigError, RepositoryError.
     """
-    known = AuditWindow.of(ledger, row.id)
+    known = AuditWindow.of(plant.ledger, row.id)
     if known is not None or row.kind == "average":
         return known
-    policy = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
-    patches = merged_patches(workspace, ledger, row.code_commit)
+    policy = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
+    patches = merged_patches(plant, row.code_commit)
     windows = windows_of(row)
     if not patches or not windows:
         return None
-    chosen, share = under_audit([patch.number for patch in patches], agreed(ledger), policy)
+    chosen, share = under_audit([patch.number for patch in patches], agreed(plant.ledger), policy)
     first, last = secrets.choice(windows) if secrets.SystemRandom().random() < share else (0, 0)
-    return note(ledger, row.id, AuditWindow(first, last, tuple(chosen)))
+    return note(plant.ledger, row.id, AuditWindow(first, last, tuple(chosen)))
 
 
 def note(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
@@ -101,14 +101,14 @@ def agreed(ledger: Ledger) -> Counter[int]:
     return Counter(n for row in rows if row["detail"]["outcome"] == "promote" for n in row["detail"]["patches"])
 
 
-def merged_patches(workspace: Workspace, ledger: Ledger, commit: str) -> list[ProposalRow]:
+def merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
     """The approved patches of agents in a commit that change what training reads, in the order in which they were merged.
 
     A patch that undoes another brings back what was there before it: it is none. Raises: RepositoryError.
     """
-    code = workspace.repository
-    approved = ProposalRow.select(ledger, "WHERE state = 'approved' ORDER BY number")
-    events = ledger.read("SELECT subject FROM events WHERE kind = 'proposal_approved' ORDER BY id")
+    code = plant.workspace.repository
+    approved = ProposalRow.select(plant.ledger, "WHERE state = 'approved' ORDER BY number")
+    events = plant.ledger.read("SELECT subject FROM events WHERE kind = 'proposal_approved' ORDER BY id")
     order = {event["subject"]: number for number, event in enumerate(events)}
     found = [
         row

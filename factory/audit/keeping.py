@@ -21,9 +21,8 @@ from factory.audit.drawing import AuditWindow, draw, note, windows_of
 from factory.core.errors import FactoryError
 from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_json
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import sync_tree
@@ -39,36 +38,36 @@ def folder_of(workspace: Workspace, segment: int) -> Path:
     return workspace.root / "audits" / f"{segment:05d}"
 
 
-def kept(workspace: Workspace, ledger: Ledger, row: SegmentRow, step: int) -> Path:
+def kept(plant: Plant, row: SegmentRow, step: int) -> Path:
     """The folder of the checkpoint that a window begins or ends with; it may be missing."""
     if step == row.first_step and row.parent:
-        return Path(last_checkpoint(ledger, row.parent)["path"])
-    return folder_of(workspace, row.id) / "live" / name_of(step)
+        return Path(last_checkpoint(plant.ledger, row.parent)["path"])
+    return folder_of(plant.workspace, row.id) / "live" / name_of(step)
 
 
 @contextmanager
-def keeping(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> Iterator[None]:
+def keeping(plant: Plant, row: SegmentRow) -> Iterator[None]:
     """While the block trains a segment, keep the window that is drawn for it. Training never fails because of that."""
     try:
-        window = draw(workspace, ledger, row)
+        window = draw(plant, row)
     except FactoryError as error:
-        progress.line(f"  segment {row.id} will not be audited: {error}")
+        plant.progress.line(f"  segment {row.id} will not be audited: {error}")
         window = None
     if window is None or not window.steps:
         yield
         return
-    keeper = _Keeper(workspace, ledger, row, window)
+    keeper = _Keeper(plant, row, window)
     keeper.start()
     try:
         yield
     finally:
         keeper.over.set()
         keeper.join()
-    if SegmentRow.get(ledger, row.id).state == "done":
-        keep(workspace, ledger, row, window, progress)
+    if SegmentRow.get(plant.ledger, row.id).state == "done":
+        keep(plant, row, window)
 
 
-def keep(workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWindow, progress: Progress) -> AuditWindow:
+def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
     """The window of a finished segment that is kept: the one that was drawn, else the whole segment.
 
     So a trainer gains nothing by writing no checkpoints, or broken ones, where it does not want to be looked at. A window without steps, and a
@@ -79,25 +78,25 @@ def keep(workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWin
     problem = ""
     whole = [(row.first_step, row.last_step)] if row.parent else windows_of(row)[-1:]
     for first, last in ((window.first, window.last), *whole):
-        keeper = _Keeper(workspace, ledger, row, replace(window, first=first, last=last))
+        keeper = _Keeper(plant, row, replace(window, first=first, last=last))
         if keeper.look():
-            return window if keeper.window == window else note(ledger, row.id, keeper.window)
+            return window if keeper.window == window else note(plant.ledger, row.id, keeper.window)
         if keeper.fault:
             raise keeper.fault
         problem = problem or keeper.problem
-    progress.line(f"  no window of segment {row.id} could be kept for its audit{problem and f': {problem}'}")
-    return note(ledger, row.id, replace(window, first=0, last=0))
+    plant.progress.line(f"  no window of segment {row.id} could be kept for its audit{problem and f': {problem}'}")
+    return note(plant.ledger, row.id, replace(window, first=0, last=0))
 
 
 class _Keeper(threading.Thread):
     """Looks for the window's checkpoints until both are kept."""
 
-    def __init__(self, workspace: Workspace, ledger: Ledger, row: SegmentRow, window: AuditWindow) -> None:
+    def __init__(self, plant: Plant, row: SegmentRow, window: AuditWindow) -> None:
         super().__init__(daemon=True)
         self.over, self.window, self.problem = threading.Event(), window, ""
         self.fault: Exception | None = None  # of the machine, when it last looked
         self.source = Path(row.folder) / "checkpoints"
-        self.targets = [kept(workspace, ledger, row, step) for step in (window.first, window.last)]
+        self.targets = [kept(plant, row, step) for step in (window.first, window.last)]
 
     def run(self) -> None:
         while not self.look() and not self.over.wait(POLL_SECONDS):

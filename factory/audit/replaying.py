@@ -25,6 +25,7 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.training import for_one_rank
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -80,7 +81,7 @@ class Replays:
 
     def _run(self, name: str, code: Path, until: int) -> WindowReplay:
         remove(self.folder / name)  # of a process that was killed here
-        segment, start = self.segment(name), kept(self.workspace, self.ledger, self.row, self.window.first)
+        segment, start = self.segment(name), kept(Plant(self.workspace, self.ledger), self.row, self.window.first)
         segment.mkdir(parents=True)
         spec = self._spec(segment, code, until)
         write_spec(segment, spec)

@@ -5,20 +5,19 @@ from __future__ import annotations
 from factory.audit.drawing import AUDITED
 from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS
 from factory.core.errors import FactoryError, WorkspaceError
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REJECTED, newest_about
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 
 
-def open_reverts(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
+def open_reverts(plant: Plant) -> list[int]:
     """A proposal to undo every approved patch that made a difference and has none yet; returns their numbers.
 
     What keeps one from being opened is recorded and shown once a day.
     """
-    wanted = _to_undo(ledger)
+    wanted = _to_undo(plant.ledger)
     if not wanted:
         return []
     from factory.code_loop.reverting import open_revert
@@ -26,17 +25,19 @@ def open_reverts(workspace: Workspace, ledger: Ledger, progress: Progress) -> li
 
     made = []
     try:
-        with workspace.lock("code-loop"):
-            clear_stale(workspace, ledger, progress)
+        with plant.workspace.lock("code-loop"):
+            clear_stale(plant)
             for row, why in wanted:
                 try:
-                    made.append(open_revert(workspace, ledger, row, why, progress))
+                    made.append(open_revert(plant, row, why))
                 except FactoryError as error:
                     detail = {"why": str(error)}
                     if record_once(
-                        ledger, "audit_revert_waits", Subject("proposal", row.number), detail, REMIND_SECONDS
+                        plant.ledger, "audit_revert_waits", Subject("proposal", row.number), detail, REMIND_SECONDS
                     ):
-                        progress.line(f"  proposal {row.number} made a difference and must be undone by hand: {error}")
+                        plant.progress.line(
+                            f"  proposal {row.number} made a difference and must be undone by hand: {error}"
+                        )
     except WorkspaceError:
         return made  # another process proposes now: the next pass tries again
     return made

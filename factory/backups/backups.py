@@ -28,6 +28,7 @@ from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
 from factory.ledger.journal import ABOUT, BACKUPS, backups_of
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.version import GONE, SCHEMA, refuse_other_version
 from kernels.contract.files import put_in_place, write_atomically
 
@@ -48,9 +49,7 @@ def stamp() -> str:
     return datetime.now(UTC).strftime(journal.TIME)
 
 
-def make_backup(
-    workspace: Workspace, ledger: Ledger, folder: Path | None = None, keys: bool = False
-) -> tuple[Path, list[str]]:
+def make_backup(plant: Plant, folder: Path | None = None, keys: bool = False) -> tuple[Path, list[str]]:
     """Make a backup, in ``folder`` or below the workspace's ``backups/``; returns its folder and what a person should know, a line each.
 
     ``keys``: with the key that signs bundles, which the ledger is told.
@@ -59,17 +58,17 @@ def make_backup(
 
     Raises: WorkspaceError when the ledger is damaged or in PostgreSQL, or another backup is being made; InputError.
     """
-    if ledger.file is None:
+    if plant.ledger.file is None:
         raise WorkspaceError(PG_DUMP)
-    with workspace.lock("backup", OTHERS_SECONDS):
-        return _make_backup(workspace, ledger, folder, keys)
+    with plant.workspace.lock("backup", OTHERS_SECONDS):
+        return _make_backup(plant, folder, keys)
 
 
-def _make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None, keys: bool) -> tuple[Path, list[str]]:
-    assert ledger.file is not None
+def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, list[str]]:
+    assert plant.ledger.file is not None
     own = folder is None
     target = (
-        workspace.root / BACKUPS / journal.next_name(workspace.root, datetime.now(UTC))
+        plant.workspace.root / BACKUPS / journal.next_name(plant.workspace.root, datetime.now(UTC))
         if folder is None
         else folder.expanduser().resolve()
     )
@@ -81,13 +80,13 @@ def _make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None, keys
         for left in (aside, *(target.parent.glob(".backup-*") if own else ())):  # of one that was killed
             remove(left)
         aside.mkdir()
-        said = _fill(workspace, ledger, aside)
+        said = _fill(plant, aside)
         if keys:
-            copy_keys(workspace.root, aside / KEYS)
+            copy_keys(plant.workspace.root, aside / KEYS)
         if own:
-            with journal.journal_lock(workspace.root):
-                if ledger.journaled and (backups := backups_of(workspace.root)):
-                    journal.append(ledger.file, backups[-1])  # up to this backup, at least
+            with journal.journal_lock(plant.workspace.root):
+                if plant.ledger.journaled and (backups := backups_of(plant.workspace.root)):
+                    journal.append(plant.ledger.file, backups[-1])  # up to this backup, at least
                 put_in_place(aside, target)
         else:
             if target.exists():
@@ -99,12 +98,12 @@ def _make_backup(workspace: Workspace, ledger: Ledger, folder: Path | None, keys
         with suppress(OSError):
             remove(aside)
     if keys:
-        note_copy(workspace, ledger, target)
+        note_copy(plant, target)
     if own:
         newest = about(target)["seq"]
-        with ledger.begin() as tx:
+        with plant.ledger.begin() as tx:
             tx.exec_driver_sql("DELETE FROM changes WHERE seq <= ?", (newest,))
-        for old in backups_of(workspace.root)[:-KEPT]:
+        for old in backups_of(plant.workspace.root)[:-KEPT]:
             with suppress(OSError):  # it stays whole, and is the oldest again next time
                 hidden = old.with_name(f".backup-{old.name}")
                 os.rename(old, hidden)  # half a backup has no name of one
@@ -127,21 +126,21 @@ def make_ledger(workspace: Workspace) -> Ledger:
         )
     ledger = Ledger.create(workspace.ledger_url, workspace.root)
     refuse_other_version(ledger.version(), f"the ledger of {workspace.root}")
-    back_up_daily(workspace, ledger)
+    back_up_daily(Plant(workspace, ledger))
     return ledger
 
 
-def back_up_daily(workspace: Workspace, ledger: Ledger) -> str:
+def back_up_daily(plant: Plant) -> str:
     """Make a backup when the newest is older than a day or of another schema, or there is none; returns a line, empty when there was nothing to do.
 
     Raises: as ``make_backup``, but not for a ledger in PostgreSQL.
     """
-    if ledger.file is None:
+    if plant.ledger.file is None:
         return ""
-    newest = about(backups[-1]) if (backups := backups_of(workspace.root)) else {}
+    newest = about(backups[-1]) if (backups := backups_of(plant.workspace.root)) else {}
     if newest.get("schema") == SCHEMA and abs(time.time() - newest["made_at"]) < DAY_SECONDS:
         return ""
-    path, said = make_backup(workspace, ledger)
+    path, said = make_backup(plant)
     return "; ".join((f"backup made: {path}", *said))
 
 
@@ -203,12 +202,12 @@ def about(backup: Path) -> dict[str, Any]:
     raise InputError(f"{backup} is not a backup: it has no {ABOUT}, or none that can be read")
 
 
-def _fill(workspace: Workspace, ledger: Ledger, aside: Path) -> list[str]:
-    assert ledger.file is not None
+def _fill(plant: Plant, aside: Path) -> list[str]:
+    assert plant.ledger.file is not None
     said = []
-    copy_database(ledger.file, aside / LEDGER)
+    copy_database(plant.ledger.file, aside / LEDGER)
     (aside / journal.NAME).touch()  # its name is flushed with the folder; what is appended flushes its content
-    if (mlflow := sqlite_file(workspace.mlflow_uri)) and mlflow.exists():
+    if (mlflow := sqlite_file(plant.workspace.mlflow_uri)) and mlflow.exists():
         try:
             copy_database(mlflow, aside / MLFLOW, MLFLOW_TABLE)
         except NotWhole as error:
@@ -216,11 +215,11 @@ def _fill(workspace: Workspace, ledger: Ledger, aside: Path) -> list[str]:
             said.append(
                 f"MLflow's database is not in it: {error}; 'factory doctor --repair' (stop 'factory run' first) makes it again"
             )
-    shutil.copyfile(workspace.root / "factory.yaml", aside / "factory.yaml")
-    if (policies := workspace.root / "policies").is_dir():
+    shutil.copyfile(plant.workspace.root / "factory.yaml", aside / "factory.yaml")
+    if (policies := plant.workspace.root / "policies").is_dir():
         shutil.copytree(policies, aside / "policies")
-    if workspace.tokenizer.is_dir():
-        shutil.copytree(workspace.tokenizer, aside / "tokenizer")
+    if plant.workspace.tokenizer.is_dir():
+        shutil.copytree(plant.workspace.tokenizer, aside / "tokenizer")
     with closing(sqlite3.connect(aside / LEDGER)) as copy:
         sequence = copy.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
         meta = dict(copy.execute("SELECT key, value FROM meta").fetchall())

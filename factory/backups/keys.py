@@ -12,7 +12,8 @@ from pathlib import Path
 
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import record
+from factory.ledger.plant import Plant
 from kernels.contract.files import put_in_place
 
 KEYS, KEY, PUBLIC = "keys", "bundle-signing.pem", "bundle-signing.pub.pem"
@@ -32,18 +33,18 @@ def copy_keys(root: Path, target: Path) -> None:
                 out.write(source.read_bytes())
 
 
-def note_copy(workspace: Workspace, ledger: Ledger, to: Path) -> None:
+def note_copy(plant: Plant, to: Path) -> None:
     """Record where the key was copied to."""
-    with ledger.begin() as tx:
-        record(tx, COPIED, "keys", {"public": _public(workspace), "to": str(to)})
+    with plant.ledger.begin() as tx:
+        record(tx, COPIED, "keys", {"public": _public(plant.workspace), "to": str(to)})
 
 
-def without_copy(workspace: Workspace, ledger: Ledger) -> bool:
+def without_copy(plant: Plant) -> bool:
     """Is there a key that no backup was made of?"""
-    if not has_key(workspace.root):
+    if not has_key(plant.workspace.root):
         return False
-    rows = ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=COPIED)
-    return _public(workspace) not in {row["detail"]["public"] for row in rows}
+    rows = plant.ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=COPIED)
+    return _public(plant.workspace) not in {row["detail"]["public"] for row in rows}
 
 
 def put_back(root: Path, backups: Iterable[Path]) -> list[str]:

@@ -13,6 +13,7 @@ from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, code_root, load_yaml
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.segment_folder import mark_owner
 from kernels.contract.files import write_atomically
@@ -59,7 +60,7 @@ def upgrade(workspace: Workspace, has_backup: bool = False) -> list[str]:
                 if Path(row.folder).is_dir():
                     mark_owner(ledger, row)
             made.unlink(missing_ok=True)
-            back_up_daily(workspace, ledger)
+            back_up_daily(Plant(workspace, ledger))
         if done and not (workspace.root / "policies" / "data.yaml").exists():
             done += _groups_were_sources(ledger)
         return done + [_rewrite(workspace, policy) for policy in policies if policy]

@@ -25,6 +25,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import every_anomaly
 from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import EvaluationRow, ReleaseRow, SegmentRow, VerdictRow
 from trainer.contract.strict import parse
 
@@ -32,36 +33,36 @@ Files = dict[str, Any]  # path → a text, a JSON object, or the rows of JSON Li
 NOT_TOLD = ("samples", "seconds", "baselines_key")  # of a summary; samples hold held-out questions
 
 
-def gather(workspace: Workspace, ledger: Ledger, release: ReleaseRow, licence: str, with_documents: bool) -> Files:
+def gather(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool) -> Files:
     """Raises: InputError when the release is not to be bundled: its licences, its policy or its evidence do not allow it."""
-    verdict = VerdictRow.get(ledger, release.verdict)
-    evidence = verdict.evidence(ledger)
+    verdict = VerdictRow.get(plant.ledger, release.verdict)
+    evidence = verdict.evidence(plant.ledger)
     evaluated = evidence.get("evaluations") or {}
     if not isinstance(evaluated.get(layout.CANDIDATE), int):
         raise InputError(f"release {release.number}: verdict {verdict.id} does not say which evaluations it judged")
-    policy = _policy(workspace, verdict, evidence)
-    licences = _licences(workspace, ledger, release, policy, licence)
+    policy = _policy(plant.workspace, verdict, evidence)
+    licences = _licences(plant, release, policy, licence)
     summaries, items = {}, []
     for who, number in evaluated.items():
         if number is not None:
-            summary = EvaluationRow.get(ledger, number).summary
+            summary = EvaluationRow.get(plant.ledger, number).summary
             summaries[who] = {key: value for key, value in summary.items() if key not in NOT_TOLD}
-            found = items_of(ledger, number)
+            found = items_of(plant.ledger, number)
             items += [{"of": who, **vars(item)} for item in found]
             if who == layout.CANDIDATE:
-                held = _held_out(workspace, ledger, found, summary, evidence.get("suite_sha256"))
-    rules = DataPolicy.load(workspace.policy("data.yaml")).licences
-    of_tasks = _task_items(ledger, evidence)
+                held = _held_out(plant, found, summary, evidence.get("suite_sha256"))
+    rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+    of_tasks = _task_items(plant.ledger, evidence)
     return ({layout.TASK_ITEMS: of_tasks} if of_tasks else {}) | {
         layout.POLICY: policy.model_dump_json(),
         layout.EVIDENCE: evidence,
-        layout.VERDICT: _verdict(ledger, release, verdict),
+        layout.VERDICT: _verdict(plant.ledger, release, verdict),
         layout.ITEMS: items,
         layout.MEASUREMENTS: summaries,
         layout.HELD_OUT: held,
         layout.LICENCES: licences,
-        layout.ANOMALIES: _anomalies(ledger, release.segment),
-        layout.SHARDS: shard_rows(ledger, release.segment, rules, with_documents),
+        layout.ANOMALIES: _anomalies(plant.ledger, release.segment),
+        layout.SHARDS: shard_rows(plant.ledger, release.segment, rules, with_documents),
     }
 
 
@@ -90,11 +91,9 @@ def _policy(workspace: Workspace, verdict: VerdictRow, evidence: dict[str, Any])
     return policy
 
 
-def _licences(
-    workspace: Workspace, ledger: Ledger, release: ReleaseRow, policy: ReleasePolicy, licence: str
-) -> dict[str, Any]:
-    rules = DataPolicy.load(workspace.policy("data.yaml")).licences
-    tokens = tokens_by_licence(ledger, release.segment, rules)
+def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence: str) -> dict[str, Any]:
+    rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+    tokens = tokens_by_licence(plant.ledger, release.segment, rules)
     other = not_releasable(rules, tokens)
     if not any(tokens.values()):
         raise InputError(
@@ -106,9 +105,9 @@ def _licences(
             f"release {release.number} may not be handed on: {sum(other.values()):.1%} of its supervised tokens have licences that do not "
             f"allow it, at most {policy.not_releasable_max:.1%} is allowed: {named}; no bundle was made (licences in data.yaml)"
         )
-    written = written_in(ledger, planned_shards(ledger, release.segment))
+    written = written_in(plant.ledger, planned_shards(plant.ledger, release.segment))
     synthetic = Counter({one.maker: one.supervised_tokens for one in written})
-    for row in masked_throughout(ledger, release.segment).values():
+    for row in masked_throughout(plant.ledger, release.segment).values():
         if maker := maker_of(row["detail"]):
             synthetic[maker] -= row["supervised_tokens"]
     allows = {name or NONE: rules.of(name).release for name in tokens}
@@ -141,17 +140,15 @@ def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[s
     }
 
 
-def _held_out(
-    workspace: Workspace, ledger: Ledger, items: Sequence[EvalItem], summary: dict[str, Any], suite: str | None
-) -> dict[str, Any]:
+def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], suite: str | None) -> dict[str, Any]:
     """What names the held-out documents; with what makes up the suite's own hash, where that can be had again."""
     halves = {}
     for name, task in (("items", TASK), ("dev", DEV)):
-        documents = documents_of(ledger, sorted({item.item for item in items if item.task == task}))
+        documents = documents_of(plant.ledger, sorted({item.item for item in items if item.task == task}))
         halves[name] = list(map(item_identity, documents))
     parts = {
         "tasks": summary.get("task_versions"),
-        "policy": policy_sha256(EvalPolicy.load(workspace.policy("evals.yaml"))),
+        "policy": policy_sha256(EvalPolicy.load(plant.workspace.policy("evals.yaml"))),
         "tokenizer": summary.get("tokenizer_sha256"),
     }
     whole = identity_sha256(parts | halves) == suite

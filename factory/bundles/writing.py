@@ -25,13 +25,12 @@ from factory.bundles.verifying import Verified, verify
 from factory.bundles.wish import Wish
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
-from factory.core.progress import Progress
 from factory.core.removal import remove
-from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import rewound_in
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject
 from factory.release.registry import check_export
 from kernels.contract.files import finite_json, put_in_place
@@ -47,32 +46,32 @@ class Written:
     signer: str  # fingerprint of the public key
 
 
-def write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish, progress: Progress) -> Written:
+def write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
     """Make the bundle of a release.
 
     Raises: InputError, and leaves nothing, when there is something at the place, when the export is not what was judged, when the licences
     of the training data do not allow it, or when what was written does not verify.
     """
-    with workspace.lock("bundle"):
-        return _write_bundle(workspace, ledger, number, wish, progress)
+    with plant.workspace.lock("bundle"):
+        return _write_bundle(plant, number, wish)
 
 
-def _write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish, progress: Progress) -> Written:
-    release = ReleaseRow.get(ledger, number)
+def _write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
+    release = ReleaseRow.get(plant.ledger, number)
     if not LICENCE.fullmatch(wish.licence):
         raise InputError(f"{wish.licence!r} is no SPDX expression, such as Apache-2.0")
-    out = (wish.out or workspace.root / BUNDLES / f"release-{number:05d}").absolute()
+    out = (wish.out or plant.workspace.root / BUNDLES / f"release-{number:05d}").absolute()
     if out.is_symlink() or out.exists():
         raise InputError(f"{out} is there already: name another folder (--out), or remove it")
     if release.state != PUBLISHED:
         raise InputError(f"release {number} is {release.state}, not published: 'factory release' finishes it")
-    if spoiled := rewound_in(ledger, release.segment):
+    if spoiled := rewound_in(plant.ledger, release.segment):
         raise InputError(
             f"release {number} is not handed on: its training went wrong, segment {spoiled[0]} was rewound"
         )
-    check_export(ledger, release.candidate)
-    files = gather(workspace, ledger, release, wish.licence, wish.data)
-    private = wish.key or signing.own_key(workspace.root)
+    check_export(plant.ledger, release.candidate)
+    files = gather(plant, release, wish.licence, wish.data)
+    private = wish.key or signing.own_key(plant.workspace.root)
     public = signing.public_pem(private)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -87,33 +86,33 @@ def _write_bundle(workspace: Workspace, ledger: Ledger, number: int, wish: Wish,
         for path, value in files.items():
             _write(aside, path, value)
         if wish.data:
-            _write_documents(workspace, ledger, release, aside)
+            _write_documents(plant, release, aside)
         if wish.traces:
-            copy_traces(workspace.root, ledger, release.segment, aside / layout.TRACES)
-        progress.line(f"  release {number}: its parity fixture is made")
+            copy_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
+        plant.progress.line(f"  release {number}: its parity fixture is made")
         _write(aside, layout.FIXTURE, make_fixture(aside / layout.MODEL))
         _write(aside, layout.PUBLIC_KEY, public.decode())
         shards = files[layout.SHARDS]
-        _write(aside, layout.PROVENANCE, statement(ledger, release, BundleFolder.open(aside).hashes, shards))
+        _write(aside, layout.PROVENANCE, statement(plant.ledger, release, BundleFolder.open(aside).hashes, shards))
         folder = BundleFolder.open(aside)
         for path in layout.FOLLOWING:
             _write(aside, path, following(folder, path))
         _write(aside, layout.MANIFEST, manifest(f"release {number}", BundleFolder.open(aside).hashes))
         signing.sign(aside, private)
-        progress.line(f"  release {number}: what was written is verified")
+        plant.progress.line(f"  release {number}: what was written is verified")
         verified = _refuse_unverified(number, aside)
         if verified.judge and not verified.judge["same"]:
-            progress.line(f"  release {number}: {next(c.detail for c in verified.checks if c.name == 'verdict')}")
+            plant.progress.line(f"  release {number}: {next(c.detail for c in verified.checks if c.name == 'verdict')}")
         put_in_place(aside, out)
     finally:
         remove(aside)
     signer = signing.fingerprint(public, str(private))
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         record(
             tx,
             "bundled",
             Subject("release", number),
-            {"folder": ledger.inside(out), "signer": signer, "data": wish.data},
+            {"folder": plant.ledger.inside(out), "signer": signer, "data": wish.data},
         )
     return Written(out, signer)
 
@@ -130,11 +129,12 @@ def _copy_export(release: ReleaseRow, aside: Path) -> None:
         )
 
 
-def _write_documents(workspace: Workspace, ledger: Ledger, release: ReleaseRow, aside: Path) -> None:
-    rules = DataPolicy.load(workspace.policy("data.yaml")).licences
-    tokenizer = Tokenizer.load(workspace.tokenizer)
+def _write_documents(plant: Plant, release: ReleaseRow, aside: Path) -> None:
+    rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+    tokenizer = Tokenizer.load(plant.workspace.tokenizer)
     _write_lines(
-        aside / layout.DOCUMENTS, releasable_documents(workspace.root, ledger, tokenizer, release.segment, rules)
+        aside / layout.DOCUMENTS,
+        releasable_documents(plant.workspace.root, plant.ledger, tokenizer, release.segment, rules),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
+from factory.ledger.plant import Plant
 
 anomalies = typer.Typer(no_args_is_help=True, help="What went wrong while training, and what is done about it.")
 app.add_typer(anomalies, name="anomalies")
@@ -43,12 +44,12 @@ def diagnose(
         return
     with ExitStack() as held:
         wanted = [Action("diagnose", AnomalyRow.get(ledger, number).id)]
-        if said := hold_or_ask(held, workspace, ledger, wanted, replayed_steps=steps):
+        if said := hold_or_ask(held, Plant(workspace, ledger), wanted, replayed_steps=steps):
             print_json({"anomaly": number, "says": said}) if as_json else terminal.line(f"  {said}")
             return
         progress = SILENT if as_json else terminal
-        found = diagnose_and_act(workspace, ledger, number, progress, steps)
-        word_waiting(workspace, ledger, progress)
+        found = diagnose_and_act(Plant(workspace, ledger, progress), number, steps)
+        word_waiting(Plant(workspace, ledger, progress))
     if as_json:
         print_json(found)
     else:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.ledger.plant import Plant
 
 
 @app.command()
@@ -38,12 +39,12 @@ def audit(
     if numbers:
         with ExitStack() as held:
             wanted = [Action("audit", SegmentRow.get(ledger, number).id) for number in numbers]
-            if said := hold_or_ask(held, workspace, ledger, wanted):
+            if said := hold_or_ask(held, Plant(workspace, ledger), wanted):
                 print_json({"segments": numbers, "says": said}) if as_json else terminal.line(f"  {said}")
                 return
             for number in numbers:
-                audit_and_show(workspace, ledger, number, progress)
-            open_reverts(workspace, ledger, progress)
+                audit_and_show(Plant(workspace, ledger, progress), number)
+            open_reverts(Plant(workspace, ledger, progress))
     found = every_audit(ledger)
     if as_json:
         print_json(found)

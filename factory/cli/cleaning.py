@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.ledger.plant import Plant
 
 
 @app.command("clean")
@@ -28,11 +29,11 @@ def clean_up(
 
     workspace, ledger, terminal = open_workspace(where)
     if dry_run:
-        choices = examine(workspace, ledger, hard=hard)
+        choices = examine(Plant(workspace, ledger), hard=hard)
         cleaned = Cleaned(choices, 0)
     else:
         with workspace.lock(LOCK):
-            cleaned = clean(workspace, ledger, hard=hard)
+            cleaned = clean(Plant(workspace, ledger), hard=hard)
     sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
     if as_json:
         print_json(

@@ -11,6 +11,7 @@ import typer
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.core.progress import Progress
@@ -72,7 +73,7 @@ def propose(
         if agent != AGENT:
             terminal.line("  no LLM endpoint is configured: the search proposer is used")
     with workspace.lock("code-loop"):
-        numbers = propose_patch(workspace, ledger, terminal, agent=agent, options=options, count=count)
+        numbers = propose_patch(Plant(workspace, ledger, terminal), agent=agent, options=options, count=count)
     for number in numbers:
         _show_proposal(workspace, number, False)
 
@@ -169,7 +170,7 @@ def proposals_approve(context: typer.Context, number: Number, where: Where = DEF
     from factory.code_loop.approvals import approve
 
     _decide(_named(context, where), number, lambda workspace, ledger, terminal: approve(
-        workspace, ledger, number, person(), terminal
+        Plant(workspace, ledger, terminal), number, person()
     ))  # fmt: skip
 
 
@@ -189,7 +190,7 @@ def proposals_revert(context: typer.Context, number: Number, where: Where = DEFA
     _decide(
         _named(context, where),
         number,
-        lambda workspace, ledger, terminal: revert(workspace, ledger, number, person(), why),
+        lambda workspace, ledger, terminal: revert(Plant(workspace, ledger), number, person(), why),
     )
 
 
@@ -201,5 +202,5 @@ def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Pro
     from factory.tracking.outages import shown
     from factory.tracking.tracking import Tracking
 
-    shown(terminal.line, lambda: Tracking.open(workspace, ledger).proposal_run(number))
+    shown(terminal.line, lambda: Tracking.open(Plant(workspace, ledger)).proposal_run(number))
     _show_proposal(workspace, number, False)

@@ -13,6 +13,7 @@ import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
 from factory.core.errors import InputError
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -109,7 +110,7 @@ def run(
             progress = LoggedProgress(workspace, terminal)
             if port:
                 progress.line(f"  numbers for Prometheus: http://127.0.0.1:{port}/metrics")
-            run_daemon(workspace, ledger, progress, once=once)
+            run_daemon(Plant(workspace, ledger, progress), once=once)
 
     if once:
         start()
@@ -132,12 +133,12 @@ def train(
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
         refuse_paused(ledger)
-        waiting = observe(workspace, ledger).open_segment
+        waiting = observe(Plant(workspace, ledger)).open_segment
         if waiting:
             terminal.line(f"  segment {waiting} was interrupted: it is finished first")
-            train_segment(workspace, ledger, waiting, terminal)
-        plan = lambda: plan_trunk(workspace, ledger, steps, terminal)
-        train_segment(workspace, ledger, with_mending(workspace, ledger, terminal, plan), terminal)
+            train_segment(Plant(workspace, ledger, terminal), waiting)
+        plan = lambda: plan_trunk(Plant(workspace, ledger, terminal), steps)
+        train_segment(Plant(workspace, ledger, terminal), with_mending(Plant(workspace, ledger, terminal), plan))
 
 
 @app.command()
@@ -154,7 +155,7 @@ def certify(
 
     workspace, ledger, terminal = open_workspace(where)
     if take is not None:  # one transaction: works while the daemon runs
-        accept(workspace, ledger, take, person())
+        accept(Plant(workspace, ledger), take, person())
     found = every_certificate(ledger)
     if as_json:
         print_json(found)
@@ -196,17 +197,17 @@ def anneal(where: Where = DEFAULT) -> None:
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
         refuse_paused(ledger)
-        waiting = observe(workspace, ledger).open_segment
+        waiting = observe(Plant(workspace, ledger)).open_segment
         if waiting:
-            train_segment(workspace, ledger, waiting, terminal)
+            train_segment(Plant(workspace, ledger, terminal), waiting)
         number = observe(
-            workspace, ledger
+            Plant(workspace, ledger)
         ).unexported_anneal  # an anneal that was cut short is finished, not done twice
         if number is None:
-            plan = lambda: plan_anneal(workspace, ledger, terminal)
-            number = with_mending(workspace, ledger, terminal, plan)
-            train_segment(workspace, ledger, number, terminal)
-        terminal.line(f"  candidate {export_candidate(workspace, ledger, number)}")
+            plan = lambda: plan_anneal(Plant(workspace, ledger, terminal))
+            number = with_mending(Plant(workspace, ledger, terminal), plan)
+            train_segment(Plant(workspace, ledger, terminal), number)
+        terminal.line(f"  candidate {export_candidate(Plant(workspace, ledger), number)}")
 
 
 @app.command()
@@ -234,9 +235,11 @@ def average(
 
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock(LOCK):
-        number = plan_average(workspace, ledger, "held-out-loss" if by_held_out_loss else "uniform", segment, last)
-        make(workspace, ledger, number, SILENT if as_json else terminal)
-        candidate = export_candidate(workspace, ledger, number)
+        number = plan_average(
+            Plant(workspace, ledger), "held-out-loss" if by_held_out_loss else "uniform", segment, last
+        )
+        make(Plant(workspace, ledger, SILENT if as_json else terminal), number)
+        candidate = export_candidate(Plant(workspace, ledger), number)
     if as_json:
         result = SegmentRow.get(ledger, number).result or {}
         print_json({"candidate": candidate, "segment": number, "averaged": result["averaged"]})
@@ -259,10 +262,10 @@ def evaluate(
     workspace, ledger, terminal = open_workspace(where)
     number = _candidate(ledger, candidate)
     with ExitStack() as held:
-        if said := hold_or_ask(held, workspace, ledger, [Action("judge", number)]):
+        if said := hold_or_ask(held, Plant(workspace, ledger), [Action("judge", number)]):
             print_json({"candidate": number, "says": said}) if as_json else terminal.line(f"  {said}")
             return
-        verdict = judge(workspace, ledger, number, SILENT if as_json else terminal)
+        verdict = judge(Plant(workspace, ledger, SILENT if as_json else terminal), number)
     if as_json:
         evaluation, row = EvaluationRow.newest(ledger, number), VerdictRow.get(ledger, verdict)
         shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(ledger)}
@@ -311,14 +314,14 @@ def release(
     # Releases have a lock of their own: this works while the daemon runs.
     workspace, ledger, terminal = open_workspace(where)
     if bundle is not None:
-        write_bundle(workspace, ledger, terminal, bundle, Wish(out, data, traces, key, licence or Wish.licence))
+        write_bundle(Plant(workspace, ledger), terminal, bundle, Wish(out, data, traces, key, licence or Wish.licence))
         return
     if rollback is not None:
-        roll_back(workspace, ledger, rollback)
+        roll_back(Plant(workspace, ledger), rollback)
         terminal.line(f"  release {rollback} is champion again")
         return
     verdict = newest_verdict(ledger, _candidate(ledger, candidate))
-    done = release_verdict(workspace, ledger, verdict.id, terminal, approved_by=person())
+    done = release_verdict(Plant(workspace, ledger, terminal), verdict.id, approved_by=person())
     best = champion(ledger)
     state = "is champion" if best and best.number == done else "is published, but another one is champion (--rollback)"
     terminal.line(f"  release {done} {state}")

@@ -10,6 +10,7 @@ import typer
 
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace
 from factory.core.errors import InputError
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.code_loop.profiling import SweepOptions
@@ -74,7 +75,7 @@ def profile(
     else:
         workspace, ledger, _ = open_workspace(where)
         with workspace.lock("code-loop"):
-            number = profile_step(workspace, ledger, progress, options)
+            number = profile_step(Plant(workspace, ledger, progress), options)
         path = Path(ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
     if as_json:
         print(path.read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ import typer
 from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 
 @app.command()
@@ -41,7 +42,7 @@ def backup(
         raise InputError(
             "--keys needs a folder, on another disk say: what is in backups/ goes after a week, and lies beside the key"
         )
-    made, said = make_backup(workspace, ledger, folder, keys)
+    made, said = make_backup(Plant(workspace, ledger), folder, keys)
     if has and not keys:
         said.append("the key that signs bundles is not in it: 'factory backup --keys FOLDER' copies it too")
     if as_json:

@@ -36,6 +36,7 @@ from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
 from factory.ledger.engine import DRIVER
 from factory.ledger.ledger import Ledger, agent_runs, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert
 
@@ -91,9 +92,7 @@ class AgentRuns:
     @classmethod
     def open(
         cls,
-        workspace: Workspace,
-        ledger: Ledger,
-        progress: Progress,
+        plant: Plant,
         agent: str,
         options: AgentOptions,
         count: int = 1,
@@ -104,16 +103,16 @@ class AgentRuns:
             raise InputError(
                 "--count above 1 cannot be used with --target or --interactive: each run chooses its own target"
             )
-        policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
+        policy = AgentsPolicy.load(plant.workspace.policy("agents.yaml")).llm
         policy = policy.model_copy(update={"model": options.model or policy.model})
         policy = policy.for_diagnosis() if work == "diagnosis" else policy
         if endpoint_of(policy, options) == CHAMPION:
-            policy, endpoint = _champion(workspace, policy)
+            policy, endpoint = _champion(plant.workspace, policy)
         else:
-            endpoint = _endpoint(policy, options, progress.line)
-        checkpoints_at(workspace)
-        agent_runs.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
-        return cls(workspace, ledger, progress, agent, options, policy, endpoint, work)
+            endpoint = _endpoint(policy, options, plant.progress.line)
+        checkpoints_at(plant.workspace)
+        agent_runs.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
+        return cls(plant.workspace, plant.ledger, plant.progress, agent, options, policy, endpoint, work)
 
     def unfinished(self, base: str, count: int) -> list[AgentRun]:
         """Up to ``count`` runs to continue. All other unfinished ones, of another commit or target, are abandoned."""
@@ -168,7 +167,7 @@ class AgentRuns:
         self.end(run.number, "proposed", proposal=proposal)
 
     def _run(self, row: dict[str, Any]) -> AgentRun:
-        books = ExchangeBooks(self.workspace, self.ledger, self.policy, row["id"], self.progress.line, self.work)
+        books = ExchangeBooks(Plant(self.workspace, self.ledger), self.policy, row["id"], self.progress.line, self.work)
         client = Client(self.endpoint, self.policy, books, self.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 

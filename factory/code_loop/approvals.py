@@ -20,13 +20,13 @@ from agents.core.yaml_edit import set_value
 from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, note_validated
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import FactoryError, InputError, WorkspaceError
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.scope import Change
 from factory.ledger.ledger import Ledger, proposals
+from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject
 from factory.ledger.writing import record_once
 from kernels.contract.choice import section_of
@@ -34,29 +34,29 @@ from kernels.contract.choice import section_of
 WORDS = ("approved", "rejected")
 
 
-def approve(workspace: Workspace, ledger: Ledger, number: int, by: str, progress: Progress) -> str | None:
+def approve(plant: Plant, number: int, by: str) -> str | None:
     """Merge a proposal that the gate promotes; returns the live commit, or None when it had to be judged again and was not promoted.
 
     The caller holds the workspace's ``code-loop`` lock. Raises: InputError when there is nothing to approve, or the branch does not hold
     what was judged; RepositoryError when the checkout has uncommitted changes. Nothing has moved then.
     """
-    row = _judged(ledger, number)
+    row = _judged(plant.ledger, number)
     if row.outcome != "promote" or not row.commit:
         why = "; ".join(row.reasons or [])[:500]
         raise InputError(f"the gate's verdict on proposal {number} is {(row.outcome or '').upper()}: {why}")
-    code = workspace.repository
+    code = plant.workspace.repository
     live = repository.live_commit(code)
     if not repository.contains(code, live, row.patch_commit):
-        _check_patch(workspace, row)
+        _check_patch(plant.workspace, row)
         if live != row.base_commit:
-            again = judge_again(workspace, ledger, row, live, progress)
-            promoted = ProposalRow.get(ledger, again).outcome == "promote"
-            return approve(workspace, ledger, again, by, progress) if promoted else None
-        _record_decision(ledger, "proposal_approved", row, by)
+            again = judge_again(plant, row, live)
+            promoted = ProposalRow.get(plant.ledger, again).outcome == "promote"
+            return approve(plant, again, by) if promoted else None
+        _record_decision(plant.ledger, "proposal_approved", row, by)
         repository.advance(code, live, row.patch_commit)
-    _become(ledger, row, "approved")
-    _after_merge(ledger, row)
-    progress.line(
+    _become(plant.ledger, row, "approved")
+    _after_merge(plant.ledger, row)
+    plant.progress.line(
         f"  proposal {number} is live: {row.patch_commit[:12]}; the next segment trains with it, once it is certified"
     )
     return row.patch_commit
@@ -69,38 +69,38 @@ def reject(ledger: Ledger, number: int, by: str, why: str = "") -> None:
     _become(ledger, row, "rejected")
 
 
-def revert(workspace: Workspace, ledger: Ledger, number: int, by: str, why: str = "") -> str:
+def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
     """Undo an approved proposal by a commit of its own, and return it. No gate judges it: the old code was live before.
 
     Raises: InputError when it is not live; RepositoryError when the same files changed since, or have uncommitted changes.
     """
-    row = ProposalRow.get(ledger, number)
+    row = ProposalRow.get(plant.ledger, number)
     if row.state != "approved":
         raise InputError(f"proposal {number} is {_state(row)}, not approved: there is nothing to revert")
-    code = workspace.repository
+    code = plant.workspace.repository
     live = repository.live_commit(code)
     reason = f"\n\n{why.strip()[:2000]}" if why.strip() else ""
     message = f"Revert proposal {number}: {row.title[:80]}{reason}\n\nThis reverts {row.patch_commit}.\n"
     undone = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
-    _record_decision(ledger, "proposal_reverted", row, by, why)
+    _record_decision(plant.ledger, "proposal_reverted", row, by, why)
     repository.advance(code, live, undone)
-    _become(ledger, row, "reverted")
+    _become(plant.ledger, row, "reverted")
     return undone
 
 
-def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
+def follow(plant: Plant) -> int:
     """Carry out what people decided in MLflow, or the policy decides, about proposals that wait; returns how many were settled.
 
     A proposal that cannot be merged is shown once, and stops nothing.
     """
-    waiting = _waiting(ledger)
+    waiting = _waiting(plant.ledger)
     if not waiting:
         return 0
     from factory.tracking.outages import shown
     from factory.tracking.tracking import Tracking
 
-    tracking, say = Tracking.open(workspace, ledger), progress.line
-    automatic = PatchPolicy.load(workspace.policy("gates/patch.yaml")).approval == "automatic"
+    tracking, say = Tracking.open(plant), plant.progress.line
+    automatic = PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval == "automatic"
     settled = 0
     for number in waiting:
         word, by = (
@@ -109,18 +109,18 @@ def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> int:
         if word not in WORDS:
             continue
         try:
-            with workspace.lock("code-loop"):
+            with plant.workspace.lock("code-loop"):
                 if word == "approved":
-                    settled += approve(workspace, ledger, number, by, progress) is not None
+                    settled += approve(plant, number, by) is not None
                 else:
-                    reject(ledger, number, by)
+                    reject(plant.ledger, number, by)
                     settled += 1
         except WorkspaceError:
             return settled  # another process proposes or decides now: the next pass tries again
         except FactoryError as error:
             detail = {"word": word, "by": by, "why": str(error)}
-            if record_once(ledger, "decision_refused", Subject("proposal", number), detail, REMIND_SECONDS):
-                progress.line(f"  proposal {number} cannot be {word} (requested by {by}): {error}")
+            if record_once(plant.ledger, "decision_refused", Subject("proposal", number), detail, REMIND_SECONDS):
+                plant.progress.line(f"  proposal {number} cannot be {word} (requested by {by}): {error}")
         shown(say, partial(tracking.proposal_run, number))
     return settled
 
@@ -166,25 +166,27 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
         note_validated(ledger, row.number, start)
 
 
-def judge_again(workspace: Workspace, ledger: Ledger, row: ProposalRow, live: str, progress: Progress) -> int:
+def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
     from factory.code_loop.reverting import reopen
     from factory.code_loop.submitting import submit
 
     if row.gate == AUDIT:  # measured on a segment, whatever is live now
-        number = reopen(workspace, ledger, row, progress)
-        _become(ledger, row, "superseded")
+        number = reopen(plant, row)
+        _become(plant.ledger, row, "superseded")
         return number
-    code = workspace.repository
+    code = plant.workspace.repository
     changes = repository.changes(code, row.base_commit, row.patch_commit)
     moved = {change.path for change in repository.changes(code, row.base_commit, live)}
     if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
         raise InputError(f"{', '.join(both)} changed since proposal {row.number} was judged: propose it again")
-    progress.line(f"  the code changed to {live[:12]} since proposal {row.number} was judged: the gate runs again")
+    plant.progress.line(
+        f"  the code changed to {live[:12]} since proposal {row.number} was judged: the gate runs again"
+    )
     edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
     same = row.only("agent target title hypothesis predicted_gain")
-    number = submit(workspace, ledger, progress, Proposal(**same, edits=edits), live)
-    _become(ledger, row, "superseded")
+    number = submit(plant, Proposal(**same, edits=edits), live)
+    _become(plant.ledger, row, "superseded")
     return number
 
 

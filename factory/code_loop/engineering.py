@@ -11,6 +11,7 @@ from agents.kernel_engineer.targets import targets, worthwhile
 from factory.code_loop.agent_runs import AgentRun, AgentRuns
 from factory.code_loop.profiling import QUICK, profile, read_profile
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 
 
 def runs_to_work_on(runs: AgentRuns, bench: Workbench, base: str, count: int) -> list[AgentRun]:
@@ -20,7 +21,7 @@ def runs_to_work_on(runs: AgentRuns, bench: Workbench, base: str, count: int) ->
     """
     found = runs.unfinished(base, count)
     if len(found) < count:
-        number = profile(runs.workspace, runs.ledger, runs.progress, QUICK)
+        number = profile(Plant(runs.workspace, runs.ledger, runs.progress), QUICK)
         aims = [runs.options.target]
         if count > 1:
             promising = targets(_read(runs.ledger, number), set(bench.files(patchable=True)))

@@ -18,8 +18,8 @@ import sqlalchemy as sa
 from agents.llm.exchange import BudgetError, Exchange
 from agents.llm.policy import Budget, LlmPolicy
 from factory.core.errors import FactoryError
-from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, exchanges, meta
+from factory.ledger.ledger import exchanges, meta
+from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
 from factory.tracking.mlflow_store import check_writable, waiting_lock
 from factory.tracking.tracking import Tracking
@@ -35,18 +35,17 @@ class ExchangeBooks:
 
     def __init__(
         self,
-        workspace: Workspace,
-        ledger: Ledger,
+        plant: Plant,
         policy: LlmPolicy,
         run: int,
         say: Callable[[str], None],
         work: Work = "proposal",
     ) -> None:
-        self.workspace, self.ledger, self.policy, self.run, self.say = workspace, ledger, policy, run, say
+        self.workspace, self.ledger, self.policy, self.run, self.say = plant.workspace, plant.ledger, policy, run, say
         self.work = work
-        self.tracking = Tracking.open(workspace, ledger)
+        self.tracking = Tracking.open(plant)
         self.retry_at = 0.0  # by the monotonic clock
-        exchanges.create(ledger.engine, checkfirst=True)  # a ledger may be older than this table
+        exchanges.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
         """Raises: BudgetError."""

@@ -17,44 +17,44 @@ from factory.code_loop.revalidating import REMIND_SECONDS
 from factory.core import devices
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patience import missing_alone, ran_out
 from factory.git import repository
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 
 
-def judge_held_again(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
+def judge_held_again(plant: Plant) -> list[int]:
     """Have the patches that wait for it judged again, as proposals of their own; returns their numbers.
 
     An error is shown once a day, and stops nothing else.
     """
-    policy = PatchPolicy.load(workspace.policy("gates/patch.yaml"))
-    waiting = due(ledger, policy)
+    policy = PatchPolicy.load(plant.workspace.policy("gates/patch.yaml"))
+    waiting = due(plant.ledger, policy)
     if not waiting:
         return []
     from factory.code_loop.submitting import clear_stale, refuse_without_isolation
 
-    code = workspace.repository
+    code = plant.workspace.repository
     made = []
     try:
-        with workspace.lock("code-loop"):
-            clear_stale(workspace, ledger, progress)
+        with plant.workspace.lock("code-loop"):
+            clear_stale(plant)
             repository.require_settled(code)
-            refuse_without_isolation(workspace)
+            refuse_without_isolation(plant.workspace)
             for row in waiting:
-                what = "the lack of this device" if waits_here(row.evidence(ledger)) else "a time limit"
-                progress.line(f"  proposal {row.number} was held back by {what} alone; it is judged again")
+                what = "the lack of this device" if waits_here(row.evidence(plant.ledger)) else "a time limit"
+                plant.progress.line(f"  proposal {row.number} was held back by {what} alone; it is judged again")
                 try:
-                    made.append(judge_again(workspace, ledger, row, repository.live_commit(code), progress))
+                    made.append(judge_again(plant, row, repository.live_commit(code)))
                 except FactoryError as error:
-                    _say(ledger, progress, Subject("proposal", row.number), f"proposal {row.number}", error)
+                    _say(plant.ledger, plant.progress, Subject("proposal", row.number), f"proposal {row.number}", error)
     except WorkspaceError:
         return made  # another process proposes now: the next pass tries again
     except FactoryError as error:
-        _say(ledger, progress, "code_loop", "a proposal that a time limit held back", error)
+        _say(plant.ledger, plant.progress, "code_loop", "a proposal that a time limit held back", error)
     return made
 
 

@@ -26,7 +26,8 @@ from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace, code_root
 from factory.git import repository
-from factory.ledger.ledger import Ledger, profiles, record
+from factory.ledger.ledger import profiles, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import insert
 from factory.training.live_code import LiveCode
@@ -70,44 +71,42 @@ class ProfileOptions:
 QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementations themselves
 
 
-def profile(
-    workspace: Workspace, ledger: Ledger, progress: Progress, options: ProfileOptions = ProfileOptions()
-) -> int:
+def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     """Time every line of the live code's training step; returns the profile's id.
 
     Raises: RepositoryError, ConfigError, InputError; ProfileError when the profiler fails; TrackingError, once the profile
     is recorded.
     """
-    recipe = workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, workspace)
-    commit = repository.live_commit(workspace.repository)
-    code = LiveCode.of(workspace, ledger, commit, progress)
-    changed = repository.changed_files(workspace.repository)
+    recipe = plant.workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, plant.workspace)
+    commit = repository.live_commit(plant.workspace.repository)
+    code = LiveCode.of(plant, commit)
+    changed = repository.changed_files(plant.workspace.repository)
     if changed:
-        progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
-    folder = workspace.reports / "profiles" / f"{commit[:12]}-{time.time_ns()}"
+        plant.progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
+    folder = plant.workspace.reports / "profiles" / f"{commit[:12]}-{time.time_ns()}"
     folder.mkdir(parents=True)
-    given = workspace.root / "cache" / "profiled"
+    given = plant.workspace.root / "cache" / "profiled"
     given.mkdir(parents=True, exist_ok=True)
-    arguments = [*_as_trained(workspace, ledger, recipe, code.folder, given), "--out", str(folder)]
+    arguments = [*_as_trained(plant, recipe, code.folder, given), "--out", str(folder)]
     try:
-        run_profiler(code, [*arguments, *options.arguments()], progress, writable=[folder], readonly=[given])
-        clear(folder, progress)
+        run_profiler(code, [*arguments, *options.arguments()], plant.progress, writable=[folder], readonly=[given])
+        clear(folder, plant.progress)
         found = read_object(folder / "profile.json")
     except BaseException:
         remove(folder)
         raise
     summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
-    path = ledger.inside(folder / "profile.json")
-    with ledger.begin() as tx:
+    path = plant.ledger.inside(folder / "profile.json")
+    with plant.ledger.begin() as tx:
         number = insert(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
         record(tx, "profiled", Subject("profile", number), {"commit": commit})
     from factory.tracking.tracking import Tracking
 
-    Tracking.open(workspace, ledger).profile_run(number)
+    Tracking.open(plant).profile_run(number)
     return number
 
 
-def _as_trained(workspace: Workspace, ledger: Ledger, path: Path, code: Path, folder: Path) -> list[str]:
+def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]:
     """The profiler's arguments for a recipe in the precision and with the kernels that a segment planned now would have."""
     from trainer.contract.errors import RecipeError
     from trainer.contract.recipe import Recipe
@@ -116,10 +115,10 @@ def _as_trained(workspace: Workspace, ledger: Ledger, path: Path, code: Path, fo
         recipe = Recipe.load(path)
     except RecipeError as error:
         raise InputError(str(error)) from None
-    last = last_segment(ledger, "trunk")
+    last = last_segment(plant.ledger, "trunk")
     before = last.recipe_json["precision"] if last and last.recipe == recipe.name else ""
     kernels = (code / "policies" / "kernels.yaml").read_text("utf-8")
-    recipe, computed, _ = computing.decide(workspace, recipe, kernels, before)
+    recipe, computed, _ = computing.decide(plant.workspace, recipe, kernels, before)
     given = folder / "recipe.yaml"
     given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     return ["--recipe", str(given), "--kernels", str(computing.write_kernels(folder, computed))]

@@ -26,17 +26,13 @@ from factory.code_loop.submitting import clear_stale, refuse_without_isolation, 
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.devices import side_by_side
 from factory.core.errors import InputError, nearest
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.gates.training_start import find_start
 from factory.git import repository
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 
 
 def propose(
-    workspace: Workspace,
-    ledger: Ledger,
-    progress: Progress,
+    plant: Plant,
     *,
     agent: str = search_proposer.AGENT,
     options: AgentOptions = DEFAULTS,
@@ -51,16 +47,18 @@ def propose(
     """
     if agent not in AGENTS:
         raise InputError(f"no agent {agent!r}{nearest(agent, AGENTS)}")
-    base = repository.live_commit(workspace.repository)
-    repository.require_settled(workspace.repository)
-    clear_stale(workspace, ledger, progress)
-    start = find_start(ledger)
+    base = repository.live_commit(plant.workspace.repository)
+    repository.require_settled(plant.workspace.repository)
+    clear_stale(plant)
+    start = find_start(plant.ledger)
     if start is None:
-        progress.line("  nothing proposed: there is no trunk checkpoint to measure on yet; 'factory run' makes one")
+        plant.progress.line(
+            "  nothing proposed: there is no trunk checkpoint to measure on yet; 'factory run' makes one"
+        )
         return []
-    refuse_without_isolation(workspace)
-    revalidate(workspace, ledger, progress, base)
-    return AGENTS[agent](LiveWorkbench(workspace, ledger, base, start, progress), options, count)
+    refuse_without_isolation(plant.workspace)
+    revalidate(plant, base)
+    return AGENTS[agent](LiveWorkbench(plant.workspace, plant.ledger, base, start, plant.progress), options, count)
 
 
 def _search(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int]:
@@ -68,7 +66,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int
         raise InputError(
             "the agent 'search' takes no --endpoint, --model, --target or --interactive: they need a language model"
         )
-    number = profile(bench.workspace, bench.ledger, bench.progress, QUICK)
+    number = profile(Plant(bench.workspace, bench.ledger, bench.progress), QUICK)
     profiled = Path(bench.ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
     drafts = search_proposer.propose(read_profile(profiled), replace(bench, count=count), count)
     if not drafts:
@@ -77,7 +75,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int
 
 
 def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int]:
-    runs = AgentRuns.open(bench.workspace, bench.ledger, bench.progress, KERNEL_ENGINEER, options, count)
+    runs = AgentRuns.open(Plant(bench.workspace, bench.ledger, bench.progress), KERNEL_ENGINEER, options, count)
     work_on = engineering.runs_to_work_on(runs, bench, bench.base, count)
     return _with_model(runs, work_on, bench, partial(engineering.role, bench.ledger))
 
@@ -88,7 +86,7 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int]
             "--count above 1 cannot be used with the agent 'recipe-scout', which proposes one change at a time"
         )
     model = wants_model(bench.workspace, options)
-    runs = AgentRuns.open(bench.workspace, bench.ledger, bench.progress, scout.AGENT, options) if model else None
+    runs = AgentRuns.open(Plant(bench.workspace, bench.ledger, bench.progress), scout.AGENT, options) if model else None
     course = scouting.course(bench)
     if isinstance(course, str):
         bench.progress.line(f"  nothing proposed: {course}")
@@ -126,7 +124,7 @@ def _with_model(
 
 
 def _submit(bench: LiveWorkbench, drafted: Proposal) -> int:
-    return submit(bench.workspace, bench.ledger, bench.progress, drafted, bench.base)
+    return submit(Plant(bench.workspace, bench.ledger, bench.progress), drafted, bench.base)
 
 
 # By name: a workbench, what the person asked for and how many proposals may be made → the numbers of the judged ones.

@@ -17,13 +17,13 @@ import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
 from factory.core.errors import FactoryError, WorkspaceError
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import REJECT
 from factory.gates.training_start import Start, find_start
 from factory.git import repository
 from factory.ledger.ledger import Ledger, anomalies, events, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from kernels.contract.machine import here
@@ -35,29 +35,29 @@ FELL = "benchmarks_fell"
 REMIND_SECONDS = 86_400.0  # a lasting obstacle is reported again after a day
 
 
-def follow(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[int]:
+def follow(plant: Plant) -> list[int]:
     """``revalidate`` for the daemon's passes: an error is shown once a day, and stops nothing else."""
-    start = find_start(ledger)
-    if start is None or not any(_moved(ledger, row.number, start) for row in _merged(ledger)):
+    start = find_start(plant.ledger)
+    if start is None or not any(_moved(plant.ledger, row.number, start) for row in _merged(plant.ledger)):
         return []
     from factory.code_loop.submitting import clear_stale, refuse_without_isolation
 
-    code = workspace.repository
+    code = plant.workspace.repository
     try:
-        with workspace.lock("code-loop"):
-            clear_stale(workspace, ledger, progress)
+        with plant.workspace.lock("code-loop"):
+            clear_stale(plant)
             repository.require_settled(code)
-            refuse_without_isolation(workspace)
-            return revalidate(workspace, ledger, progress, repository.live_commit(code))
+            refuse_without_isolation(plant.workspace)
+            return revalidate(plant, repository.live_commit(code))
     except WorkspaceError:
         return []  # another process proposes now: the next pass tries again
     except FactoryError as error:
-        if record_once(ledger, "revalidation_waits", "code_loop", {"why": str(error)}, REMIND_SECONDS):
-            progress.line(f"  a merged patch cannot be judged again now: {error}")
+        if record_once(plant.ledger, "revalidation_waits", "code_loop", {"why": str(error)}, REMIND_SECONDS):
+            plant.progress.line(f"  a merged patch cannot be judged again now: {error}")
         return []
 
 
-def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: str) -> list[int]:
+def revalidate(plant: Plant, base: str) -> list[int]:
     """Propose to undo every merged patch whose surroundings changed; returns the proposals' numbers.
 
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
@@ -65,19 +65,21 @@ def revalidate(workspace: Workspace, ledger: Ledger, progress: Progress, base: s
     from factory.code_loop.submitting import submit
 
     made = []
-    start = find_start(ledger)
-    for row in _merged(ledger) if start is not None else ():
+    start = find_start(plant.ledger)
+    for row in _merged(plant.ledger) if start is not None else ():
         assert start is not None
-        changed = _moved(ledger, row.number, start)
+        changed = _moved(plant.ledger, row.number, start)
         if changed is None:
-            note_validated(ledger, row.number, start)  # the process that merged it was killed
+            note_validated(plant.ledger, row.number, start)  # the process that merged it was killed
         if not changed:
             continue
-        progress.line(f"  {', '.join(changed)} changed since proposal {row.number} was judged; it is judged again")
-        drafted = undoing(workspace, row, base, changed)
+        plant.progress.line(
+            f"  {', '.join(changed)} changed since proposal {row.number} was judged; it is judged again"
+        )
+        drafted = undoing(plant.workspace, row, base, changed)
         if drafted is not None:
-            made.append(submit(workspace, ledger, progress, drafted, base))
-        note_validated(ledger, row.number, start)
+            made.append(submit(plant, drafted, base))
+        note_validated(plant.ledger, row.number, start)
     return made
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from agents.core.proposal import Proposal
 from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.submitting import draft, record_judged, show
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.gates.release.judge import PROMOTE, Verdict
 from factory.git import repository
 from factory.ledger.anomalies import DIAGNOSIS, in_words, words_about
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
 from factory.reports import proposal_report
@@ -22,21 +21,21 @@ from factory.reports import proposal_report
 AGENT = "auditor"
 
 
-def open_revert(workspace: Workspace, ledger: Ledger, row: ProposalRow, why: VerdictRow, progress: Progress) -> int:
+def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     """Propose to undo an approved proposal on top of the live code; ``why``: the verdict that blames it. Returns its number.
 
     The caller holds the ``code-loop`` lock. Raises: RepositoryError when its files changed again since; nothing is left then.
     """
-    code = workspace.repository
+    code = plant.workspace.repository
     live = repository.live_commit(code)
     title = f"Undo proposal {row.number}"
     shown = "Its anomaly is gone without it" if why.gate == DIAGNOSIS else "The same steps without it end elsewhere"
     hypothesis = f"Segment {why.number} trained with proposal {row.number} ({row.title[:100]}). {shown}: {'; '.join(why.reasons)[:1000]}"
-    hypothesis += _in_words(ledger, why)
+    hypothesis += _in_words(plant.ledger, why)
     message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
     commit = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
     drafted = Proposal(AGENT, f"{UNDO}:{row.number}", title, hypothesis, 1.0, ())
-    number, branch = draft(workspace, ledger, drafted, live)
+    number, branch = draft(plant, drafted, live)
     repository.make_branch(code, branch, commit)
     sha256, patch = repository.patch_sha256(code, live, commit), repository.patch(code, live, commit)
     found = f"the loss doctor blames it for an anomaly of segment {why.number}"
@@ -49,7 +48,7 @@ def open_revert(workspace: Workspace, ledger: Ledger, row: ProposalRow, why: Ver
         "gate": AUDIT, "base": live, "patch_sha256": sha256, "patch_id": sha256, "tries": 1, "stages": stages, "gain": None, "audit": why.id,
     }  # fmt: skip
     verdict = Verdict(PROMOTE, reasons)
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         verdict_id = record_verdict(
             tx,
             AUDIT,
@@ -61,12 +60,12 @@ def open_revert(workspace: Workspace, ledger: Ledger, row: ProposalRow, why: Ver
             reasons=reasons,
             evidence=evidence,
         )
-    report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
-    record_judged(ledger, number, commit, sha256, verdict_id, report)
-    progress.line(
+    report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, patch)
+    record_judged(plant.ledger, number, commit, sha256, verdict_id, report)
+    plant.progress.line(
         f"  proposal {number} undoes proposal {row.number}: {reasons[0]}; merge it with 'factory proposals approve {number}'"
     )
-    show(workspace, ledger, number, progress)
+    show(plant, number)
     return number
 
 
@@ -82,7 +81,7 @@ def opened(ledger: Ledger, number: int) -> ProposalRow | None:
     return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO}:{number}")
 
 
-def reopen(workspace: Workspace, ledger: Ledger, row: ProposalRow, progress: Progress) -> int:
+def reopen(plant: Plant, row: ProposalRow) -> int:
     """The same revert on top of the code that is live now; returns the new proposal's number. Raises: as ``open_revert``."""
-    why = VerdictRow.get(ledger, row.evidence(ledger)["audit"])
-    return open_revert(workspace, ledger, ProposalRow.get(ledger, int(row.target.partition(":")[2])), why, progress)
+    why = VerdictRow.get(plant.ledger, row.evidence(plant.ledger)["audit"])
+    return open_revert(plant, ProposalRow.get(plant.ledger, int(row.target.partition(":")[2])), why)

@@ -14,6 +14,7 @@ from factory.gates.patch.held_out import held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import unused_recipes, used_recipe
 from factory.ledger.ledger import Ledger, anomalies
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError, TrainerError
@@ -36,7 +37,7 @@ def course(bench: LiveWorkbench) -> Course | str:
     except TrainerError as error:
         return str(error)
     policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
-    texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, workspace, ledger)
+    texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, Plant(workspace, ledger))
     if not texts:
         return str(NOTHING_HELD_OUT["reasons"][0])
     newest = _trunk(ledger)

@@ -14,7 +14,6 @@ from agents.core.proposal import Proposal, gain_words
 from factory.code_loop.workbench import history
 from factory.core import devices
 from factory.core.errors import FactoryError
-from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import patch_gate
@@ -25,6 +24,7 @@ from factory.git import repository
 from factory.git.repository import Applied, ScopeError
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert, record_verdict
 from factory.reports import proposal_report
@@ -32,52 +32,52 @@ from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
 
-def submit(workspace: Workspace, ledger: Ledger, progress: Progress, drafted: Proposal, base: str) -> int:
+def submit(plant: Plant, drafted: Proposal, base: str) -> int:
     """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
-    agents = AgentsPolicy.load(workspace.policy("agents.yaml"))
-    number, branch = draft(workspace, ledger, drafted, base)
-    progress.line(f"  proposal {number}: {drafted.title}")
+    agents = AgentsPolicy.load(plant.workspace.policy("agents.yaml"))
+    number, branch = draft(plant, drafted, base)
+    plant.progress.line(f"  proposal {number}: {drafted.title}")
     edits = [(edit.path, edit.new_text) for edit in drafted.edits]
     try:
         message = _message(drafted, None, None)
         applied = repository.apply_proposal(
-            workspace.repository,
+            plant.workspace.repository,
             base,
             edits,
             policy=agents,
             branch=branch,
             message=message,
-            worktrees=workspace.worktrees,
+            worktrees=plant.workspace.worktrees,
         )
         try:
-            verdict_id, verdict, evidence = _decide(workspace, ledger, number, drafted, applied, progress)
+            verdict_id, verdict, evidence = _decide(plant, number, drafted, applied)
         finally:
-            _remove_folders(workspace, applied.commit)  # before the branch moves on: clear_stale finds them by it
-        commit = repository.reword(workspace.repository, applied, _message(drafted, verdict, evidence))
-        patch = repository.patch(workspace.repository, base, commit)
-        report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, patch)
-        record_judged(ledger, number, commit, applied.patch_sha256, verdict_id, report)
-        progress.line(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
+            _remove_folders(plant.workspace, applied.commit)  # before the branch moves on: clear_stale finds them by it
+        commit = repository.reword(plant.workspace.repository, applied, _message(drafted, verdict, evidence))
+        patch = repository.patch(plant.workspace.repository, base, commit)
+        report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, patch)
+        record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id, report)
+        plant.progress.line(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
     except ScopeError as error:
-        _out_of_scope(workspace, ledger, number, drafted, base, error, progress)
+        _out_of_scope(plant, number, drafted, base, error)
     except BaseException as error:
-        repository.remove_branch(workspace.repository, branch)
-        _failed(ledger, number, f"{type(error).__name__}: {error}")
+        repository.remove_branch(plant.workspace.repository, branch)
+        _failed(plant.ledger, number, f"{type(error).__name__}: {error}")
         raise
-    show(workspace, ledger, number, progress)
+    show(plant, number)
     return number
 
 
-def _decide(
-    workspace: Workspace, ledger: Ledger, number: int, drafted: Proposal, applied: Applied, progress: Progress
-) -> tuple[int, Verdict, dict[str, Any]]:
-    learns = concerns(workspace, applied)
-    gate: StagedGate[Any] = recipe_gate(workspace) if learns else patch_gate(workspace)
+def _decide(plant: Plant, number: int, drafted: Proposal, applied: Applied) -> tuple[int, Verdict, dict[str, Any]]:
+    learns = concerns(plant.workspace, applied)
+    gate: StagedGate[Any] = recipe_gate(plant.workspace) if learns else patch_gate(plant.workspace)
     with devices.one():
         # The same edits under another target are another try as well, and so is a recipe's key under any.
-        tries = sum(row.target == drafted.target or patch_id == drafted.patch_id for row, patch_id in history(ledger))
-        tries = 1 + max(tries, tried_before(workspace, ledger, applied) if learns else 0)
-        return gate.decide(workspace, ledger, number, applied, progress, tries=tries, patch_id=drafted.patch_id)
+        tries = sum(
+            row.target == drafted.target or patch_id == drafted.patch_id for row, patch_id in history(plant.ledger)
+        )
+        tries = 1 + max(tries, tried_before(plant, applied) if learns else 0)
+        return gate.decide(plant, number, applied, tries=tries, patch_id=drafted.patch_id)
 
 
 def _remove_folders(workspace: Workspace, commit: str) -> None:
@@ -87,28 +87,28 @@ def _remove_folders(workspace: Workspace, commit: str) -> None:
     remove(gate_folder(worktree))
 
 
-def show(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
+def show(plant: Plant, number: int) -> None:
     """Show a proposal in MLflow. The verdict is in the ledger, so MLflow may fail."""
     from factory.tracking.mlflow_store import waiting_lock
     from factory.tracking.tracking import Tracking
 
     try:
-        with waiting_lock(workspace, "tracking"):
-            Tracking.open(workspace, ledger).proposal_run(number)
+        with waiting_lock(plant.workspace, "tracking"):
+            Tracking.open(plant).proposal_run(number)
     except FactoryError as error:
-        progress.line(f"  MLflow has no run of proposal {number} yet: {error}")
+        plant.progress.line(f"  MLflow has no run of proposal {number} yet: {error}")
 
 
-def clear_stale(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+def clear_stale(plant: Plant) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
-    for leftover in (workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
+    for leftover in (plant.workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
         remove(leftover)
-    for row in ProposalRow.select(ledger, "WHERE state = 'drafted' ORDER BY number"):
-        if commit := repository.branch_commit(workspace.repository, row.branch):
-            _remove_folders(workspace, commit)
-        repository.remove_branch(workspace.repository, row.branch)
-        _failed(ledger, row.number, "the factory was killed while the proposal was judged")
-        progress.line(f"  proposal {row.number} was not judged, as its process was killed: removed")
+    for row in ProposalRow.select(plant.ledger, "WHERE state = 'drafted' ORDER BY number"):
+        if commit := repository.branch_commit(plant.workspace.repository, row.branch):
+            _remove_folders(plant.workspace, commit)
+        repository.remove_branch(plant.workspace.repository, row.branch)
+        _failed(plant.ledger, row.number, "the factory was killed while the proposal was judged")
+        plant.progress.line(f"  proposal {row.number} was not judged, as its process was killed: removed")
 
 
 def refuse_without_isolation(workspace: Workspace) -> None:
@@ -117,11 +117,11 @@ def refuse_without_isolation(workspace: Workspace) -> None:
         sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))
 
 
-def draft(workspace: Workspace, ledger: Ledger, drafted: Proposal, base: str) -> tuple[int, str]:
+def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
     """(number, name of its branch): take the next number that neither the ledger nor a branch has, and record the draft."""
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.branch_numbers(
-            workspace.repository
+            plant.workspace.repository
         )
         number = max(taken, default=0) + 1
         branch = repository.branch_name(drafted.agent, number, drafted.title)
@@ -165,13 +165,11 @@ def _failed(ledger: Ledger, number: int, why: str) -> None:
 
 
 def _out_of_scope(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     number: int,
     drafted: Proposal,
     base: str,
     error: ScopeError,
-    progress: Progress,
 ) -> None:
     """A patch that is out of scope is never written: it is rejected without a branch."""
     reasons = [f"out of scope: {problem}" for problem in error.problems]
@@ -183,7 +181,7 @@ def _out_of_scope(
     }
     verdict = Verdict("reject", tuple(reasons))
     sha256 = drafted.patch_id
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         verdict_id = record_verdict(
             tx,
             "patch",
@@ -195,9 +193,9 @@ def _out_of_scope(
             reasons=reasons,
             evidence=evidence,
         )
-    report = proposal_report.write(workspace.reports, number, drafted, verdict, evidence, "")
-    record_judged(ledger, number, None, sha256, verdict_id, report)
-    progress.line(f"  REJECT: {reasons[0]}")
+    report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, "")
+    record_judged(plant.ledger, number, None, sha256, verdict_id, report)
+    plant.progress.line(f"  REJECT: {reasons[0]}")
 
 
 def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:

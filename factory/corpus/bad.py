@@ -15,11 +15,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.corpus.library import Module, read_module, source_files
 from factory.corpus.shards import LICENSE
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out, token_shards
+from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
 from trainer.contract.data.token_shard import TokenShard
 
@@ -28,7 +28,7 @@ _SEED = 7
 _WORDS_PER_EDIT = 90  # one word in so many is changed in a near copy: about nine shingles in ten stay
 
 
-def write_bad_shard(path: Path, workspace: Workspace, ledger: Ledger) -> Path:
+def write_bad_shard(path: Path, plant: Plant) -> Path:
     """Write JSONL with, in mixed order: new good documents (some with e-mail addresses and a key in them), copies of
     ingested documents (exact and lightly edited), copies of held-out documents (whole, and quoted inside new ones),
     rows that are too short, of the wrong shape, cut off, and shuffled bytes.
@@ -36,10 +36,10 @@ def write_bad_shard(path: Path, workspace: Workspace, ledger: Ledger) -> Path:
     Raises: InputError when nothing was ingested into the workspace yet.
     """
     rng = random.Random(_SEED)
-    known = list(_ingested_texts(workspace, ledger))
-    secret = _held_out_texts(ledger)
+    known = list(_ingested_texts(plant))
+    secret = _held_out_texts(plant.ledger)
     if not known or not secret:
-        raise InputError(f"{workspace.root} has no ingested and held-out text yet: ingest the corpus first")
+        raise InputError(f"{plant.workspace.root} has no ingested and held-out text yet: ingest the corpus first")
     good = list(_inventories(6 * _OF_EACH))
     plain, personal = good[: 2 * _OF_EACH], good[2 * _OF_EACH : 3 * _OF_EACH]
     carriers = good[3 * _OF_EACH : 4 * _OF_EACH]
@@ -70,7 +70,7 @@ def _row(name: str, text: str) -> dict[str, Any]:
     return {"id": f"bad/{name}", "text": text, "domain": "docs", "license": LICENSE, "source": f"bad/{name}"}
 
 
-def _ingested_texts(workspace: Workspace, ledger: Ledger) -> Iterator[str]:
+def _ingested_texts(plant: Plant) -> Iterator[str]:
     """Texts of training documents that ingest did not change, decoded from the token shards."""
     d, t = documents.c, token_shards.c
     statement = (
@@ -80,11 +80,11 @@ def _ingested_texts(workspace: Workspace, ledger: Ledger) -> Iterator[str]:
         .order_by(d.key)
         .limit(2 * _OF_EACH)
     )
-    for found in ledger.rows(statement):
+    for found in plant.ledger.rows(statement):
         shard = TokenShard(found["path"])
         place = shard.documents["key"].to_pylist().index(found["key"])
         start, length = (shard.documents[name][place].as_py() for name in ("start", "length"))
-        yield Tokenizer.load(workspace.tokenizer).decode(shard.tokens[start : start + length])
+        yield Tokenizer.load(plant.workspace.tokenizer).decode(shard.tokens[start : start + length])
 
 
 def _held_out_texts(ledger: Ledger) -> list[str]:

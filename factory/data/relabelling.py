@@ -21,7 +21,6 @@ import sqlalchemy as sa
 
 from factory.backups.backups import make_backup
 from factory.core.errors import InputError, nearest
-from factory.core.workspace import Workspace
 from factory.data.selecting import AT_ONCE, Selection, by_value, keys_of_one
 from factory.ingest.document import LONGEST_NAME, refuse_domain
 from factory.ingest.rules.licence_names import folded
@@ -29,6 +28,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.split import KINDS, Kind, group_of, is_sealed, unit_of
 from factory.ingest.shapes.mapping import whole_name
 from factory.ledger.ledger import Ledger, documents, held_out, record, relabels, shards, token_shards
+from factory.ledger.plant import Plant
 from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT, refused
 from factory.ledger.rows import SegmentRow
 from factory.ledger.writing import insert
@@ -86,22 +86,22 @@ class Relabelling:
         return {"selected": self.selected, "documents": len(self.documents), **counts}
 
 
-def look(workspace: Workspace, ledger: Ledger, chosen: Filter, change: NewLabels) -> Relabelling:
+def look(plant: Plant, chosen: Filter, change: NewLabels) -> Relabelling:
     """Changes nothing. Raises: InputError for names that nothing has, for a change that leaves all as it is, that no plan can follow, or that a
     licence forbids."""
     if not any(vars(chosen).values()):
         raise InputError("say which documents: --domain, --source, --license, --shard or --document")
     if all(value is None for value in vars(change).values()):
         raise InputError("say what changes: --to-domain, --to-source, --to-license or --group")
-    policy = DataPolicy.load(workspace.policy("data.yaml"))
+    policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     if change.domain is not None:
         refuse_domain(change.domain)
     if change.license is not None and not policy.licences.of(_licence(change.license)).train:
         raise InputError(
             f"licence {change.license!r} does not allow training (licences in data.yaml): 'factory data remove' takes these documents out"
         )
-    _refuse_names(ledger, change)
-    rows = _selected(ledger, chosen)
+    _refuse_names(plant.ledger, change)
+    rows = _selected(plant.ledger, chosen)
     if not rows:
         raise InputError("no document matches all of these filters; nothing was changed")
     _refuse_unknown_facts(rows, change)
@@ -109,15 +109,17 @@ def look(workspace: Workspace, ledger: Ledger, chosen: Filter, change: NewLabels
     if not changed:
         raise InputError(f"the {len(rows):,} documents have that already; nothing was changed")
     found = Relabelling(chosen, change, len(rows), changed)
-    found.held = _held(ledger, changed, _trained_groups(ledger, rows, changed), found.said)
-    found.token_shards = _moved(ledger, [row for row in rows if "domain" in changed.get(row["key"], {})], change.domain)
-    _say(workspace, ledger, policy, rows, found)
+    found.held = _held(plant.ledger, changed, _trained_groups(plant.ledger, rows, changed), found.said)
+    found.token_shards = _moved(
+        plant.ledger, [row for row in rows if "domain" in changed.get(row["key"], {})], change.domain
+    )
+    _say(plant, policy, rows, found)
     return found
 
 
-def relabel(workspace: Workspace, ledger: Ledger, found: Relabelling, by: str, why: str = "") -> int:
+def relabel(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
     """Do what ``look`` found; returns the number of the relabel. The caller holds the model loop's lock since before it looked."""
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         number = insert(
             tx, relabels, at=time.time(), who=by, why=why, counts=found.to_json(),
             filter={name: list(names) for name, names in vars(found.filter).items() if names},
@@ -133,8 +135,8 @@ def relabel(workspace: Workspace, ledger: Ledger, found: Relabelling, by: str, w
             domains = _domains(tx, sa.and_(c.shard == shard, c.token_shard.is_not(None)))
             tx.execute(shards.update().where(shards.c.sha256 == shard).values(domains=domains))
         record(tx, RELABELLED, f"relabel:{number}", {"by": by, "why": why, **found.to_json()})
-    if ledger.file:
-        make_backup(workspace, ledger)  # the journal does not carry what changed of held-out documents
+    if plant.ledger.file:
+        make_backup(plant)  # the journal does not carry what changed of held-out documents
     return number
 
 
@@ -369,9 +371,7 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
 
 
 # -- what follows ------------------------------------------------------------------------------------------------------
-def _say(
-    workspace: Workspace, ledger: Ledger, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], found: Relabelling
-) -> None:
+def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], found: Relabelling) -> None:
     change, said = found.change, found.said
     fates = Counter(FATES.get(row["fate"], row["fate"]) for row in rows if row["key"] in found.documents)
     counts = ", ".join(f"{count:,} {fate}" for fate, count in sorted(fates.items()))
@@ -390,7 +390,7 @@ def _say(
     if found.held:
         said.append("the held-out suite changes: a champion is measured again before the next candidate is compared")
     if found.token_shards:
-        said += _refuse_or_say_plans(workspace, ledger, rows, found)
+        said += _refuse_or_say_plans(plant, rows, found)
 
 
 def _same(kind: str) -> str:
@@ -398,18 +398,16 @@ def _same(kind: str) -> str:
     return {"document": "none", "none": "document"}.get(kind, kind)
 
 
-def _refuse_or_say_plans(
-    workspace: Workspace, ledger: Ledger, rows: Sequence[Mapping[str, Any]], found: Relabelling
-) -> list[str]:
+def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found: Relabelling) -> list[str]:
     """Raises: InputError where no data plan can be made any more."""
-    recipe = load_recipe(workspace)
+    recipe = load_recipe(plant.workspace)
     other, gone = str(found.change.domain), {row["key"] for row in rows}
     trained = sa.select(c.key).where(c.token_shard.is_not(None))
-    held = {row["domain"] for row in ledger.rows(sa.select(c.domain).where(c.token_shard.is_not(None)).distinct())} | {
-        other
-    }
+    held = {
+        row["domain"] for row in plant.ledger.rows(sa.select(c.domain).where(c.token_shard.is_not(None)).distinct())
+    } | {other}
     for domain in {row["domain"] for row in rows} - {other}:
-        if all(row["key"] in gone for row in ledger.rows(trained.where(c.domain == domain).limit(len(gone) + 1))):
+        if all(row["key"] in gone for row in plant.ledger.rows(trained.where(c.domain == domain).limit(len(gone) + 1))):
             held.discard(domain)  # all of it moves
     try:
         plan = DataPlan.make(recipe.mixture, "trunk", [("a", "a", 0)], recipe.seed)
@@ -425,8 +423,8 @@ def _refuse_or_say_plans(
             f"recipe {recipe.name} gives domain {other} no weight: nothing of it is trained on until mixture.weights does"
         )
     ids = set(found.token_shards)
-    planned = SegmentRow.first(ledger, "WHERE state = 'planned' ORDER BY id")
-    if planned and ids & {shard["id"] for shard in plan_of(ledger, planned)["token_shards"]}:
+    planned = SegmentRow.first(plant.ledger, "WHERE state = 'planned' ORDER BY id")
+    if planned and ids & {shard["id"] for shard in plan_of(plant.ledger, planned)["token_shards"]}:
         said.append(
             f"segment {planned.id} is planned already and still has them as they were ('factory rewind {planned.id}' takes it back)"
         )

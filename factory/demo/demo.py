@@ -29,7 +29,8 @@ from factory.demo.demo_size import LADDER, DemoShape, Seen, Size
 from factory.demo.summary import summary
 from factory.git.repository import fork, live_commit
 from factory.ingest.inbox import arrived, ingest_arrived
-from factory.ledger.ledger import Ledger, proposals, sa, shards
+from factory.ledger.ledger import proposals, sa, shards
+from factory.ledger.plant import Plant
 from factory.ledger.status import snapshot
 
 MARK = ".demo"  # --fresh removes only a folder with this file
@@ -66,24 +67,27 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
         terminal.heading("2  First shards arrive: ingest")
-        _arrive(workspace, ledger, first)
+        _arrive(Plant(workspace, ledger), first)
         ingesting = time.monotonic()
-        for path in arrived(workspace, ledger, settle=0.0):
-            ingest_arrived(workspace, ledger, path, terminal)
+        for path in arrived(Plant(workspace, ledger), settle=0.0):
+            ingest_arrived(Plant(workspace, ledger, terminal), path)
         if not workspace.repository.exists():
             terminal.heading("3  How fast is this machine? The model and its steps are chosen to fit")
             _fit(workspace, terminal, minutes, began, time.monotonic() - ingesting)
         terminal.heading("4  Train, evaluate, gate, release")
-        daemon.reconcile(workspace, ledger, terminal, settle=0.0)
+        daemon.reconcile(Plant(workspace, ledger, terminal), settle=0.0)
         terminal.heading(
             "5  New shards arrive, one of them bad: training goes on from the trunk, candidate 2 meets the champion"
         )
-        _arrive(workspace, ledger, [path for path in corpus if path not in first] + [_bad_shard(workspace, ledger)])
-        daemon.reconcile(workspace, ledger, terminal, settle=0.0)
+        _arrive(
+            Plant(workspace, ledger),
+            [path for path in corpus if path not in first] + [_bad_shard(Plant(workspace, ledger))],
+        )
+        daemon.reconcile(Plant(workspace, ledger, terminal), settle=0.0)
     terminal.heading("6  The code loop: time every line of the training step, propose one patch, measure it, judge it")
     failure: FactoryError | None = None
     try:
-        _code_loop(workspace, ledger, terminal)
+        _code_loop(Plant(workspace, ledger), terminal)
     except FactoryError as error:  # for example without a sandbox; the earlier results stay
         failure = error
         terminal.line(f"  the code loop could not run: {error}")
@@ -250,31 +254,31 @@ def _corpus(workspace: Workspace, terminal: Terminal, minutes: float) -> list[Pa
     return found
 
 
-def _bad_shard(workspace: Workspace, ledger: Ledger) -> Path:
+def _bad_shard(plant: Plant) -> Path:
     """Written once, after the first ingest, because it has copies of ingested and of held-out documents."""
     from factory.corpus import write_bad_shard
 
-    path = workspace.root / "corpus" / BAD_SHARD
+    path = plant.workspace.root / "corpus" / BAD_SHARD
     if not path.exists():
-        write_bad_shard(path, workspace, ledger)
+        write_bad_shard(path, plant)
     return path
 
 
-def _arrive(workspace: Workspace, ledger: Ledger, files: list[Path]) -> None:
+def _arrive(plant: Plant, files: list[Path]) -> None:
     """Copy shards into the inbox, but not those that are ingested already."""
     from trainer.contract.data.token_shard import file_sha256
 
-    known = {row["sha256"] for row in ledger.rows(sa.select(shards.c.sha256))}
+    known = {row["sha256"] for row in plant.ledger.rows(sa.select(shards.c.sha256))}
     for path in files:
         if file_sha256(path) not in known:
-            aside = workspace.inbox / f"{path.name}.part"
+            aside = plant.workspace.inbox / f"{path.name}.part"
             shutil.copyfile(path, aside)
-            os.replace(aside, workspace.inbox / path.name)
+            os.replace(aside, plant.workspace.inbox / path.name)
 
 
-def _code_loop(workspace: Workspace, ledger: Ledger, terminal: Terminal) -> None:
+def _code_loop(plant: Plant, terminal: Terminal) -> None:
     from factory.code_loop.proposing import propose
 
-    if ledger.one(sa.select(proposals.c.number).where(proposals.c.verdict.is_not(None))) is None:
-        with workspace.lock("code-loop"):
-            propose(workspace, ledger, terminal, agent="search")
+    if plant.ledger.one(sa.select(proposals.c.number).where(proposals.c.verdict.is_not(None))) is None:
+        with plant.workspace.lock("code-loop"):
+            propose(plant.reporting_to(terminal), agent="search")

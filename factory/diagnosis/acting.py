@@ -19,7 +19,6 @@ import sqlalchemy as sa
 from agents.loss_doctor.causes import CODE, HEALTHY, KERNEL, RATE
 from factory.audit.drawing import merged_patches
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.data.cost import releases_that_saw
 from factory.data.exposure import Exposure
 from factory.gates.release.anomaly_policy import AnomalyPolicy
@@ -38,6 +37,7 @@ from factory.ledger.anomalies import (
     newest_about,
 )
 from factory.ledger.ledger import Ledger, documents, record, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.training.overrides import RecipeOverride, record_override, was_overridden
@@ -70,17 +70,15 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
     return f"a person decides: 'factory anomalies accept {found['lead']}' or 'factory anomalies reject {found['lead']}'{undone}"
 
 
-def blamed_patches(
-    workspace: Workspace, ledger: Ledger, causes: Sequence[str], commit: str, previous: str | None
-) -> list[int]:
+def blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previous: str | None) -> list[int]:
     """The agents' patch that a code change or a faulty kernel can only be: merged since the commit ``previous``, in a kernel's case into
     kernels; where ``previous`` is None, ever. None where several may be. Raises: RepositoryError."""
     if tuple(causes) not in ((CODE,), (KERNEL,)):
         return []
-    code = workspace.repository
+    code = plant.workspace.repository
     since = [
         row
-        for row in merged_patches(workspace, ledger, commit)
+        for row in merged_patches(plant, commit)
         if previous is None or not repository.contains(code, previous, row.patch_commit)
     ]
     if tuple(causes) == (KERNEL,):

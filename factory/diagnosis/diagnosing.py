@@ -36,6 +36,7 @@ from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
 from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.training.planning import plan_of
@@ -49,49 +50,47 @@ PATIENCE_SECONDS = 600.0  # beyond many times what the longest replay took
 NEW_FOR = 16  # steps after a change in which an anomaly's onset may be its effect
 
 
-def diagnose_and_act(
-    workspace: Workspace, ledger: Ledger, number: int, progress: Progress, steps: int | None = None
-) -> dict[str, Any]:
+def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dict[str, Any]:
     """Diagnose the episode of an anomaly, record it, write its report, and do what the policy says; returns what was recorded.
 
     What cannot be replayed is recorded as ``unknown`` with the reason, so that a person is asked and the daemon does not begin again.
     ``steps``: another budget than the policy's. Raises: InputError for an anomaly that there is not, or is not of the loss; ConfigError;
     CheckoutError, and what a fault of the machine makes of it: nothing is recorded then, and the same call goes on.
     """
-    policy = AnomalyPolicy.load(workspace.policy("anomalies.yaml"))
+    policy = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml"))
     budget = policy.steps if steps is None else steps
     if budget < 1:
         raise ConfigError(
             f"a budget of {budget} replayed steps finds nothing: set 'steps' in policies/anomalies.yaml, or --steps, to 1 or more"
         )
-    row = AnomalyRow.get(ledger, number)
-    recorded = newest_about(ledger, DIAGNOSED).get(number)
-    if recorded and number not in settled(ledger):  # killed before anything was done about it
-        return recorded | {"done": _done(ledger, policy, recorded, progress)}
-    if end := newest_about(ledger, CLOSED).get(number):
+    row = AnomalyRow.get(plant.ledger, number)
+    recorded = newest_about(plant.ledger, DIAGNOSED).get(number)
+    if recorded and number not in settled(plant.ledger):  # killed before anything was done about it
+        return recorded | {"done": _done(plant.ledger, policy, recorded, plant.progress)}
+    if end := newest_about(plant.ledger, CLOSED).get(number):
         raise InputError(f"anomaly {number} is closed: {end['how']} by {end['by']}")
-    segment = SegmentRow.get(ledger, row.segment)
+    segment = SegmentRow.get(plant.ledger, row.segment)
     lines: list[StepPoint] = []
     unreadable = ""
     try:
-        lines = live_lines(ledger, segment)
+        lines = live_lines(plant.ledger, segment)
     except InputError as error:
         unreadable = str(error)
-    span = _span(ledger, row, segment.first_step, lines)
+    span = _span(plant.ledger, row, segment.first_step, lines)
     lead = span.anomalies[0]
-    folder = workspace.root / "diagnoses" / f"{lead:05d}"
+    folder = plant.workspace.root / "diagnoses" / f"{lead:05d}"
     found: Diagnosis | None = None
     keys: dict[str, Any] = {}  # of the recipe, that clear it
     causes, why = [UNKNOWN], ""
     title = f"diagnosis of anomaly {lead} ({span.kind}, step {span.onset} of segment {segment.id}), replayed steps"
-    with progress.task(title, budget) as told:
+    with plant.progress.task(title, budget) as told:
         try:
             if row.kind == REPLICAS_APART:
                 causes = [HARDWARE, LAYOUT]
                 raise FactoryError(_apart(row))
             if unreadable:
                 raise InputError(unreadable)
-            episode, notes = _episode(workspace, ledger, segment, span, lines)
+            episode, notes = _episode(plant, segment, span, lines)
             bench = WindowBench(episode, folder, _runner(folder, policy.wall_seconds), budget, told=told.advance)
             if policy.previous_python and not os.access(policy.previous_python, os.X_OK):
                 notes.append(f"previous_python in policies/anomalies.yaml, {policy.previous_python}, cannot be run")
@@ -105,8 +104,8 @@ def diagnose_and_act(
                 raise  # the machine's fault says nothing about the anomaly: another try may tell
             why = str(error)
         finally:
-            repository.remove_worktree(workspace.repository, _worktree(workspace, segment, ""))
-            repository.remove_worktree(workspace.repository, _worktree(workspace, segment, "-previous"))
+            repository.remove_worktree(plant.workspace.repository, _worktree(plant.workspace, segment, ""))
+            repository.remove_worktree(plant.workspace.repository, _worktree(plant.workspace, segment, "-previous"))
     empty: dict[str, Any] = {
         "causes": causes,
         "guilty": [],
@@ -120,20 +119,20 @@ def diagnose_and_act(
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
         "noted": list(span.noted),
         "budget": budget, "override": {"keys": keys, "until": span.last + 1 + policy.rate_steps} if keys else None,
-        "to_word": has_endpoint(workspace),
+        "to_word": has_endpoint(plant.workspace),
     }  # fmt: skip
-    undo = _blamed(workspace, ledger, segment, detail["causes"], progress)
-    page = report.write(workspace, ledger, lead, detail, lines, found)
-    detail |= {"report": ledger.inside(page), "undo": undo}
-    with ledger.begin() as tx:
+    undo = _blamed(plant, segment, detail["causes"])
+    page = report.write(plant, lead, detail, lines, found)
+    detail |= {"report": plant.ledger.inside(page), "undo": undo}
+    with plant.ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail))
         if undo:
             record_verdict(
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
-    show_in_mlflow(workspace, ledger, segment, detail, page, progress)
-    done = _done(ledger, policy, detail | {"lead": lead}, progress)
+    show_in_mlflow(plant, segment, detail, page)
+    done = _done(plant.ledger, policy, detail | {"lead": lead}, plant.progress)
     if found is not None:
         remove(folder)
     return detail | {"done": done}
@@ -153,34 +152,28 @@ def _apart(row: AnomalyRow) -> str:
     return f"after step {row.step} the ranks held other bits of the same weights: {visible(weights, 600)}"
 
 
-def _blamed(
-    workspace: Workspace, ledger: Ledger, segment: SegmentRow, causes: list[str], progress: Progress
-) -> list[int]:
+def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
     try:
-        return acting.blamed_patches(
-            workspace, ledger, causes, segment.code_commit, previous_commit(ledger, segment, 0)
-        )
+        return acting.blamed_patches(plant, causes, segment.code_commit, previous_commit(plant.ledger, segment, 0))
     except FactoryError as error:
         if is_of_no_file(error):
             raise
-        progress.line(f"  which patch is to blame cannot be told: {error}")
+        plant.progress.line(f"  which patch is to blame cannot be told: {error}")
         return []
 
 
-def show_in_mlflow(
-    workspace: Workspace, ledger: Ledger, segment: SegmentRow, detail: Mapping[str, Any], page: Path, progress: Progress
-) -> None:
+def show_in_mlflow(plant: Plant, segment: SegmentRow, detail: Mapping[str, Any], page: Path) -> None:
     """The page at the segment's run, and the causes as a tag. It may fail: the diagnosis is in the ledger."""
     from factory.tracking.mlflow_store import waiting_lock
     from factory.tracking.tracking import Tracking
 
     try:
-        with waiting_lock(workspace, "tracking"):
-            newest = ledger.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=DIAGNOSED)[0]["id"]
+        with waiting_lock(plant.workspace, "tracking"):
+            newest = plant.ledger.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=DIAGNOSED)[0]["id"]
             event = detail.get("event", newest)
-            Tracking.open(workspace, ledger).segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
+            Tracking.open(plant).segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
     except FactoryError as error:
-        progress.line(f"  MLflow does not show the diagnosis of segment {segment.id}: {error}")
+        plant.progress.line(f"  MLflow does not show the diagnosis of segment {segment.id}: {error}")
 
 
 def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
@@ -211,9 +204,7 @@ def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) 
     )
 
 
-def _episode(
-    workspace: Workspace, ledger: Ledger, segment: SegmentRow, span: EpisodeSpan, lines: list[StepPoint]
-) -> tuple[Episode, list[str]]:
+def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[StepPoint]) -> tuple[Episode, list[str]]:
     """(the episode, ready to be replayed; notes for a person). Raises: InputError that says what is missing; RepositoryError."""
     if segment.state not in ("done", "rewound"):
         raise InputError(f"segment {segment.id} is {segment.state}: only what is done is diagnosed")
@@ -222,18 +213,18 @@ def _episode(
         raise InputError(
             f"segment {segment.id} was trained on {name}, and this machine has no such device: diagnose it there"
         )
-    spec = spec_of(ledger, segment)
+    spec = spec_of(plant.ledger, segment)
     if gone := [shard["path"] for shard in spec["data_plan"]["token_shards"] if not Path(shard["path"]).is_dir()]:
         raise InputError(
             f"the token shard {gone[0]} is gone, so its documents cannot be replayed: they were erased since"
         )
     notes = []
-    if ranks(workspace) > 1:
+    if ranks(plant.workspace) > 1:
         spec["recipe"] = for_one_rank(spec["recipe"])
         notes.append("replayed on one rank")
     every: dict[int, Path] = {}
-    for row in SegmentRow.lineage(ledger, segment.id):
-        for folder in (ladder_of(workspace, row.id), Path(row.folder) / "checkpoints"):
+    for row in SegmentRow.lineage(plant.ledger, segment.id):
+        for folder in (ladder_of(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
             every |= dict(checkpoints.steps_in(folder))
     sound = [
         (step, path) for step, path in sorted(every.items()) if step <= span.onset and not checkpoints.find_fault(path)
@@ -246,11 +237,13 @@ def _episode(
         )
     if span.onset - sound[-1][0] > segment.recipe_json["checkpoint_every"]:
         notes.append(f"the checkpoints between steps {sound[-1][0]} and {span.onset} are gone")
-    parent = SegmentRow.get(ledger, segment.parent) if segment.parent else None
-    code = repository.checkout(workspace.repository, segment.code_commit, _worktree(workspace, segment, ""))
+    parent = SegmentRow.get(plant.ledger, segment.parent) if segment.parent else None
+    code = repository.checkout(plant.workspace.repository, segment.code_commit, _worktree(plant.workspace, segment, ""))
     previous = None
-    if (commit := previous_commit(ledger, segment, sound[0][0])) is not None:
-        previous = repository.checkout(workspace.repository, commit, _worktree(workspace, segment, "-previous"))
+    if (commit := previous_commit(plant.ledger, segment, sound[0][0])) is not None:
+        previous = repository.checkout(
+            plant.workspace.repository, commit, _worktree(plant.workspace, segment, "-previous")
+        )
     begins = segment.first_step if parent is not None and segment.generation != parent.generation else None
     if begins is not None and not begins <= span.onset <= begins + NEW_FOR:
         begins = None
@@ -259,8 +252,8 @@ def _episode(
     episode = Episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
-        previous_code=previous, generation_begins=begins, where=span.where, one_rank=ranks(workspace) > 1,
-        previous_weights=previous_weights(spec["data_plan"], plan_of(ledger, parent) if parent and recent else None, span.onset, span.last),
+        previous_code=previous, generation_begins=begins, where=span.where, one_rank=ranks(plant.workspace) > 1,
+        previous_weights=previous_weights(spec["data_plan"], plan_of(plant.ledger, parent) if parent and recent else None, span.onset, span.last),
         was_otherwise=was_otherwise(segment.recipe_json, parent.recipe_json) if parent and recent else {},
         end=after[-1] if after else None, environment_changed=environment_changed(segment.computing, parent.computing if parent else None),
     )  # fmt: skip

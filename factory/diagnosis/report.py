@@ -16,7 +16,8 @@ from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import draft_of, words_state
-from factory.ledger.ledger import Ledger, documents, token_shards
+from factory.ledger.ledger import documents, token_shards
+from factory.ledger.plant import Plant
 from factory.reports.pictures import curves
 from kernels.contract.files import write_atomically
 from trainer.contract.data.token_shard import TokenShard
@@ -33,16 +34,15 @@ SHOWN = ("kind", "segment", "onset", "last", "causes", "why", "steps", "budget",
 
 
 def write(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     lead: int,
     detail: Mapping[str, Any],
     lines: Sequence[StepPoint],
     found: Diagnosis | None,
 ) -> Path:
     """Write the page; returns its path."""
-    workspace.reports.mkdir(parents=True, exist_ok=True)
-    path = workspace.reports / f"anomaly-{lead}.html"
+    plant.workspace.reports.mkdir(parents=True, exist_ok=True)
+    path = plant.workspace.reports / f"anomaly-{lead}.html"
     drawn = [point for point in lines if detail["onset"] - AROUND <= point.step <= detail["last"] + AROUND]
     shown = {"live": [(float(p.step), p.loss) for p in drawn]}
     for outcome in found.outcomes if found else ():
@@ -57,7 +57,7 @@ def write(
             TEMPLATE, lead=lead, **{key: detail[key] for key in SHOWN},
             loss=curves(shown, marks=marks), norms=curves(norms, marks=marks),
             arms=[{**arm, "shows": words[arm["fires"]]} for arm in detail["arms"]],
-            documents=documents_of(workspace, ledger, detail["guilty"] or detail["triggers"]), words=_words(detail, None),
+            documents=documents_of(plant, detail["guilty"] or detail["triggers"]), words=_words(detail, None),
         ),
     )  # fmt: skip
     return path
@@ -80,19 +80,17 @@ def _words(detail: Mapping[str, Any], said: Mapping[str, Any] | None) -> str:
     return render(WORDS, state=words_state(detail, said), claims=claims, draft=draft_of(detail)).strip()
 
 
-def documents_of(
-    workspace: Workspace, ledger: Ledger, keys: Sequence[str], most: int = DOCUMENTS
-) -> list[dict[str, Any]]:
+def documents_of(plant: Plant, keys: Sequence[str], most: int = DOCUMENTS) -> list[dict[str, Any]]:
     """Id, domain, source and the beginning of the text of at most ``most`` documents, as they were trained on."""
     found = []
     for key in keys[:most]:
         joined = sa.select(documents, token_shards.c.path.label("folder"))
-        row = ledger.one(
+        row = plant.ledger.one(
             joined.join(token_shards, token_shards.c.id == documents.c.token_shard).where(documents.c.key == key)
         )
         if row is not None:
             told = {name: visible(str(row[name] or ""), 300) for name in ("id", "domain", "source")}
-            found.append({"key": key, **told, "text": _text(workspace, Path(row["folder"]), key)})
+            found.append({"key": key, **told, "text": _text(plant.workspace, Path(row["folder"]), key)})
     return found
 
 

@@ -20,12 +20,11 @@ from agents.loss_doctor.curves import StepPoint
 from agents.loss_doctor.wording import AGENT, ArmShown, DiagnosisFacts, Wording, word
 from factory.code_loop.agent_runs import AgentOptions, AgentRuns
 from factory.core.errors import FactoryError
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.diagnosis import report
 from factory.diagnosis.diagnosing import live_lines, show_in_mlflow
 from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded
 from factory.ledger.ledger import Ledger, agent_runs, exchanges, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 
 MOST_ASKED = 2  # requests about one diagnosis: the first, and one after a kill
@@ -33,23 +32,23 @@ BEFORE = 16  # steps before the onset whose median is the usual loss
 LONGEST = 500  # characters of a fact
 
 
-def word_diagnosis(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> None:
+def word_diagnosis(plant: Plant, number: int) -> None:
     """Have the newest diagnosis of an anomaly worded, if it waits for that. Whatever the endpoint does, it waits no longer.
 
     Raises nothing that the endpoint, its answer or its policy can cause: the reason is recorded.
     """
-    detail = newest_about(ledger, DIAGNOSED)[number]
-    lead, segment = detail["lead"], SegmentRow.get(ledger, detail["segment"])
+    detail = newest_about(plant.ledger, DIAGNOSED)[number]
+    lead, segment = detail["lead"], SegmentRow.get(plant.ledger, detail["segment"])
     said, model, failed = Wording(), "", ""
     asked = AgentOptions(target=f"diagnosis:{detail['event']}")
-    progress.line(f"  a language model is asked to word the diagnosis of anomaly {lead}")
+    plant.progress.line(f"  a language model is asked to word the diagnosis of anomaly {lead}")
     try:
-        runs = AgentRuns.open(workspace, ledger, progress, AGENT, asked, work="diagnosis")
+        runs = AgentRuns.open(plant, AGENT, asked, work="diagnosis")
         model = f"{runs.policy.model or 'a model without a name'} at {runs.endpoint.name}"
-        facts = facts_of(detail, live_lines(ledger, segment), _documents(workspace, ledger, detail, runs.policy))
+        facts = facts_of(detail, live_lines(plant.ledger, segment), _documents(plant, detail, runs.policy))
         run = next(iter(runs.unfinished(segment.code_commit, 1)), None) or runs.begin(segment.code_commit, asked.target)
         try:
-            if _requests(ledger, asked.target) >= MOST_ASKED:
+            if _requests(plant.ledger, asked.target) >= MOST_ASKED:
                 raise LlmError(f"it was asked {MOST_ASKED} times, and the factory was killed each time")
             said = word(run.client, f"{AGENT}-{run.number}", facts)
         except (LlmError, DraftError) as error:
@@ -61,19 +60,21 @@ def word_diagnosis(workspace: Workspace, ledger: Ledger, number: int, progress: 
         "anomalies": detail["anomalies"], "diagnosis": detail["event"], "model": one_line(model, 200), "failed": failed,
         "claims": [vars(claim) for claim in said.claims], "dropped": list(said.dropped),
     }  # fmt: skip
-    page = workspace.reports / f"anomaly-{lead}.html"
+    page = plant.workspace.reports / f"anomaly-{lead}.html"
     report.add_words(page, detail, words)
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         record(tx, WORDED, Subject("anomaly", lead), words)
     if page.exists():
-        show_in_mlflow(workspace, ledger, segment, detail, page, progress)
-    progress.line(f"  {failed or f'{len(said.claims)} sentences hold against the record, {len(said.dropped)} do not'}")
+        show_in_mlflow(plant, segment, detail, page)
+    plant.progress.line(
+        f"  {failed or f'{len(said.claims)} sentences hold against the record, {len(said.dropped)} do not'}"
+    )
 
 
-def word_waiting(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+def word_waiting(plant: Plant) -> None:
     """Have every diagnosis worded that waits for it."""
-    while (lead := unworded(ledger)) is not None:
-        word_diagnosis(workspace, ledger, lead, progress)
+    while (lead := unworded(plant.ledger)) is not None:
+        word_diagnosis(plant, lead)
 
 
 def facts_of(
@@ -116,10 +117,8 @@ def facts_of(
     return DiagnosisFacts(tuple(detail["causes"]), {k: one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)
 
 
-def _documents(
-    workspace: Workspace, ledger: Ledger, detail: Mapping[str, Any], policy: LlmPolicy
-) -> list[dict[str, Any]]:
-    return report.documents_of(workspace, ledger, detail["guilty"] or detail["triggers"], policy.diagnosis_documents)
+def _documents(plant: Plant, detail: Mapping[str, Any], policy: LlmPolicy) -> list[dict[str, Any]]:
+    return report.documents_of(plant, detail["guilty"] or detail["triggers"], policy.diagnosis_documents)
 
 
 def _requests(ledger: Ledger, asked: str) -> int:

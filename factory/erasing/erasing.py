@@ -19,7 +19,6 @@ import numpy as np
 import sqlalchemy as sa
 
 from factory.backups.backups import make_backup
-from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.data.removing import mark_new_releases
@@ -29,6 +28,7 @@ from factory.ingest.filing import remove_originals
 from factory.ledger.files import FILED, filed, origins
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, documents, held_out, record, shards, token_shards
+from factory.ledger.plant import Plant
 from factory.ledger.removals import (
     ERASED,
     FATE,
@@ -50,17 +50,17 @@ from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, fil
 c = documents.c
 
 
-def warnings(workspace: Workspace, ledger: Ledger, selection: Selection) -> list[str]:
+def warnings(plant: Plant, selection: Selection) -> list[str]:
     """What is no longer possible once the text of these documents is gone, for a person."""
     held = {
         shard
         for part in selection.parts()
-        for (shard,) in _select(ledger, [c.token_shard], part, c.token_shard.is_not(None))
+        for (shard,) in _select(plant.ledger, [c.token_shard], part, c.token_shard.is_not(None))
     }
     read = [
         row.id
-        for row in SegmentRow.select(ledger)
-        if held & {shard["id"] for shard in plan_of(ledger, row)["token_shards"]}
+        for row in SegmentRow.select(plant.ledger)
+        if held & {shard["id"] for shard in plan_of(plant.ledger, row)["token_shards"]}
     ]
     said = ["their text is overwritten for good; what recognises copies of them (hashes) stays"]
     if read:
@@ -68,60 +68,60 @@ def warnings(workspace: Workspace, ledger: Ledger, selection: Selection) -> list
             f"no longer reproducible: segments {', '.join(map(str, read))} (no audit, no diagnosis, and a checkpoint of them that is lost cannot be "
             "made again by a replay); their metrics, checkpoints and exports stay"
         )
-    if any(_select(ledger, [c.key], part, c.fate == "held_out") for part in selection.parts()):
+    if any(_select(plant.ledger, [c.key], part, c.fate == "held_out") for part in selection.parts()):
         said.append(
             "no longer reproducible: evaluations on the held-out ones; reports and MLflow may quote answers about them"
         )
-    for sha256 in _shards_of(ledger, selection):
-        path, _ = raw_shard(workspace, ledger, sha256)
-        if path is not None and not path.is_relative_to(workspace.root):
+    for sha256 in _shards_of(plant.ledger, selection):
+        path, _ = raw_shard(plant, sha256)
+        if path is not None and not path.is_relative_to(plant.workspace.root):
             said.append(f"{path} is yours and lies outside the workspace: take them out there yourself")
-        for origin in sorted({one["origin"] for one in origins(ledger, sha256)}):
-            if Path(origin).exists() and not Path(origin).is_relative_to(workspace.root):
+        for origin in sorted({one["origin"] for one in origins(plant.ledger, sha256)}):
+            if Path(origin).exists() and not Path(origin).is_relative_to(plant.workspace.root):
                 said.append(f"{origin} is yours and lies outside the workspace: take them out there yourself")
-    if made := [path.name for path in backups_of(workspace.root)]:
+    if made := [path.name for path in backups_of(plant.workspace.root)]:
         said.append(f"backups keep the held-out ones' text until they are deleted: {', '.join(made)}")
     return said
 
 
-def finish_removals(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[str]:
+def finish_removals(plant: Plant) -> list[str]:
     """Mark releases made since, and erase what is still to be erased; returns lines for a person. The caller holds the model loop's lock."""
-    said = mark_new_releases(ledger)
-    pending = [one for one in removals(ledger) if one.erase and one.state == "removed"]
+    said = mark_new_releases(plant.ledger)
+    pending = [one for one in removals(plant.ledger) if one.erase and one.state == "removed"]
     for removal in pending:
-        if waits := _reader(ledger, removal):
+        if waits := _reader(plant.ledger, removal):
             said.append(f"removal {removal.number}: its text is erased once segment {waits}, which reads it, is done")
             continue
-        said += _erase(workspace, ledger, removal, progress)
+        said += _erase(plant, removal)
     for line in said:
-        progress.line(f"  {line}")
+        plant.progress.line(f"  {line}")
     return said
 
 
-def _erase(workspace: Workspace, ledger: Ledger, removal: Removal, progress: Progress) -> list[str]:
+def _erase(plant: Plant, removal: Removal) -> list[str]:
     said = []
-    for left in workspace.shards.glob(".writing-*"):  # of a time before that was killed
+    for left in plant.workspace.shards.glob(".writing-*"):  # of a time before that was killed
         remove(left)
-    remove_left(workspace.shards)
-    with ledger.begin() as tx:
+    remove_left(plant.workspace.shards)
+    with plant.ledger.begin() as tx:
         rows = sa.select(c.key).where(c.rule == removal.rule("held_out"))
         tx.execute(held_out.delete().where(held_out.c.key.in_(rows)))
-    everything = sorted(_rows(ledger, removal))
+    everything = sorted(_rows(plant.ledger, removal))
     for sha256, group in groupby(everything, key=lambda row: row[0]):
-        said += _erase_in_shard(workspace, ledger, sha256, {number for _, number, _ in group}, progress)
-    if ledger.file:
-        make_backup(workspace, ledger)  # one that a restored ledger can be made of without the rows that are gone
-    with ledger.begin() as tx:
-        detail = {"rows": len(everything), "held_out": len(ledger.rows(rows))}
+        said += _erase_in_shard(plant, sha256, {number for _, number, _ in group})
+    if plant.ledger.file:
+        make_backup(plant)  # one that a restored ledger can be made of without the rows that are gone
+    with plant.ledger.begin() as tx:
+        detail = {"rows": len(everything), "held_out": len(plant.ledger.rows(rows))}
         record(tx, ERASED, Subject("removal", removal.number), detail)
     return [*said, f"removal {removal.number}: the text of {len(everything):,} rows is erased"]
 
 
-def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set[int], progress: Progress) -> list[str]:
+def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
     """Of the rows ``rows`` of a shard, and of those that were erased before."""
-    before = erased_shards(ledger).get(sha256)
+    before = erased_shards(plant.ledger).get(sha256)
     rows |= set(before["rows"]) if before else set()
-    listed = ledger.read("SELECT id, path FROM token_shards WHERE shard = :shard", shard=sha256)
+    listed = plant.ledger.read("SELECT id, path FROM token_shards WHERE shard = :shard", shard=sha256)
     keys = {f"{sha256[:16]}:{row}" for row in rows}
     detail: dict[str, Any] = {
         "sha256": sha256,
@@ -129,12 +129,12 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
         "raw": before["raw"] if before else None,
         "token_shards": {},
     }
-    with progress.task(f"erase {len(rows)} rows of shard {sha256[:16]}"):
+    with plant.progress.task(f"erase {len(rows)} rows of shard {sha256[:16]}"):
         made: list[tuple[str, Path, TokenShard]] = []
         for row in listed:
             old = TokenShard(row["path"])
             if keys & set(old.documents["key"].to_pylist()):
-                new = _overwritten(workspace, old, keys)
+                new = _overwritten(plant.workspace, old, keys)
                 made.append((row["id"], Path(row["path"]), new))
                 masks = {
                     key: _runs(old, at) for key, at in _places(old, keys) if at["supervised_tokens"] != at["length"]
@@ -142,47 +142,46 @@ def _erase_in_shard(workspace: Workspace, ledger: Ledger, sha256: str, rows: set
                 labels = {key: [at[name] for name in ("domain", "source", "license")] for key, at in _places(old, keys)}
                 about = {"content": new.id, "fill": _fill(old), "masks": masks, "labels": labels}
                 detail["token_shards"][row["id"]] = about
-        raw, name = raw_shard(workspace, ledger, sha256)
-        aside, filing, said = _raw_without(workspace, ledger, sha256, raw, name, rows)
+        raw, name = raw_shard(plant, sha256)
+        aside, filing, said = _raw_without(plant, sha256, raw, name, rows)
         if aside is not None:
             detail["raw"] = file_sha256(aside)
-        with ledger.begin() as tx:
+        with plant.ledger.begin() as tx:
             for number, _, new in made:
                 tx.execute(
-                    token_shards.update().where(token_shards.c.id == number).values(path=ledger.inside(new.path))
+                    token_shards.update().where(token_shards.c.id == number).values(path=plant.ledger.inside(new.path))
                 )
             record(tx, SHARD_ERASED, f"shard:{sha256[:16]}", detail)
             if filing:
                 record(tx, FILED, f"shard:{sha256[:16]}", filing)
         if aside is not None and raw is not None:
             put_in_place(aside, raw)
-        said += remove_originals(workspace, ledger, sha256)
-        former = former_contents(ledger, sha256)  # also of a time before, if that was killed here
+        said += remove_originals(plant, sha256)
+        former = former_contents(plant.ledger, sha256)  # also of a time before, if that was killed here
         for number, old_path, new in made:
-            for path in {old_path, *(workspace.shards / name for name in (number, *former))} - {new.path}:
+            for path in {old_path, *(plant.workspace.shards / name for name in (number, *former))} - {new.path}:
                 remove(path)
-        sync_folder(workspace.shards)  # before it is recorded that nothing is left
+        sync_folder(plant.workspace.shards)  # before it is recorded that nothing is left
     return said
 
 
 def _raw_without(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     sha256: str,
     raw: Path | None,
     name: str,
     rows: Collection[int],
 ) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
     """(the raw shard without these rows, beside it; what filing is to know of it; lines for a person)."""
-    if raw is None or not raw.is_relative_to(workspace.root):
+    if raw is None or not raw.is_relative_to(plant.workspace.root):
         where = "is gone" if raw is None else f"lies at {raw}, outside the workspace"
         return None, None, [f"shard {name} {where}: nothing of it was erased there"]
-    if file_sha256(raw) not in {sha256, *former_files(ledger, sha256)}:
+    if file_sha256(raw) not in {sha256, *former_files(plant.ledger, sha256)}:
         return None, None, [f"{raw} is not the file that was ingested: nothing of it was erased there"]
     aside = raw.with_name(f".{raw.name}.erased")
     rewrite_without(raw, name, rows, aside)
     shutil.copymode(raw, aside)
-    known = filed(ledger).get((str(raw.parent.relative_to(workspace.root)), raw.name))
+    known = filed(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
     status = aside.stat()
     return aside, known and known | {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}, []
 

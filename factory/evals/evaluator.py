@@ -19,8 +19,6 @@ import sqlalchemy as sa
 from factory.core.errors import DamagedExportError, InputError
 from factory.core.exports import folder_sha256
 from factory.core.faults import is_of_no_file
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.evals.baselines import baselines, baselines_key, open_shards
 from factory.evals.export_config import ExportError
 from factory.evals.parity import ParityCase, parity
@@ -46,6 +44,7 @@ from factory.evals.tasks import (
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record
+from factory.ledger.plant import Plant
 from factory.ledger.removals import with_contents
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
 from factory.ledger.writing import insert
@@ -54,30 +53,28 @@ from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
 
 
-def current_suite(workspace: Workspace, ledger: Ledger) -> Suite:
+def current_suite(plant: Plant) -> Suite:
     """The suite that candidates are compared on now. Raises: InputError when there is no tokenizer yet."""
-    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
-    return build_suite(ledger, policy, Tokenizer.load(workspace.tokenizer).sha256)
+    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    return build_suite(plant.ledger, policy, Tokenizer.load(plant.workspace.tokenizer).sha256)
 
 
-def evaluate(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress) -> int:
+def evaluate(plant: Plant, candidate_id: int) -> int:
     """Measure a candidate; returns the evaluation's id. Idempotent per candidate and suite.
 
     Raises: InputError for an unknown candidate, or when nothing is held out; DamagedExportError; NoMemoryError.
     """
-    return evaluate_on(workspace, ledger, candidate_id, current_suite(workspace, ledger), progress)
+    return evaluate_on(plant, candidate_id, current_suite(plant))
 
 
-def evaluate_on(
-    workspace: Workspace, ledger: Ledger, candidate_id: int, suite: Suite, progress: Progress, *, released: bool = False
-) -> int:
+def evaluate_on(plant: Plant, candidate_id: int, suite: Suite, *, released: bool = False) -> int:
     """``evaluate`` on a suite that the caller holds, so that two candidates are measured on the same one.
 
     ``released``: the parity checks are left out; they were passed when it was released, and its export still has that hash.
     """
-    if known := evaluation_of(ledger, candidate_id, suite):
+    if known := evaluation_of(plant.ledger, candidate_id, suite):
         return known.id
-    candidate = CandidateRow.get(ledger, candidate_id)
+    candidate = CandidateRow.get(plant.ledger, candidate_id)
     if not suite.documents:
         count = len(suite.dev)
         raise InputError(
@@ -85,12 +82,12 @@ def evaluate_on(
             + (f" ({count} of the dev half are)" if count else "")
             + ": ingest more documents, of more groups ('group' in data.yaml), or 'factory data relabel --domain D --group document'"
         )
-    segment = SegmentRow.get(ledger, candidate.segment)
-    plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
-    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
-    shards = open_shards(workspace.root, with_contents(ledger, plan["plan"]))
-    summary, items = _measure(workspace, ledger, candidate, suite, shards, policy, progress, released)
-    return _write(ledger, candidate_id, suite, summary, items)
+    segment = SegmentRow.get(plant.ledger, candidate.segment)
+    plan = plant.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
+    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    shards = open_shards(plant.workspace.root, with_contents(plant.ledger, plan["plan"]))
+    summary, items = _measure(plant, candidate, suite, shards, policy, released)
+    return _write(plant.ledger, candidate_id, suite, summary, items)
 
 
 def evaluation_of(ledger: Ledger, candidate_id: int, suite: Suite) -> EvaluationRow | None:
@@ -119,17 +116,15 @@ def refuse_damaged(candidate: CandidateRow) -> None:
 
 
 def _measure(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     candidate: CandidateRow,
     suite: Suite,
     shards: Sequence[TokenShard],
     policy: EvalPolicy,
-    progress: Progress,
     released: bool,
 ) -> tuple[dict[str, Any], list[EvalItem]]:
     export = Path(candidate.export_path)
-    tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
+    tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
     clock = _Clock()
     summary: dict[str, Any] = {
         "export_sha256": candidate.export_sha256,
@@ -151,7 +146,7 @@ def _measure(
     cloze = build_cloze(suite, tokenizer, policy)
     clock.lap("prepare")
     total = len(texts) + len(cloze)
-    with progress.task(f"evaluating candidate {candidate.id}", None) as task:
+    with plant.progress.task(f"evaluating candidate {candidate.id}", None) as task:
         bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
         dev = bits_per_byte(model, dev_texts, policy, lambda n: task.advance(n, "bits per byte of the dev half"))
         dev_items = [replace(item, task=DEV) for item in dev]
@@ -165,7 +160,7 @@ def _measure(
         samples = chat_samples(model, suite, tokenizer, policy)
         task.advance(len(samples), "chat samples")
         clock.lap("chat")
-        summary |= _baselines(ledger, suite, shards, texts, token_bytes, policy, task)
+        summary |= _baselines(plant.ledger, suite, shards, texts, token_bytes, policy, task)
         clock.lap("baselines")
         checks = [
             Check(
@@ -183,13 +178,13 @@ def _measure(
                     ParityCase(
                         candidate,
                         tokenizer,
-                        workspace.tokenizer,
+                        plant.workspace.tokenizer,
                         token_bytes,
                         model,
                         suite,
                         [*texts, *dev_texts],
                         shards,
-                        ledger,
+                        plant.ledger,
                         policy,
                     )
                 )

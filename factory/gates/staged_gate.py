@@ -13,16 +13,15 @@ from typing import Any, Generic, Protocol
 from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
 from factory.core.policy_file import policy_sha256
-from factory.core.progress import Progress
 from factory.core.removal import remove
-from factory.core.workspace import Workspace
 from factory.gates.case import PatchCase, Policy, Stage, StageResult, failed, missing
 from factory.gates.release.judge import Verdict
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.repository import Applied
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
@@ -44,20 +43,18 @@ class StagedGate(Generic[Policy]):
 
     def decide(
         self,
-        workspace: Workspace,
-        ledger: Ledger,
+        plant: Plant,
         number: int,
         applied: Applied,
-        progress: Progress,
         *,
         tries: int,
         patch_id: str,
     ) -> tuple[int, Verdict, dict[str, Any]]:
         """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
-        evidence = self.gather(workspace, ledger, applied, progress, tries) | {"gate": self.name, "patch_id": patch_id}
+        evidence = self.gather(plant, applied, tries) | {"gate": self.name, "patch_id": patch_id}
         verdict = self.judge(self.policy, evidence)
         subject = Subject("proposal", number)
-        with ledger.begin() as tx:
+        with plant.ledger.begin() as tx:
             record(tx, "judged", subject, {"outcome": verdict.outcome})
             recorded = record_verdict(
                 tx,
@@ -72,27 +69,25 @@ class StagedGate(Generic[Policy]):
             )
         return recorded, verdict, evidence
 
-    def gather(
-        self, workspace: Workspace, ledger: Ledger, applied: Applied, progress: Progress, tries: int
-    ) -> dict[str, Any]:
+    def gather(self, plant: Plant, applied: Applied, tries: int) -> dict[str, Any]:
         """The evidence of every stage up to the first that did not pass."""
-        repo = workspace.repository
+        repo = plant.workspace.repository
         work = gate_folder(applied.worktree)
         remove(work)
         work.mkdir(parents=True)
         with ExitStack() as after_stages:
             after_stages.callback(remove, work)
             case = PatchCase(
-                workspace,
-                ledger,
+                plant.workspace,
+                plant.ledger,
                 self.policy,
-                AgentsPolicy.load(workspace.policy("agents.yaml")),
+                AgentsPolicy.load(plant.workspace.policy("agents.yaml")),
                 applied,
                 repository.changes(repo, applied.base, applied.commit),
-                repository.checkout_live(workspace, applied.base),
+                repository.checkout_live(plant.workspace, applied.base),
                 work,
-                find_start(ledger),
-                progress,
+                find_start(plant.ledger),
+                plant.progress,
                 tries,
                 after_stages=after_stages,
             )

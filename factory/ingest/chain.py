@@ -30,7 +30,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.decide import Decided, decide
@@ -50,6 +49,7 @@ from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish, look_at
 from factory.ledger.files import FILED
 from factory.ledger.ledger import Ledger, record, shards
+from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
@@ -79,10 +79,8 @@ class ShardReport:
 
 
 def ingest_shard(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     path: Path,
-    progress: Progress,
     *,
     workers: int | None = None,
     again: bool = False,
@@ -102,32 +100,32 @@ def ingest_shard(
     WorkerDiedError; LittleTextError where there is too little text to train the tokenizer on; FactoryError when the disk is full. What is wrong
     *inside* the file ends in a report: rows are dropped, each by a rule, and a file that is unusable as a whole is quarantined.
     """
-    policy = DataPolicy.load(workspace.policy("data.yaml"))
+    policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     before, sha256 = _identify(path)
-    if known := settled(workspace, ledger, path, sha256, again):
+    if known := settled(plant, path, sha256, again):
         return known
-    index = Index(ledger, policy.licences)
+    index = Index(plant.ledger, policy.licences)
     parameters = index.check(policy)
-    hold_task_items(workspace, ledger, policy.decontamination.ngram, progress)
-    spool = workspace.shards / f".ingest-{sha256[:16]}"
+    hold_task_items(plant, policy.decontamination.ngram)
+    spool = plant.workspace.shards / f".ingest-{sha256[:16]}"
     try:
         for left in (
-            *workspace.shards.glob(".ingest-*"),
-            *workspace.shards.glob(".writing-*"),
+            *plant.workspace.shards.glob(".ingest-*"),
+            *plant.workspace.shards.glob(".writing-*"),
         ):  # of runs that were killed
             shutil.rmtree(left)
         spool.mkdir(parents=True)
         if before.st_size < _WORTH_WORKERS and workers is None:
             workers = 0
-        with Pool(workers, spool, RetryPolicy.load(workspace.policy("retries.yaml"))) as pool:
-            found = _run(workspace, ledger, path, sha256, policy, index, spool, pool, beside, whole, progress)
+        with Pool(workers, spool, RetryPolicy.load(plant.workspace.policy("retries.yaml"))) as pool:
+            found = _run(plant, path, sha256, policy, index, spool, pool, beside, whole)
         _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
             if not quarantines:
                 raise found
-            _copy_to_quarantine(workspace, path, sha256)
-        with ledger.begin() as tx:
-            _store(tx, ledger, path, before.st_size, sha256, found, parameters, reading_key(workspace))
+            _copy_to_quarantine(plant.workspace, path, sha256)
+        with plant.ledger.begin() as tx:
+            _store(tx, plant.ledger, path, before.st_size, sha256, found, parameters, reading_key(plant.workspace))
     except OSError as error:
         _refuse_changed(path, before)  # which may be why
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
@@ -137,25 +135,25 @@ def ingest_shard(
         ) from error
     finally:
         shutil.rmtree(spool, ignore_errors=True)
-    stored = report(ledger, sha256)
+    stored = report(plant.ledger, sha256)
     assert stored
     return stored
 
 
-def settled(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, again: bool) -> ShardReport | None:
+def settled(plant: Plant, path: Path, sha256: str, again: bool) -> ShardReport | None:
     """The report of a file that needs no ingest: it was ingested, or quarantined and nothing that read it changed since."""
-    known = report(ledger, sha256)
-    if known and (known.state == "ingested" or not (again or _may_be_readable(workspace, ledger, path, sha256))):
+    known = report(plant.ledger, sha256)
+    if known and (known.state == "ingested" or not (again or _may_be_readable(plant, path, sha256))):
         return known
     return None
 
 
-def quarantine(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, problem: ShardProblem) -> ShardReport:
+def quarantine(plant: Plant, path: Path, sha256: str, problem: ShardProblem) -> ShardReport:
     """Record a file that is unusable as a whole, and keep a copy of it."""
-    _copy_to_quarantine(workspace, path, sha256)
-    with ledger.begin() as tx:
-        _store(tx, ledger, path, path.stat().st_size, sha256, problem, "", reading_key(workspace))
-    stored = report(ledger, sha256)
+    _copy_to_quarantine(plant.workspace, path, sha256)
+    with plant.ledger.begin() as tx:
+        _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", reading_key(plant.workspace))
+    stored = report(plant.ledger, sha256)
     assert stored
     return stored
 
@@ -182,8 +180,7 @@ class Ingested:
 
 
 def _run(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     path: Path,
     sha256: str,
     policy: DataPolicy,
@@ -192,13 +189,12 @@ def _run(
     pool: Pool,
     beside: Sequence[Path],
     whole: Callable[[], Iterator[RawRow]] | None,
-    progress: Progress,
 ) -> Ingested | ShardProblem:
-    job = IngestJob(policy, spool, sha256[:16], path.name, not shows_calls(workspace.tokenizer))
+    job = IngestJob(policy, spool, sha256[:16], path.name, not shows_calls(plant.workspace.tokenizer))
     told = Told()
     analysed: list[Analysed] = []
     try:
-        with progress.task(f"{path.name}: read, filter, hash") as task:
+        with plant.progress.task(f"{path.name}: read, filter, hash") as task:
             for one in pool.map(analyse, ((job, *chunk) for chunk in chunks(read_rows(path, policy.limits), policy))):
                 analysed.append(one)
                 told.add(one.told)
@@ -217,11 +213,11 @@ def _run(
     decided = decide(analysed, index, policy, spool)
     if not any(decided.tasks):
         return Ingested(rows, decided, {}, None, None, told, {})
-    tokenizer = frozen_tokenizer(workspace, ledger, policy, decided.tasks, spool, path, beside, progress)
+    tokenizer = frozen_tokenizer(plant, policy, decided.tasks, spool, path, beside)
 
     by_key = {row.key: row for row in rows}
     finished: dict[str, Finished] = {}
-    with progress.task(f"{path.name}: tokenise", total=sum(map(len, decided.tasks))) as task:
+    with plant.progress.task(f"{path.name}: tokenise", total=sum(map(len, decided.tasks))) as task:
 
         def train_documents() -> Iterator[TokenizedDocument]:
             calls = ((job, chunk, tasks, tokenizer.folder) for chunk, tasks in enumerate(decided.tasks) if tasks)
@@ -238,7 +234,7 @@ def _run(
                 task.advance(len(tasks))
 
         token_shard = write_token_shard(
-            workspace.shards,
+            plant.workspace.shards,
             train_documents(),
             vocab_size=max(policy.tokenizer.vocab_size, tokenizer.vocab_size),
             tokenizer_sha256=tokenizer.sha256,
@@ -322,15 +318,15 @@ def _refuse_changed(path: Path, before: os.stat_result) -> None:
     raise InputError(f"{path} changed while it was read; nothing of it was stored: ingest it again when it is complete")
 
 
-def _may_be_readable(workspace: Workspace, ledger: Ledger, path: Path, sha256: str) -> bool:
+def _may_be_readable(plant: Plant, path: Path, sha256: str) -> bool:
     """Was a quarantined file read under another name, by another policy or by other code, or did a person ask for another try since?"""
     sql = f"SELECT kind, detail FROM events WHERE kind IN ('quarantined', '{FILED}') AND subject = :subject ORDER BY id DESC"
-    events = ledger.read(sql, subject=f"shard:{sha256[:16]}")
+    events = plant.ledger.read(sql, subject=f"shard:{sha256[:16]}")
     if events and events[0]["detail"].get("read_by") == ASKED:
         return True
     last = next((event["detail"] for event in events if event["kind"] == "quarantined"), None)
     tried = (last["name"], last.get("read_by")) if last else None
-    return tried != (path.name, reading_key(workspace))
+    return tried != (path.name, reading_key(plant.workspace))
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:

@@ -17,10 +17,10 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.files import FILED, filed, origins, packed
 from factory.ledger.ledger import Ledger, record, shards
+from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards, former_files
 from kernels.contract.files import put_in_place, sync_folder
 from trainer.contract.data.token_shard import file_sha256
@@ -39,65 +39,65 @@ def filed_name(sha256: str, path: Path) -> str:
     return f"{sha256[:16]}-{path.name[-LONGEST_NAME:]}"
 
 
-def file_away(workspace: Workspace, ledger: Ledger, path: Path, sha256: str, state: str) -> None:
+def file_away(plant: Plant, path: Path, sha256: str, state: str) -> None:
     """Move an ingested file to its place. Another file that got the same name meanwhile is found by its hash, and goes back."""
     from factory.ingest.reading_code import reading_key
 
     folder = QUARANTINE if state == "quarantined" else RAW
-    place = workspace.root / folder / filed_name(sha256, path)
+    place = plant.workspace.root / folder / filed_name(sha256, path)
     place.parent.mkdir(parents=True, exist_ok=True)
     status = path.stat()
     detail = {"folder": folder, "name": place.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-    with ledger.begin() as tx:
-        tx.execute(shards.update().where(shards.c.sha256 == sha256).values(path=ledger.inside(place)))
-        record(tx, FILED, f"shard:{sha256[:16]}", detail | {"sha256": sha256, "read_by": reading_key(workspace)})
+    with plant.ledger.begin() as tx:
+        tx.execute(shards.update().where(shards.c.sha256 == sha256).values(path=plant.ledger.inside(place)))
+        record(tx, FILED, f"shard:{sha256[:16]}", detail | {"sha256": sha256, "read_by": reading_key(plant.workspace)})
     shutil.move(path, place)
     if path.exists() and path.samefile(place):  # two names of one file, which a rename leaves as they are
         path.unlink()
     if file_sha256(place) != sha256:
-        shutil.move(place, workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
+        shutil.move(place, plant.workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
 
 
-def file_original(workspace: Workspace, ledger: Ledger, path: Path, reported: Container[str]) -> None:
+def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
     """Move a file of the inbox of which shards were made to its place: the shards, which hold its rows, are what is read again. One of which
     text was erased is not kept, and one that has a report of its own, among the SHA-256 ``reported``, could not be read to its end."""
     sha256 = file_sha256(path)
     if sha256 in reported:
-        file_away(workspace, ledger, path, sha256, "quarantined")
+        file_away(plant, path, sha256, "quarantined")
         return
-    if {part["shard"] for part in packed(ledger, sha256)} & set(erased_shards(ledger)):
+    if {part["shard"] for part in packed(plant.ledger, sha256)} & set(erased_shards(plant.ledger)):
         path.unlink()
         return
-    original = workspace.root / ORIGINALS / filed_name(sha256, path)
+    original = plant.workspace.root / ORIGINALS / filed_name(sha256, path)
     original.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(path, original)
 
 
-def remove_originals(workspace: Workspace, ledger: Ledger, shard: str) -> list[str]:
+def remove_originals(plant: Plant, shard: str) -> list[str]:
     """Delete what a shard was made of, once text of it is erased; returns lines for a person about what lies elsewhere."""
     said = []
-    for one in origins(ledger, shard):
-        for path in (workspace.root / ORIGINALS).glob(f"{one['sha256'][:16]}-*"):
+    for one in origins(plant.ledger, shard):
+        for path in (plant.workspace.root / ORIGINALS).glob(f"{one['sha256'][:16]}-*"):
             path.unlink()
             said.append(f"{one['name']}, of which the shard was made, is deleted too")
     return said
 
 
-def return_changed(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+def return_changed(plant: Plant) -> None:
     """Files of ``shards/raw/`` whose content is no longer what was ingested go to the inbox again; what was ingested stays, where it can be told."""
-    for (folder, name), known in filed(ledger, WATCHED).items():
-        path = workspace.root / folder / name
+    for (folder, name), known in filed(plant.ledger, WATCHED).items():
+        path = plant.workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
             continue
         sha256 = file_sha256(path)
-        wanted = {known["sha256"], *former_files(ledger, known["sha256"])}
+        wanted = {known["sha256"], *former_files(plant.ledger, known["sha256"])}
         if sha256 not in wanted:
-            kept = _split(workspace, path, known, wanted)
+            kept = _split(plant.workspace, path, known, wanted)
             was = "what was ingested of it stays" if kept else "what was ingested of it is in its token shard alone"
-            progress.line(f"  {name} changed after it was ingested; it is in the inbox again, and {was}")
+            plant.progress.line(f"  {name} changed after it was ingested; it is in the inbox again, and {was}")
         if sha256 in wanted or kept:
             status = path.stat()
-            with ledger.begin() as tx:
+            with plant.ledger.begin() as tx:
                 stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
                 record(tx, FILED, f"shard:{known['sha256'][:16]}", known | stamp)
 
@@ -127,21 +127,21 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
     return kept
 
 
-def return_quarantined(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+def return_quarantined(plant: Plant) -> None:
     """Files of ``quarantine/`` that may be readable by now go to the inbox again."""
     from factory.ingest.reading_code import reading_key
 
-    there = quarantined_files(workspace)
-    known = filed(ledger) if there else {}
-    key = reading_key(workspace) if there else ""
+    there = quarantined_files(plant.workspace)
+    known = filed(plant.ledger) if there else {}
+    key = reading_key(plant.workspace) if there else ""
     for path in there:
         last = known.get((QUARANTINE, path.name))
-        if last is None and _waits_to_be_filed(workspace, ledger, path):
+        if last is None and _waits_to_be_filed(plant, path):
             continue
         if last is None or last["read_by"] != key or _changed(path, last):
-            back = return_file(workspace, path)
+            back = return_file(plant.workspace, path)
             why = "a person asked" if last and last["read_by"] == ASKED else "it or what reads it changed since"
-            progress.line(f"  {back.name} was quarantined, and {why}: it is tried again")
+            plant.progress.line(f"  {back.name} was quarantined, and {why}: it is tried again")
 
 
 def ask_again(ledger: Ledger, paths: Sequence[Path]) -> None:
@@ -153,15 +153,17 @@ def ask_again(ledger: Ledger, paths: Sequence[Path]) -> None:
                 record(tx, FILED, f"shard:{last['sha256'][:16]}", last | {"read_by": ASKED})
 
 
-def _waits_to_be_filed(workspace: Workspace, ledger: Ledger, copy: Path) -> bool:
+def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
     """Was a copy made before its file could be put away, which the next pass does? The copy is made before the ledger knows of the shard."""
     prefix = PREFIX.match(copy.name)
     if not prefix:
         return False
-    rows = ledger.read("SELECT path FROM shards WHERE sha256 LIKE :prefix", prefix=f"{prefix[0][:-1]}%")
+    rows = plant.ledger.read("SELECT path FROM shards WHERE sha256 LIKE :prefix", prefix=f"{prefix[0][:-1]}%")
     if not rows:
-        return any(filecmp.cmp(copy, path, shallow=False) for path in workspace.inbox.glob("[!.]*") if path.is_file())
-    return any(Path(row["path"]).parent == workspace.inbox and Path(row["path"]).exists() for row in rows)
+        return any(
+            filecmp.cmp(copy, path, shallow=False) for path in plant.workspace.inbox.glob("[!.]*") if path.is_file()
+        )
+    return any(Path(row["path"]).parent == plant.workspace.inbox and Path(row["path"]).exists() for row in rows)
 
 
 def quarantined_files(workspace: Workspace) -> list[Path]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from factory.core.errors import InputError
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.packing import MANY, SMALL_BYTES, Pack
 from factory.ingest.readers import ShardProblem, is_read
@@ -18,7 +17,7 @@ from factory.ingest.reading.columns import is_dataset
 from factory.ingest.reading.kinds import is_archive
 from factory.ingest.remote import fetched, is_address
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 
 
 @dataclass
@@ -42,29 +41,29 @@ class Gathered:
         return f"{count:,} {'file is' if count == 1 else 'files are'} left out, of kinds that are not read: {kinds}"
 
 
-def gather(workspace: Workspace, ledger: Ledger, names: Sequence[str], progress: Progress) -> Gathered:
+def gather(plant: Plant, names: Sequence[str]) -> Gathered:
     """Raises: InputError for a name that is no file, folder or pattern, and for an address that cannot be read."""
     found = Gathered()
     listed: list[tuple[Path, Path]] = []  # (folder that was asked for, file in it)
     for name in names:
         if is_address(name):
-            folder, there, found.known = fetched(workspace, ledger, name, progress)
+            folder, there, found.known = fetched(plant, name)
             found.addresses |= there
             listed += [(folder, path) for path in _wanted(sorted(there), found)]
             continue
-        for path in _paths(workspace, name):
+        for path in _paths(plant.workspace, name):
             if not path.is_dir():
                 listed += [(path.parent, one) for one in ([path] if str(path) == name else _wanted([path], found))]
             elif is_dataset(path):
                 found.packs.append(_dataset(path))
             else:
-                listed += [(path, file) for file in _wanted(_walk(path, found, workspace.root), found)]
+                listed += [(path, file) for file in _wanted(_walk(path, found, plant.workspace.root), found)]
     small = [(folder, path) for folder, path in listed if _is_small(path)]
     if len(small) >= MANY:
         base = Path(os.path.commonpath([folder.resolve() for folder, _ in small]))
         files = sorted((str(path.resolve().relative_to(base)), path) for _, path in small if _is_below(path, base))
         pack, refused = Pack(base.name or "files", files).without_refused(
-            DataPolicy.load(workspace.policy("data.yaml"))
+            DataPolicy.load(plant.workspace.policy("data.yaml"))
         )
         found.packs += [pack] if pack.files else []
         together = {path for _, path in files}

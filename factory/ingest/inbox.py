@@ -36,6 +36,7 @@ from factory.ingest.shapes.mapping import whole_name
 from factory.ingest.shapes.told import row_lines
 from factory.ledger.files import HELD, held, small_vocabulary
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.removals import FATE, erased_shards
 from factory.ledger.writing import record_once
 from factory.retrying.backoff import in_words
@@ -64,76 +65,74 @@ class InboxFile:
         return shown_name(self.path)
 
 
-def arrived(workspace: Workspace, ledger: Ledger, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
+def arrived(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
     """Whole files of the inbox, by name: regular, not hidden, not named as partial, unchanged for ``settle`` seconds, not refused before."""
-    return (file.path for file in _look(workspace, ledger, settle) if not file.why)
+    return (file.path for file in _look(plant, settle) if not file.why)
 
 
-def tend(workspace: Workspace, ledger: Ledger, progress: Progress, settle: float = SETTLE_SECONDS) -> None:
+def tend(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
     """Return to the inbox what changed since it was filed, or may be readable by now; say what waits there and why, once."""
-    return_changed(workspace, ledger, progress)
-    return_quarantined(workspace, ledger, progress)
-    for file in _look(workspace, ledger, settle):
-        if file.why and (_hold(workspace, ledger, file) or settle == 0):
-            progress.line(f"  {file.name} waits in the inbox: {file.why}")
+    return_changed(plant)
+    return_quarantined(plant)
+    for file in _look(plant, settle):
+        if file.why and (_hold(plant, file) or settle == 0):
+            plant.progress.line(f"  {file.name} waits in the inbox: {file.why}")
 
 
-def take(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
+def take(plant: Plant, path: Path) -> None:
     """Ingest a file of the inbox and move it away. What is wrong with it keeps it there, with the reason; the others don't wait for it.
 
     Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for what is wrong with the machine, the policy or the ledger.
     """
-    alone = _take_together(workspace, ledger, path, progress)
+    alone = _take_together(plant, path)
     for one in [path] if alone is None else alone:
-        _take_alone(workspace, ledger, one, progress)
+        _take_alone(plant, one)
 
 
-def _take_alone(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> None:
+def _take_alone(plant: Plant, path: Path) -> None:
     from factory.ingest.pool import WorkerDiedError
     from factory.ingest.vocabulary import LittleTextError
 
     stamp: Stamp = ()
     try:
         stamp = stamp_of(path)
-        path = _readable(path, progress)
+        path = _readable(path, plant.progress)
         stamp = stamp_of(path)
-        ingest_arrived(
-            workspace, ledger, path, progress, workers=1 if _deaths(workspace, ledger, path, stamp) else None
-        )
+        ingest_arrived(plant, path, workers=1 if _deaths(plant, path, stamp) else None)
     except FileNotFoundError:
         if path.exists():
             raise
-        progress.line(f"  {shown_name(path)} was taken away again; nothing of it was stored")
+        plant.progress.line(f"  {shown_name(path)} was taken away again; nothing of it was stored")
     except WorkerDiedError as died:
-        deaths = _deaths(workspace, ledger, path, stamp) + 1
-        policy = RetryPolicy.load(workspace.policy("retries.yaml"))
+        deaths = _deaths(plant, path, stamp) + 1
+        policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
         if deaths < policy.tries:
             again = f"it is tried again in {in_words(_wait(policy, deaths))}, with one worker (try {deaths + 1} of {policy.tries})"
         else:
             again = (
                 f"that was try {deaths}: free some memory and run 'factory retry', or split the file into smaller ones"
             )
-        _hold(workspace, ledger, InboxFile(path, stamp, f"{died}; {again}"), refused=True, deaths=deaths)
-        progress.line(f"  {shown_name(path)} stays in the inbox: {died}; {again}")
+        _hold(plant, InboxFile(path, stamp, f"{died}; {again}"), refused=True, deaths=deaths)
+        plant.progress.line(f"  {shown_name(path)} stays in the inbox: {died}; {again}")
     except Exception as error:
         if not is_about_the_file(error):
             raise
         if not path.exists():
-            progress.line(f"  {shown_name(path)} was taken away while it was read; nothing of it was stored")
+            plant.progress.line(f"  {shown_name(path)} was taken away while it was read; nothing of it was stored")
             return
         known = isinstance(error, FactoryError | PermissionError)
-        log = workspace.logs / "errors.log"
+        log = plant.workspace.logs / "errors.log"
         why = str(error) if known else f"an unexpected {type(error).__name__}: {error} (traceback in {log})"
         if not known:
             with contextlib.suppress(OSError):
                 keep_traceback(log, f"ingest of {shown_name(path)}", error)
         if stamp == stamp_of(path):  # else it is another file by now, which is tried
-            text = _text_there(workspace, ledger) if isinstance(error, LittleTextError) else ""
-            _hold(workspace, ledger, InboxFile(path, stamp, why), refused=True, text=text)
-        progress.line(f"  {shown_name(path)} stays in the inbox: {why}")
+            text = _text_there(plant) if isinstance(error, LittleTextError) else ""
+            _hold(plant, InboxFile(path, stamp, why), refused=True, text=text)
+        plant.progress.line(f"  {shown_name(path)} stays in the inbox: {why}")
 
 
-def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: Progress) -> list[Path] | None:
+def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     """Ingest the inbox's many small files as one shard, if ``path`` is one of them. They are in it then, and are removed, but for those that
     could not be read.
 
@@ -151,30 +150,28 @@ def _take_together(workspace: Workspace, ledger: Ledger, path: Path, progress: P
 
     if not small(path.name, path.stat().st_size if path.is_file() else SMALL_BYTES):
         return None
-    if sum(small(name, 0) for name in os.listdir(workspace.inbox)) < MANY:
+    if sum(small(name, 0) for name in os.listdir(plant.workspace.inbox)) < MANY:
         return None
-    ready = [
-        file for file in _look(workspace, ledger, SETTLE_SECONDS) if not file.why and small(file.name, file.stamp[0])
-    ]
+    ready = [file for file in _look(plant, SETTLE_SECONDS) if not file.why and small(file.name, file.stamp[0])]
     if len(ready) < MANY or path not in [file.path for file in ready]:
         return None
     unread: set[Path] = set()
-    say = lambda report: progress.line(
+    say = lambda report: plant.progress.line(
         describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     )
     pack, refused = Pack("inbox", [(file.name, file.path) for file in ready]).without_refused(
-        DataPolicy.load(workspace.policy("data.yaml"))
+        DataPolicy.load(plant.workspace.policy("data.yaml"))
     )
     if not pack.files:
         return refused
     unread.update(refused)  # each says for itself why
-    progress.line(f"  {len(pack.files):,} small files of the inbox are ingested as one")
+    plant.progress.line(f"  {len(pack.files):,} small files of the inbox are ingested as one")
     try:
-        ingest_pack(workspace, ledger, pack, progress, ingested=say, unread=unread)
+        ingest_pack(plant, pack, ingested=say, unread=unread)
     except (FactoryError, OSError) as error:
         if not is_about_the_file(error) and not isinstance(error, FileNotFoundError):
             raise
-        progress.line(f"  they are not: {error}; each is taken for itself")
+        plant.progress.line(f"  they are not: {error}; each is taken for itself")
         return [path] if isinstance(error, FileNotFoundError | LittleTextError) else [file.path for file in ready]
     for file in ready:
         with contextlib.suppress(FileNotFoundError):
@@ -190,23 +187,19 @@ def is_about_the_file(error: Exception) -> bool:
     return not isinstance(error, sa.exc.DBAPIError) and not is_of_the_machine(error)
 
 
-def ingest_arrived(
-    workspace: Workspace, ledger: Ledger, path: Path, progress: Progress, workers: int | None = None
-) -> None:
+def ingest_arrived(plant: Plant, path: Path, workers: int | None = None) -> None:
     """Ingest a file of the inbox, then move it to ``shards/raw/`` or ``quarantine/``.
 
     After a kill between the two the next call recognises the content and only moves the file.
     """
-    before = ingested_before(ledger)
-    say = lambda report: progress.line(describe_report(shown_name(path), report, before))
-    ingest_path(workspace, ledger, path, progress, ingested=say, workers=workers)
+    before = ingested_before(plant.ledger)
+    say = lambda report: plant.progress.line(describe_report(shown_name(path), report, before))
+    ingest_path(plant, path, ingested=say, workers=workers)
 
 
 def ingest_path(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     path: Path,
-    progress: Progress,
     *,
     again: bool = False,
     workers: int | None = None,
@@ -223,36 +216,34 @@ def ingest_path(
     from factory.ingest.rules.policy import DataPolicy
 
     folder = path.resolve().parent
-    if folder == workspace.inbox.resolve():
-        path = _readable(path, progress)
+    if folder == plant.workspace.inbox.resolve():
+        path = _readable(path, plant.progress)
     elif (shown := _shown(path.resolve())) != str(path.resolve()):
         raise InputError(
             f"{shown}: a name that is not UTF-8 cannot be stored: rename it, or put the file into the inbox, which does"
         )
-    if folder == workspace.quarantine.resolve():
-        path = return_file(workspace, path)
-        folder = workspace.inbox.resolve()
-    if path.is_file() and is_packed(path, DataPolicy.load(workspace.policy("data.yaml")).limits):
+    if folder == plant.workspace.quarantine.resolve():
+        path = return_file(plant.workspace, path)
+        folder = plant.workspace.inbox.resolve()
+    if path.is_file() and is_packed(path, DataPolicy.load(plant.workspace.policy("data.yaml")).limits):
         reports = ingest_pack(
-            workspace,
-            ledger,
+            plant,
             Pack.of_file(path),
-            progress,
             again=again,
             workers=workers,
             ingested=ingested,
             beside=beside,
         )
-        if folder == workspace.inbox.resolve():
-            file_original(workspace, ledger, path, {report.sha256 for report in reports})
+        if folder == plant.workspace.inbox.resolve():
+            file_original(plant, path, {report.sha256 for report in reports})
         return reports
-    report = ingest_shard(workspace, ledger, path, progress, again=again, workers=workers, beside=beside)
+    report = ingest_shard(plant, path, again=again, workers=workers, beside=beside)
     ingested(report)
-    if folder == workspace.inbox.resolve() and report.sha256 in erased_shards(ledger):
+    if folder == plant.workspace.inbox.resolve() and report.sha256 in erased_shards(plant.ledger):
         path.unlink()  # its text would be back
-        progress.line(f"  {shown_name(path)} is a shard of which text was erased: it is not kept")
-    elif folder == workspace.inbox.resolve():
-        file_away(workspace, ledger, path, report.sha256, report.state)
+        plant.progress.line(f"  {shown_name(path)} is a shard of which text was erased: it is not kept")
+    elif folder == plant.workspace.inbox.resolve():
+        file_away(plant, path, report.sha256, report.state)
     return [report]
 
 
@@ -278,23 +269,23 @@ def _readable(path: Path, progress: Progress) -> Path:
     return target
 
 
-def _look(workspace: Workspace, ledger: Ledger, settle: float) -> Iterator[InboxFile]:
+def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
     """Everything in the inbox that is, or will be, ingested or has to be said something about, by name."""
-    workspace.inbox.mkdir(exist_ok=True)
-    names = [n for n in sorted(os.listdir(workspace.inbox)) if not n.startswith(".") and not n.endswith(PARTIAL)]
-    refused = {name: one for name, one in held(ledger).items() if one["refused"]} if names else {}
-    key = _key(workspace) if refused else ""
-    asked = newest_asked(ledger) if refused else 0
+    plant.workspace.inbox.mkdir(exist_ok=True)
+    names = [n for n in sorted(os.listdir(plant.workspace.inbox)) if not n.startswith(".") and not n.endswith(PARTIAL)]
+    refused = {name: one for name, one in held(plant.ledger).items() if one["refused"]} if names else {}
+    key = _key(plant.workspace) if refused else ""
+    asked = newest_asked(plant.ledger) if refused else 0
     for name in names:
-        path = workspace.inbox / name
+        path = plant.workspace.inbox / name
         try:
             stamp = stamp_of(path)
             known = refused.get(shown_name(path))
-            read_by = key + (_text_there(workspace, ledger) if known and known.get("text") else "")
+            read_by = key + (_text_there(plant) if known and known.get("text") else "")
             if (
                 known
                 and (tuple(known["stamp"]), known["read_by"]) == (stamp, read_by)
-                and _rests(workspace, known, asked)
+                and _rests(plant.workspace, known, asked)
             ):
                 yield InboxFile(path, stamp, known["why"])
             elif len(stamp) == 1:
@@ -305,10 +296,10 @@ def _look(workspace: Workspace, ledger: Ledger, settle: float) -> Iterator[Inbox
             continue
 
 
-def _deaths(workspace: Workspace, ledger: Ledger, path: Path, stamp: Stamp) -> int:
+def _deaths(plant: Plant, path: Path, stamp: Stamp) -> int:
     """How often workers died that read this file as it is."""
-    known = held(ledger).get(shown_name(path), {})
-    if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (stamp, _key(workspace)):
+    known = held(plant.ledger).get(shown_name(path), {})
+    if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (stamp, _key(plant.workspace)):
         return 0
     return int(known["deaths"])
 
@@ -345,18 +336,16 @@ def _incomplete(path: Path, stamp: Stamp) -> str:
     return f"{end}; it is taken once it is whole, or unchanged for {STILL_SECONDS / 60:.0f} minutes"
 
 
-def _text_there(workspace: Workspace, ledger: Ledger) -> str:
+def _text_there(plant: Plant) -> str:
     """What a file that waits for more text is tried again by: which files are there, and whether a person said that there is enough."""
-    files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(workspace.inbox) if entry.is_file())
-    tokenizer = bool(ledger.read("SELECT sha256 FROM tokenizers LIMIT 1"))
-    return hashlib.sha256(repr((files, tokenizer, small_vocabulary(ledger))).encode()).hexdigest()[:16]
+    files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(plant.workspace.inbox) if entry.is_file())
+    tokenizer = bool(plant.ledger.read("SELECT sha256 FROM tokenizers LIMIT 1"))
+    return hashlib.sha256(repr((files, tokenizer, small_vocabulary(plant.ledger))).encode()).hexdigest()[:16]
 
 
-def _hold(
-    workspace: Workspace, ledger: Ledger, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = ""
-) -> bool:
+def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = "") -> bool:
     """Record why a file waits; returns whether that is news. ``text``: of a file that waits for more text, the text that was there."""
-    known = held(ledger).get(file.name)
+    known = held(plant.ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
     detail: dict[str, Any] = {
@@ -366,8 +355,8 @@ def _hold(
         "refused": refused,
         "deaths": deaths,
     }
-    detail |= {"read_by": _key(workspace) + text if refused else ""} | ({"text": text} if text else {})
-    return record_once(ledger, HELD, f"inbox:{file.name}", detail)
+    detail |= {"read_by": _key(plant.workspace) + text if refused else ""} | ({"text": text} if text else {})
+    return record_once(plant.ledger, HELD, f"inbox:{file.name}", detail)
 
 
 def _key(workspace: Workspace) -> str:

@@ -27,8 +27,6 @@ from typing import Any
 import pyarrow as pa
 
 from factory.core.errors import InputError
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard, mostly_bad, quarantine, report, settled
 from factory.ingest.document import Row
 from factory.ingest.filing import file_away
@@ -41,6 +39,7 @@ from factory.ingest.shapes.told import Told, missing_columns
 from factory.ingest.worker import look_at, read_row
 from factory.ledger.files import PACKED, packed
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from kernels.contract.files import sync_folder
 from trainer.contract.data.token_shard import file_sha256
@@ -134,10 +133,8 @@ def is_packed(path: Path, limits: ShardLimits) -> bool:
 
 
 def ingest_pack(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     pack: Pack,
-    progress: Progress,
     *,
     again: bool = False,
     workers: int | None = None,
@@ -152,18 +149,18 @@ def ingest_pack(
 
     Raises: as ``ingest_shard``; InputError where nothing of a folder or of many files can be read, or one of them changed meanwhile.
     """
-    policy = DataPolicy.load(workspace.policy("data.yaml"))
+    policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     limits, together = policy.limits, pack.alone is None and pack.folder is None
     before = _stamps(pack)
     sha256 = pack.sha256()
-    parts = packed(ledger, sha256)
-    key = reading_key(workspace)
-    if pack.alone and (known := settled(workspace, ledger, pack.alone, sha256, again)):
+    parts = packed(plant.ledger, sha256)
+    key = reading_key(plant.workspace)
+    if pack.alone and (known := settled(plant, pack.alone, sha256, again)):
         ingested(known)
         return [known]
-    done = [] if again else _finished(parts, key, ledger)
+    done = [] if again else _finished(parts, key, plant.ledger)
     if done and done[-1]["last"]:
-        reports = [one for part in done if (one := report(ledger, part["shard"]))]
+        reports = [one for part in done if (one := report(plant.ledger, part["shard"]))]
         if not together or all(one.state == "ingested" for one in reports):
             for one in reports:
                 ingested(one)
@@ -171,29 +168,31 @@ def ingest_pack(
         done = []
     reports = []
     left = _LeftOut(files=set() if unread is None else unread)
-    folder = workspace.shards / ".packing"
+    folder = plant.workspace.shards / ".packing"
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     try:
         folder.mkdir(parents=True)
         skip = sum(part["rows"] for part in done)
         if done:
-            progress.line(f"  {pack.name}: {len(done)} parts of it, {skip:,} rows, are ingested; it goes on from there")
+            plant.progress.line(
+                f"  {pack.name}: {len(done)} parts of it, {skip:,} rows, are ingested; it goes on from there"
+            )
         for part in _parts(rows_of(pack, limits, left), folder, pack.name, limits, len(done), skip):
             _refuse_changed(pack, before)
             whole = None if part.first == 0 and part.last else lambda: rows_of(pack, limits)
             how: dict[str, Any] = {"again": again, "workers": workers, "beside": beside, "whole": whole}
             how["quarantines"] = not together
-            one = ingest_shard(workspace, ledger, part.path, progress, **how)
+            one = ingest_shard(plant, part.path, **how)
             if together and one.state == "quarantined":  # in a time when such a part was
                 raise ShardProblem(str(one.reason))
             ingested(one)
-            _file(workspace, ledger, part.path, one)
+            _file(plant, part.path, one)
             detail = {
                 "sha256": sha256, "name": pack.name, "origin": pack.origin, "files": len(pack.files), "part": part.number,
                 "first": part.first, "rows": part.rows, "shard": one.sha256, "last": part.last, "read_by": key,
                 "left_out": dict(left.reasons.most_common(_NAMED)) if part.last else {},
             }  # fmt: skip
-            with ledger.begin() as tx:
+            with plant.ledger.begin() as tx:
                 record(tx, PACKED, f"file:{sha256[:16]}", detail)
             reports.append(one)
         if not reports and not done:
@@ -208,22 +207,22 @@ def ingest_pack(
                 if name in bad:
                     spoilt(name, f"unusable, {bad[name]}")
                     left.files.add(path)
-            progress.line(f"  {pack.name}: {spoilt.words()}")
+            plant.progress.line(f"  {pack.name}: {spoilt.words()}")
             how = {"again": again, "workers": workers, "ingested": ingested, "beside": beside, "unread": left.files}
-            return [*reports, *ingest_pack(workspace, ledger, rest, progress, **how)]
+            return [*reports, *ingest_pack(plant, rest, **how)]
         stored = [*done, *reports]
         if stored:
             rows = sum(part["rows"] for part in done) + sum(one.rows for one in reports)
             problem = ShardProblem(f"{problem}; {rows:,} rows before that are ingested, as {len(stored)} shards")
         if pack.alone is None:
             raise InputError(f"{pack.name}: {problem}") from problem
-        one = quarantine(workspace, ledger, pack.alone, sha256, problem)
+        one = quarantine(plant, pack.alone, sha256, problem)
         ingested(one)
         reports.append(one)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if words := left.words():
-        progress.line(f"  {pack.name}: {words}")
+        plant.progress.line(f"  {pack.name}: {words}")
     return reports
 
 
@@ -241,12 +240,12 @@ def _finished(parts: Sequence[dict[str, Any]], key: str, ledger: Ledger) -> list
     return list(itertools.takewhile(lambda part: report(ledger, part["shard"]), same))
 
 
-def _file(workspace: Workspace, ledger: Ledger, path: Path, one: ShardReport) -> None:
-    if one.sha256 in erased_shards(ledger):
+def _file(plant: Plant, path: Path, one: ShardReport) -> None:
+    if one.sha256 in erased_shards(plant.ledger):
         path.unlink()  # its text would be back
     else:
         sync_folder(path)  # what it was made of may go
-        file_away(workspace, ledger, path, one.sha256, one.state)
+        file_away(plant, path, one.sha256, one.state)
 
 
 def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:

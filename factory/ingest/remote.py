@@ -17,9 +17,9 @@ from urllib.parse import unquote, urlsplit
 from factory.core.errors import InputError
 from factory.core.faults import is_of_no_file
 from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.ingest.filing import file_away
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from kernels.contract.files import put_in_place, write_atomically
 from trainer.contract.data.token_shard import file_sha256
 
@@ -40,19 +40,17 @@ def is_address(name: str) -> bool:
     return len(name.partition("://")[0]) > 1 and "://" in name
 
 
-def fetched(
-    workspace: Workspace, ledger: Ledger, address: str, progress: Progress
-) -> tuple[Path, dict[Path, str], int]:
+def fetched(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]:
     """(the folder, files in it with the address of each, how many of the address were ingested before).
 
     Raises: InputError for an address that cannot be read: the same call goes on where this one ended.
     """
     system, root = _system(address)
-    folder = workspace.root / FETCHED / hashlib.sha256(address.encode()).hexdigest()[:16]
+    folder = plant.workspace.root / FETCHED / hashlib.sha256(address.encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[Path, str] = {}
     known = 0
-    done = _ingested(ledger)
+    done = _ingested(plant.ledger)
     paths = _listed(system, root, address)
     for number, path in enumerate(paths):
         whole = str(system.unstrip_protocol(path))
@@ -63,26 +61,26 @@ def fetched(
         target = folder / _inside(path, paths)
         target.parent.mkdir(parents=True, exist_ok=True)
         title = f"fetch {target.name}" + (f" ({number + 1} of {len(paths)})" if len(paths) > 1 else "")
-        _fetch(system, path, about, target, progress, title)
+        _fetch(system, path, about, target, plant.progress, title)
         found[target] = whole
     return folder, found, known
 
 
-def settle(workspace: Workspace, ledger: Ledger, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
+def settle(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
     """Put a fetched file that was ingested away, and record that it was: as a shard it is kept, and else it is what lies at the address."""
     sha256 = file_sha256(path)
     about = json.loads(_note(path).read_text())
     detail = {"address": address, **about, "shards": [one.sha256 for one in reports]}
     own = next((one for one in reports if one.sha256 == sha256), None)
     if own:
-        file_away(workspace, ledger, path, sha256, own.state)
+        file_away(plant, path, sha256, own.state)
     else:
         path.unlink()
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         record(tx, FETCHED, f"address:{hashlib.sha256(address.encode()).hexdigest()[:16]}", detail)
     _note(path).unlink()
     for left in (path.parent, *path.parent.parents):
-        if left == workspace.root / FETCHED or any(left.iterdir()):
+        if left == plant.workspace.root / FETCHED or any(left.iterdir()):
             break
         left.rmdir()
 

@@ -16,7 +16,6 @@ import sqlalchemy as sa
 
 from factory.core.errors import DamagedTokenizerError, InputError
 from factory.core.faults import cannot_be_read_now
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Row, flat
 from factory.ingest.readers import ShardProblem, read_rows
@@ -27,7 +26,8 @@ from factory.ingest.tokenizer import FILES, Tokenizer, train
 from factory.ingest.vocabulary_size import refuse_vocabulary_to_be
 from factory.ingest.worker import FinishTask, read_row, spool_contents
 from factory.ledger.files import small_vocabulary
-from factory.ledger.ledger import Ledger, tokenizers
+from factory.ledger.ledger import tokenizers
+from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
 
 _OF_ONE_DOCUMENT = 50_000  # characters: one large file must not fill the sample
@@ -41,14 +41,12 @@ class LittleTextError(InputError):
 
 
 def frozen_tokenizer(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     policy: DataPolicy,
     tasks: Sequence[Sequence[FinishTask]],
     spool: Path,
     path: Path,
     beside: Sequence[Path],
-    progress: Progress,
 ) -> Tokenizer:
     """``beside``: files that are to be ingested after ``path``.
 
@@ -56,23 +54,23 @@ def frozen_tokenizer(
     entries than the recipe's model has room for; LittleTextError where all text that waits is short and gives fewer tokens than
     ``tokenizer.vocab_size`` of the data policy, and no person said that this is wanted.
     """
-    refuse_vocabulary_to_be(workspace)
-    recorded = ledger.one(sa.select(tokenizers))
+    refuse_vocabulary_to_be(plant.workspace)
+    recorded = plant.ledger.one(sa.select(tokenizers))
     if recorded:
         advice = "the daemon puts it back from a backup or an export; 'factory doctor --repair' does so where none runs"
         try:
-            tokenizer = Tokenizer.load(workspace.tokenizer)
+            tokenizer = Tokenizer.load(plant.workspace.tokenizer)
         except InputError as error:
             raise DamagedTokenizerError(f"{error}. {advice}") from error
         if tokenizer.sha256 != recorded["sha256"]:
             raise DamagedTokenizerError(
-                f"{workspace.tokenizer}/tokenizer.json is not the tokenizer this workspace was trained with "
+                f"{plant.workspace.tokenizer}/tokenizer.json is not the tokenizer this workspace was trained with "
                 f"(SHA-256 {recorded['sha256'][:16]}…): {advice}"
             )
         return tokenizer
-    others = _other_shards(workspace, path, beside)
+    others = _other_shards(plant.workspace, path, beside)
     share = policy.tokenizer.sample_bytes // (len(others) + 1)
-    with progress.task("train the tokenizer") as bar:
+    with plant.progress.task("train the tokenizer") as bar:
         sample = list(_sample_spool(tasks, spool, share))
         for other in others:
             sample += _sample_file(other, policy, share)
@@ -86,17 +84,17 @@ def frozen_tokenizer(
         aside = spool / "tokenizer"
         made = train(iter(sample), policy.tokenizer.vocab_size, aside)
         if made.vocab_size < policy.tokenizer.vocab_size:
-            if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(ledger):
+            if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(plant.ledger):
                 raise LittleTextError(_too_little(sample, made.vocab_size, policy.tokenizer.vocab_size, aside))
-            progress.line(
+            plant.progress.line(
                 f"  the tokenizer has {made.vocab_size:,} tokens, not {policy.tokenizer.vocab_size:,}: the text gives no more, and it is trained once"
             )
-        workspace.tokenizer.mkdir(parents=True, exist_ok=True)
+        plant.workspace.tokenizer.mkdir(parents=True, exist_ok=True)
         for name in sorted(
             FILES, key=lambda name: name == "tokenizer.json"
         ):  # that one last: it makes the folder a tokenizer
-            write_atomically(workspace.tokenizer / name, (aside / name).read_bytes())
-        return Tokenizer.load(workspace.tokenizer)
+            write_atomically(plant.workspace.tokenizer / name, (aside / name).read_bytes())
+        return Tokenizer.load(plant.workspace.tokenizer)
 
 
 def _too_little(sample: Sequence[str], found: int, wanted: int, folder: Path) -> str:

@@ -9,7 +9,8 @@ import sqlalchemy as sa
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.ledger import Ledger, tokenizers
+from factory.ledger.ledger import tokenizers
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
@@ -17,21 +18,21 @@ if TYPE_CHECKING:
 PADDED_TO = 128  # matrix units want round sizes: so far the embedding may be larger than the vocabulary
 
 
-def refuse_vocabulary(workspace: Workspace, ledger: Ledger, recipe: Recipe) -> None:
+def refuse_vocabulary(plant: Plant, recipe: Recipe) -> None:
     """``model.vocab_size`` is that of ``data.yaml``, or the next multiple of ``PADDED_TO``, and holds the tokenizer that there is.
 
     Raises: ConfigError that names both files and keys.
     """
-    frozen = ledger.one(sa.select(tokenizers))
-    wanted = DataPolicy.load(workspace.policy("data.yaml")).tokenizer.vocab_size
+    frozen = plant.ledger.one(sa.select(tokenizers))
+    wanted = DataPolicy.load(plant.workspace.policy("data.yaml")).tokenizer.vocab_size
     there, size = frozen["vocab_size"] if frozen else 0, recipe.model.vocab_size
     if size < there:
         raise ConfigError(
-            f"{workspace.recipe_path()}: model.vocab_size is {size}, {workspace.tokenizer}/tokenizer.json has {there} entries and stays: "
+            f"{plant.workspace.recipe_path()}: model.vocab_size is {size}, {plant.workspace.tokenizer}/tokenizer.json has {there} entries and stays: "
             f"write model.vocab_size: {padded(there)}"
         )
     if not fits(size, wanted):
-        raise ConfigError(refusal(workspace, size, wanted, bool(frozen)))
+        raise ConfigError(refusal(plant.workspace, size, wanted, bool(frozen)))
 
 
 def refuse_vocabulary_to_be(workspace: Workspace) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from factory.core.errors import ConfigError, FactoryError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.notifying.messages import message_of
 from factory.notifying.policy import NotificationPolicy
 from factory.notifying.receivers import NotDeliveredError, Receiver, receivers
@@ -27,8 +27,8 @@ EVENTS_AT_ONCE = 200
 class Notifier:
     """For one process: ``look`` every few seconds. Waits after failures are kept in memory."""
 
-    def __init__(self, workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
-        self.workspace, self.ledger, self.progress = workspace, ledger, progress
+    def __init__(self, plant: Plant) -> None:
+        self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
         self._backoff: Backoff | None = None
         self._looked_at: dict[
             str, int
@@ -61,7 +61,7 @@ class Notifier:
         since = self._looked_at.get(name) or self._since(positions[name])
         while events := self._events(since):
             for event in events:
-                message = message_of(self.workspace, self.ledger, event)
+                message = message_of(Plant(self.workspace, self.ledger), event)
                 if message is None or not set(message.kinds) & set(policy.kinds):
                     since = self._looked_at[name] = event["id"]
                     continue

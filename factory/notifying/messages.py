@@ -11,6 +11,7 @@ from factory.ledger.anomalies import ASKED, DEV_ALONE, DIAGNOSED, REWOUND, Anoma
 from factory.ledger.decisions import OVERRIDDEN, REFUSED, REJECTED, undecided
 from factory.ledger.files import DISK_LOW, DISK_WELL
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import how_to_answer, waits
 from factory.retrying.tries import FAILED, STUMBLED, ways_on, why_parked
@@ -37,11 +38,11 @@ class Message:
         return {"workspace": workspace.root.name} | asdict(self)
 
 
-def message_of(workspace: Workspace, ledger: Ledger, event: dict[str, Any]) -> Message | None:
+def message_of(plant: Plant, event: dict[str, Any]) -> Message | None:
     """``event``: a row of the table. None: it is nothing to tell. Raises: ConfigError."""
     detail = event["detail"] if isinstance(event["detail"], dict) else {}
     try:
-        said = _said(workspace, ledger, event["kind"], event["subject"], detail)
+        said = _said(plant, event["kind"], event["subject"], detail)
     except (
         InputError,
         ValueError,
@@ -64,20 +65,20 @@ def message_of(workspace: Workspace, ledger: Ledger, event: dict[str, Any]) -> M
     )
 
 
-def _said(
-    workspace: Workspace, ledger: Ledger, kind: str, subject: str, detail: dict[str, Any]
-) -> tuple[tuple[str, ...], str, str] | None:
+def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> tuple[tuple[str, ...], str, str] | None:
     """(kinds, title, text)"""
     name = subject.replace(":", " ")
     why = str(detail.get("why") or detail.get("error") or "")
     if kind == "judged":
-        return _verdict(workspace, ledger, name, detail)
+        return _verdict(plant, name, detail)
     if kind == "segment_done":
-        return _anomalies(ledger, name, subject)
+        return _anomalies(plant.ledger, name, subject)
     if kind in (FAILED, STUMBLED):
-        row = SegmentRow.get(ledger, Subject.parse(subject).number)
+        row = SegmentRow.get(plant.ledger, Subject.parse(subject).number)
         parked = kind == FAILED and row.state == "failed"
-        text = f"{why_parked(ledger, row)}. {', or '.join(map(repr, ways_on(ledger, row)))}" if parked else ""
+        text = (
+            f"{why_parked(plant.ledger, row)}. {', or '.join(map(repr, ways_on(plant.ledger, row)))}" if parked else ""
+        )
         title = f"{name} is parked" if parked else f"{name}: its trainer {detail.get('said') or 'died'}"
         return ("failure",), title, text or f"try {detail.get('tries')}; it is tried again"
     what = str(detail.get("what", "the daemon"))
@@ -106,15 +107,13 @@ def _said(
     return (one,), title, text
 
 
-def _verdict(
-    workspace: Workspace, ledger: Ledger, name: str, detail: dict[str, Any]
-) -> tuple[tuple[str, ...], str, str] | None:
-    verdict = VerdictRow.first(ledger, "WHERE id = :id", id=detail.get("verdict"))
+def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> tuple[tuple[str, ...], str, str] | None:
+    verdict = VerdictRow.first(plant.ledger, "WHERE id = :id", id=detail.get("verdict"))
     if verdict is None:
         return None
     lines, kinds, title = list(verdict.reasons), ("verdict",), f"{name}: {verdict.outcome}"
-    open_now = [row.id for row in undecided(ledger)]
-    if verdict.gate == "release" and verdict.id in open_now and waits(workspace, ledger, verdict):
+    open_now = [row.id for row in undecided(plant.ledger)]
+    if verdict.gate == "release" and verdict.id in open_now and waits(plant, verdict):
         return (
             (*kinds, "approval"),
             f"{title}, and waits for approval",

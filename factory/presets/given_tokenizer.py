@@ -10,10 +10,10 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.tokenizer import Tokenizer, write_files
-from factory.ledger.ledger import Ledger, tokenizers
+from factory.ledger.ledger import tokenizers
+from factory.ledger.plant import Plant
 
 LARGEST = 1 << 28  # bytes
 
@@ -48,18 +48,22 @@ def opened(given: Path) -> Iterator[Tokenizer]:
         yield tokenizer
 
 
-def install(workspace: Workspace, ledger: Ledger, tokenizer: Tokenizer) -> None:
+def install(plant: Plant, tokenizer: Tokenizer) -> None:
     """Freeze it as the workspace's, in place of one that the first ingest would train. Again with the same: nothing.
 
     Raises: InputError where there is another.
     """
-    recorded = ledger.one(sa.select(tokenizers))
+    recorded = plant.ledger.one(sa.select(tokenizers))
     if recorded and recorded["sha256"] != tokenizer.sha256:
         raise InputError(
-            f"--tokenizer: {workspace.root} has its tokenizer already, and what was ingested is made of its ids: name a new workspace"
+            f"--tokenizer: {plant.workspace.root} has its tokenizer already, and what was ingested is made of its ids: name a new workspace"
         )
     write_files(
-        (tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"), bool(tokenizer.bos), workspace.tokenizer
+        (tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"),
+        bool(tokenizer.bos),
+        plant.workspace.tokenizer,
     )
-    with ledger.begin() as tx:
-        store.write_tokenizer(tx, Tokenizer.load(workspace.tokenizer), ledger.inside(workspace.tokenizer))
+    with plant.ledger.begin() as tx:
+        store.write_tokenizer(
+            tx, Tokenizer.load(plant.workspace.tokenizer), plant.ledger.inside(plant.workspace.tokenizer)
+        )

@@ -15,6 +15,7 @@ from factory.git.repository import LIVE_FOLDERS, RepositoryError, live_commit
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary_size import fits, padded
+from factory.ledger.plant import Plant
 from factory.presets.given_tokenizer import install, opened
 from factory.presets.presets import PRESETS, Hardware, fitting, too_large
 from kernels.contract.strict_yaml import read_yaml
@@ -62,7 +63,7 @@ def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
             workspace = Workspace.create(root, config, start.policies)
         ledger = make_ledger(workspace)
         if given is not None:
-            install(workspace, ledger, given)
+            install(Plant(workspace, ledger), given)
     return workspace
 
 

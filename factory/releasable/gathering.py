@@ -23,6 +23,7 @@ from factory.gates.release.releasability import RIGHT, DomainSize, GuardSize, Si
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.removals import NO_LICENCE
 from factory.ledger.rows import EvaluationRow, SegmentRow, champion
 from factory.tasks.policy import TasksPolicy
@@ -45,11 +46,11 @@ class ReleasableLine:
         return asdict(self)
 
 
-def look(workspace: Workspace, ledger: Ledger) -> list[ReleasableLine]:
+def look(plant: Plant) -> list[ReleasableLine]:
     """The report, what holds releases first. Empty before the first shard. Raises: ConfigError for a policy that cannot be read."""
-    if not ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
+    if not plant.ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
         return []
-    lines = [*_held_out(workspace, ledger), *_licences(workspace, ledger), *_recipe(workspace, ledger)]
+    lines = [*_held_out(plant), *_licences(plant), *_recipe(plant)]
     return sorted(lines, key=lambda line: (line.ok is not False, line.ok is not None))
 
 
@@ -69,29 +70,29 @@ def verdict(lines: list[ReleasableLine]) -> str:
     return f"releases would be held: {', '.join(holding)}" if holding else "nothing would hold a release"
 
 
-def _held_out(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
+def _held_out(plant: Plant) -> Iterator[ReleasableLine]:
     try:
-        tokenizer = Tokenizer.load(workspace.tokenizer)
+        tokenizer = Tokenizer.load(plant.workspace.tokenizer)
     except FactoryError:
         return  # the first shard has not been made yet
     policy, measured = (
-        ReleasePolicy.load(workspace.policy("gates/release.yaml")),
-        EvalPolicy.load(workspace.policy("evals.yaml")),
+        ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")),
+        EvalPolicy.load(plant.workspace.policy("evals.yaml")),
     )
-    suite = build_suite(ledger, measured, tokenizer.sha256)
-    known = spreads(ledger)
+    suite = build_suite(plant.ledger, measured, tokenizer.sha256)
+    known = spreads(plant.ledger)
     trained = {
         row["domain"]: row["documents"]
-        for row in ledger.read(
+        for row in plant.ledger.read(
             "SELECT domain, COUNT(*) AS documents FROM documents WHERE fate = 'train' GROUP BY domain"
         )
     }
     domains = {name: _domain(suite, name, known.get(name)) for name in sorted({*trained, *suite.domains})}
-    tasks, wrong = _tasks(workspace)
-    files = look_into(task_folder(workspace)).tasks
-    chosen = TasksPolicy.load(workspace.policy("tasks.yaml"))
-    newest = champion(ledger)
-    right = _cloze_right(ledger, newest.candidate) if newest else None
+    tasks, wrong = _tasks(plant.workspace)
+    files = look_into(task_folder(plant.workspace)).tasks
+    chosen = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    newest = champion(plant.ledger)
+    right = _cloze_right(plant.ledger, newest.candidate) if newest else None
     sizes = Sizes(
         {name: one for name, one in domains.items() if one.documents},
         cloze_items=len(build_cloze(suite, tokenizer, measured)),
@@ -201,21 +202,21 @@ def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
     return None
 
 
-def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
+def _licences(plant: Plant) -> Iterator[ReleasableLine]:
     from factory.training.planning import last_segment
 
     policy, data = (
-        ReleasePolicy.load(workspace.policy("gates/release.yaml")),
-        DataPolicy.load(workspace.policy("data.yaml")),
+        ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")),
+        DataPolicy.load(plant.workspace.policy("data.yaml")),
     )
-    tokens = tokens_by_licence(ledger, None, data.licences)
+    tokens = tokens_by_licence(plant.ledger, None, data.licences)
     other = not_releasable(data.licences, tokens)
     share = sum(other.values())
     if share <= policy.not_releasable_max:
-        trunk = last_segment(ledger, "trunk")
-        lineage = [row.id for row in SegmentRow.lineage(ledger, trunk.id)] if trunk else []
+        trunk = last_segment(plant.ledger, "trunk")
+        lineage = [row.id for row in SegmentRow.lineage(plant.ledger, trunk.id)] if trunk else []
         shares = {
-            number: sum(not_releasable(data.licences, tokens_by_licence(ledger, number, data.licences)).values())
+            number: sum(not_releasable(data.licences, tokens_by_licence(plant.ledger, number, data.licences)).values())
             for number in lineage
         }
         if spoilt := [number for number, part in shares.items() if part > policy.not_releasable_max]:
@@ -247,7 +248,9 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     else:
         listed = f"'factory config set data licences.known \"{{{first}: {{train: true, release: true}}}}\"'"
         todo = f"if {first} allows it, {listed}; if the name is wrong, "
-        own = ledger.read("SELECT 1 AS one FROM documents WHERE fate = 'train' AND license = :name LIMIT 1", name=first)
+        own = plant.ledger.read(
+            "SELECT 1 AS one FROM documents WHERE fate = 'train' AND license = :name LIMIT 1", name=first
+        )
         right = f"'factory data relabel --license \"{first}\" --to-license NAME'"
         todo += (
             right
@@ -261,15 +264,15 @@ def _licences(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
     yield ReleasableLine("licences", False, text, f"{todo}; else {take_out}")
 
 
-def _recipe(workspace: Workspace, ledger: Ledger) -> Iterator[ReleasableLine]:
+def _recipe(plant: Plant) -> Iterator[ReleasableLine]:
     from factory.training.fitting import refuse_misfit
     from factory.training.planning import last_segment
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
     try:
-        recipe = Recipe.load(workspace.recipe_path())
-        refuse_misfit(workspace, ledger, recipe, last_segment(ledger, "trunk"))
+        recipe = Recipe.load(plant.workspace.recipe_path())
+        refuse_misfit(plant, recipe, last_segment(plant.ledger, "trunk"))
     except (ConfigError, TrainerError) as error:
         yield ReleasableLine("recipe", False, str(error))
         return

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import FactoryError
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads
 
 if TYPE_CHECKING:
-    from factory.ledger.ledger import Ledger
+    pass
 
 RELEASABLE = "releasable"  # event: {"key", "lines"}
 POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
@@ -27,28 +27,28 @@ def newest(workspace: Workspace, db: Reads) -> dict[str, Any] | None:
     return None
 
 
-def refresh(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+def refresh(plant: Plant) -> None:
     """Make the report again if something changed, and say what is new in it. An unreadable policy is reported elsewhere."""
     from factory.ledger.writing import record_once
     from factory.releasable.gathering import describe, look, verdict
 
-    key = _key(workspace, ledger)
-    before = _stored(ledger)
+    key = _key(plant.workspace, plant.ledger)
+    before = _stored(plant.ledger)
     if before and before["key"] == key:
         return
     try:
-        lines = look(workspace, ledger)
+        lines = look(plant)
     except FactoryError:
         return
     if not lines:
         return
     known = {json.dumps(line, sort_keys=True) for line in before["lines"]} if before else set()
     fresh = [line for line in lines if json.dumps(line.to_json(), sort_keys=True) not in known and line.ok is not True]
-    record_once(ledger, RELEASABLE, "data", {"key": key, "lines": [line.to_json() for line in lines]})
+    record_once(plant.ledger, RELEASABLE, "data", {"key": key, "lines": [line.to_json() for line in lines]})
     if fresh:
-        progress.line(f"  {verdict(lines)}")
+        plant.progress.line(f"  {verdict(lines)}")
     for words in describe(fresh):
-        progress.line(f"  {words}")
+        plant.progress.line(f"  {words}")
 
 
 def _stored(db: Reads) -> dict[str, Any] | None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from factory.core.errors import InputError
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.ledger.decisions import APPROVED, REFUSED, REJECTED, undecided
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from factory.release.approvals import (
@@ -44,9 +42,9 @@ QUIET = frozenset({"", PENDING, REFUSED_WORD})
 class ApprovalAnswers:
     """One process's look at the tags: ``look`` every few seconds, also while a segment trains. It costs one search."""
 
-    def __init__(self, workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
-        self.workspace, self.ledger, self.progress = workspace, ledger, progress
-        self.tracking = Tracking.open(workspace, ledger)
+    def __init__(self, plant: Plant) -> None:
+        self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
+        self.tracking = Tracking.open(plant)
         self._asked = False
 
     def look(self) -> list[str]:
@@ -62,7 +60,7 @@ class ApprovalAnswers:
         """``look``; at the first time, also say which candidates wait already. (Of others it is said when they are judged.)"""
         self.look()
         for verdict in () if self._asked else undecided(self.ledger):
-            if waits(self.workspace, self.ledger, verdict):
+            if waits(Plant(self.workspace, self.ledger), verdict):
                 self.progress.line(f"  {how_to_answer(verdict.number)}")
         self._asked = True
 
@@ -114,10 +112,10 @@ class ApprovalAnswers:
 
     def _obey(self, word: str, verdict: VerdictRow, by: str, why: str) -> str:
         if word == APPROVED:
-            number = release(self.workspace, self.ledger, verdict.id, self.progress, approved_by=by)
+            number = release(Plant(self.workspace, self.ledger, self.progress), verdict.id, approved_by=by)
             return f"released as {number}, for which the policy was enough"
         if word == REJECTED:
-            reject(self.workspace, self.ledger, verdict.id, by, why)
+            reject(Plant(self.workspace, self.ledger), verdict.id, by, why)
             return REJECTED
         raise InputError(f"{word[:40]!r} is no answer: {APPROVAL_TAG} is {APPROVED!r} or {REJECTED!r}")
 

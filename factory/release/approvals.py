@@ -19,6 +19,7 @@ from factory.ledger.decisions import (
     rejected_before,
 )
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from factory.release.checks import check_newest, promotion
@@ -51,30 +52,30 @@ def approve(ledger: Ledger, verdict_id: int, by: str) -> None:
         record(tx, APPROVED, Subject("verdict", verdict_id), {"sha256": verdict.subject_sha256, "by": by})
 
 
-def reject(workspace: Workspace, ledger: Ledger, verdict_id: int, by: str, why: str) -> None:
+def reject(plant: Plant, verdict_id: int, by: str, why: str) -> None:
     """Record that a person does not want what this verdict promotes released: no approval of this verdict counts any more.
 
     Safe to repeat. Raises: InputError for a verdict that is no promotion or is out of date, and for what is released already.
     """
-    verdict = promotion(ledger, verdict_id)
-    with waiting_lock(workspace, "release"):
-        check_newest(ledger, verdict)
-        if released := ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=verdict.number):
+    verdict = promotion(plant.ledger, verdict_id)
+    with waiting_lock(plant.workspace, "release"):
+        check_newest(plant.ledger, verdict)
+        if released := ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.number):
             raise InputError(
                 f"candidate {verdict.number} is release {released.number} already: 'factory releases rollback N' makes an older one champion"
             )
-        known = decision_on(ledger, verdict)
+        known = decision_on(plant.ledger, verdict)
         if known is None or known.word != REJECTED:
             detail = {"sha256": verdict.subject_sha256, "by": by, "why": why[:LONGEST_REASON]}
-            record_once(ledger, REJECTED, Subject("verdict", verdict_id), detail)
+            record_once(plant.ledger, REJECTED, Subject("verdict", verdict_id), detail)
 
 
-def approver(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> str:
+def approver(plant: Plant, verdict: VerdictRow) -> str:
     """Who approved: ``policy``, or the person. Raises: ApprovalNeeded; InputError when it was rejected."""
-    _refuse_rejected(ledger, verdict)
-    if decision := decision_on(ledger, verdict):
+    _refuse_rejected(plant.ledger, verdict)
+    if decision := decision_on(plant.ledger, verdict):
         return decision.by
-    if automatic(workspace) and not rejected_before(ledger, verdict):
+    if automatic(plant.workspace) and not rejected_before(plant.ledger, verdict):
         return BY_POLICY
     raise ApprovalNeeded(how_to_answer(verdict.number))
 
@@ -87,9 +88,9 @@ def how_to_answer(candidate: int) -> str:
     )
 
 
-def waits(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> bool:
+def waits(plant: Plant, verdict: VerdictRow) -> bool:
     """Must a person decide before what a verdict promotes is released?"""
-    return verdict.outcome == "promote" and (not automatic(workspace) or rejected_before(ledger, verdict))
+    return verdict.outcome == "promote" and (not automatic(plant.workspace) or rejected_before(plant.ledger, verdict))
 
 
 def _refuse_rejected(ledger: Ledger, verdict: VerdictRow) -> None:
@@ -102,32 +103,30 @@ def _refuse_rejected(ledger: Ledger, verdict: VerdictRow) -> None:
 
 
 # -- in MLflow ----------------------------------------------------------------------------------------------------------
-def register_candidate(workspace: Workspace, ledger: Ledger, candidate_id: int) -> str:
+def register_candidate(plant: Plant, candidate_id: int) -> str:
     """Show a judged candidate in MLflow, whatever its verdict: a version with tags, alias ``candidate``, its report; ask for approval.
 
     Returns the version. A word that a person gave about an older verdict is taken away.
 
     Raises: InputError when it was not judged or its export changed; TrackingError.
     """
-    tracking = Tracking.open(workspace, ledger)
-    verdict = newest_verdict(ledger, candidate_id)
+    tracking = Tracking.open(plant)
+    verdict = newest_verdict(plant.ledger, candidate_id)
     with mlflow_errors("finding a version"):
         before = find_version(tracking.client, candidate_id, verdict.subject_sha256)
-    version = register(workspace, ledger, tracking, candidate_id)
-    _ask(workspace, ledger, tracking, verdict, version, dict(before.tags) if before else {})
+    version = register(plant, tracking, candidate_id)
+    _ask(plant, tracking, verdict, version, dict(before.tags) if before else {})
     mark_whole(tracking.client, version)
     return version
 
 
-def _ask(
-    workspace: Workspace, ledger: Ledger, tracking: Tracking, verdict: VerdictRow, version: str, given: dict[str, str]
-) -> None:
+def _ask(plant: Plant, tracking: Tracking, verdict: VerdictRow, version: str, given: dict[str, str]) -> None:
     """Show on a version that it waits for a person, or what became of that; ``given``: its tags before."""
-    known = decided(ledger, verdict)
-    if known is None and (waits(workspace, ledger, verdict) or APPROVAL_TAG in given):
+    known = decided(plant.ledger, verdict)
+    if known is None and (waits(plant, verdict) or APPROVAL_TAG in given):
         if given.get(APPROVAL_TAG, OVERRIDDEN) != OVERRIDDEN and given.get("verdict_id") == str(verdict.id):
             return  # asked already, or a word that is to be answered
-        asked = waits(workspace, ledger, verdict)
+        asked = waits(plant, verdict)
         known = (
             PENDING if asked else "",
             how_to_answer(verdict.number) if asked else f"verdict {verdict.id}: nothing to approve",

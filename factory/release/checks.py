@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import of_training
 from factory.gates.release.policy import ReleasePolicy
@@ -11,6 +10,7 @@ from factory.gates.release.training_now import training_now
 from factory.ledger.anomalies import rewound_in
 from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Reads, Subject, VerdictRow, champion
 from factory.release.registry import check_export, newest_verdict
 
@@ -47,12 +47,12 @@ def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:
         )
 
 
-def check_current(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> None:
+def check_current(plant: Plant, verdict: VerdictRow) -> None:
     """Raises: InputError when the candidate was judged again since, its training was rewound, or champion, licences or anomalies are others."""
-    check_newest(ledger, verdict)
-    check_not_rewound(ledger, verdict)
-    check_champion(ledger, verdict)
-    check_training(workspace, ledger, verdict)
+    check_newest(plant.ledger, verdict)
+    check_not_rewound(plant.ledger, verdict)
+    check_champion(plant.ledger, verdict)
+    check_training(plant, verdict)
 
 
 def check_not_rewound(db: Reads, verdict: VerdictRow) -> None:
@@ -74,15 +74,15 @@ def check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
         )
 
 
-def check_training(workspace: Workspace, ledger: Ledger, verdict: VerdictRow) -> None:
+def check_training(plant: Plant, verdict: VerdictRow) -> None:
     """Licences and anomalies of its training as they are now: people may have changed both since it was judged.
 
     Raises: OutOfDate when they hold the candidate; ConfigError.
     """
-    now = training_now(workspace, ledger, verdict.number)
-    if now["releasable"] is None and verdict.evidence(ledger).get("releasable") is None:
+    now = training_now(plant, verdict.number)
+    if now["releasable"] is None and verdict.evidence(plant.ledger).get("releasable") is None:
         now["releasable"] = 1.0  # nothing is recorded of what it was trained on, and no verdict of it said otherwise
-    policy = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
+    policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
     if held := of_training(policy, ReleaseEvidence(**now)):
         raise OutOfDate(
             f"{verdict.subject} would be held now: {held[0].text} 'factory evaluate {verdict.number}' judges it again"

@@ -8,11 +8,10 @@ are now, as people may have changed both since.
 from __future__ import annotations
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.gates.release.recorded import held_by, not_overridable
 from factory.gates.release.training_now import training_now
 from factory.ledger.decisions import REJECTED, decision_on
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
 
 LONGEST_REASON = 2000
@@ -30,10 +29,10 @@ def reason_of(words: str) -> str:
     return why
 
 
-def override_of(workspace: Workspace, ledger: Ledger, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
+def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
     """The event's detail. Raises: InputError for a verdict that does not hold, or holds for what no person overrides."""
     name = f"verdict {verdict.id} on {verdict.subject}"
-    if (known := decision_on(ledger, verdict)) and known.word == REJECTED:
+    if (known := decision_on(plant.ledger, verdict)) and known.word == REJECTED:
         raise InputError(f"{name} was {known}; no override of it counts; nothing was released")
     if verdict.outcome != "hold":
         instead = {
@@ -41,11 +40,11 @@ def override_of(workspace: Workspace, ledger: Ledger, verdict: VerdictRow, by: s
             "reject": "it was shown to be worse or broken, and no person overrides that",
         }
         raise InputError(f"{name} is {verdict.outcome!r}, not 'hold': {instead[verdict.outcome]}; nothing was released")
-    stored = verdict.evidence(ledger)
+    stored = verdict.evidence(plant.ledger)
     held = held_by(stored, verdict.policy_sha256, name)
     if words := not_overridable(held):
         raise InputError(f"{name} holds for what no person overrides: {words} Nothing was released")
-    now = training_now(workspace, ledger, verdict.number)
+    now = training_now(plant, verdict.number)
     if words := not_overridable(held_by(stored, verdict.policy_sha256, name, **now)):
         raise InputError(
             f"{verdict.subject} would be held now for what no person overrides: {words} 'factory evaluate {verdict.number}' judges it again; "

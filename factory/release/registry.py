@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
-from factory.core.workspace import Workspace
 from factory.evals.statistics import interval_of
 from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.loadable import log_model
@@ -79,24 +79,24 @@ def check_export(ledger: Ledger, candidate_id: int) -> CandidateRow:
     return row
 
 
-def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate_id: int) -> str:
+def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
     """Make sure that a judged candidate has its version, tags, alias and report. Returns the version.
 
     Raises: InputError when it was not judged or its export is not what was judged; TrackingError.
     """
-    verdict = newest_verdict(ledger, candidate_id)
-    candidate = check_export(ledger, candidate_id)
+    verdict = newest_verdict(plant.ledger, candidate_id)
+    candidate = check_export(plant.ledger, candidate_id)
     run = tracking.candidate_run(candidate_id)
     client = tracking.client
-    tags = _tags(ledger, candidate, verdict)
+    tags = _tags(plant.ledger, candidate, verdict)
     if verdict.against:  # whose newest numbers are of the same documents
         tracking.candidate_run(Subject.parse(verdict.against).number)
-    with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(workspace, "registry"):
+    with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(plant.workspace, "registry"):
         _ensure_model(client)
-        pictures = files(ledger, candidate_id)
+        pictures = files(plant.ledger, candidate_id)
         for name, picture in pictures.items():
             client.log_text(run, picture, f"{PICTURES}/{name}")
-        segment, evidence = SegmentRow.get(ledger, candidate.segment), verdict.evidence(ledger)
+        segment, evidence = SegmentRow.get(plant.ledger, candidate.segment), verdict.evidence(plant.ledger)
         about = page(
             candidate,
             segment,
@@ -115,9 +115,9 @@ def register(workspace: Workspace, ledger: Ledger, tracking: Tracking, candidate
                 client.set_model_version_tag(MODEL, version.version, key, value)
         if version.description != about:
             client.update_model_version(MODEL, version.version, about)
-        if candidate_id == _newest_judged(ledger):
+        if candidate_id == _newest_judged(plant.ledger):
             client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
-    tracking.log_report(run, write_report(workspace, ledger, candidate_id))
+    tracking.log_report(run, write_report(plant, candidate_id))
     return str(version.version)
 
 
@@ -138,10 +138,10 @@ def _digest(version: ModelVersion) -> str:
     return hashlib.sha256(json.dumps([version.tags.get(key) for key in SHOWN]).encode()).hexdigest()[:12]
 
 
-def write_report(workspace: Workspace, ledger: Ledger, candidate_id: int) -> Path:
+def write_report(plant: Plant, candidate_id: int) -> Path:
     """Write ``reports/candidate-N.html``."""
-    path = workspace.reports / f"candidate-{candidate_id}.html"
-    write_atomically(path, release_report(ledger, candidate_id))
+    path = plant.workspace.reports / f"candidate-{candidate_id}.html"
+    write_atomically(path, release_report(plant.ledger, candidate_id))
     return path
 
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT, Progress
-from factory.core.workspace import Workspace
 from factory.ledger.decisions import OVERRIDDEN, WITHDRAWN, override_on
 from factory.ledger.ledger import Ledger, record, releases
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
@@ -58,10 +57,8 @@ from factory.tracking.tracking import Tracking
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
 def release(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     verdict_id: int,
-    progress: Progress = SILENT,
     *,
     approved_by: str | None = None,
 ) -> int:
@@ -72,18 +69,18 @@ def release(
     Raises: InputError when the verdict does not promote, is out of date, or the export is not what was judged;
     ApprovalNeeded when the policy wants a person first. MLflow is not waited for: ``reconcile`` shows there later what it misses.
     """
-    verdict = releasable(ledger, verdict_id)
+    verdict = releasable(plant.ledger, verdict_id)
     candidate = verdict.number
-    with waiting_lock(workspace, "release"):
-        saga = _Saga(workspace, ledger, progress)
+    with waiting_lock(plant.workspace, "release"):
+        saga = _Saga(plant)
         saga.finish_others(candidate)
-        known = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate)
+        known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
-            check_current(workspace, ledger, verdict)
-            check_judged(ledger, verdict)
+            check_current(plant, verdict)
+            check_judged(plant.ledger, verdict)
             if approved_by:
-                approve(ledger, verdict_id, approved_by)
-            number = _decide(ledger, verdict, approver(workspace, ledger, verdict))
+                approve(plant.ledger, verdict_id, approved_by)
+            number = _decide(plant.ledger, verdict, approver(plant, verdict))
         else:
             number = known.number
             saga.check_begun(number)
@@ -91,9 +88,7 @@ def release(
     return number
 
 
-def override(
-    workspace: Workspace, ledger: Ledger, candidate: int, by: str, why: str, progress: Progress = SILENT
-) -> int:
+def override(plant: Plant, candidate: int, by: str, why: str) -> int:
     """Release a candidate that is held, by a person's decision; safe to call again, finishes what was begun. Returns the release's number.
 
     The override is recorded with the release in one transaction, bound to the hashes of what was judged and of the evidence.
@@ -101,17 +96,17 @@ def override(
     Raises: InputError without a reason, for a candidate that is not held, or held for what no person overrides, and as ``release`` does.
     """
     why = reason_of(why)
-    with waiting_lock(workspace, "release"):
-        saga = _Saga(workspace, ledger, progress)
+    with waiting_lock(plant.workspace, "release"):
+        saga = _Saga(plant)
         saga.finish_others(candidate)
-        known = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate)
+        known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
-            verdict = newest_verdict(ledger, candidate)
-            detail = override_of(workspace, ledger, verdict, by, why)
-            check_current(workspace, ledger, verdict)
-            check_judged(ledger, verdict)
-            number = _decide(ledger, verdict, by, detail)
-        elif override_on(ledger, VerdictRow.get(ledger, known.verdict)) is None:
+            verdict = newest_verdict(plant.ledger, candidate)
+            detail = override_of(plant, verdict, by, why)
+            check_current(plant, verdict)
+            check_judged(plant.ledger, verdict)
+            number = _decide(plant.ledger, verdict, by, detail)
+        elif override_on(plant.ledger, VerdictRow.get(plant.ledger, known.verdict)) is None:
             raise InputError(
                 f"candidate {candidate} is release {known.number} already, and was not held; nothing was changed"
             )
@@ -122,36 +117,36 @@ def override(
     return number
 
 
-def reconcile(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT) -> list[str]:
+def reconcile(plant: Plant) -> list[str]:
     """Finish half releases, show what MLflow misses, put alias and served link back to the ledger's champion.
 
     Returns what was done, one line each; nothing to do → empty. What cannot be repaired (an export that was tampered with)
     is among the lines as well. While MLflow does not answer, the served folder is what the ledger says all the same.
     """
-    if VerdictRow.first(ledger, "WHERE gate = 'release'") is None:
+    if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
         return []  # no candidate was judged, so MLflow has nothing to show and need not be imported
-    with waiting_lock(workspace, "release"):
-        saga = _Saga(workspace, ledger, progress)
+    with waiting_lock(plant.workspace, "release"):
+        saga = _Saga(plant)
         done = saga.finish_others(None) + saga.serve()
-        done += shown(progress.line, saga.show_judged) or []
-        return done + saga.serve() + (shown(progress.line, saga.follow_ledger) or [])
+        done += shown(plant.progress.line, saga.show_judged) or []
+        return done + saga.serve() + (shown(plant.progress.line, saga.follow_ledger) or [])
 
 
-def rollback(workspace: Workspace, ledger: Ledger, number: int, progress: Progress = SILENT) -> None:
+def rollback(plant: Plant, number: int) -> None:
     """Make an older, published release champion again. Raises: InputError when there is none or its export changed."""
-    with waiting_lock(workspace, "release"):
-        saga = _Saga(workspace, ledger, progress)
+    with waiting_lock(plant.workspace, "release"):
+        saga = _Saga(plant)
         saga.finish_others(None)
-        row, now = ReleaseRow.get(ledger, number), champion(ledger)
+        row, now = ReleaseRow.get(plant.ledger, number), champion(plant.ledger)
         if row.state != "published" or now is None:
             raise InputError(f"release {number} is not published; 'factory status' lists those that are")
-        check_export(ledger, row.candidate)
+        check_export(plant.ledger, row.candidate)
         if now.number != number:
-            with ledger.begin() as tx:
+            with plant.ledger.begin() as tx:
                 record(tx, "rolled_back", Subject("release", number), {"from": now.number})
         saga.serve(expected=True)
-        shown(progress.line, lambda: saga.follow_ledger(expected=True))
-    progress.line(f"release {number} is champion again")
+        shown(plant.progress.line, lambda: saga.follow_ledger(expected=True))
+    plant.progress.line(f"release {number} is champion again")
 
 
 def release_before(ledger: Ledger) -> int:
@@ -169,15 +164,15 @@ def release_before(ledger: Ledger) -> int:
 class _Saga:
     """The steps of a release, on one open MLflow; the caller holds the release lock."""
 
-    def __init__(self, workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
-        self.workspace, self.ledger, self.progress = workspace, ledger, progress
-        self.tracking = Tracking.open(workspace, ledger)
+    def __init__(self, plant: Plant) -> None:
+        self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
+        self.tracking = Tracking.open(plant)
 
     def check_begun(self, number: int) -> None:
         """Before one that was begun earlier goes on. What is public is not undone. Raises: OutOfDate."""
         row = ReleaseRow.get(self.ledger, number)
         if row.state != "published":
-            check_training(self.workspace, self.ledger, VerdictRow.get(self.ledger, row.verdict))
+            check_training(Plant(self.workspace, self.ledger), VerdictRow.get(self.ledger, row.verdict))
 
     def advance(self, number: int) -> None:
         """Take a release from its recorded state to ``published``. Raises: InputError, and the state stays."""
@@ -193,7 +188,7 @@ class _Saga:
             steps[row.state](row)
 
     def _register(self, row: ReleaseRow) -> None:
-        add = lambda: register_candidate(self.workspace, self.ledger, row.candidate)
+        add = lambda: register_candidate(Plant(self.workspace, self.ledger), row.candidate)
         self._move(row, "registered", mlflow_version=shown(self.progress.line, add))
 
     def _alias(self, row: ReleaseRow) -> None:
@@ -210,10 +205,12 @@ class _Saga:
         """The version of a release's candidate; made again when it was deleted."""
         with mlflow_errors("finding a version"):
             found = find_version(self.tracking.client, row.candidate, row.export_sha256)
-        return str(found.version) if found else register(self.workspace, self.ledger, self.tracking, row.candidate)
+        return (
+            str(found.version) if found else register(Plant(self.workspace, self.ledger), self.tracking, row.candidate)
+        )
 
     def _publish(self, row: ReleaseRow) -> None:
-        report = write_report(self.workspace, self.ledger, row.candidate)
+        report = write_report(Plant(self.workspace, self.ledger), row.candidate)
         log = lambda: self.tracking.log_report(self.tracking.candidate_run(row.candidate), report)
         shown(self.progress.line, log)
         serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
@@ -263,7 +260,7 @@ class _Saga:
             if now in shown:
                 continue
             try:
-                register_candidate(self.workspace, self.ledger, row.id)
+                register_candidate(Plant(self.workspace, self.ledger), row.id)
                 done.append(f"candidate {row.id} is shown in MLflow")
             except InputError as error:
                 done.append(f"candidate {row.id} cannot be shown in MLflow: {error}")

@@ -14,13 +14,13 @@ from factory.audit.keeping import copy_checkpoint, folder_of
 from factory.core.errors import FactoryError, InputError
 from factory.core.exports import folder_sha256
 from factory.core.faults import cannot_be_read_now
-from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.diagnosis.ladder import ladder_of
 from factory.evals.export_parity import recorded_of
 from factory.ledger.ledger import Ledger, candidates, checkpoints, record, segments
 from factory.ledger.places import portable
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.training.exporting import make_export
 from factory.training.planning import last_checkpoint
@@ -57,45 +57,52 @@ def checkpoint_fault(row: dict[str, Any], deep: bool) -> str:
     return find_fault(path) if deep else ""
 
 
-def replay_checkpoint(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> str:
+def replay_checkpoint(plant: Plant, number: int) -> str:
     """Make the last checkpoint of a segment again, and before it what it goes on from, if that is damaged too; returns why it cannot be,
     or nothing. The damaged one stays beside it as 'bad-step-…'.
 
     Raises: FactoryError when the trainer fails.
     """
-    row, recorded = SegmentRow.get(ledger, number), last_checkpoint(ledger, number)
+    row, recorded = SegmentRow.get(plant.ledger, number), last_checkpoint(plant.ledger, number)
     if row.kind == "average":
         return "it is an average, of which no training is replayed: 'factory average' makes it again (stop 'factory run' first)"
-    if row.parent and (fault := checkpoint_fault(last_checkpoint(ledger, row.parent), deep=True)):
-        progress.line(f"  segment {number} goes on from segment {row.parent}, whose checkpoint is damaged too: {fault}")
-        if why := replay_checkpoint(workspace, ledger, row.parent, progress):
+    if row.parent and (fault := checkpoint_fault(last_checkpoint(plant.ledger, row.parent), deep=True)):
+        plant.progress.line(
+            f"  segment {number} goes on from segment {row.parent}, whose checkpoint is damaged too: {fault}"
+        )
+        if why := replay_checkpoint(plant, row.parent):
             return f"it goes on from segment {row.parent}: {why}"
     place = Path(recorded["path"])
-    folder = workspace.root / "replays" / Path(row.folder).name
+    folder = plant.workspace.root / "replays" / Path(row.folder).name
     remove(folder)
     (folder / "checkpoints").mkdir(parents=True)
     try:
-        start = _older(workspace, row, folder / "checkpoints", recorded)
+        start = _older(plant.workspace, row, folder / "checkpoints", recorded)
         if start == row.last_step:  # another copy of the same one
             made = folder / "checkpoints" / name_of(start)
             _put_back(place, made)
-            progress.line(f"  checkpoint of segment {number}, step {start}: a kept copy of it is put in its place")
-            with ledger.begin() as tx:
+            plant.progress.line(
+                f"  checkpoint of segment {number}, step {start}: a kept copy of it is put in its place"
+            )
+            with plant.ledger.begin() as tx:
                 record(tx, "checkpoint_put_back", Subject("segment", number), {"checkpoint": recorded["id"]})
             return ""
-        progress.line(f"  segment {number} is replayed from step {start} to {row.last_step} for its checkpoint")
-        code, hung = run_trainer(workspace, ledger, row, folder, progress, None)
+        plant.progress.line(f"  segment {number} is replayed from step {start} to {row.last_step} for its checkpoint")
+        code, hung = run_trainer(plant, row, folder, None)
         if hung or code or not (folder / "result.json").exists():
-            log, how = workspace.logs / f"segment-{number:05d}.log", hung.says if hung else f"ended with exit {code}"
+            log, how = (
+                plant.workspace.logs / f"segment-{number:05d}.log",
+                hung.says if hung else f"ended with exit {code}",
+            )
             raise FactoryError(f"the replay of segment {number} {how} (log: {log})")
         result = result_of(folder, row.last_step)
         exact = _same(place, Path(result["checkpoint"]), recorded["id"])
         _put_back(place, Path(result["checkpoint"]))
     finally:
         remove(folder)
-    _record(ledger, row, recorded, exact)
+    _record(plant.ledger, row, recorded, exact)
     said = {True: "the same weights, to the bit", False: "NOT the same to the bit", None: "not comparable any more"}
-    progress.line(f"  segment {number}: its checkpoint is made again, {said[exact]}")
+    plant.progress.line(f"  segment {number}: its checkpoint is made again, {said[exact]}")
     return ""
 
 
@@ -164,23 +171,23 @@ def export_fault(row: CandidateRow, deep: bool) -> str:
     return ""
 
 
-def export_again(workspace: Workspace, ledger: Ledger, number: int, progress: Progress) -> str:
+def export_again(plant: Plant, number: int) -> str:
     """Make a candidate's export again from its checkpoint; returns why it cannot be, or nothing. What is damaged is set aside."""
-    row = CandidateRow.get(ledger, number)
-    fault = checkpoint_fault(last_checkpoint(ledger, row.segment), deep=True)
-    if fault and (why := replay_checkpoint(workspace, ledger, row.segment, progress)):
+    row = CandidateRow.get(plant.ledger, number)
+    fault = checkpoint_fault(last_checkpoint(plant.ledger, row.segment), deep=True)
+    if fault and (why := replay_checkpoint(plant, row.segment)):
         return f"{fault}; {why}"
     place = Path(row.export_path)
-    aside = workspace.exports / f".again-{row.segment:05d}"
+    aside = plant.workspace.exports / f".again-{row.segment:05d}"
     remove(aside)
-    older = recorded_of(ledger, number) is None
-    make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), aside, as_it_was=older)
+    older = recorded_of(plant.ledger, number) is None
+    make_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, as_it_was=older)
     if folder_sha256(aside) != row.export_sha256:
         shutil.rmtree(aside)
         return "made again it is another one: evaluate a new candidate, or put a copy of the export in its place"
     if place.exists() or place.is_symlink():
-        set_aside(workspace.root, place)
+        set_aside(plant.workspace.root, place)
     put_in_place(aside, place)
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         record(tx, "exported_again", Subject("candidate", number), {"export_sha256": row.export_sha256})
     return ""

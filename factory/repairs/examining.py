@@ -18,7 +18,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.engine import sqlite_file
 from factory.ledger.files import retired
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.ledger.rows import CandidateRow, SegmentRow, champion
 from factory.release.serving import served
@@ -54,9 +54,9 @@ class Examined:
     faults: list[Damage]
 
 
-def examine_work(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> list[Examined]:
+def examine_work(plant: Plant, deep: bool) -> list[Examined]:
     """Every kind of ``CHECKS``, in that order. Changes nothing."""
-    return [check(workspace, ledger, deep, progress) for check in CHECKS.values()]
+    return [check(plant, deep) for check in CHECKS.values()]
 
 
 def database_faults(workspace: Workspace) -> Iterator[Damage]:
@@ -101,23 +101,23 @@ def _look(
     return Examined(kind, len(rows), len(hashed), faults)
 
 
-def _kept(workspace: Workspace, ledger: Ledger, rows: Sequence[Row], place: Callable[[Row], str]) -> list[Row]:
+def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> list[Row]:
     """Without those that retention removed."""
-    gone = {workspace.root / path for path in retired(ledger)}
+    gone = {plant.workspace.root / path for path in retired(plant.ledger)}
     return [row for row in rows if Path(place(row)) not in gone or Path(place(row)).exists()]
 
 
-def token_shard_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+def token_shard_faults(plant: Plant, deep: bool) -> Examined:
     def look(row: dict[str, Any], hashed: bool) -> Damage | None:
         fault = token_shard_fault(Path(row["path"]), hashed)
         remedy = REPAIR + "makes it again from its raw shard, and so does the next pass that needs it"
         return Damage("token shards", row["id"], fault, remedy, True) if fault else None
 
-    rows = ledger.read("SELECT id, path FROM token_shards ORDER BY created_at, id")
-    return _look("token shards", rows, look, deep, progress)
+    rows = plant.ledger.read("SELECT id, path FROM token_shards ORDER BY created_at, id")
+    return _look("token shards", rows, look, deep, plant.progress)
 
 
-def checkpoint_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+def checkpoint_faults(plant: Plant, deep: bool) -> Examined:
     """The last one of each segment that may be gone on from, averaged or exported again."""
 
     def look(row: dict[str, Any], hashed: bool) -> Damage | None:
@@ -136,50 +136,52 @@ def checkpoint_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress
         remedy = REPAIR + "replays its segment, and so does the next pass that needs it"
         return Damage("checkpoints", str(row["segment"]), fault, remedy, True) if fault else None
 
-    rows = ledger.read(
+    rows = plant.ledger.read(
         "SELECT c.*, s.kind FROM checkpoints c JOIN segments s ON s.id = c.segment "
         "WHERE s.state = 'done' AND c.step = s.last_step ORDER BY c.segment"
     )
-    return _look("checkpoints", _kept(workspace, ledger, rows, lambda row: row["path"]), look, deep, progress)
+    return _look("checkpoints", _kept(plant, rows, lambda row: row["path"]), look, deep, plant.progress)
 
 
-def _exports(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
-    best = champion(ledger)
+def _exports(plant: Plant, deep: bool) -> Examined:
+    best = champion(plant.ledger)
 
     def look(row: CandidateRow, hashed: bool) -> Damage | None:
         fault = export_fault(row, hashed or (best is not None and best.candidate == row.id))
         remedy = REPAIR + "makes it again from its checkpoint"
         return Damage("exports", str(row.id), fault, remedy, True) if fault else None
 
-    rows = _kept(workspace, ledger, CandidateRow.select(ledger), lambda row: row.export_path)
-    return _look("exports", rows, look, deep, progress)
+    rows = _kept(plant, CandidateRow.select(plant.ledger), lambda row: row.export_path)
+    return _look("exports", rows, look, deep, plant.progress)
 
 
-def _raw_shards(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+def _raw_shards(plant: Plant, deep: bool) -> Examined:
     """What token shards are made again from."""
 
-    erased = {sha256: one["raw"] for sha256, one in erased_shards(ledger).items() if one["raw"]}
+    erased = {sha256: one["raw"] for sha256, one in erased_shards(plant.ledger).items() if one["raw"]}
 
     def look(row: dict[str, Any], hashed: bool) -> Damage | None:
-        path, name = raw_shard(workspace, ledger, row["sha256"])
-        remedy = f"nothing needs it but a repair of its token shard: put {name} into {workspace.shards / 'raw'} again"
+        path, name = raw_shard(plant, row["sha256"])
+        remedy = (
+            f"nothing needs it but a repair of its token shard: put {name} into {plant.workspace.shards / 'raw'} again"
+        )
         if path is None:
             return Damage("raw shards", row["sha256"], f"{row['path']} is gone", remedy)
         if hashed and file_sha256(path) != erased.get(row["sha256"], row["sha256"]):
             return Damage("raw shards", row["sha256"], f"{path} is not the file that was ingested", remedy)
         return None
 
-    rows = ledger.read("SELECT sha256, path FROM shards WHERE state = 'ingested' ORDER BY ingested_at, sha256")
-    return _look("raw shards", rows, look, deep, progress)
+    rows = plant.ledger.read("SELECT sha256, path FROM shards WHERE state = 'ingested' ORDER BY ingested_at, sha256")
+    return _look("raw shards", rows, look, deep, plant.progress)
 
 
-def tokenizer_faults(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
-    fault = tokenizer_fault(workspace, ledger)
+def tokenizer_faults(plant: Plant, deep: bool) -> Examined:
+    fault = tokenizer_fault(plant)
     remedy = REPAIR + "puts it back from a backup or an export"
     return Examined("tokenizer", 1, 1, [Damage("tokenizer", "", fault, remedy, True)] if fault else [])
 
 
-def _folders(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+def _folders(plant: Plant, deep: bool) -> Examined:
     """Each segment's folder bears that segment's plan."""
 
     def look(row: SegmentRow, hashed: bool) -> Damage | None:
@@ -187,22 +189,24 @@ def _folders(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progres
         if not folder.is_dir():
             what = f"{folder} is gone: its metrics and its checkpoints with it"
             return Damage("segments", str(row.id), what, "a backup of the folder, if there is one")
-        if is_owner(read_owner(folder), ledger, row):
+        if is_owner(read_owner(folder), plant.ledger, row):
             return None
         what = f"{folder / OWNER} is gone, or of another plan or ledger"
         return Damage("segments", str(row.id), what, "move the folder away if it is not this segment's")
 
-    return _look("segments", SegmentRow.select(ledger, "WHERE state = 'done' ORDER BY id"), look, deep, progress)
+    return _look(
+        "segments", SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id"), look, deep, plant.progress
+    )
 
 
-def _served(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
-    best = champion(ledger)
+def _served(plant: Plant, deep: bool) -> Examined:
+    best = champion(plant.ledger)
     if best is None:
         return Examined("served", 0, 0, [])
-    note = served(workspace)
+    note = served(plant.workspace)
     if note and (note["release"], note["export_sha256"]) == (best.number, best.export_sha256):
         return Examined("served", 1, 1, [])
-    what = f"{workspace.exports / 'champion'} is not release {best.number}, which is champion"
+    what = f"{plant.workspace.exports / 'champion'} is not release {best.number}, which is champion"
     return Examined(
         "served",
         1,
@@ -211,18 +215,18 @@ def _served(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress
     )
 
 
-def _orphans(workspace: Workspace, ledger: Ledger, deep: bool, progress: Progress) -> Examined:
+def _orphans(plant: Plant, deep: bool) -> Examined:
     """What no row of the ledger names. A segment or a token shard that is being made is hidden, or has its row already."""
-    segments = {Path(row.folder).name for row in SegmentRow.select(ledger)}
-    shards = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
-    found = [path for path in workspace.segments.iterdir() if path.is_dir() and path.name not in segments]
-    found += [path.parent for path in workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
+    segments = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
+    shards = {Path(row["path"]).name for row in plant.ledger.read("SELECT path FROM token_shards")}
+    found = [path for path in plant.workspace.segments.iterdir() if path.is_dir() and path.name not in segments]
+    found += [path.parent for path in plant.workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
     remedy = "'factory restore' (stop 'factory run' first) takes up what proves what it is, and sets the rest aside"
     faults = [Damage("orphans", path.name, f"{path}: nothing in the ledger names it", remedy) for path in sorted(found)]
     return Examined("orphans", len(found), 0, faults)
 
 
-CHECKS: dict[str, Callable[[Workspace, Ledger, bool, Progress], Examined]] = {
+CHECKS: dict[str, Callable[[Plant, bool], Examined]] = {
     "tokenizer": tokenizer_faults,
     "token shards": token_shard_faults,
     "raw shards": _raw_shards,

@@ -40,6 +40,7 @@ from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
 from factory.ledger.journal import BACKUPS, NAME, backups_of, damage_of, folders_of, key_of, order_of, replayed
 from factory.ledger.ledger import Ledger, data_plans, meta, metadata, record, segments, tokenizers
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA
 from factory.ledger.writing import insert
@@ -100,7 +101,7 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
         aside.mkdir(parents=True)
         try:
             again = _again(workspace, base, aside / LEDGER, progress, said)
-            backup, lines = make_backup(workspace, again)
+            backup, lines = make_backup(Plant(workspace, again))
             said += lines
             _replace(root, file, backup / LEDGER, said)
         finally:
@@ -151,7 +152,7 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         said.append("there is no backup: the ledger is made from the workspace's folders alone")
         ledger = Ledger.create(f"sqlite:///{file}", workspace.root)
         ledger.journaled = False
-        _from_nothing(workspace, ledger)
+        _from_nothing(Plant(workspace, ledger))
     else:
         if about(base)["schema"] != SCHEMA:
             raise InputError(
@@ -161,10 +162,10 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         ledger = Ledger.open(f"sqlite:///{file}", workspace.root)
         ledger.journaled = False
         said.append(f"the ledger is the one of backup {base.name}, and what its journal holds:")
-        batches, again = _replay(workspace, ledger, base, progress, said)
+        batches, again = _replay(Plant(workspace, ledger, progress), base, said)
         said.append(f"  {batches} transactions since, and {again} shards ingested again")
-    said += _unknown_shards(workspace, ledger, progress)
-    said += _take_up(workspace, ledger)
+    said += _unknown_shards(Plant(workspace, ledger, progress))
+    said += _take_up(Plant(workspace, ledger))
     return ledger
 
 
@@ -185,11 +186,13 @@ def starts_at(root: Path) -> str:
 
 
 # -- the journal -------------------------------------------------------------------------------------------------------
-def _replay(workspace: Workspace, ledger: Ledger, base: Path, progress: Progress, said: list[str]) -> tuple[int, int]:
+def _replay(plant: Plant, base: Path, said: list[str]) -> tuple[int, int]:
     """(batches, shards ingested again). A batch that was in the backup already changes nothing."""
-    own = folders_of(workspace.root)
+    own = folders_of(plant.workspace.root)
     journals = [path / NAME for path in own if order_of(path) >= order_of(base)]
-    if base.parent != workspace.root / BACKUPS:  # from elsewhere: begin with the journal that ran when it was made
+    if (
+        base.parent != plant.workspace.root / BACKUPS
+    ):  # from elsewhere: begin with the journal that ran when it was made
         earlier = [path for path in own if journal.about(path).get("seq", math.inf) <= about(base)["seq"]]
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
     batches = again = 0
@@ -199,8 +202,8 @@ def _replay(workspace: Workspace, ledger: Ledger, base: Path, progress: Progress
         for batch in replayed(path):
             batches += 1
             for row in [row for table, row in batch["rows"] if table == "shards"]:
-                again += _ingest_again(workspace, ledger, row, batch, progress, said)
-            _put(ledger, batch)
+                again += _ingest_again(plant, row, batch, said)
+            _put(plant.ledger, batch)
     return batches, again
 
 
@@ -234,22 +237,20 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
 
 
 def _ingest_again(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     row: dict[str, Any],
     batch: dict[str, Any],
-    progress: Progress,
     said: list[str],
 ) -> int:
     """Ingest the shard of a journaled row as it was ingested then, unless the ledger has it; its hashes and documents come back so."""
-    if report(ledger, row["sha256"]):
+    if report(plant.ledger, row["sha256"]):
         return 0
     for part in batch["rows"]:
         if part[0] == "tokenizers":  # it was made then, and lies in the workspace
-            _put(ledger, {"rows": [part], "gone": []})
+            _put(plant.ledger, {"rows": [part], "gone": []})
     places = [
-        workspace.root / row["path"],
-        *(folder / f"{row['sha256'][:16]}-{row['name']}" for folder in _raw(workspace)),
+        plant.workspace.root / row["path"],
+        *(folder / f"{row['sha256'][:16]}-{row['name']}" for folder in _raw(plant.workspace)),
     ]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
@@ -259,8 +260,8 @@ def _ingest_again(
         )
         return 0
     expected = {part[1]["id"] for part in batch["rows"] if part[0] == "token_shards"}
-    made = ingest_file(workspace, ledger, path, row["name"], progress)
-    found = {one["id"] for one in ledger.read("SELECT id FROM token_shards WHERE shard = :shard", shard=made)}
+    made = ingest_file(plant, path, row["name"])
+    found = {one["id"] for one in plant.ledger.read("SELECT id FROM token_shards WHERE shard = :shard", shard=made)}
     if found != expected:
         said.append(
             f"  shard {row['name']} gives other tokens than it did ({', '.join(found) or 'none'}, not {', '.join(expected) or 'none'}): "
@@ -269,15 +270,15 @@ def _ingest_again(
     return 1
 
 
-def ingest_file(workspace: Workspace, ledger: Ledger, path: Path, name: str, progress: Progress) -> str:
+def ingest_file(plant: Plant, path: Path, name: str) -> str:
     """Ingest a raw shard under the name that it arrived with, which says how it is read; returns its SHA-256."""
-    folder = workspace.shards / f".again-{os.getpid()}"
-    for left in (folder, *workspace.shards.glob(".again-*")):  # of one that was killed
+    folder = plant.workspace.shards / f".again-{os.getpid()}"
+    for left in (folder, *plant.workspace.shards.glob(".again-*")):  # of one that was killed
         remove(left)
     folder.mkdir()
     try:
         (folder / name).symlink_to(path.resolve())
-        return ingest_shard(workspace, ledger, folder / name, progress).sha256
+        return ingest_shard(plant, folder / name).sha256
     finally:
         remove(folder)
 
@@ -287,52 +288,56 @@ def _raw(workspace: Workspace) -> tuple[Path, Path]:
     return workspace.shards / "raw", workspace.quarantine
 
 
-def _from_nothing(workspace: Workspace, ledger: Ledger) -> None:
+def _from_nothing(plant: Plant) -> None:
     """What must be there before shards are ingested: the identity that segments bear, and the tokenizer."""
-    owners = [read_owner(folder) for folder in sorted(workspace.segments.iterdir()) if folder.is_dir()]
-    with ledger.begin() as tx:
+    owners = [read_owner(folder) for folder in sorted(plant.workspace.segments.iterdir()) if folder.is_dir()]
+    with plant.ledger.begin() as tx:
         for owner in owners[-1:]:
             if isinstance(identity := owner.get("ledger"), str):
                 tx.execute(meta.update().where(meta.c.key == "identity").values(value=identity))
-        if (workspace.tokenizer / "tokenizer.json").exists():
-            found = Tokenizer.load(workspace.tokenizer)
-            values = {"sha256": found.sha256, "path": ledger.inside(found.folder), "vocab_size": found.vocab_size}
+        if (plant.workspace.tokenizer / "tokenizer.json").exists():
+            found = Tokenizer.load(plant.workspace.tokenizer)
+            values = {"sha256": found.sha256, "path": plant.ledger.inside(found.folder), "vocab_size": found.vocab_size}
             tx.execute(tokenizers.insert().values(**values, created_at=time.time()))
 
 
-def _unknown_shards(workspace: Workspace, ledger: Ledger, progress: Progress) -> list[str]:
+def _unknown_shards(plant: Plant) -> list[str]:
     """Ingest filed shards that no row names, in the order in which they were filed."""
-    known = {row["sha256"][:16] for row in ledger.read("SELECT sha256 FROM shards")}
-    filed = [path for folder in _raw(workspace) if folder.is_dir() for path in folder.iterdir() if path.is_file()]
+    known = {row["sha256"][:16] for row in plant.ledger.read("SELECT sha256 FROM shards")}
+    filed = [path for folder in _raw(plant.workspace) if folder.is_dir() for path in folder.iterdir() if path.is_file()]
     said = []
     for path in sorted(filed, key=lambda one: (one.stat().st_ctime_ns, one.name)):
         prefix, _, name = path.name.partition("-")
         if len(prefix) == 16 and name and prefix not in known and not path.name.startswith("."):
             try:
-                ingest_file(workspace, ledger, path, name, progress)
+                ingest_file(plant, path, name)
                 said.append(f"  shard {name} was not in the ledger: ingested again")
             except FactoryError as error:
                 said.append(f"  shard {name} cannot be ingested again: {error}")
     return said
 
 
-def _take_up(workspace: Workspace, ledger: Ledger) -> list[str]:
+def _take_up(plant: Plant) -> list[str]:
     """Segments whose folder proves what they are become planned again: the next pass takes their results. The rest is set aside."""
     said = []
-    known = {Path(row.folder).name for row in SegmentRow.select(ledger)}
-    for folder in sorted(path for path in workspace.segments.iterdir() if path.is_dir() and path.name not in known):
-        if why := _plan_again(ledger, folder):
-            said.append(f"  {folder} is set aside, in {set_aside(workspace.root, folder)}: {why}")
+    known = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
+    for folder in sorted(
+        path for path in plant.workspace.segments.iterdir() if path.is_dir() and path.name not in known
+    ):
+        if why := _plan_again(plant.ledger, folder):
+            said.append(f"  {folder} is set aside, in {set_aside(plant.workspace.root, folder)}: {why}")
         else:
             said.append(f"  segment {folder.name} was not in the ledger: taken up from its folder")
-    numbers = {f"segment-{row.id:05d}" for row in SegmentRow.select(ledger)}
-    token_shards = {row["id"] for row in ledger.read("SELECT id FROM token_shards")}
-    orphans = [path for path in workspace.exports.glob("segment-*") if path.name not in numbers]
-    whole = (path for path in workspace.shards.glob("*/manifest.json") if not path.parent.name.startswith("."))
+    numbers = {f"segment-{row.id:05d}" for row in SegmentRow.select(plant.ledger)}
+    token_shards = {row["id"] for row in plant.ledger.read("SELECT id FROM token_shards")}
+    orphans = [path for path in plant.workspace.exports.glob("segment-*") if path.name not in numbers]
+    whole = (path for path in plant.workspace.shards.glob("*/manifest.json") if not path.parent.name.startswith("."))
     orphans += [path for path in whole if path.parent.name not in token_shards]
     for path in orphans:
         path = path.parent if path.name == "manifest.json" else path
-        said.append(f"  {path} is set aside, in {set_aside(workspace.root, path)}: nothing in the ledger names it")
+        said.append(
+            f"  {path} is set aside, in {set_aside(plant.workspace.root, path)}: nothing in the ledger names it"
+        )
     return said
 
 

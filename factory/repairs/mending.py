@@ -11,6 +11,7 @@ from factory.core.faults import cannot_be_read_now
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release.releases import reconcile
 from factory.repairs.checkpoints import checkpoint_fault, export_again, replay_checkpoint
@@ -42,11 +43,11 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
     with workspace.lock("model-loop"):
         faults = [fault for fault in databases if fault.kind == "mlflow"]
-        faults += [fault for one in examine_work(workspace, ledger, deep, progress) for fault in one.faults]
+        faults += [fault for one in examine_work(Plant(workspace, ledger, progress), deep) for fault in one.faults]
         for fault in faults:
             if fault.mends:
                 try:
-                    why = _mend(workspace, ledger, fault, progress)
+                    why = _mend(Plant(workspace, ledger, progress), fault)
                 except (FactoryError, TrainerError) as error:
                     why = str(error)
                 name = f"{fault.kind} {fault.subject}".strip()
@@ -54,54 +55,54 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
     return lines
 
 
-def _mend(workspace: Workspace, ledger: Ledger, fault: Damage, progress: Progress) -> str:
+def _mend(plant: Plant, fault: Damage) -> str:
     """Returns why not, or nothing."""
     if fault.kind == "mlflow":
-        progress.line(f"  {restore_mlflow(workspace)}")
-        with ledger.begin() as tx:
+        plant.progress.line(f"  {restore_mlflow(plant.workspace)}")
+        with plant.ledger.begin() as tx:
             record(tx, REMADE, "mlflow")
-        reconcile(workspace, ledger, progress)
-        show_missed(workspace, ledger, progress.line)
+        reconcile(plant)
+        show_missed(plant, plant.progress.line)
         return ""
     if fault.kind == "tokenizer":
-        return bring_back_tokenizer(workspace, ledger)
+        return bring_back_tokenizer(plant)
     if fault.kind == "token shards":
-        return rebuild_token_shard(workspace, ledger, fault.subject, progress)
+        return rebuild_token_shard(plant, fault.subject)
     if fault.kind == "checkpoints":
-        if not checkpoint_fault(last_checkpoint(ledger, int(fault.subject)), deep=True):
+        if not checkpoint_fault(last_checkpoint(plant.ledger, int(fault.subject)), deep=True):
             return ""  # made again for one that goes on from it
-        return replay_checkpoint(workspace, ledger, int(fault.subject), progress)
+        return replay_checkpoint(plant, int(fault.subject))
     if fault.kind == "exports":
-        return export_again(workspace, ledger, int(fault.subject), progress)
+        return export_again(plant, int(fault.subject))
     if fault.kind == "served":
-        reconcile(workspace, ledger, progress)
+        reconcile(plant)
         return ""
     raise AssertionError(fault)
 
 
-def mend_inputs(workspace: Workspace, ledger: Ledger, number: int, progress: Progress, every: bool = True) -> bool:
+def mend_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     """Look at all that a segment reads, to the last byte, and mend what is damaged; returns whether anything was.
 
     Without ``every`` only token shards are looked at that changed since they were last hashed: the trainer itself hashes what else it reads.
     Raises: FactoryError when it cannot be mended, with what a person can do.
     """
-    row, known = SegmentRow.get(ledger, number), HashedShards(workspace)
-    shards = {shard["id"]: Path(shard["path"]) for shard in plan_of(ledger, row)["token_shards"]}
+    row, known = SegmentRow.get(plant.ledger, number), HashedShards(plant.workspace)
+    shards = {shard["id"]: Path(shard["path"]) for shard in plan_of(plant.ledger, row)["token_shards"]}
     looked = {name: path for name, path in shards.items() if every or not known.same(path)}
     damaged = []
-    with progress.task("hash token shards", len(looked)) as task:
+    with plant.progress.task("hash token shards", len(looked)) as task:
         for name, path in looked.items():
             if fault := token_shard_fault(path, deep=True):
                 damaged.append(Damage("token shards", name, fault, "", True))
             task.advance()
-    if every and row.parent and (fault := checkpoint_fault(last_checkpoint(ledger, row.parent), deep=True)):
+    if every and row.parent and (fault := checkpoint_fault(last_checkpoint(plant.ledger, row.parent), deep=True)):
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
-    mended = _mended(workspace, ledger, damaged, progress)
+    mended = _mended(plant, damaged)
     known.note(looked.values())
     return mended
 
 
-def with_mending(workspace: Workspace, ledger: Ledger, progress: Progress, act: Callable[[], T]) -> T:
+def with_mending(plant: Plant, act: Callable[[], T]) -> T:
     """Do ``act``; when it fails and a token shard, a checkpoint or the export that it read is gone or damaged, mend that and do it again.
 
     Raises: what ``act`` raises, when there was nothing to mend, or the same fault is there again.
@@ -116,20 +117,20 @@ def with_mending(workspace: Workspace, ledger: Ledger, progress: Progress, act: 
             if isinstance(error, DamagedExportError):
                 found = [Damage("exports", str(error.candidate), error.why, "", True)]
             else:
-                found = tokenizer_faults(workspace, ledger, False, SILENT).faults
-                found += token_shard_faults(workspace, ledger, False, SILENT).faults
-                found += [one for one in checkpoint_faults(workspace, ledger, False, SILENT).faults if one.mends]
+                found = tokenizer_faults(plant.reporting_to(SILENT), False).faults
+                found += token_shard_faults(plant.reporting_to(SILENT), False).faults
+                found += [one for one in checkpoint_faults(plant.reporting_to(SILENT), False).faults if one.mends]
             damaged = [fault for fault in found if fault not in seen]
-            if not damaged or not _mended(workspace, ledger, damaged, progress):
+            if not damaged or not _mended(plant, damaged):
                 raise
             seen.update(damaged)
 
 
-def _mended(workspace: Workspace, ledger: Ledger, damaged: Sequence[Damage], progress: Progress) -> bool:
+def _mended(plant: Plant, damaged: Sequence[Damage]) -> bool:
     for fault in damaged:
-        progress.line(f"  {fault.what}: it is made again")
-        if why := _mend(workspace, ledger, fault, progress):
+        plant.progress.line(f"  {fault.what}: it is made again")
+        if why := _mend(plant, fault):
             raise FactoryError(f"{fault.what}, and it cannot be made again: {why}")
         name = f"{fault.kind.removesuffix('s')} {fault.subject}".strip()
-        progress.line(f"  {name} is whole again")
+        plant.progress.line(f"  {name} is whole again")
     return bool(damaged)

@@ -19,7 +19,6 @@ import yaml
 
 from factory.core.errors import ConfigError
 from factory.core.faults import cannot_be_read_now
-from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ingest.chain import chunks
@@ -32,6 +31,7 @@ from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.training.segment_folder import set_aside
 from kernels.contract.files import put_in_place, write_atomically
@@ -108,35 +108,37 @@ def _times(folder: Path) -> list[list[int]]:
     return found
 
 
-def raw_shard(workspace: Workspace, ledger: Ledger, sha256: str) -> tuple[Path | None, str]:
+def raw_shard(plant: Plant, sha256: str) -> tuple[Path | None, str]:
     """(the file that a shard arrived as, where it lies now, the name it had). None: it is gone."""
-    row = ledger.read("SELECT name, path FROM shards WHERE sha256 = :sha256", sha256=sha256)[0]
-    folders = (workspace.shards / "raw", workspace.quarantine, workspace.inbox)
+    row = plant.ledger.read("SELECT name, path FROM shards WHERE sha256 = :sha256", sha256=sha256)[0]
+    folders = (plant.workspace.shards / "raw", plant.workspace.quarantine, plant.workspace.inbox)
     places = [Path(row["path"]), *(path for folder in folders for path in folder.glob(f"{sha256[:16]}-*"))]
     return next((path for path in places if path.is_file()), None), row["name"]
 
 
-def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progress: Progress) -> str:
+def rebuild_token_shard(plant: Plant, number: str) -> str:
     """Make a token shard again from its raw shard; returns why it cannot be, or nothing. What is damaged is set aside."""
-    row = ledger.read("SELECT shard, path FROM token_shards WHERE id = :id", id=number)[0]
-    erased = erased_shards(ledger).get(row["shard"])  # then another file is there, and other tokens are made of it
+    row = plant.ledger.read("SELECT shard, path FROM token_shards WHERE id = :id", id=number)[0]
+    erased = erased_shards(plant.ledger).get(
+        row["shard"]
+    )  # then another file is there, and other tokens are made of it
     expected = erased["token_shards"].get(number, {}).get("content", number) if erased else number
-    raw, name = raw_shard(workspace, ledger, row["shard"])
+    raw, name = raw_shard(plant, row["shard"])
     if raw is None:
-        return f"shard {name}, which it was made of, is gone too: put that file into {workspace.shards / 'raw'} again"
+        return f"shard {name}, which it was made of, is gone too: put that file into {plant.workspace.shards / 'raw'} again"
     if file_sha256(raw) != ((erased and erased["raw"]) or row["shard"]):
         return f"{raw} is not the file that it was made of: put that file ({name}) there again"
-    aside = workspace.shards / f".again-{os.getpid()}"
+    aside = plant.workspace.shards / f".again-{os.getpid()}"
     found: list[str] = []
-    for policy in _policies(workspace):
-        tokenizer = Tokenizer.load(workspace.tokenizer)
+    for policy in _policies(plant.workspace):
+        tokenizer = Tokenizer.load(plant.workspace.tokenizer)
         remove(aside)
         (aside / "spool").mkdir(parents=True)
         try:
             (aside / name).symlink_to(raw.resolve())  # its name says how it is read
-            documents = _documents(workspace, ledger, policy, aside, name, row["shard"], number, progress)
+            documents = _documents(plant, policy, aside, name, row["shard"], number)
             if erased:
-                documents = _with_erased(ledger, number, erased, documents)
+                documents = _with_erased(plant.ledger, number, erased, documents)
             made = write_token_shard(
                 aside,
                 documents,
@@ -147,10 +149,10 @@ def rebuild_token_shard(workspace: Workspace, ledger: Ledger, number: str, progr
             if made.id == expected:
                 place = Path(row["path"])
                 if place.exists():
-                    set_aside(workspace.root, place)
+                    set_aside(plant.workspace.root, place)
                 put_in_place(made.path, place)
-                with ledger.begin() as tx:
-                    record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": ledger.inside(raw)})
+                with plant.ledger.begin() as tx:
+                    record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.inside(raw)})
                 return ""
         except (
             ShardProblem
@@ -180,23 +182,22 @@ def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
 
 
 def _documents(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     policy: DataPolicy,
     folder: Path,
     name: str,
     shard: str,
     token_shard: str,
-    progress: Progress,
 ) -> Iterator[TokenizedDocument]:
     """The documents of a token shard, in its order."""
-    erased = erased_shards(ledger).get(shard, {"rows": []})["rows"]
+    erased = erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]
     wanted = {
-        row["key"] for row in ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
+        row["key"]
+        for row in plant.ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
     } - {f"{shard[:16]}:{row}" for row in erased}
-    job = IngestJob(policy, folder / "spool", shard[:16], name, not shows_calls(workspace.tokenizer))
-    known = _held_out_then(ledger, shard)
-    with progress.task(f"{name}: tokenise again", total=len(wanted)) as task:
+    job = IngestJob(policy, folder / "spool", shard[:16], name, not shows_calls(plant.workspace.tokenizer))
+    known = _held_out_then(plant.ledger, shard)
+    with plant.progress.task(f"{name}: tokenise again", total=len(wanted)) as task:
         for chunk in chunks(read_rows(folder / name, policy.limits), policy):
             analysed = analyse(job, *chunk)
             alive = [analysed.rows[at] for at in analysed.alive]
@@ -205,7 +206,7 @@ def _documents(
                 if alive[place].key in wanted:
                     cuts = decontaminate.spans(known.find(grams), policy.decontamination.ngram)
                     tasks.append(FinishTask(place, alive[place].key, False, cuts))
-            for one in finish(job, chunk[0], tasks, workspace.tokenizer) if tasks else ():
+            for one in finish(job, chunk[0], tasks, plant.workspace.tokenizer) if tasks else ():
                 row = alive[one.place]
                 if not one.dropped:
                     yield TokenizedDocument(

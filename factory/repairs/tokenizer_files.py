@@ -9,10 +9,10 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.core.removal import remove
-from factory.core.workspace import Workspace
 from factory.ingest.tokenizer import FILES
 from factory.ledger.journal import backups_of
-from factory.ledger.ledger import Ledger, record, tokenizers
+from factory.ledger.ledger import record, tokenizers
+from factory.ledger.plant import Plant
 from factory.training.segment_folder import set_aside
 from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import file_sha256
@@ -20,31 +20,31 @@ from trainer.contract.data.token_shard import file_sha256
 NAMED = "tokenizer.json"  # the file whose hash the ledger has
 
 
-def tokenizer_fault(workspace: Workspace, ledger: Ledger) -> str:
+def tokenizer_fault(plant: Plant) -> str:
     """What is wrong with the tokenizer that the ledger recorded, or nothing; none is recorded before the first ingest."""
-    recorded = ledger.one(sa.select(tokenizers))
-    return _fault(workspace.tokenizer, recorded["sha256"]) if recorded else ""
+    recorded = plant.ledger.one(sa.select(tokenizers))
+    return _fault(plant.workspace.tokenizer, recorded["sha256"]) if recorded else ""
 
 
-def bring_back_tokenizer(workspace: Workspace, ledger: Ledger) -> str:
+def bring_back_tokenizer(plant: Plant) -> str:
     """Copy the recorded tokenizer from a backup or an export; returns why it cannot be, or nothing. What is damaged is set aside."""
-    recorded = ledger.one(sa.select(tokenizers))
+    recorded = plant.ledger.one(sa.select(tokenizers))
     assert recorded
-    exports = sorted(workspace.exports.glob("segment-*"), reverse=True)
-    kept = [*(path / "tokenizer" for path in reversed(backups_of(workspace.root))), *exports]
+    exports = sorted(plant.workspace.exports.glob("segment-*"), reverse=True)
+    kept = [*(path / "tokenizer" for path in reversed(backups_of(plant.workspace.root))), *exports]
     good = next((path for path in kept if not _fault(path, recorded["sha256"])), None)
     if good is None:
-        return f"no backup and no export holds it: put its files into {workspace.tokenizer} again"
-    aside = workspace.root / f".{workspace.tokenizer.name}.writing"
+        return f"no backup and no export holds it: put its files into {plant.workspace.tokenizer} again"
+    aside = plant.workspace.root / f".{plant.workspace.tokenizer.name}.writing"
     remove(aside)
     aside.mkdir()
     for name in FILES:
         shutil.copyfile(good / name, aside / name)
-    if workspace.tokenizer.exists():
-        set_aside(workspace.root, workspace.tokenizer)
-    put_in_place(aside, workspace.tokenizer)
-    with ledger.begin() as tx:
-        record(tx, "tokenizer_restored", "tokenizer", {"from": ledger.inside(good)})
+    if plant.workspace.tokenizer.exists():
+        set_aside(plant.workspace.root, plant.workspace.tokenizer)
+    put_in_place(aside, plant.workspace.tokenizer)
+    with plant.ledger.begin() as tx:
+        record(tx, "tokenizer_restored", "tokenizer", {"from": plant.ledger.inside(good)})
     return ""
 
 

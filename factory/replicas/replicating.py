@@ -20,9 +20,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, SegmentError
 from factory.core.faults import cannot_be_read_now
-from factory.core.progress import Progress
 from factory.core.removal import remove
-from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import held_out_documents, identity_sha256, item_identity
@@ -31,8 +29,9 @@ from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.replicas import MEASURED, ReplicaNoise
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.ledger import Ledger, data_plans, record
+from factory.ledger.ledger import data_plans, record
 from factory.ledger.places import portable
+from factory.ledger.plant import Plant
 from factory.ledger.removals import with_contents
 from factory.ledger.rows import SegmentRow, Subject
 from factory.replicas.waiting import folder_of, wanted_now
@@ -44,14 +43,14 @@ from factory.training.training import run_trainer
 ENDS_THEM = "'replicas: {count: 0}' in gates/release.yaml ends them"
 
 
-def replicate(workspace: Workspace, ledger: Ledger, anneal: int, progress: Progress) -> None:
+def replicate(plant: Plant, anneal: int) -> None:
     """Train the next replica of an anneal; once all are trained, measure them and record what they showed. Safe to repeat.
 
     What is left of an anneal that is not due is removed. Raises: FactoryError when a trainer or an export fails; PausedError.
     """
-    policy = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
-    wanted = wanted_now(workspace, ledger, policy)
-    folder = folder_of(workspace) / f"{anneal:05d}"
+    policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
+    wanted = wanted_now(plant.workspace, plant.ledger, policy)
+    folder = folder_of(plant.workspace) / f"{anneal:05d}"
     if wanted is None or wanted[0].id != anneal:
         remove(folder)
         return
@@ -59,9 +58,9 @@ def replicate(workspace: Workspace, ledger: Ledger, anneal: int, progress: Progr
     folders = [folder / str(number) for number in range(1, policy.replicas.count + 1)]
     for number, one in enumerate(folders, 1):
         if _fault(one, row):
-            _train(workspace, ledger, row, number, one, progress)
+            _train(plant, row, number, one)
             return
-    _measure(workspace, ledger, row, release, folders, policy, progress)
+    _measure(plant, row, release, folders, policy)
     remove(folder)
 
 
@@ -77,54 +76,50 @@ def _fault(folder: Path, row: SegmentRow) -> str:
         return str(error)
 
 
-def _train(
-    workspace: Workspace, ledger: Ledger, row: SegmentRow, number: int, folder: Path, progress: Progress
-) -> None:
+def _train(plant: Plant, row: SegmentRow, number: int, folder: Path) -> None:
     if (folder / "result.json").exists():
         remove(folder)  # it is damaged
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    progress.line(
+    plant.progress.line(
         f"  segment {row.id}: replica {number}, another order of the same data (steps {row.first_step}–{row.last_step})"
     )
-    own = replace(row, data_plan=_reshuffled(workspace, ledger, row, number))
-    code, hung = run_trainer(workspace, ledger, own, folder, progress, None)
+    own = replace(row, data_plan=_reshuffled(plant, row, number))
+    code, hung = run_trainer(plant, own, folder, None)
     if hung or code or not (folder / "result.json").exists():
         how = hung.says if hung else f"ended with exit {code}"
-        log = workspace.logs / f"segment-{row.id:05d}.log"
+        log = plant.workspace.logs / f"segment-{row.id:05d}.log"
         raise FactoryError(f"replica {number} of segment {row.id} {how} (log: {log}); {ENDS_THEM}")
 
 
-def _reshuffled(workspace: Workspace, ledger: Ledger, row: SegmentRow, number: int) -> str:
+def _reshuffled(plant: Plant, row: SegmentRow, number: int) -> str:
     """The id of an anneal's plan with other documents next, in the ledger."""
     from trainer.contract.data.data_plan import DataPlan
 
-    planned = DataPlan.from_json(with_contents(ledger, plan_of(ledger, row)))
+    planned = DataPlan.from_json(with_contents(plant.ledger, plan_of(plant.ledger, row)))
     values = json.loads(planned.model_copy(update={"reshuffled": planned.reshuffled + number}).to_json())
-    plan = DataPlan.from_json(portable(workspace.root, values))
-    with ledger.begin() as tx:
+    plan = DataPlan.from_json(portable(plant.workspace.root, values))
+    with plant.ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
     return plan.id
 
 
 def _measure(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     row: SegmentRow,
     release: int,
     folders: Sequence[Path],
     policy: ReleasePolicy,
-    progress: Progress,
 ) -> None:
     """Bits per byte of the anneal and of its replicas on the dev half; one event."""
     from trainer.contract.checkpoint.format import manifest_sha256
 
-    own = Path(last_checkpoint(ledger, row.id)["path"])
+    own = Path(last_checkpoint(plant.ledger, row.id)["path"])
     checkpoints = [own, *(Path(result_of(folder, row.last_step)["checkpoint"]) for folder in folders)]
-    code = LiveCode.of(workspace, ledger, row.code_commit, progress)
-    measured, documents = _ruler(workspace, ledger)
+    code = LiveCode.of(plant, row.code_commit)
+    measured, documents = _ruler(plant)
     runs = []
-    with progress.task(f"measuring replicas of segment {row.id}", None) as task:
+    with plant.progress.task(f"measuring replicas of segment {row.id}", None) as task:
         for checkpoint in checkpoints:
             scratch = folders[0].parent / "export"
             remove(scratch)
@@ -132,7 +127,7 @@ def _measure(
             done = code.run(
                 "-m", name_in(code, EXPORT), str(checkpoint), str(scratch), writable=[scratch], readonly=[checkpoint]
             )
-            clear(scratch, progress)
+            clear(scratch, plant.progress)
             if done.returncode:
                 last = done.stderr.strip().splitlines()[-1:] or ["no message"]
                 raise FactoryError(f"the export of {checkpoint}, to be measured, failed: {last[0]}")
@@ -147,9 +142,9 @@ def _measure(
         "release": release, "recipe_sha256": row.recipe_sha256, "documents_sha256": documents, "runs": runs,
         "checkpoints": [manifest_sha256(checkpoint) for checkpoint in checkpoints],
     }  # fmt: skip
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         record(tx, MEASURED, Subject("segment", row.id), detail)
-    progress.line(f"  {describe(ReplicaNoise.of(runs, policy.target.weights))}")
+    plant.progress.line(f"  {describe(ReplicaNoise.of(runs, policy.target.weights))}")
 
 
 def describe(noise: ReplicaNoise) -> str:
@@ -162,13 +157,11 @@ def describe(noise: ReplicaNoise) -> str:
     return f"another order of the same data moves bits per byte by {each}: standard deviation of {noise.runs} trainings"
 
 
-def _ruler(
-    workspace: Workspace, ledger: Ledger
-) -> tuple[Callable[[Path, Callable[[float], None]], dict[str, float]], str]:
+def _ruler(plant: Plant) -> tuple[Callable[[Path, Callable[[float], None]], dict[str, float]], str]:
     """What gives an export's bits per byte by domain on the dev half, and the hash of the documents. The sealed half is for candidates."""
-    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
-    dev = held_out_documents(ledger, policy.documents_per_domain, sealed=False)
-    tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
+    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    dev = held_out_documents(plant.ledger, policy.documents_per_domain, sealed=False)
+    tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
     texts = encode_documents(dev, tokenizer, token_bytes, policy.document_bytes)
 
     def measured(export: Path, advance: Callable[[float], None]) -> dict[str, float]:

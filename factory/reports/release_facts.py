@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.evals.statistics import compare, interval_of
 from factory.git import repository
 from factory.ledger.decisions import decision_on, override_on, undecided
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
 from factory.reports.provenance import made_of
 from factory.tracking.tracking import flatten
@@ -73,21 +73,21 @@ def _state(ledger: Ledger, verdict: VerdictRow | None, waits: bool) -> str:
     return "waits for approval" if waits else "out of date"
 
 
-def shown(workspace: Workspace, ledger: Ledger, name: str) -> Facts:
+def shown(plant: Plant, name: str) -> Facts:
     """One release or candidate: what is better, worse, how sure; what it was trained on; who approved; where its report and its model lie.
 
     Raises: InputError.
     """
-    candidate, release = find(ledger, name)
-    verdict = _verdict(ledger, candidate, release)
-    evidence = verdict.evidence(ledger) if verdict else {}
-    best = champion(ledger)
-    waiting = {row.number for row in undecided(ledger)}
-    decision = decision_on(ledger, verdict) if verdict else None
-    report = workspace.reports / f"candidate-{candidate.id}.html"
+    candidate, release = find(plant.ledger, name)
+    verdict = _verdict(plant.ledger, candidate, release)
+    evidence = verdict.evidence(plant.ledger) if verdict else {}
+    best = champion(plant.ledger)
+    waiting = {row.number for row in undecided(plant.ledger)}
+    decision = decision_on(plant.ledger, verdict) if verdict else None
+    report = plant.workspace.reports / f"candidate-{candidate.id}.html"
     is_champion = best is not None and best.candidate == candidate.id
     return (
-        _listed(ledger, candidate, release, waiting)
+        _listed(plant.ledger, candidate, release, waiting)
         | {
             "champion": is_champion,
             "reasons": verdict.reasons if verdict else [],
@@ -106,7 +106,7 @@ def shown(workspace: Workspace, ledger: Ledger, name: str) -> Facts:
             if release
             else None,
         }
-        | made_of(ledger, candidate.segment)
+        | made_of(plant.ledger, candidate.segment)
     )
 
 
@@ -127,16 +127,16 @@ def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None
 
 
 # -- the difference of two ----------------------------------------------------------------------------------------------
-def difference(workspace: Workspace, ledger: Ledger, one: str, other: str) -> Facts:
+def difference(plant: Plant, one: str, other: str) -> Facts:
     """What ``other`` is against ``one``: numbers by domain with intervals, recipe keys, data, commits. Raises: InputError."""
-    (a, _), (b, _) = find(ledger, one), find(ledger, other)
-    first, second = SegmentRow.get(ledger, a.segment), SegmentRow.get(ledger, b.segment)
-    before, after = made_of(ledger, first.id), made_of(ledger, second.id)
+    (a, _), (b, _) = find(plant.ledger, one), find(plant.ledger, other)
+    first, second = SegmentRow.get(plant.ledger, a.segment), SegmentRow.get(plant.ledger, b.segment)
+    before, after = made_of(plant.ledger, first.id), made_of(plant.ledger, second.id)
     named = lambda facts: {shard["id"]: shard["name"] for shard in facts["shards"]}
     return {
         "one": one,
         "other": other,
-        "measured": _compared(ledger, a.id, b.id),
+        "measured": _compared(plant.ledger, a.id, b.id),
         "recipe": _differing(flatten(first.recipe_json), flatten(second.recipe_json)),
         "data": {
             "added": sorted(name for key, name in named(after).items() if key not in named(before)),
@@ -145,7 +145,7 @@ def difference(workspace: Workspace, ledger: Ledger, one: str, other: str) -> Fa
         },
         "code": {
             "commits": [first.code_commit, second.code_commit],
-            "between": repository.subjects(workspace.repository, first.code_commit, second.code_commit),
+            "between": repository.subjects(plant.workspace.repository, first.code_commit, second.code_commit),
         },
         "steps": [first.last_step, second.last_step],
     }

@@ -18,12 +18,12 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import is_full
-from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import remove_worktree
 from factory.ledger.files import RETIRED
-from factory.ledger.ledger import Ledger, record, tracked_runs
+from factory.ledger.ledger import record, tracked_runs
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.retention.choosing import Choice, choose
 from factory.retention.needs import Needs
@@ -45,43 +45,43 @@ class Cleaned:
         return [choice for choice in self.choices if choice.goes]
 
 
-def examine(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> list[Choice]:
+def examine(plant: Plant, *, hard: bool = False) -> list[Choice]:
     """What would go and what would stay. ``hard``: as where room is short. Raises: ConfigError, RepositoryError."""
-    policy = RetentionPolicy.load(workspace.policy("retention.yaml"))
-    found = stored(workspace, ledger)  # before the needs: what is made meanwhile is not among it
-    needs = Needs.of(workspace, ledger)
-    last = ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
+    policy = RetentionPolicy.load(plant.workspace.policy("retention.yaml"))
+    found = stored(plant)  # before the needs: what is made meanwhile is not among it
+    needs = Needs.of(plant)
+    last = plant.ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
     ends = {row["segment"]: row["step"] for row in last}
     policy = policy.at_least() if hard else policy
-    return choose(policy, needs, SegmentRow.select(ledger), ends, found, time.time())
+    return choose(policy, needs, SegmentRow.select(plant.ledger), ends, found, time.time())
 
 
-def clean(workspace: Workspace, ledger: Ledger, *, hard: bool = False) -> Cleaned:
+def clean(plant: Plant, *, hard: bool = False) -> Cleaned:
     """Remove what goes; the caller holds the model loop's lock. What another process may be using stays for the next call.
 
     Raises: ConfigError, RepositoryError.
     """
-    for left in _half_removed(workspace):
+    for left in _half_removed(plant.workspace):
         remove(left)
     for name in (
         "diagnosis-*",
         "audit-*",
     ):  # of one that is over: whoever works in such a folder holds the model loop's lock too
-        for left in workspace.worktrees.glob(name):
-            remove_worktree(workspace.repository, left)
+        for left in plant.workspace.worktrees.glob(name):
+            remove_worktree(plant.workspace.repository, left)
     with ExitStack() as held:
-        busy = {name for name in set(LOCKS.values()) if not _locked(held, workspace, name)}
+        busy = {name for name in set(LOCKS.values()) if not _locked(held, plant.workspace, name)}
         choices = [
             Choice(one.what, False, BUSY) if one.goes and LOCKS.get(one.what.kind) in busy else one
-            for one in examine(workspace, ledger, hard=hard)
+            for one in examine(plant, hard=hard)
         ]
         going = [choice for choice in choices if choice.goes]
-        freed = _remove_folders(workspace, ledger, [choice for choice in going if choice.what.kind != "run"])
-        freed += _remove_runs(workspace, ledger, [choice for choice in going if choice.what.kind == "run"])
+        freed = _remove_folders(plant, [choice for choice in going if choice.what.kind != "run"])
+        freed += _remove_runs(plant, [choice for choice in going if choice.what.kind == "run"])
     return Cleaned(choices, freed)
 
 
-def _remove_folders(workspace: Workspace, ledger: Ledger, choices: list[Choice]) -> int:
+def _remove_folders(plant: Plant, choices: list[Choice]) -> int:
     """Returns the bytes of what went."""
     freed, untold = 0, dict[Path, dict[str, Any]]()
     try:
@@ -90,14 +90,14 @@ def _remove_folders(workspace: Workspace, ledger: Ledger, choices: list[Choice])
             detail = {"kind": choice.what.kind, "bytes": size, "why": choice.why}
             freed += size
             try:
-                _tell(workspace, ledger, untold | {choice.what.path: detail})
+                _tell(plant, untold | {choice.what.path: detail})
                 untold.clear()
             except sa.exc.DBAPIError as error:
                 if not is_full(error):
                     raise
                 untold[choice.what.path] = detail
             if choice.what.kind == "worktree":
-                remove_worktree(workspace.repository, choice.what.path)
+                remove_worktree(plant.workspace.repository, choice.what.path)
                 continue
             aside = choice.what.path.with_name(f"{REMOVED}{choice.what.path.name}")
             remove(aside)
@@ -105,28 +105,28 @@ def _remove_folders(workspace: Workspace, ledger: Ledger, choices: list[Choice])
             remove(aside)
     finally:
         if untold:
-            _tell(workspace, ledger, untold)
+            _tell(plant, untold)
     return freed
 
 
-def _tell(workspace: Workspace, ledger: Ledger, gone: dict[Path, dict[str, Any]]) -> None:
-    with ledger.begin() as tx:
+def _tell(plant: Plant, gone: dict[Path, dict[str, Any]]) -> None:
+    with plant.ledger.begin() as tx:
         for path, detail in gone.items():
-            name = path.relative_to(workspace.root).as_posix()
+            name = path.relative_to(plant.workspace.root).as_posix()
             record(tx, RETIRED, f"{detail['kind']}:{name}", {"path": name} | detail)
 
 
-def _remove_runs(workspace: Workspace, ledger: Ledger, choices: list[Choice]) -> int:
+def _remove_runs(plant: Plant, choices: list[Choice]) -> int:
     """MLflow first: a run that the ledger has forgotten would stay for ever, and one that is gone already is no error."""
     if not choices:
         return 0
-    Tracking.open(workspace, ledger).delete_runs([choice.what.path.name for choice in choices])
+    Tracking.open(plant).delete_runs([choice.what.path.name for choice in choices])
     size = sum(choice.what.bytes() for choice in choices)
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         for choice in choices:
             subject, name = (
                 Subject("segment", choice.what.number),
-                choice.what.path.relative_to(workspace.root).as_posix(),
+                choice.what.path.relative_to(plant.workspace.root).as_posix(),
             )
             tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == subject))
             record(tx, RETIRED, f"run:{name}", {"path": name, "kind": "run", "bytes": size, "why": choice.why})
@@ -171,11 +171,11 @@ def _plural(kind: str) -> str:
     )
 
 
-def tidy(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+def tidy(plant: Plant) -> None:
     """After a segment: as ``clean``. What goes wrong is a line for a person; training never fails because of it."""
     try:
-        cleaned = clean(workspace, ledger)
+        cleaned = clean(plant)
         if cleaned.gone():
-            progress.line(f"  retention: {describe(cleaned)}")
+            plant.progress.line(f"  retention: {describe(cleaned)}")
     except (FactoryError, OSError) as error:
-        progress.line(f"  nothing is cleaned up: {error}")
+        plant.progress.line(f"  nothing is cleaned up: {error}")

@@ -12,13 +12,12 @@ from factory.audit.drawing import DRAWN, AuditWindow
 from factory.audit.policy import AuditPolicy
 from factory.audit.waiting import tries
 from factory.code_loop.revalidating import AUDIT
-from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.replicas import due
 from factory.git.repository import live_commit
 from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
 
 Reasons = dict[int, str]
@@ -38,22 +37,22 @@ class Needs:
     commits: dict[str, str] = field(default_factory=dict)  # worktrees and what was compiled from them
 
     @classmethod
-    def of(cls, workspace: Workspace, ledger: Ledger) -> Needs:
+    def of(cls, plant: Plant) -> Needs:
         """At one moment of the ledger. Raises: ConfigError, RepositoryError."""
-        kinds = AnomalyPolicy.load(workspace.policy("anomalies.yaml")).kinds
-        audits = AuditPolicy.load(workspace.policy("gates/audit.yaml"))
+        kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
+        audits = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
         found = cls()
-        with ledger.snapshot() as db:
+        with plant.ledger.snapshot() as db:
             found._unfinished(db)
             found._trunk(db)
             found._candidates(db)
             found._anomalies(db, kinds)
             found._audits(db, audits)
-            found._replicas(db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
+            found._replicas(db, ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")))
             for row in ProposalRow.select(db, "WHERE state IN ('drafted', 'judged')"):
                 if row.commit:
                     found.commits.setdefault(row.commit, f"proposal {row.number} is {row.state}")
-        found.commits[live_commit(workspace.repository)] = "it is the live code"
+        found.commits[live_commit(plant.workspace.repository)] = "it is the live code"
         return found
 
     def _unfinished(self, db: Reads) -> None:

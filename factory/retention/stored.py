@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.tracking.tracking import TRAINING
 
@@ -46,10 +46,10 @@ class StoredFolder:
         return sum(_size(Path(folder) / name) for folder, _, names in os.walk(self.path) for name in names)
 
 
-def stored(workspace: Workspace, ledger: Ledger) -> list[StoredFolder]:
+def stored(plant: Plant) -> list[StoredFolder]:
     """Everything, in a fixed order."""
-    kinds = (_of_candidates(workspace, ledger), _of_nothing(workspace, ledger), _runs(workspace, ledger))
-    return [*_of_segments(workspace), *_of_commits(workspace), *(what for kind in kinds for what in kind)]
+    kinds = (_of_candidates(plant), _of_nothing(plant), _runs(plant))
+    return [*_of_segments(plant.workspace), *_of_commits(plant.workspace), *(what for kind in kinds for what in kind)]
 
 
 def _of_segments(workspace: Workspace) -> Iterator[StoredFolder]:
@@ -68,15 +68,15 @@ def _of_segments(workspace: Workspace) -> Iterator[StoredFolder]:
             yield StoredFolder("log", path, int(named[1]))
 
 
-def _of_candidates(workspace: Workspace, ledger: Ledger) -> Iterator[StoredFolder]:
-    for path in sorted(workspace.exports.glob("segment-*")):
+def _of_candidates(plant: Plant) -> Iterator[StoredFolder]:
+    for path in sorted(plant.workspace.exports.glob("segment-*")):
         if (named := NUMBERED.search(path.name)) and path.is_dir() and not path.is_symlink():
             yield StoredFolder("export", path, int(named[1]))
-    rows = ledger.read("SELECT id, segment FROM candidates ORDER BY id")
-    runs = {row["subject"]: row["run_id"] for row in ledger.read("SELECT subject, run_id FROM tracked_runs")}
+    rows = plant.ledger.read("SELECT id, segment FROM candidates ORDER BY id")
+    runs = {row["subject"]: row["run_id"] for row in plant.ledger.read("SELECT subject, run_id FROM tracked_runs")}
     for row in rows:
         run = runs.get(str(Subject("candidate", row["id"])))
-        path = workspace.mlflow_artifacts / "candidates" / str(run) / "artifacts" / "model"
+        path = plant.workspace.mlflow_artifacts / "candidates" / str(run) / "artifacts" / "model"
         if run and path.is_dir():
             yield StoredFolder("model", path, row["segment"])
 
@@ -88,20 +88,22 @@ def _of_commits(workspace: Workspace) -> Iterator[StoredFolder]:
         yield StoredFolder("compiled", path, commit=path.name.split("-")[1])
 
 
-def _of_nothing(workspace: Workspace, ledger: Ledger) -> Iterator[StoredFolder]:
+def _of_nothing(plant: Plant) -> Iterator[StoredFolder]:
     """Logs of no segment; of exchanges those that MLflow has."""
-    unsent = {row["file"] for row in ledger.read("SELECT file FROM exchanges WHERE trace IS NULL AND file IS NOT NULL")}
+    unsent = {
+        row["file"] for row in plant.ledger.read("SELECT file FROM exchanges WHERE trace IS NULL AND file IS NOT NULL")
+    }
     for place in ("torchrun", "exchanges"):
-        for path in sorted((workspace.logs / place).glob("*")):
+        for path in sorted((plant.workspace.logs / place).glob("*")):
             if str(path) not in unsent:
                 yield StoredFolder("log", path, made=_changed(path))
 
 
-def _runs(workspace: Workspace, ledger: Ledger) -> Iterator[StoredFolder]:
-    for row in ledger.read("SELECT subject, run_id FROM tracked_runs ORDER BY subject"):
+def _runs(plant: Plant) -> Iterator[StoredFolder]:
+    for row in plant.ledger.read("SELECT subject, run_id FROM tracked_runs ORDER BY subject"):
         subject = Subject.parse(row["subject"])
         if subject.kind == "segment":
-            yield StoredFolder("run", workspace.mlflow_artifacts / TRAINING / row["run_id"], subject.number)
+            yield StoredFolder("run", plant.workspace.mlflow_artifacts / TRAINING / row["run_id"], subject.number)
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:

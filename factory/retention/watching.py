@@ -6,10 +6,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from factory.core.faults import is_full
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.files import DISK_LOW, DISK_WELL, low_disk
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import record
+from factory.ledger.plant import Plant
 from factory.retention.cleaning import clean, describe
 from factory.retention.disk import Room, note
 from factory.retention.policy import RetentionPolicy
@@ -26,34 +26,34 @@ def filled(workspace: Workspace, error: BaseException) -> bool:
     return room.free < room.total / 2
 
 
-def make_room(workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
+def make_room(plant: Plant) -> None:
     """Remove all that nothing needs; a line when something went."""
-    cleaned = clean(workspace, ledger, hard=True)
+    cleaned = clean(plant, hard=True)
     if cleaned.gone():
-        progress.line(f"  the disk is almost full: {describe(cleaned)}")
+        plant.progress.line(f"  the disk is almost full: {describe(cleaned)}")
 
 
-def training_waits(workspace: Workspace, ledger: Ledger, progress: Progress) -> bool:
+def training_waits(plant: Plant) -> bool:
     """Is there too little room to train? Removes what can be removed first, and says so when it changes. Once a pass."""
     with suppress(OSError):  # a note for people
-        note(workspace)
-    policy = RetentionPolicy.load(workspace.policy("retention.yaml"))
-    room = Room.of(workspace)
+        note(plant.workspace)
+    policy = RetentionPolicy.load(plant.workspace.policy("retention.yaml"))
+    room = Room.of(plant.workspace)
     floor = policy.floor(room.total)
-    was_low = low_disk(ledger) is not None
+    was_low = low_disk(plant.ledger) is not None
     if room.free < floor:
-        make_room(workspace, ledger, progress)
-        room = Room.of(workspace)
+        make_room(plant)
+        room = Room.of(plant.workspace)
     is_low = room.free < floor
     if is_low != was_low:
-        with ledger.begin() as tx:
+        with plant.ledger.begin() as tx:
             record(tx, DISK_LOW if is_low else DISK_WELL, "daemon", {"free": room.free, "floor": floor})
         if is_low:
-            progress.line(
-                f"  training waits: {room.free / 1e9:.2f} GB are free on the disk of {workspace.root}, and the floor is "
+            plant.progress.line(
+                f"  training waits: {room.free / 1e9:.2f} GB are free on the disk of {plant.workspace.root}, and the floor is "
                 f"{floor / 1e9:.2f} GB (floor_bytes, floor_share in policies/retention.yaml). Free some space: what is left is "
                 "needed, and 'factory clean --dry-run' says what for"
             )
         else:
-            progress.line(f"  {room.free / 1e9:.2f} GB are free on the disk again: training goes on")
+            plant.progress.line(f"  {room.free / 1e9:.2f} GB are free on the disk again: training goes on")
     return is_low

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 from factory.core.errors import FactoryError, WaitingError
 from factory.core.faults import LOCKED, Fault, fault_of
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import record
+from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff, Resting, in_words
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.rewound import RewoundError
@@ -66,17 +65,17 @@ class Once:
 class Steady:
     """For the daemon."""
 
-    def __init__(self, workspace: Workspace, ledger: Ledger, progress: Progress) -> None:
-        self.workspace, self.ledger, self.progress = workspace, ledger, progress
+    def __init__(self, plant: Plant) -> None:
+        self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
         policy = RetryPolicy()
         with contextlib.suppress(FactoryError, OSError):  # a pass says what is wrong with it
-            policy = RetryPolicy.load(workspace.policy("retries.yaml"))
+            policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
         self.backoff = Backoff(policy.first_wait_seconds, policy.longest_wait_seconds)
         self._asked: int | None = None  # the newest 'retry_asked' event that was heard
         self._unrecorded: list[tuple[str, dict[str, Any]]] = []  # events that the ledger could not take
         self._told: set[str] = set()  # keys of what was said to have failed, by an earlier daemon too
         with contextlib.suppress(Exception):  # the ledger cannot be read now
-            self._told = {one["what"] for one in failing(ledger)}
+            self._told = {one["what"] for one in failing(plant.ledger)}
         self._rested: frozenset[str] = frozenset()  # when the world was last looked at
         self._failed: set[str] = set()  # in this pass
         self._waiting = ""  # what was said that training waits for

@@ -31,6 +31,7 @@ from factory.ingest.rules.claims import counted, strictest
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
+from factory.ledger.plant import Plant
 from factory.synthetic.journal import AnswerJournal
 from factory.synthetic.openings import openings
 from factory.synthetic.prompts import Prompt, licence_of, read_prompts
@@ -141,25 +142,27 @@ class Generated:
         return asdict(self) | {"path": str(self.path)}
 
 
-def plan(workspace: Workspace, ledger: Ledger, wish: GenerationWish) -> GenerationPlan:
+def plan(plant: Plant, wish: GenerationWish) -> GenerationPlan:
     """What a run would do, or what one that was cut off goes on with. Changes nothing. Raises: InputError; ConfigError."""
-    policy = DataPolicy.load(workspace.policy("data.yaml"))
+    policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     wish.check(policy)
     key = wish.key()
-    if (found := _read_plan(workspace.root / FOLDER / f".{key}", ledger)) is not None:
+    if (found := _read_plan(plant.workspace.root / FOLDER / f".{key}", plant.ledger)) is not None:
         return found
     if wish.endpoint:
-        writer = endpoint_writer(wish.endpoint, wish.model, AgentsPolicy.load(workspace.policy("agents.yaml")).llm)
+        writer = endpoint_writer(
+            wish.endpoint, wish.model, AgentsPolicy.load(plant.workspace.policy("agents.yaml")).llm
+        )
     else:
-        writer = release_writer(ledger, wish.release)
+        writer = release_writer(plant.ledger, wish.release)
     if wish.prompts:
         prompts = read_prompts(wish.prompts, policy.default_domain, wish.count)
         count = wish.count or len(prompts)
     else:
         count = wish.count or OF_OPENINGS
         _refuse_long(writer, wish)
-        tokenizer = Tokenizer.load(workspace.tokenizer)
-        prompts = openings(ledger, tokenizer, count, wish.opening_tokens, wish.domain, wish.seed, policy.licences)
+        tokenizer = Tokenizer.load(plant.workspace.tokenizer)
+        prompts = openings(plant.ledger, tokenizer, count, wish.opening_tokens, wish.domain, wish.seed, policy.licences)
     named = [
         Prompt(**{**vars(prompt), "license": licence_of(prompt, wish.licence, policy.licences)}) for prompt in prompts
     ]
@@ -174,26 +177,24 @@ def _refuse_long(writer: TextWriter, wish: GenerationWish) -> None:
         )
 
 
-def generate(
-    workspace: Workspace, ledger: Ledger, wish: GenerationWish, progress: Progress, *, inbox: bool = False
-) -> Generated:
+def generate(plant: Plant, wish: GenerationWish, *, inbox: bool = False) -> Generated:
     """Write the shard, or go on with it; one that is there already is not written again. ``inbox``: put a copy there.
 
     Raises: InputError; WorkspaceError while another run writes here; WriterError, and what was written is kept.
     """
-    with workspace.lock(LOCK):
-        what = plan(workspace, ledger, wish)
-        place = workspace.root / FOLDER / f"{what.name}.jsonl"
-        aside = workspace.root / FOLDER / f".{wish.key()}"
+    with plant.workspace.lock(LOCK):
+        what = plan(plant, wish)
+        place = plant.workspace.root / FOLDER / f"{what.name}.jsonl"
+        aside = plant.workspace.root / FOLDER / f".{wish.key()}"
         ends: dict[str, int] = {}
         if not place.is_file():
             if not what.began:
                 _begin(aside, what)
-            ends = _write(workspace, ledger, wish, what, aside, place, progress)
+            ends = _write(plant, wish, what, aside, place)
         _delete(aside)
         with open(place, "rb") as rows:
             made = Generated(place, file_sha256(place), what.writer.name, sum(1 for _ in rows), ends)
-        return Generated(**{**vars(made), "inbox": _to_inbox(workspace, ledger, made)}) if inbox else made
+        return Generated(**{**vars(made), "inbox": _to_inbox(plant, made)}) if inbox else made
 
 
 def _begin(folder: Path, what: GenerationPlan) -> None:
@@ -231,27 +232,25 @@ def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
 
 
 def _write(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     wish: GenerationWish,
     what: GenerationPlan,
     aside: Path,
     place: Path,
-    progress: Progress,
 ) -> dict[str, int]:
     """Answer what is left and put the shard in place; returns how the answers ended."""
     journal = AnswerJournal(aside / "answers.jsonl")
     try:
         if len(journal) < what.count:
             try:
-                asyncio.run(_answer_all(workspace, wish, what, journal, progress))
+                asyncio.run(_answer_all(plant.workspace, wish, what, journal, plant.progress))
             except WriterError as error:
                 kept = f"{len(journal):,} of {what.count:,} answers are kept: the same command goes on"
                 raise WriterError(f"{error}; {kept}" if len(journal) else str(error)) from None
-        licences = DataPolicy.load(workspace.policy("data.yaml")).licences
-        claimed = {key: one.counts_as(licences) for key, one in counted(ledger, licences).items()}
+        licences = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+        claimed = {key: one.counts_as(licences) for key, one in counted(plant.ledger, licences).items()}
         barred = {key for key, name in claimed.items() if not licences.of(name).train}
-        gone = _taken_out(ledger, what.prompts) | barred
+        gone = _taken_out(plant.ledger, what.prompts) | barred
         made = aside / "shard.jsonl"
         ends: Counter[str] = Counter()
         with open(made, "w", encoding="utf-8") as out:
@@ -361,11 +360,11 @@ def _row(what: GenerationPlan, number: int, prompt: Prompt, answer: Answer) -> d
     return {"id": f"{what.name}/{number}", **content, **{key: value for key, value in named.items() if value}}
 
 
-def _to_inbox(workspace: Workspace, ledger: Ledger, made: Generated) -> str:
-    known = ledger.one(sa.select(shards.c.state).where(shards.c.sha256 == made.sha256))
+def _to_inbox(plant: Plant, made: Generated) -> str:
+    known = plant.ledger.one(sa.select(shards.c.state).where(shards.c.sha256 == made.sha256))
     if known:
         return f"it was {known['state']} before"
-    place = workspace.inbox / made.path.name
+    place = plant.workspace.inbox / made.path.name
     aside = place.with_name(f".{place.name}.part")
     try:
         shutil.copyfile(made.path, aside)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.evals.evaluator import items_of, refuse_damaged
 from factory.evals.tasks import EvalItem
 from factory.ingest.index import Index
@@ -23,6 +22,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.task_items import item_ngrams
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, Subject
 from factory.ledger.writing import insert
 from factory.tasks.comparing import scores
@@ -38,20 +38,18 @@ from factory.tasks.task_file import EvalTask, TaskFile
 from kernels.contract.files import finite
 
 
-def measure(
-    workspace: Workspace, ledger: Ledger, candidate_id: int, task: EvalTask, policy: TasksPolicy, progress: Progress
-) -> int:
+def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy) -> int:
     """Measure a candidate; returns the evaluation's id. Idempotent for the same candidate, task file, items and tokenizer.
 
     Raises: TaskError for what could not be measured; IsolationError without a sandbox; DamagedExportError; NoMemoryError; InputError for an
     unknown candidate.
     """
-    candidate = CandidateRow.get(ledger, candidate_id)
-    tokenizer = Tokenizer.load(workspace.tokenizer)
+    candidate = CandidateRow.get(plant.ledger, candidate_id)
+    tokenizer = Tokenizer.load(plant.workspace.tokenizer)
     identity = task.identity(tokenizer.sha256)
-    if known := _known(ledger, candidate_id, identity):
+    if known := _known(plant.ledger, candidate_id, identity):
         return known
-    contaminated = trained_on(workspace, ledger, task)
+    contaminated = trained_on(plant, task)
     share = len(contaminated) / len(task.records)
     if share > policy.contaminated_max:
         raise TaskError(
@@ -59,10 +57,10 @@ def measure(
             f"{policy.contaminated_max:.0%} is allowed (contaminated_max); first: record {contaminated[0][0] + 1}, in document {contaminated[0][1]}"
         )
     refuse_damaged(candidate)
-    _prove(ledger, task, policy, progress)
+    _prove(plant.ledger, task, policy, plant.progress)
     started = time.monotonic()
     model = TaskModel.load(Path(candidate.export_path), tokenizer, policy.batch_tokens, policy.device)
-    with progress.task(f"task {task.name}, candidate {candidate_id}", None) as bar:
+    with plant.progress.task(f"task {task.name}, candidate {candidate_id}", None) as bar:
         rows, said = _run(task, model, policy, lambda n: bar.advance(n))
     broken = [row for row in rows if not math.isfinite(row.value) or not row.weight > 0]
     if broken or not rows:
@@ -87,16 +85,16 @@ def measure(
         "device": model.model.device.type,
         "seconds": round(time.monotonic() - started, 3),
     } | said
-    return _write(ledger, candidate_id, identity, summary, rows)
+    return _write(plant.ledger, candidate_id, identity, summary, rows)
 
 
-def trained_on(workspace: Workspace, ledger: Ledger, task: EvalTask) -> list[tuple[int, str]]:
+def trained_on(plant: Plant, task: EvalTask) -> list[tuple[int, str]]:
     """(number of the record, a training document) of each item that shares words with training data, as far as ingest's sample tells:
     44 words in a row are always found, 13 by chance."""
-    n = DataPolicy.load(workspace.policy("data.yaml")).decontamination.ngram
+    n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
     grams = [item_ngrams(item, n) for item in task.records]
     found: dict[int, str] = {}
-    for gram, key in Index(ledger).trained_with(np.unique(np.concatenate(grams))):
+    for gram, key in Index(plant.ledger).trained_with(np.unique(np.concatenate(grams))):
         found.setdefault(gram, key)
     hits = np.array(sorted(found), np.uint64)
     return [

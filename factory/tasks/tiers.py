@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from factory.core.errors import IsolationError
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import EvaluationRow, champion
 from factory.tasks.comparing import TaskEvidence, gains, sizes
 from factory.tasks.items import TaskError
@@ -20,38 +19,34 @@ from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, load_named, task_folder, task_names
 
 
-def measure_due(
-    workspace: Workspace, ledger: Ledger, candidate: int, progress: Progress, *, would_promote: bool
-) -> TaskEvidence:
+def measure_due(plant: Plant, candidate: int, *, would_promote: bool) -> TaskEvidence:
     """Measure a candidate, and the champion, on every task that is due. What could not be measured is a sentence of the evidence.
 
     Raises: ConfigError for a bad tasks.yaml; DamagedExportError; NoMemoryError.
     """
-    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
-    names = task_names(task_folder(workspace))
+    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    names = task_names(task_folder(plant.workspace))
     evidence = TaskEvidence(alpha=policy.guards_alpha)
     for name in sorted(set(policy.tasks) - set(names)):
-        words = f"Task {name}: tasks.yaml names it, and there is no {task_folder(workspace) / name}.yaml."
+        words = f"Task {name}: tasks.yaml names it, and there is no {task_folder(plant.workspace) / name}.yaml."
         evidence = evidence.with_other(
             TaskEvidence.problem(words, f"write that file, or take {name} out of tasks.yaml.")
         )
     for name in names:
         if policy.of(name).due(candidate, would_promote):
-            evidence = evidence.with_other(_evidence(workspace, ledger, candidate, name, policy, progress))
+            evidence = evidence.with_other(_evidence(plant, candidate, name, policy))
     return evidence
 
 
-def _evidence(
-    workspace: Workspace, ledger: Ledger, candidate: int, name: str, policy: TasksPolicy, progress: Progress
-) -> TaskEvidence:
+def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> TaskEvidence:
     try:
-        task = load_named(workspace, name, policy)
-        best = champion(ledger)
-        if changed := changed_since_baseline(ledger, task):
+        task = load_named(plant.workspace, name, policy)
+        best = champion(plant.ledger)
+        if changed := changed_since_baseline(plant.ledger, task):
             todo = f"take the change of task {name} back, or make it the new baseline: 'factory tasks run {name} --baseline'."
             return TaskEvidence.problem(changed, todo)
-        ours = measure(workspace, ledger, candidate, task, policy, progress)
-        theirs = measure(workspace, ledger, best.candidate, task, policy, progress) if best else None
+        ours = measure(plant, candidate, task, policy)
+        theirs = measure(plant, best.candidate, task, policy) if best else None
     except (TaskError, IsolationError) as error:
         never = policy.setting(name, "tier", "never")
         todo = (
@@ -59,13 +54,13 @@ def _evidence(
             + (f"'{never}'." if never else "tier: never in tasks.yaml.")
         )
         return TaskEvidence.problem(f"Task {name} could not be measured: {str(error).removesuffix('.')}.", todo)
-    summary = EvaluationRow.get(ledger, ours).summary
+    summary = EvaluationRow.get(plant.ledger, ours).summary
     values = {metric: row["value"] for metric, row in summary["metrics"].items()}
     evidence = TaskEvidence(values=values, evaluations={name: [ours, theirs]})
     if theirs is None:
         return evidence
-    of_champion = measured_items(ledger, theirs)
-    found = gains(measured_items(ledger, ours), of_champion, summary.get("costs", ()))
+    of_champion = measured_items(plant.ledger, theirs)
+    found = gains(measured_items(plant.ledger, ours), of_champion, summary.get("costs", ()))
     if found is None:
         words = f"Task {name}: candidate and champion were not measured on the same items."
         todo = f"measure both again: 'factory evaluate {candidate}' once nothing changes {name}'s items."
@@ -106,13 +101,11 @@ def baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
     return next((row.summary for row in rows if row.summary.get("task") == name), None)
 
 
-def take_baseline(
-    workspace: Workspace, ledger: Ledger, task: EvalTask, policy: TasksPolicy, by: str, progress: Progress
-) -> int | None:
+def take_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, by: str) -> int | None:
     """From now on the line is measured as the task's file says; the champion is measured so at once. Returns its evaluation's id."""
-    best = champion(ledger)
-    number = measure(workspace, ledger, best.candidate, task, policy, progress) if best else None
-    with ledger.begin() as tx:
+    best = champion(plant.ledger)
+    number = measure(plant, best.candidate, task, policy) if best else None
+    with plant.ledger.begin() as tx:
         detail = {"protocol": task.protocol, "format": task.format, "by": by, "evaluation": number}
         record(tx, "task_baseline", f"task:{task.name}", detail)
     return number

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.tracking.outages import shown
 from factory.tracking.tracking import AUDITED, CLOSED, DIAGNOSIS_SHOWN, SHOWN, Tracking
@@ -20,25 +20,25 @@ from factory.tracking.tracking import AUDITED, CLOSED, DIAGNOSIS_SHOWN, SHOWN, T
 REMADE = "mlflow_remade"  # event: its database was lost, and is an older one or empty
 
 
-def show_missed(workspace: Workspace, ledger: Ledger, say: Callable[[str], None]) -> None:
+def show_missed(plant: Plant, say: Callable[[str], None]) -> None:
     """Close the runs of segments that ended, and show decided proposals as they are. What fails is said, and tried at the next call."""
-    tracking = Tracking.open(workspace, ledger)
-    for number in _unclosed(ledger):
-        follower = tracking.follow_segment(SegmentRow.get(ledger, number), say)
+    tracking = Tracking.open(plant)
+    for number in _unclosed(plant.ledger):
+        follower = tracking.follow_segment(SegmentRow.get(plant.ledger, number), say)
         if shown(say, partial(getattr, tracking, "client")) is None:
             return
         while follower.poll():
             pass
         follower.finish()
-    for number in _unshown(ledger):
+    for number in _unshown(plant.ledger):
         shown(say, partial(tracking.proposal_run, number))
-    for verdict in VerdictRow.select(ledger, "WHERE gate = 'audit' ORDER BY id"):
-        if str(Subject("verdict", verdict.id)) not in _newest(ledger, AUDITED):
+    for verdict in VerdictRow.select(plant.ledger, "WHERE gate = 'audit' ORDER BY id"):
+        if str(Subject("verdict", verdict.id)) not in _newest(plant.ledger, AUDITED):
             shown(say, partial(tracking.segment_audited, verdict))
-    for event, detail in _undiagnosed(ledger):
-        page = (ledger.root or Path()) / detail["report"]
+    for event, detail in _undiagnosed(plant.ledger):
+        page = (plant.ledger.root or Path()) / detail["report"]
         if page.is_file():
-            segment = SegmentRow.get(ledger, detail["segment"])
+            segment = SegmentRow.get(plant.ledger, detail["segment"])
             shown(say, partial(tracking.segment_diagnosed, segment, event, detail["causes"], detail["why"], page))
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.computing.computing import describe
-from factory.core.workspace import Workspace
 from factory.evals.statistics import interval_of
-from factory.ledger.ledger import Ledger, record, tracked_runs
+from factory.ledger.ledger import record, tracked_runs
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.tracking.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
 from factory.tracking.mlflow_store import flush, mlflow_errors, open_client, remove_deleted, ui_command, waiting_lock
@@ -55,14 +55,14 @@ PARAMS_PER_BATCH = 100  # MLflow's own limit
 class Tracking:
     """One process's way to a workspace's MLflow. Opening costs nothing; the store is reached at the first need."""
 
-    def __init__(self, workspace: Workspace, ledger: Ledger) -> None:
-        self.workspace, self.ledger = workspace, ledger
+    def __init__(self, plant: Plant) -> None:
+        self.workspace, self.ledger = plant.workspace, plant.ledger
         self._client: MlflowClient | None = None
         self._experiments: dict[str, str] = {}
 
     @classmethod
-    def open(cls, workspace: Workspace, ledger: Ledger) -> Tracking:
-        return cls(workspace, ledger)
+    def open(cls, plant: Plant) -> Tracking:
+        return cls(plant)
 
     @property
     def client(self) -> MlflowClient:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
-from factory.core.progress import Progress
 from factory.core.removal import remove
-from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.places import located
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.training.live_code import LiveCode
 from factory.training.planning import last_segment, plan_segment
@@ -109,25 +108,25 @@ def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source
     return there[-wanted:]
 
 
-def plan_average(
-    workspace: Workspace, ledger: Ledger, rule: Rule, segment: int | None = None, last: int | None = None
-) -> int:
+def plan_average(plant: Plant, rule: Rule, segment: int | None = None, last: int | None = None) -> int:
     """Record the average as a segment to be run; returns its id. The same rule and checkpoints give the same segment."""
     from factory.git.repository import live_commit
 
-    sources = choose(ledger, segment, last)
-    listed = [asdict(source) | {"path": ledger.inside(source.path)} for source in sources]
+    sources = choose(plant.ledger, segment, last)
+    listed = [asdict(source) | {"path": plant.ledger.inside(source.path)} for source in sources]
     plan = {"rule": rule, "sources": listed}
-    for row in SegmentRow.select(ledger, f"WHERE kind = '{KIND}' AND state NOT IN ('failed', 'abandoned') ORDER BY id"):
-        if _identity(planned(ledger, row.id)) == _identity(plan):
+    for row in SegmentRow.select(
+        plant.ledger, f"WHERE kind = '{KIND}' AND state NOT IN ('failed', 'abandoned') ORDER BY id"
+    ):
+        if _identity(planned(plant.ledger, row.id)) == _identity(plan):
             return row.id
-    commit = live_commit(workspace.repository)
-    parent = SegmentRow.get(ledger, sources[-1].segment)
+    commit = live_commit(plant.workspace.repository)
+    parent = SegmentRow.get(plant.ledger, sources[-1].segment)
     steps = (sources[-1].step, sources[-1].step)
     same = parent.only("generation recipe recipe_json recipe_sha256 data_plan")
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         detail = {"average": plan}
-        return plan_segment(tx, workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same)
+        return plan_segment(tx, plant.workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same)
 
 
 def planned(ledger: Ledger, number: int) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 # -- making ------------------------------------------------------------------------------------------------------------
-def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> dict[str, Any]:
+def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
     """Make the averaged checkpoint and record it; returns the segment's result. Safe to repeat.
 
     Raises: SegmentError when a checkpoint is damaged or does not fit (its log is named); InputError when the held-out loss
@@ -150,18 +149,18 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
     """
     from trainer.contract.checkpoint.format import manifest_sha256, name_of
 
-    plan = planned(ledger, row.id)
-    folder = claim(workspace, ledger, row, progress)
-    code = LiveCode.of(workspace, ledger, row.code_commit, progress)
+    plan = planned(plant.ledger, row.id)
+    folder = claim(plant, row)
+    code = LiveCode.of(plant, row.code_commit)
     parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
     measured: dict[str, Any] = {}
-    with progress.task(f"averaging {len(parts)} checkpoints", None) as task:
+    with plant.progress.task(f"averaging {len(parts)} checkpoints", None) as task:
         if plan["rule"] == "held-out-loss":
             try:
                 advance = lambda n: task.advance(n, "held-out loss")
-                measured = _measure(workspace, ledger, row, code, parts, advance, progress)
+                measured = _measure(plant, row, code, parts, advance)
             except (InputError, ConfigError) as error:
-                give_up(ledger, row, str(error))
+                give_up(plant.ledger, row, str(error))
                 raise
         else:
             for part in parts:
@@ -171,8 +170,8 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
         paths = [part["path"] for part in parts]
         words = [str(folder / "checkpoints"), *paths, "--weights", weights]
         made = code.run("-m", name_in(code, AVERAGE), *words, writable=[folder], readonly=list(map(Path, paths)))
-        clear(folder, progress)
-        _succeeded(workspace, ledger, row, made)
+        clear(folder, plant.progress)
+        _succeeded(plant, row, made)
     path = folder / "checkpoints" / name_of(row.last_step)
     result = {
         "state": "done",
@@ -182,23 +181,21 @@ def run_average(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress:
         "averaged": {"rule": plan["rule"], "sources": parts, **measured},
     }
     write_atomically(folder / "result.json", json.dumps(result, indent=1))
-    record_done(ledger, row, folder, result)
+    record_done(plant.ledger, row, folder, result)
     return result
 
 
 def _measure(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     row: SegmentRow,
     code: LiveCode,
     parts: list[dict[str, Any]],
     advance: Any,
-    progress: Progress,
 ) -> dict[str, Any]:
     """Give each part its loss and weight; returns what they were measured on."""
     from factory.training.held_out_loss import held_out_ruler
 
-    ruler = held_out_ruler(workspace, ledger)
+    ruler = held_out_ruler(plant)
     scratch = Path(row.folder) / "export"
     noise = 0.0
     for part in parts:
@@ -206,8 +203,8 @@ def _measure(
         scratch.mkdir()
         words = [name_in(code, EXPORT), part["path"], str(scratch)]
         made = code.run("-m", *words, writable=[scratch], readonly=[Path(part["path"])])
-        clear(scratch, progress)
-        _succeeded(workspace, ledger, row, made)
+        clear(scratch, plant.progress)
+        _succeeded(plant, row, made)
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:
@@ -222,9 +219,9 @@ def _measure(
     }
 
 
-def _succeeded(workspace: Workspace, ledger: Ledger, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:
+def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:
     """Raises: SegmentError when the program failed; its words are in the segment's log."""
     if done.returncode:
-        with open(workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
+        with open(plant.workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
             log.write(done.stderr)
-        failed(workspace, ledger, row, done.returncode, None)
+        failed(plant, row, done.returncode, None)

@@ -26,6 +26,7 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import CheckoutError, RepositoryError, changes
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.removals import with_contents
 from factory.ledger.rows import SegmentRow
 from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
@@ -60,43 +61,38 @@ def changed_files(repository: Path, old: str, new: str) -> list[str]:
 
 
 def gather(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     row: SegmentRow,
     parent: SegmentRow,
     policy: CertificatePolicy,
-    progress: Progress,
 ) -> CertificateEvidence:
     """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full, CheckoutError, and what a fault of the
     machine makes of it: begin again then."""
     evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
     try:
-        files = changed_files(workspace.repository, parent.code_commit, row.code_commit)
+        files = changed_files(plant.workspace.repository, parent.code_commit, row.code_commit)
         changed = files + computing.changed(parent, row)
         if not changed:
             return evidence
-        sides = {
-            name: LiveCode.of(workspace, ledger, side.code_commit, progress)
-            for name, side in (("old", parent), ("new", row))
-        }
+        sides = {name: LiveCode.of(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
     except RepositoryError as error:
         if isinstance(error, CheckoutError) or is_of_no_file(error):
             raise
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
     what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
     what = "; ".join(filter(None, (what, *changed[len(files) :])))
-    progress.line(
+    plant.progress.line(
         f"  what training runs changed since segment {parent.id} ({what}): a certificate is needed before segment "
         f"{row.id} starts"
     )
     steps = min(policy.steps, row.last_step - row.first_step)
-    plan = with_contents(ledger, plan_of(ledger, row))
+    plan = with_contents(plant.ledger, plan_of(plant.ledger, row))
     seeds = tuple(seed_of(plan, number) for number in range(policy.seeds))
     evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
     scratch = Path(row.folder) / "certificate"
-    for basis, spec in bases(ledger, row, parent, steps).items():
+    for basis, spec in bases(plant.ledger, row, parent, steps).items():
         evidence = replace(evidence, basis=basis, old_failed="")
-        runs = Runs(workspace, scratch, basis, spec, progress, parent, row)
+        runs = Runs(plant.workspace, scratch, basis, spec, plant.progress, parent, row)
         again = [] if runs.other_precision else ["again"]
         code, line = runs.run("old", sides["old"], parent.code_commit, ["pair", *again, *map(str, seeds)])
         if code == 0:

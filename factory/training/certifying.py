@@ -23,6 +23,7 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, record, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import record_verdict
@@ -49,19 +50,19 @@ class NotCertified(SegmentError, WaitingError):
     """The code changed, and the change is not shown to be inside seed noise: the segment was not started."""
 
 
-def ensure_certified(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> None:
+def ensure_certified(plant: Plant, row: SegmentRow) -> None:
     """Return when a segment may start: what trains it is as it was for its parent, or was measured, or a person took it as it is.
 
     Raises: NotCertified when it may not; SegmentError when the runs were stopped: begin again then.
     """
-    parent = SegmentRow.get(ledger, row.parent) if row.parent else None
-    policy = CertificatePolicy.load(workspace.policy("gates/certificate.yaml"))
+    parent = SegmentRow.get(plant.ledger, row.parent) if row.parent else None
+    policy = CertificatePolicy.load(plant.workspace.policy("gates/certificate.yaml"))
     if parent and (parent.code_commit != row.code_commit or changed(parent, row)):
-        verdict = _newest(ledger, GATE, row.id) or _certify(workspace, ledger, row, parent, policy, progress)
-        _allow(ledger, row, verdict, "certificate")
-    if policy.preflight.parts and _flies(workspace, parent, row):
-        verdict = _newest(ledger, PREFLIGHT, row.id) or _fly(workspace, ledger, row, policy.preflight, progress)
-        _allow(ledger, row, verdict, "preflight")
+        verdict = _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy)
+        _allow(plant.ledger, row, verdict, "certificate")
+    if policy.preflight.parts and _flies(plant.workspace, parent, row):
+        verdict = _newest(plant.ledger, PREFLIGHT, row.id) or _fly(plant, row, policy.preflight)
+        _allow(plant.ledger, row, verdict, "preflight")
 
 
 def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow, scratch: str) -> None:
@@ -97,21 +98,21 @@ def accepted(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
     return None
 
 
-def accept(workspace: Workspace, ledger: Ledger, segment: int, person: str) -> VerdictRow:
+def accept(plant: Plant, segment: int, person: str) -> VerdictRow:
     """A person takes the code of an uncertified segment as it is; the segment is planned again. Returns the verdict.
 
     Raises: InputError when it is not waiting for that, or another segment took its place.
     """
-    verdict = certificate_of(ledger, segment)
-    waiting = SegmentRow.select(ledger, "WHERE state = :state ORDER BY id", state=UNCERTIFIED)
+    verdict = certificate_of(plant.ledger, segment)
+    waiting = SegmentRow.select(plant.ledger, "WHERE state = :state ORDER BY id", state=UNCERTIFIED)
     if verdict is None or segment not in {row.id for row in waiting}:
         listed = ", ".join(str(row.id) for row in waiting) or "none"
         raise InputError(f"segment {segment} does not wait for a certificate; those that do: {listed}")
-    newer = SegmentRow.first(ledger, "WHERE kind <> 'average' AND id > :id", id=segment)
+    newer = SegmentRow.first(plant.ledger, "WHERE kind <> 'average' AND id > :id", id=segment)
     if newer:
         raise InputError(f"segment {segment} was replaced by segment {newer.id}: there is nothing to accept")
     detail = {"by": person, "verdict": verdict.id, "subject_sha256": verdict.subject_sha256}
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         waits = (segments.c.id == segment) & (segments.c.state == UNCERTIFIED)
         tx.execute(segments.update().where(waits).values(state="planned"))
         record(tx, ACCEPTED, Subject("segment", segment), detail)
@@ -128,26 +129,24 @@ def every_certificate(ledger: Ledger) -> list[dict[str, Any]]:
 
 # -- making one --------------------------------------------------------------------------------------------------------
 def _certify(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     row: SegmentRow,
     parent: SegmentRow,
     policy: CertificatePolicy,
-    progress: Progress,
 ) -> VerdictRow:
-    judged = _identity(policy, row, parent, last_checkpoint(ledger, parent.id)["id"])
-    known = _known(ledger, GATE, judged)
+    judged = _identity(policy, row, parent, last_checkpoint(plant.ledger, parent.id)["id"])
+    known = _known(plant.ledger, GATE, judged)
     if known:  # the same code on the same checkpoint and data: measured for a segment that this one takes the place of
-        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(ledger)
+        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(plant.ledger)
     else:
         from factory.training.certificate_runs import gather
 
-        evidence = gather(workspace, ledger, row, parent, policy, progress)
+        evidence = gather(plant, row, parent, policy)
         judgement = judge_certificate(policy, evidence)
         outcome, reasons = judgement.outcome, judgement.reasons
         shown = _write_file(Path(row.folder), evidence, judgement)
     of = policy_sha256(policy)
-    return _record(ledger, row, GATE, judged, of, parent.code_commit, outcome, reasons, shown, progress)
+    return _record(plant.ledger, row, GATE, judged, of, parent.code_commit, outcome, reasons, shown, plant.progress)
 
 
 def _known(ledger: Ledger, gate: str, judged: str) -> VerdictRow | None:
@@ -273,22 +272,22 @@ def _trained_by(row: SegmentRow) -> dict[str, Any]:
     }
 
 
-def _fly(
-    workspace: Workspace, ledger: Ledger, row: SegmentRow, policy: PreflightPolicy, progress: Progress
-) -> VerdictRow:
+def _fly(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> VerdictRow:
     parts = [policy.model_dump(), _trained_by(row), row.recipe_json["model"], row.data_plan]
     judged = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    known = _known(ledger, PREFLIGHT, judged)
+    known = _known(plant.ledger, PREFLIGHT, judged)
     if known:
-        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(ledger)
+        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(plant.ledger)
     else:
         from factory.training.preflight_runs import fly
 
-        evidence = fly(workspace, ledger, row, policy, progress)
+        evidence = fly(plant, row, policy)
         judgement = judge_preflight(policy, evidence)
         outcome, reasons = judgement.outcome, judgement.reasons
         shown = finite(asdict(evidence)) | {"file": str(Path(row.folder) / "preflight.json")}
         Path(row.folder).mkdir(parents=True, exist_ok=True)
         whole = shown | {"outcome": outcome, "reasons": reasons}
         write_atomically(Path(shown["file"]), finite_json(whole, indent=1))
-    return _record(ledger, row, PREFLIGHT, judged, policy_sha256(policy), None, outcome, reasons, shown, progress)
+    return _record(
+        plant.ledger, row, PREFLIGHT, judged, policy_sha256(policy), None, outcome, reasons, shown, plant.progress
+    )

@@ -22,9 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from factory.core import devices
-from factory.core.workspace import Workspace
 from factory.git import repository
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, SegmentRow
 
 MOST_BYTES = (
@@ -33,17 +32,17 @@ MOST_BYTES = (
 PATIENCE_SECONDS = 600.0  # for another process that copies
 
 
-def begin_cache(workspace: Workspace, ledger: Ledger, commit: str) -> Path | None:
+def begin_cache(plant: Plant, commit: str) -> Path | None:
     """Before a commit's code first runs here, copy the cache of the newest code that it may read from; returns that folder.
 
     None: the commit has a cache already, or there is none to begin with. Raises: RepositoryError; OSError, and nothing is left.
     """
-    own = devices.compiled(workspace.root, commit)
+    own = devices.compiled(plant.workspace.root, commit)
     if own.exists():
         return None
     own.parent.mkdir(exist_ok=True)
-    with workspace.lock("compile-cache", PATIENCE_SECONDS):
-        found = None if own.exists() else next(readable(workspace, ledger, commit), None)
+    with plant.workspace.lock("compile-cache", PATIENCE_SECONDS):
+        found = None if own.exists() else next(readable(plant, commit), None)
         if found is None or _bytes(found) > MOST_BYTES:
             return None
         aside = own.with_name("beginning")
@@ -57,14 +56,14 @@ def begin_cache(workspace: Workspace, ledger: Ledger, commit: str) -> Path | Non
     return found
 
 
-def readable(workspace: Workspace, ledger: Ledger, commit: str) -> Iterator[Path]:
+def readable(plant: Plant, commit: str) -> Iterator[Path]:
     """The caches of code that trained here, newest first, that ``commit`` may read: it holds all of that code. Raises: RepositoryError."""
-    code = workspace.repository
-    rows = ProposalRow.select(ledger, "WHERE state IN ('approved', 'reverted')")
+    code = plant.workspace.repository
+    rows = ProposalRow.select(plant.ledger, "WHERE state IN ('approved', 'reverted')")
     patches = {row.commit: row for row in rows if row.commit}
-    trained = dict.fromkeys(row.code_commit for row in SegmentRow.select(ledger, "ORDER BY id DESC"))
+    trained = dict.fromkeys(row.code_commit for row in SegmentRow.select(plant.ledger, "ORDER BY id DESC"))
     for older in trained:
-        cache = devices.compiled(workspace.root, older)
+        cache = devices.compiled(plant.workspace.root, older)
         if older == commit or not cache.is_dir() or not repository.contains(code, commit, older):
             continue
         if not any(repository.contains(code, older, patch) for patch in patches):

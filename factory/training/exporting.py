@@ -11,8 +11,8 @@ from factory.core.errors import SegmentError
 from factory.core.exports import folder_sha256
 from factory.core.progress import SILENT
 from factory.core.removal import remove
-from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, candidates, record
+from factory.ledger.ledger import candidates, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import insert, next_key
 from factory.training.live_code import LiveCode
@@ -21,29 +21,32 @@ from factory.training.segment_folder import EXPORT, clear, name_in
 from kernels.contract.files import sync_folder, sync_tree
 
 
-def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
+def export_candidate(plant: Plant, segment: int) -> int:
     """Turn a segment's last checkpoint into an HF-format export and a candidate row; returns the candidate's id. Idempotent."""
-    known = CandidateRow.first(ledger, "WHERE segment = :segment", segment=segment)
+    known = CandidateRow.first(plant.ledger, "WHERE segment = :segment", segment=segment)
     if known:
         return known.id
     from factory.evals.export_parity import made_from
 
-    row = SegmentRow.get(ledger, segment)
-    checkpoint = last_checkpoint(ledger, segment)
-    target, aside = workspace.exports / f"segment-{segment:05d}", workspace.exports / f".writing-{segment:05d}"
+    row = SegmentRow.get(plant.ledger, segment)
+    checkpoint = last_checkpoint(plant.ledger, segment)
+    target, aside = (
+        plant.workspace.exports / f"segment-{segment:05d}",
+        plant.workspace.exports / f".writing-{segment:05d}",
+    )
     if not target.exists():
-        make_export(workspace, ledger, row, aside)
+        make_export(plant, row, aside)
         os.rename(aside, target)
     sync_folder(target.parent)  # also of one that a killed process made
     made = made_from(Path(checkpoint["path"]), row.recipe_json)  # by this process, not by the code that exported it
-    with ledger.begin() as tx:
+    with plant.ledger.begin() as tx:
         number = insert(
             tx,
             candidates,
             id=next_key(tx, candidates),
             segment=segment,
             checkpoint=checkpoint["id"],
-            export_path=ledger.inside(target),
+            export_path=plant.ledger.inside(target),
             export_sha256=folder_sha256(target),
             created_at=time.time(),
         )
@@ -51,7 +54,7 @@ def export_candidate(workspace: Workspace, ledger: Ledger, segment: int) -> int:
     return number
 
 
-def make_export(workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: Path, as_it_was: bool = False) -> None:
+def make_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = False) -> None:
     """Write a segment's last checkpoint in transformers' format to ``folder``, which is made anew, and flush it.
 
     Chat template and sampling defaults are this factory's. ``as_it_was``: those of the code and tokenizer that it comes from, for an
@@ -60,10 +63,10 @@ def make_export(workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: P
     from factory.ingest.tokenizer import Tokenizer
     from trainer.contract.checkpoint.export import generation_config
 
-    checkpoint = last_checkpoint(ledger, row.id)
+    checkpoint = last_checkpoint(plant.ledger, row.id)
     remove(folder)
     folder.mkdir()
-    code = LiveCode.of(workspace, ledger, row.code_commit, SILENT)
+    code = LiveCode.of(plant.reporting_to(SILENT), row.code_commit)
     words = [name_in(code, EXPORT), checkpoint["path"], str(folder)]
     done = code.run("-m", *words, writable=[folder], readonly=[Path(checkpoint["path"])])
     clear(folder, SILENT)
@@ -71,7 +74,7 @@ def make_export(workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: P
         raise SegmentError(
             f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:] or 'no message'}"
         )
-    Tokenizer.load(workspace.tokenizer).copy_to(folder, as_it_was)
+    Tokenizer.load(plant.workspace.tokenizer).copy_to(folder, as_it_was)
     if not as_it_was:
         (folder / "generation_config.json").write_text(json.dumps(generation_config(), indent=2) + "\n")
     sync_tree(folder)  # the ledger is about to name it

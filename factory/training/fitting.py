@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
 from factory.ingest.vocabulary_size import refuse_vocabulary
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
 
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
 
 
-def refuse_misfit(workspace: Workspace, ledger: Ledger, recipe: Recipe, parent: SegmentRow | None) -> list[str]:
+def refuse_misfit(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> list[str]:
     """Returns lines for a person: changes that the recipe's ``accept_changes`` names.
 
     Raises: ConfigError that names what differs, both values and their places, and what to do.
     """
     if parent is None:
-        refuse_vocabulary(workspace, ledger, recipe)
+        refuse_vocabulary(plant, recipe)
         return []
-    return _of_live_trunk(workspace, ledger, recipe, parent)
+    return _of_live_trunk(plant.workspace, plant.ledger, recipe, parent)
 
 
 def _of_live_trunk(workspace: Workspace, db: Reads, recipe: Recipe, parent: SegmentRow) -> list[str]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import held_out_documents
@@ -20,7 +19,7 @@ from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_docu
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 
 Advance = Callable[[float], None]
 
@@ -58,15 +57,15 @@ class Ruler:
         return {domain: sum(text.document.domain == domain for text in self.texts) for domain in sorted(self.shares)}
 
 
-def held_out_ruler(workspace: Workspace, ledger: Ledger) -> Ruler:
+def held_out_ruler(plant: Plant) -> Ruler:
     """The dev half's documents of the domains that the release policy's target names.
 
     Raises: InputError when nothing of them is held out; ConfigError.
     """
-    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
-    weights = ReleasePolicy.load(workspace.policy("gates/release.yaml")).target.weights
-    tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
-    dev = held_out_documents(ledger, policy.documents_per_domain, sealed=False)
+    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    weights = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")).target.weights
+    tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
+    dev = held_out_documents(plant.ledger, policy.documents_per_domain, sealed=False)
     wanted = {d.domain: weights.get(d.domain, 0.0) if weights else 1.0 for d in dev}
     texts = encode_documents(dev, tokenizer, token_bytes, policy.document_bytes)
     texts = [text for text in texts if wanted[text.document.domain] > 0]

@@ -22,10 +22,10 @@ import sqlalchemy as sa
 from factory.core import devices
 from factory.core.errors import ConfigError, IsolationError
 from factory.core.launching import die_with, launcher, ranks
-from factory.core.progress import Progress
 from factory.core.stopping import TRAINER_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
+from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.quiet import killed_when_quiet
 from factory.sandbox import live
@@ -45,17 +45,17 @@ class LiveCode:
     hung_seconds: float = RetryPolicy().hung_seconds  # a tool that does nothing for so long is killed
 
     @classmethod
-    def of(cls, workspace: Workspace, ledger: Ledger, commit: str, progress: Progress) -> LiveCode:
+    def of(cls, plant: Plant, commit: str) -> LiveCode:
         """Raises: RepositoryError; IsolationError when the code may not run here, as there is no sandbox."""
         from factory.git.repository import checkout_live
 
-        isolated, why = isolation(workspace, ledger)
+        isolated, why = isolation(plant)
         if not isolated:
-            progress.line(f"  WARNING: live code runs, and NOT in the sandbox: {why}")
-        cache = devices.compiled(workspace.root, commit)
-        begin_cache(workspace, ledger, commit)
-        patience = RetryPolicy.load(workspace.policy("retries.yaml")).hung_seconds
-        return cls(checkout_live(workspace, commit), cache, isolated, patience)
+            plant.progress.line(f"  WARNING: live code runs, and NOT in the sandbox: {why}")
+        cache = devices.compiled(plant.workspace.root, commit)
+        begin_cache(plant, commit)
+        patience = RetryPolicy.load(plant.workspace.policy("retries.yaml")).hung_seconds
+        return cls(checkout_live(plant.workspace, commit), cache, isolated, patience)
 
     def start(
         self,
@@ -136,12 +136,12 @@ class LiveCode:
             )
 
 
-def isolation(workspace: Workspace, ledger: Ledger) -> tuple[bool, str]:
+def isolation(plant: Plant) -> tuple[bool, str]:
     """(does live code run in the sandbox, why not). Raises: IsolationError when it may not run at all."""
-    chosen, where = workspace.config.training_sandbox, workspace.root / "factory.yaml"
+    chosen, where = plant.workspace.config.training_sandbox, plant.workspace.root / "factory.yaml"
     if chosen == "off":
         return False, f"training_sandbox is off in {where}"
-    if workspace.config.launcher:
+    if plant.workspace.config.launcher:
         why = f"the launcher in {where} starts processes that this factory cannot put into one"
     else:
         why = live.refusal()
@@ -150,7 +150,7 @@ def isolation(workspace: Workspace, ledger: Ledger) -> tuple[bool, str]:
     advice = f"'factory doctor' shows what is missing; 'training_sandbox: off' in {where} trains without, on this machine's trust in all merged code"
     if chosen == "required":
         raise IsolationError(f"nothing is trained: training_sandbox is 'required', and {why}. {advice}")
-    if number := merged_by_agent(ledger):
+    if number := merged_by_agent(plant.ledger):
         raise IsolationError(
             f"nothing is trained: the live code holds proposal {number}, which an agent wrote, and {why}. {advice}"
         )

@@ -20,12 +20,12 @@ from factory.computing import computing
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import ConfigError, InputError
 from factory.core.launching import ranks
-from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ingest.rules.claims import CONFLICT, counted
 from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ledger.ledger import Ledger, data_plans, record, segments, token_shards
 from factory.ledger.places import inside, portable
+from factory.ledger.plant import Plant
 from factory.ledger.removals import FATE, REMOVED, removals, with_contents
 from factory.ledger.rows import Reads, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
@@ -52,39 +52,39 @@ class Trunk:
     missing_tokens: int  # how many more tokens make a first step possible; 0 when there are enough
 
 
-def next_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> Trunk:
+def next_trunk(plant: Plant, steps: int | None = None) -> Trunk:
     """What the trunk could do now. Shortened to what the shards hold under the recipe's epoch cap, an anneal's share kept back.
 
     Batches are counted as full: a packing that pads leaves data over, and never runs out of it.
     """
-    recipe = load_recipe(workspace)
-    last = trunk_parent(ledger, recipe)
+    recipe = load_recipe(plant.workspace)
+    last = trunk_parent(plant.ledger, recipe)
     wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
     first = last.last_step if last else 0
     # positions of a trunk of that many steps and of the anneal off it, through the batch's warm-up
     needs = lambda trunk: recipe.tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
-    shards = _every_shard(ledger, last)
-    seen = {shard["id"] for shard in plan_of(ledger, last)["token_shards"]} if last else set()
+    shards = _every_shard(plant.ledger, last)
+    seen = {shard["id"] for shard in plan_of(plant.ledger, last)["token_shards"]} if last else set()
     new = sum(1 for shard in shards if shard[0] not in seen)
     if not shards:
         return Trunk(0, 0, wanted, needs(1))
-    refuse_misfit(workspace, ledger, recipe, last)
-    plan, _ = _data_plan(ledger, recipe, "trunk", shards, first, first + wanted, _licences(workspace))
-    left = _data_order(ledger, recipe, plan, last).positions_left()
+    refuse_misfit(plant, recipe, last)
+    plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + wanted, _licences(plant.workspace))
+    left = _data_order(plant.ledger, recipe, plan, last).positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
     return Trunk(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
 
 
-def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None, progress: Progress = SILENT) -> int:
+def plan_trunk(plant: Plant, steps: int | None = None) -> int:
     """Record the next trunk segment over every token shard there is; returns its id. ``progress`` gets a line on how it will be computed.
 
     Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on, or a segment
     is parked.
     """
-    refuse_parked(ledger)
-    trunk = next_trunk(workspace, ledger, steps)
-    recipe = load_recipe(workspace)
-    last = trunk_parent(ledger, recipe)
+    refuse_parked(plant.ledger)
+    trunk = next_trunk(plant, steps)
+    recipe = load_recipe(plant.workspace)
+    last = trunk_parent(plant.ledger, recipe)
     if not trunk.steps:
         if not trunk.new_shards and not last:
             raise InputError("nothing to train on: no shard has been ingested; drop one into the inbox")
@@ -92,18 +92,18 @@ def plan_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None, p
             f"too little to train on: recipe {recipe.name} (max_epochs {recipe.mixture.max_epochs}) needs at least "
             f"{trunk.missing_tokens:,} tokens more; drop shards into the inbox"
         )
-    return _plan(workspace, ledger, "trunk", last, trunk.steps, _every_shard(ledger, last), progress)
+    return _plan(plant, "trunk", last, trunk.steps, _every_shard(plant.ledger, last))
 
 
-def plan_anneal(workspace: Workspace, ledger: Ledger, progress: Progress = SILENT) -> int:
+def plan_anneal(plant: Plant) -> int:
     """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id. Raises: InputError."""
-    refuse_parked(ledger)
-    trunk = last_segment(ledger, "trunk")
+    refuse_parked(plant.ledger)
+    trunk = last_segment(plant.ledger, "trunk")
     if trunk is None:
         raise InputError("there is no trunk to anneal from: run 'factory train' first")
-    planned = with_contents(ledger, plan_of(ledger, trunk))["token_shards"]
+    planned = with_contents(plant.ledger, plan_of(plant.ledger, trunk))["token_shards"]
     shards = [(shard["id"], shard["path"], shard["generation"]) for shard in planned]
-    return _plan(workspace, ledger, "anneal", trunk, load_recipe(workspace).schedule.anneal_steps, shards, progress)
+    return _plan(plant, "anneal", trunk, load_recipe(plant.workspace).schedule.anneal_steps, shards)
 
 
 def last_segment(ledger: Ledger, kind: str) -> SegmentRow | None:
@@ -271,48 +271,46 @@ def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: Segm
 
 
 def _plan(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     kind: str,
     parent: SegmentRow | None,
     length: int,
     shards: list[tuple[str, str, int]],
-    progress: Progress,
 ) -> int:
     from factory.git.repository import file_text, live_commit
 
-    decided = newest_decision(ledger)
+    decided = newest_decision(plant.ledger)
     if parent is not None:
-        refuse_rewound(ledger, parent.id)
-    recipe = load_recipe(workspace)
-    notes = refuse_misfit(workspace, ledger, recipe, parent)
+        refuse_rewound(plant.ledger, parent.id)
+    recipe = load_recipe(plant.workspace)
+    notes = refuse_misfit(plant, recipe, parent)
     first = parent.last_step if parent else 0
-    overridden = override_of(ledger, kind, parent.id if parent else None)
+    overridden = override_of(plant.ledger, kind, parent.id if parent else None)
     if overridden is not None:
         recipe = _with_keys(recipe, overridden.keys)
         length = max(1, min(length, overridden.until - first)) if kind == "trunk" else length
         said = ", ".join(f"{key} {value}" for key, value in overridden.keys.items())
-        progress.line(f"  steps {first} to {first + length - 1}: {said} ({overridden.reason})")
-    plan, left_out = _data_plan(ledger, recipe, kind, shards, first, first + length, _licences(workspace))
-    _refuse_padding(ledger, recipe, plan, parent, first + length)
-    commit = live_commit(workspace.repository)
-    kernels = file_text(workspace.repository, commit, KERNELS)
+        plant.progress.line(f"  steps {first} to {first + length - 1}: {said} ({overridden.reason})")
+    plan, left_out = _data_plan(plant.ledger, recipe, kind, shards, first, first + length, _licences(plant.workspace))
+    _refuse_padding(plant.ledger, recipe, plan, parent, first + length)
+    commit = live_commit(plant.workspace.repository)
+    kernels = file_text(plant.workspace.repository, commit, KERNELS)
     recipe, computed, of_computing = computing.decide(
-        workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
+        plant.workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
     )
     notes += of_computing
     for note in notes:
-        progress.line(f"  {note}")
+        plant.progress.line(f"  {note}")
     plan = type(plan).from_json(
-        portable(workspace.root, json.loads(plan.to_json()))
+        portable(plant.workspace.root, json.loads(plan.to_json()))
     )  # its id is the same in any folder
-    with ledger.begin() as tx:
-        refuse_decided(Snapshot(tx, ledger.root), decided)
+    with plant.ledger.begin() as tx:
+        refuse_decided(Snapshot(tx, plant.ledger.root), decided)
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
         return plan_segment(
             tx,
-            workspace,
+            plant.workspace,
             kind,
             (first, first + length),
             {

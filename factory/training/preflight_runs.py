@@ -17,10 +17,8 @@ from factory.computing import computing
 from factory.core.errors import SegmentError
 from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_object, read_object, read_text
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.git.repository import CheckoutError, RepositoryError
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.certificate import PreflightPolicy
 from factory.training.certificate_runs import Spec, train_all
@@ -50,20 +48,18 @@ BORN = "first weights of "  # a run of one step, which is too small to move a we
 STILL = {"optimizer.lr": 1e-30, "checkpoint_every": 1}
 
 
-def fly(
-    workspace: Workspace, ledger: Ledger, row: SegmentRow, policy: PreflightPolicy, progress: Progress
-) -> PreflightEvidence:
+def fly(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> PreflightEvidence:
     """Run all that the policy asks for under a segment's code. Raises: SegmentError when a trainer was stopped or the disk is full, CheckoutError,
     and what a fault of the machine makes of it: begin again then."""
     began = time.monotonic()
-    flight = Flight(workspace, ledger, row, policy, progress)
+    flight = Flight(plant, row, policy)
     found = PreflightEvidence(row.code_commit, LEAD, policy.steps, flight.device == "cpu", left_out=flight.left_out)
-    progress.line(
+    plant.progress.line(
         f"  preflight of {row.code_commit[:12]} before segment {row.id}: {len(flight.ways)} ways to train a small model, "
         f"{flight.steps} steps in all"
     )
     try:
-        flight.code = LiveCode.of(workspace, ledger, row.code_commit, progress)
+        flight.code = LiveCode.of(plant, row.code_commit)
     except RepositoryError as error:
         if isinstance(error, CheckoutError) or is_of_no_file(error):
             raise
@@ -80,18 +76,16 @@ class Flight:
 
     code: LiveCode
 
-    def __init__(
-        self, workspace: Workspace, ledger: Ledger, row: SegmentRow, policy: PreflightPolicy, progress: Progress
-    ) -> None:
+    def __init__(self, plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> None:
 
-        self.workspace, self.row, self.progress, self.last = workspace, row, progress, LEAD + policy.steps
+        self.workspace, self.row, self.progress, self.last = plant.workspace, row, plant.progress, LEAD + policy.steps
         self.scratch = Path(row.folder) / "preflight"
         self.recipe = Recipe.parse(small_recipe(Recipe.parse(row.recipe_json).model_dump(), policy.steps)).model_dump()
         self.device = row.computing["machine"]["device"] if row.computing else "cpu"
         asked = [way for way in WAYS if way.part in policy.parts]
         self.left_out = {way.name: why for way in asked if (why := self._impossible(way))}
         self.ways = [way for way in asked if way.name not in self.left_out]
-        self.plan = plan_of(ledger, row) | {"max_epochs": 1000}
+        self.plan = plan_of(plant.ledger, row) | {"max_epochs": 1000}
 
     @property
     def steps(self) -> int:

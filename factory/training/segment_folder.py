@@ -22,10 +22,10 @@ from factory.core.launching import (
 from factory.core.left_files import parse_object, read_object, read_tail, read_text, sweep
 from factory.core.progress import Progress
 from factory.core.stopping import TRAINER_SECONDS
-from factory.core.workspace import Workspace
 from factory.ledger.anomalies import REPLICAS_APART
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.ledger.places import portable
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.retrying.endings import Ending, ending_of
@@ -63,18 +63,18 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
-def claim(workspace: Workspace, ledger: Ledger, row: SegmentRow, progress: Progress) -> Path:
+def claim(plant: Plant, row: SegmentRow) -> Path:
     """The segment's folder, which bears its plan and the ledger's identity. One that bears another's is set aside, and never taken for
     this segment's own."""
     folder = Path(row.folder)
-    if folder.is_dir() and any(folder.iterdir()) and not is_owner(read_owner(folder), ledger, row):
-        away = set_aside(workspace.root, folder)
-        progress.line(
+    if folder.is_dir() and any(folder.iterdir()) and not is_owner(read_owner(folder), plant.ledger, row):
+        away = set_aside(plant.workspace.root, folder)
+        plant.progress.line(
             f"  {folder} held files of another plan or another ledger, which are not segment {row.id}'s: moved to {away}"
         )
-        with ledger.begin() as tx:
-            record(tx, "set_aside", Subject("segment", row.id), {"where": ledger.inside(away)})
-    mark_owner(ledger, row)
+        with plant.ledger.begin() as tx:
+            record(tx, "set_aside", Subject("segment", row.id), {"where": plant.ledger.inside(away)})
+    mark_owner(plant.ledger, row)
     sync_folder(folder.parent)
     return folder
 
@@ -117,8 +117,7 @@ def set_aside(root: Path, path: Path) -> Path:
 
 
 def failed(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     row: SegmentRow,
     code: int,
     kills_before: int | None,
@@ -128,14 +127,14 @@ def failed(
 
     Raises: SegmentError, always; TrainerDiedError for what counts as a try; DiskFullError when the trainer says so, and it is.
     """
-    log = workspace.logs / f"segment-{row.id:05d}.log"
+    log = plant.workspace.logs / f"segment-{row.id:05d}.log"
     line = failure_line(log)
     if code == EXIT_DISK_FULL and why is None:
         refuse_full(Path(row.folder), row.recipe_json, f"segment {row.id}", line)
-    refuse_rewound(ledger, row.id)
+    refuse_rewound(plant.ledger, row.id)
     ending = why or ending_of(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
-    policy = RetryPolicy.load(workspace.policy("retries.yaml"))
-    row = record_death(ledger, row, ending, code, policy.tries, final=code == 2)
+    policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
+    row = record_death(plant.ledger, row, ending, code, policy.tries, final=code == 2)
     parked = row.state == "failed"
     step = newest_step(row)
     where = f"checkpoint at step {step}" if step is not None else "beginning"

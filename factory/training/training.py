@@ -17,9 +17,7 @@ from factory.core.errors import SegmentError, WaitingError
 from factory.core.faults import is_of_the_machine
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
 from factory.core.left_files import parse_json, read_tail
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.endings import FAILED, HUNG, Ending, oom_kills
 from factory.retrying.pausing import refuse_paused
@@ -53,10 +51,8 @@ class Follower(Protocol):
 
 
 def run_segment(
-    workspace: Workspace,
-    ledger: Ledger,
+    plant: Plant,
     number: int,
-    progress: Progress,
     follower: Follower | None = None,
     mend: Callable[[bool], bool] = lambda every: False,
 ) -> dict[str, Any]:
@@ -71,64 +67,62 @@ def run_segment(
     SegmentError when the trainer fails (its log is named). A segment whose trainer dies again and again without a new checkpoint is
     parked: marked 'failed'.
     """
-    row = SegmentRow.get(ledger, number)
+    row = SegmentRow.get(plant.ledger, number)
     if row.state == "done":
         return dict(row.result or {})
-    refuse_paused(ledger)
-    refuse_rewound(ledger, number)
+    refuse_paused(plant.ledger)
+    refuse_rewound(plant.ledger, number)
     if row.kind == "average":
         from factory.training.averaging import run_average
 
-        return run_average(workspace, ledger, row, progress)
+        return run_average(plant, row)
     from factory.training.certifying import ensure_certified
     from trainer.contract.recipe import Recipe
 
-    check_ranks(workspace, Recipe.parse(row.recipe_json))  # planned on another number of GPUs, say
-    folder = claim(workspace, ledger, row, progress)
-    ensure_certified(workspace, ledger, row, progress)
-    mend(not all(path.exists() for path in read_by(spec_of(ledger, row))))
+    check_ranks(plant.workspace, Recipe.parse(row.recipe_json))  # planned on another number of GPUs, say
+    folder = claim(plant, row)
+    ensure_certified(plant, row)
+    mend(not all(path.exists() for path in read_by(spec_of(plant.ledger, row))))
     while True:
         kills = oom_kills()
-        code, hung = run_trainer(workspace, ledger, row, folder, progress, follower)
+        code, hung = run_trainer(plant, row, folder, follower)
         if hung or code in ENDED or not mend(True):
             break  # else what it read was damaged, and is whole again
     if hung or code != 0 or not (folder / "result.json").exists():
-        failed(workspace, ledger, row, code, kills, hung)
+        failed(plant, row, code, kills, hung)
     try:
         result = result_of(folder, row.last_step)
-        record_done(ledger, row, folder, result)
+        record_done(plant.ledger, row, folder, result)
     except SegmentError as error:
-        failed(workspace, ledger, row, code, kills, Ending(FAILED, f"ended with exit {code}: {error}"))
+        failed(plant, row, code, kills, Ending(FAILED, f"ended with exit {code}: {error}"))
     return result
 
 
-def run_trainer(
-    workspace: Workspace, ledger: Ledger, row: SegmentRow, folder: Path, progress: Progress, follower: Follower | None
-) -> tuple[int, Ending | None]:
+def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower | None) -> tuple[int, Ending | None]:
     """Run a segment's trainer in ``folder``, from the newest checkpoint there.
 
     Returns (its exit code, what it did when it hung and was killed).
 
     Raises: PausedError once a pause has stopped it; RewoundError once it was rewound.
     """
-    code = LiveCode.of(workspace, ledger, row.code_commit, progress)
-    log = workspace.logs / f"segment-{row.id:05d}.log"
+    code = LiveCode.of(plant, row.code_commit)
+    log = plant.workspace.logs / f"segment-{row.id:05d}.log"
     title = f"{row.kind} {row.first_step}–{row.last_step}"
     with (
         folder_lock(folder) as lock,
         open(log, "ab") as out,
-        progress.task(title, row.last_step - row.first_step) as task,
+        plant.progress.task(title, row.last_step - row.first_step) as task,
     ):
-        clear(folder, progress)  # what a trainer left that was cut short with its factory
+        clear(folder, plant.progress)  # what a trainer left that was cut short with its factory
         forget_exit(folder)
-        spec = spec_of(ledger, row) | {"kernels": write_kernels(folder, row.computing)}
+        spec = spec_of(plant.ledger, row) | {"kernels": write_kernels(folder, row.computing)}
         write_spec(folder, spec)
         reads = read_by(spec | {"kernels": None})
         words = [str(folder)]
         refuse_full(folder, row.recipe_json, f"segment {row.id}")
-        policy, usual = RetryPolicy.load(workspace.policy("retries.yaml")), usual_of(ledger, row)
+        policy, usual = RetryPolicy.load(plant.workspace.policy("retries.yaml")), usual_of(plant.ledger, row)
         watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
-        process = start_trainer(workspace, code, words, writable=[folder], readonly=reads, out=out, lock=lock)
+        process = start_trainer(plant.workspace, code, words, writable=[folder], readonly=reads, out=out, lock=lock)
         dog = Watchdog(policy, usual, process.pid, folder)
         task.advance(0, "starting (the first time, the model is compiled)")
         hung, number = "", process.command()
@@ -139,10 +133,10 @@ def run_trainer(
                 hung = dog.look(watch.made)
                 with _not_for_the_machine():
                     if begins and dog.steps is not None:
-                        record_begun(ledger, row, number, dog.clock() - dog.started)
-                    refuse_paused(ledger)
+                        record_begun(plant.ledger, row, number, dog.clock() - dog.started)
+                    refuse_paused(plant.ledger)
                     if row.state == "planned":  # else what is done is replayed
-                        refuse_rewound(ledger, row.id)
+                        refuse_rewound(plant.ledger, row.id)
                     if follower:
                         follower.poll()
             watch.report(task)
@@ -151,7 +145,7 @@ def run_trainer(
             raise
         if hung:
             _kill(process, row, number, hung)
-        clear(folder, progress)
+        clear(folder, plant.progress)
     if follower:
         follower.poll()
     ending = Ending(HUNG, f"hung: {hung}; its trainer, process {number}, was killed") if hung else None

@@ -22,6 +22,7 @@ from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live, live_commit
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.training.live_code import LiveCode
 from factory.training.planning import load_recipe, trunk_parent
 from kernels.contract.choice import automatic, section_of
@@ -54,7 +55,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     """
     recipe, precision = load_recipe(workspace), precision_of(workspace)
     code = LiveCode.of(
-        workspace, Ledger.open(workspace.ledger_url, workspace.root), live_commit(workspace.repository), progress
+        Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress), live_commit(workspace.repository)
     )
     # Many kernels are compiled in one process, which pays for a precompiled header; no other process uses what is compiled with it.
     code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{here().name}")

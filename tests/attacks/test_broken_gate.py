@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from factory.ledger.plant import Plant
 from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
 from agents.core.proposal import Edit, Proposal
@@ -62,7 +63,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[dict[str, Any], l
     monkeypatch.setattr(static, "run", lambda case: StageResult(passed("read")))
     monkeypatch.setattr(oracle, "run", stage)
     edit = Edit("trainer/optim/schedule.py", (made.target / "trainer/optim/schedule.py").read_text() + "# x\n")
-    number = submit(made.workspace, made.ledger, SILENT, Proposal("x", "x", "Mess", "h", 1.1, (edit,)), made.base)
+    number = submit(Plant(made.workspace, made.ledger), Proposal("x", "x", "Mess", "h", 1.1, (edit,)), made.base)
     joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
     row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
     assert row is not None, "no verdict"

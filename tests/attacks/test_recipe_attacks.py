@@ -9,6 +9,7 @@ import sqlalchemy as sa
 import yaml
 
 from agents.core.proposal import Edit, Proposal
+from factory.ledger.plant import Plant
 from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
@@ -128,7 +129,7 @@ def test_a_recipe_does_not_change_beside_code(name: str, with_code: bool) -> Non
         if "changes" in words:
             assert learns
             return
-    number = submit(made.workspace, made.ledger, SILENT, Proposal("x", "x", "T", "h", 1.1, tuple(edits)), made.base)
+    number = submit(Plant(made.workspace, made.ledger), Proposal("x", "x", "T", "h", 1.1, tuple(edits)), made.base)
     joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
     row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
     assert row and (row["gate"], row["outcome"]) == ("patch", "reject"), row

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+from factory.ledger.plant import Plant
 from tests.chaos import starts
 from tests.chaos.starts import opened
 
@@ -110,13 +111,12 @@ def preload() -> None:
 # -- calls ----------------------------------------------------------------------------------------------------------------
 def _rewind(site: Path) -> None:
     """As a pass of the daemon does what follows a diagnosis of which it was killed before it acted."""
-    from factory.core.progress import SILENT
     from factory.diagnosis.diagnosing import diagnose_and_act
     from factory.ledger.anomalies import settled
 
     workspace, ledger = opened(site)
     if 1 not in settled(ledger):
-        diagnose_and_act(workspace, ledger, 1, SILENT)
+        diagnose_and_act(Plant(workspace, ledger), 1)
 
 
 def _erase(site: Path) -> None:

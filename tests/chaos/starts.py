@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from factory.ledger.plant import Plant
 from tests.support.git import git
 from tests.support.paths import ROOT
 
@@ -109,7 +110,7 @@ def with_proposal(site: Path) -> None:
                 created_at=time.time(),
             )
         )  # fmt: skip
-    Tracking.open(workspace, ledger).proposal_run(1)
+    Tracking.open(Plant(workspace, ledger)).proposal_run(1)
 
 
 def with_anomaly(site: Path) -> None:
@@ -157,7 +158,6 @@ def with_word_in_mlflow(site: Path) -> None:
 
 def remove(site: Path, *names: str) -> None:
     """What ``factory data remove --erase`` does after it asked."""
-    from factory.core.progress import SILENT
     from factory.data.removing import look
     from factory.data.removing import remove as record_removal
     from factory.data.selecting import by_name, fates_of
@@ -166,7 +166,7 @@ def remove(site: Path, *names: str) -> None:
     workspace, ledger = opened(site)
     found = look(ledger, by_name(ledger, names, fates_of(True)), True)
     record_removal(ledger, found, "ada", "asked for", True)
-    finish_removals(workspace, ledger, SILENT)
+    finish_removals(Plant(workspace, ledger))
 
 
 def with_erased(site: Path) -> None:
@@ -181,7 +181,7 @@ def with_all_backups(site: Path) -> None:
 
     workspace, ledger = opened(site)
     while len(backups_of(workspace.root)) < KEPT:
-        make_backup(workspace, ledger)
+        make_backup(Plant(workspace, ledger))
 
 
 def with_damaged_ledger(site: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from factory.backups.backups import database_damage
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
 from factory.ingest.filing import file_away
@@ -24,6 +23,7 @@ from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import ShardLimits
 from factory.ledger.journal import NAME, backups_of, replayed
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.chaos import power
 from tests.chaos.folder import Folder
 from tests.chaos.mutants import MUTANTS, ONLY_TIME, calls_in, mutated
@@ -71,13 +71,13 @@ TOGETHER = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import take
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 workspace = Workspace.open(Path({root!r}))
 ledger = Ledger.open(workspace.ledger_url)
-take(workspace, ledger, workspace.inbox / "d0.txt", SILENT)
+take(Plant(workspace, ledger), workspace.inbox / "d0.txt")
 ledger.engine.dispose()
 """
 PLACED = """
@@ -170,9 +170,9 @@ def test_what_is_put_in_place_is_there_after_a_power_cut(tmp_path: Path) -> None
 def test_a_file_that_took_an_ingested_ones_name_goes_back_to_the_inbox(workspace: Workspace, ledger: Ledger) -> None:
     path = workspace.inbox / "bad.jsonl"
     path.write_text("{" * 9)
-    report = ingest_shard(workspace, ledger, path, SILENT)
+    report = ingest_shard(Plant(workspace, ledger), path)
     path.write_text("other")  # before it is moved away
-    file_away(workspace, ledger, path, report.sha256, report.state)
+    file_away(Plant(workspace, ledger), path, report.sha256, report.state)
     (back,) = workspace.inbox.iterdir()
     assert back.name.endswith("-bad.jsonl") and back.read_text() == "other"
 
@@ -184,7 +184,7 @@ def test_what_was_appended_to_a_filed_shard_survives_a_power_cut(tmp_path: Path)
     ledger = Ledger.create(workspace.ledger_url)
     row = b'{"text": "def one(value):\\n    return value + 1\\n", "domain": "code"}\n'
     (workspace.inbox / "late.jsonl").write_bytes(row)
-    ingest_arrived(workspace, ledger, workspace.inbox / "late.jsonl", SILENT)
+    ingest_arrived(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
     ledger.engine.dispose()
     (filed,) = (workspace.shards / "raw").iterdir()
     shutil.copytree(folder.root, start)

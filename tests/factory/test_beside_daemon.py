@@ -11,12 +11,12 @@ import pytest
 from factory import daemon
 from factory.actions import Action
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe, reconcile
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
 from factory.ledger.ledger import Ledger, candidates, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release import releases
 from factory.release.releases import release
@@ -83,7 +83,7 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
 ) -> None:
     workspace, ledger = restored
     row = SegmentRow.get(ledger, 1)
-    number = plan_trunk(workspace, ledger)
+    number = plan_trunk(Plant(workspace, ledger))
     planned = SegmentRow.get(ledger, number)
     rewind_here(workspace, number)
     with pytest.raises(RewoundError, match=f"segment {number} was rewound meanwhile"):
@@ -99,10 +99,10 @@ def test_what_is_planned_while_a_person_decides_is_planned_again(
     workspace, ledger = restored
     monkeypatch.setattr(planning, "_refuse_padding", lambda *_: rewind_here(workspace, 1))  # in the midst of the plan
     with pytest.raises(RewoundError, match="it is to be planned again"):
-        plan_trunk(workspace, ledger)
+        plan_trunk(Plant(workspace, ledger))
     assert [row.state for row in SegmentRow.select(ledger)] == ["rewound"], "none was planned after it"
     monkeypatch.undo()
-    assert SegmentRow.get(ledger, plan_trunk(workspace, ledger)).parent is None
+    assert SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger))).parent is None
 
 
 def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
@@ -114,7 +114,7 @@ def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
         tx.execute(verdicts.update().values(outcome="promote"))
     monkeypatch.setattr(releases, "check_judged", lambda *_: rewind_here(workspace, 1))  # the last before it is decided
     with pytest.raises(InputError, match="segment 1 was rewound"):
-        release(workspace, ledger, 1, approved_by="ann")
+        release(Plant(workspace, ledger), 1, approved_by="ann")
     assert ledger.read("SELECT * FROM releases") == []
 
 
@@ -124,7 +124,7 @@ def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
 ) -> None:
     workspace, ledger = restored
     candidate, anomaly = candidate_of(ledger, 1), note(ledger, 1, 12)
-    before = next_action(observe(workspace, ledger))
+    before = next_action(observe(Plant(workspace, ledger)))
     home = ("-w", str(workspace.root))
     with at_work(workspace) as process:
         said = factory("evaluate", "1", *home)
@@ -143,12 +143,12 @@ def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
     assert [one["action"] for one in facts] == list(wanted)
 
     done: list[tuple[Action, object]] = []
-    monkeypatch.setattr(daemon, "perform", lambda w, le, action, p, **how: done.append((action, how["replayed_steps"])))
+    monkeypatch.setattr(daemon, "perform", lambda plant, action, **how: done.append((action, how["replayed_steps"])))
     monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)  # what else there is to do is not of interest
-    reconcile(workspace, ledger, SILENT)
+    reconcile(Plant(workspace, ledger))
     assert done == [(Action("judge", 1), None), (Action("diagnose", anomaly), 7), (Action("audit", 1), None)]
     monkeypatch.undo()
-    assert not asked(ledger) and next_action(observe(workspace, ledger)) == before
+    assert not asked(ledger) and next_action(observe(Plant(workspace, ledger))) == before
     assert "asked" not in command_here("status", home=workspace).stdout
 
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_done_any_more_is_said_once(
     ask(ledger, ["audit 1"], "ann")
     monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)
     said = Said()
-    reconcile(workspace, ledger, said)
+    reconcile(Plant(workspace, ledger, said))
     assert [line for line in said.lines if "audit" in line] == [
         "  audit 1 is not done: segment 1 is not audited: no window of it was drawn while it trained"
     ]
@@ -199,7 +199,7 @@ def test_a_request_is_not_lost_to_a_fault_of_the_machine(
     monkeypatch.setattr(daemon, "perform", perform)
     monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)
     with pytest.raises(InputError, match="Too many open files"):
-        reconcile(workspace, ledger, SILENT)
+        reconcile(Plant(workspace, ledger))
     assert list(asked(ledger)) == ["judge 1"]
 
 

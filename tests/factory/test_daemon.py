@@ -29,6 +29,7 @@ from factory.ledger.ledger import (
     token_shards,
     verdicts,
 )
+from factory.ledger.plant import Plant
 from factory.training.planning import load_recipe
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
@@ -118,8 +119,8 @@ def test_inbox_takes_only_whole_regular_files(workspace: Workspace, ledger: Ledg
     (workspace.inbox / "fresh.jsonl").write_text("{}")
     (workspace.inbox / "folder").mkdir()
     (workspace.inbox / "link.jsonl").symlink_to("/etc/passwd")
-    assert [path.name for path in arrived(workspace, ledger)] == ["a.jsonl", "b.jsonl"]
-    assert [path.name for path in arrived(workspace, ledger, settle=0)] == ["a.jsonl", "b.jsonl", "fresh.jsonl"]
+    assert [path.name for path in arrived(Plant(workspace, ledger))] == ["a.jsonl", "b.jsonl"]
+    assert [path.name for path in arrived(Plant(workspace, ledger), settle=0)] == ["a.jsonl", "b.jsonl", "fresh.jsonl"]
 
 
 def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_observe_walks_with_the_ledger(workspace: Workspace, ledger: Ledger, tmp
             tx.execute(table.insert().values(**values))  # type: ignore[attr-defined]
 
     def seen(endless: bool = False) -> Action | None:
-        return next_action(observe(workspace, ledger, endless=endless))
+        return next_action(observe(Plant(workspace, ledger), endless=endless))
 
     def shard(number: int, tokens: int) -> dict[str, object]:
         ids = np.random.default_rng(number).integers(3, 4096, tokens, dtype=np.uint32)

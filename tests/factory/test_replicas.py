@@ -20,12 +20,12 @@ from safetensors.numpy import load_file
 
 from factory.actions import Action, perform
 from factory.core.errors import FactoryError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.gates.release.policy import ReleasePolicy, Replicas
 from factory.gates.release.replicas import MEASURED, due, may_start, newest_measured, newest_noise
 from factory.ledger.ledger import Ledger, record, releases, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
 from factory.replicas.replicating import replicate
 from factory.replicas.waiting import folder_of
@@ -39,18 +39,18 @@ from tests.support.plants.trained_plant import make_plant, train_anneal
 from tests.support.trainer.segment_runs import assert_same_run
 from trainer.contract.checkpoint import format as checkpoints
 
-Plant = tuple[Workspace, Ledger]
+Opened = tuple[Workspace, Ledger]
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """Release 1 is made of an anneal, steps 20–26 with a checkpoint every second; the policy asks for two replicas of a first release."""
     root = tmp_path_factory.mktemp("replicas")
     code = make_target(root / "code")
     make_mortal(code)
     workspace, ledger = make_plant(root, code, checkpoint_every=2, keep_checkpoints=9)
     write_replicas(workspace, "from_release: 1")
-    candidate = export_candidate(workspace, ledger, train_anneal(workspace, ledger))
+    candidate = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     promote(ledger, 1, candidate, add_verdict(ledger, candidate))
     yield workspace, ledger
 
@@ -75,15 +75,15 @@ REPLICATE = Action("replicate", 2)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(plant: Plant) -> Path:
+def undisturbed(plant: Opened) -> Path:
     """A copy of the folder of two replicas, which nothing disturbed, and which are measured now."""
     workspace, ledger = plant
     before = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
-    assert next_action(observe(workspace, ledger)) != REPLICATE, "12 steps are more than a fifth of 26"
+    assert next_action(observe(Plant(workspace, ledger))) != REPLICATE, "12 steps are more than a fifth of 26"
     write_replicas(workspace, "from_release: 1, steps_max: 0.5")
     for _ in range(2):
-        assert next_action(observe(workspace, ledger)) == REPLICATE
-        perform(workspace, ledger, REPLICATE, SILENT)
+        assert next_action(observe(Plant(workspace, ledger))) == REPLICATE
+        perform(Plant(workspace, ledger), REPLICATE)
         write_replicas(workspace, "from_release: 1")  # what has begun goes on
     folder, kept = folder_of(workspace) / "00002", workspace.root.parent / "undisturbed"
     shutil.copytree(folder, kept)
@@ -91,16 +91,16 @@ def undisturbed(plant: Plant) -> Path:
         result = json.loads((one / "result.json").read_text())
         result["checkpoint"] = str(one / "checkpoints" / Path(result["checkpoint"]).name)
         (one / "result.json").write_text(json.dumps(result))
-    assert newest_measured(ledger) is None and next_action(observe(workspace, ledger)) == REPLICATE
-    perform(workspace, ledger, REPLICATE, SILENT)
-    assert not folder.exists() and next_action(observe(workspace, ledger)) != REPLICATE
+    assert newest_measured(ledger) is None and next_action(observe(Plant(workspace, ledger))) == REPLICATE
+    perform(Plant(workspace, ledger), REPLICATE)
+    assert not folder.exists() and next_action(observe(Plant(workspace, ledger))) != REPLICATE
     after = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
     assert after == before, "a replica is no segment and no candidate"
     return kept
 
 
 @pytest.mark.long("trains a trunk, an anneal and two replicas of it")
-def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Plant, undisturbed: Path) -> None:
+def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opened, undisturbed: Path) -> None:
     _, ledger = plant
     anneal, weights = SegmentRow.get(ledger, 2), []
     for place in (Path(anneal.folder), undisturbed / "1", undisturbed / "2"):
@@ -127,7 +127,7 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Plant
 
 
 @pytest.mark.long("two replicas, killed five times while they train and are measured")
-def test_killed_anywhere_it_goes_on_to_the_bit(plant: Plant, undisturbed: Path) -> None:
+def test_killed_anywhere_it_goes_on_to_the_bit(plant: Opened, undisturbed: Path) -> None:
     """Asked for once more, by another recipe's hash in the event. SIGKILL at a checkpoint, between two, before the first one and while it is
     measured, to the trainer alone and to the factory."""
     workspace, ledger = plant
@@ -152,18 +152,18 @@ def test_killed_anywhere_it_goes_on_to_the_bit(plant: Plant, undisturbed: Path) 
     assert checkpoints.read_state(one / "checkpoints" / checkpoints.name_of(24))["sampler"]["begun"], (
         "a document is cut there"
     )
-    replicate(workspace, ledger, 2, SILENT)
+    replicate(Plant(workspace, ledger), 2)
     other.mkdir()
     for mark in ("fault-kill-21", "fault-kill-24"):
         (other / mark).touch()
         with pytest.raises(FactoryError, match="replica 2 of segment 2"):
             go_on(str(workspace.root))
-    replicate(workspace, ledger, 2, SILENT)
+    replicate(Plant(workspace, ledger), 2)
     for number in ("1", "2"):
         assert_same_run(undisturbed / number, folder / number)
     overflows(other / "checkpoints")
     with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
-        replicate(workspace, ledger, 2, SILENT)
+        replicate(Plant(workspace, ledger), 2)
     found = newest_measured(ledger)
     assert found is not None and found["runs"] == [], "nothing was recorded"
     shutil.copytree(undisturbed / "2" / "checkpoints", other / "checkpoints", dirs_exist_ok=True)
@@ -172,7 +172,7 @@ def test_killed_anywhere_it_goes_on_to_the_bit(plant: Plant, undisturbed: Path) 
     found = newest_measured(ledger)
     assert found is not None and found["release"] == 1
     assert found["runs"] == before["runs"], "the measured noise, to the bit"
-    assert not folder.exists() and next_action(observe(workspace, ledger)) != REPLICATE
+    assert not folder.exists() and next_action(observe(Plant(workspace, ledger))) != REPLICATE
 
 
 def overflows(folder: Path) -> None:
@@ -196,8 +196,8 @@ def go_on(root: str) -> None:
     """As the daemon does, until the replicas are measured."""
     workspace = Workspace.open(Path(root))
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
-    while next_action(observe(workspace, ledger)) == REPLICATE:
-        replicate(workspace, ledger, 2, SILENT)
+    while next_action(observe(Plant(workspace, ledger))) == REPLICATE:
+        replicate(Plant(workspace, ledger), 2)
 
 
 def schedule(db: Reads, **keys: int) -> tuple[int, int] | None:
@@ -251,6 +251,6 @@ def test_they_take_a_share_of_the_steps_at_most(workspace: Workspace, ledger: Le
 def test_what_is_left_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:
     left = folder_of(workspace) / "00007" / "1"
     left.mkdir(parents=True)
-    assert next_action(observe(workspace, ledger)) == Action("replicate", 7)
-    replicate(workspace, ledger, 7, SILENT)
-    assert not left.parent.exists() and next_action(observe(workspace, ledger)) is None
+    assert next_action(observe(Plant(workspace, ledger))) == Action("replicate", 7)
+    replicate(Plant(workspace, ledger), 7)
+    assert not left.parent.exists() and next_action(observe(Plant(workspace, ledger))) is None

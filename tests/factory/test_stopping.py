@@ -14,9 +14,9 @@ from textwrap import indent
 import psutil
 import pytest
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.live_code import LiveCode, start_trainer, stop_trainer
 from factory.training.planning import plan_trunk
@@ -75,7 +75,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Slow:
     code = make_target(root / "code")
     commit_edit(code, "trainer/run.py", STEP, indent(SLOW_STEP, "        ") + STEP)
     workspace, ledger = make_plant(root, code, checkpoint_every=3)
-    return Slow(workspace, ledger, plan_trunk(workspace, ledger, 12))
+    return Slow(workspace, ledger, plan_trunk(Plant(workspace, ledger), 12))
 
 
 @pytest.mark.sample("run")
@@ -122,7 +122,7 @@ def test_afterwards_the_segment_goes_on_to_its_end(slow: Slow) -> None:
     process.communicate(timeout=WITHIN)
     slow.mark.unlink()
     before = read_lines(slow.folder / "metrics.jsonl")
-    run_segment(slow.workspace, slow.ledger, slow.segment, SILENT)
+    run_segment(Plant(slow.workspace, slow.ledger), slow.segment)
     row = SegmentRow.get(slow.ledger, slow.segment)
     assert (row.state, row.attempts) == ("done", 0)
     steps = [line["step"] for line in read_lines(slow.folder / "metrics.jsonl")]

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
 from factory.release.registry import CHAMPION, MODEL
 from factory.tracking.tracking import Tracking
@@ -132,7 +133,7 @@ def _releases(night: Night, ledger: Ledger) -> Iterator[str]:
     champion = (night.workspace.exports / "champion").resolve()
     if champion != Path(CandidateRow.get(ledger, newest.candidate).export_path).resolve():
         yield f"exports/champion is {champion.name}, and release {newest.number} is candidate {newest.candidate}"
-    client = Tracking.open(night.workspace, ledger).client
+    client = Tracking.open(Plant(night.workspace, ledger)).client
     shown = client.get_model_version_by_alias(MODEL, CHAMPION)
     if shown.tags.get("candidate") != str(newest.candidate):
         yield f"MLflow's champion is {shown.tags}, the ledger's candidate {newest.candidate}"

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from factory.cli.core.options import person
 from factory.core.errors import WorkspaceError
-from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.actions import Action
-    from factory.ledger.ledger import Ledger
 
 
-def hold_or_ask(held: ExitStack, workspace: Workspace, ledger: Ledger, actions: Sequence[Action], **how: Any) -> str:
+def hold_or_ask(held: ExitStack, plant: Plant, actions: Sequence[Action], **how: Any) -> str:
     """Hold the daemon's lock in ``held``; where a daemon has it, ask for the actions. Returns what a person is told then; '': it is held.
 
     ``how``: what the actions are done with, as ``factory.retrying.asking.asked`` gives it.
@@ -25,11 +24,11 @@ def hold_or_ask(held: ExitStack, workspace: Workspace, ledger: Ledger, actions: 
     from factory.watching.running import daemon
 
     try:
-        held.enter_context(workspace.lock(LOCK))
+        held.enter_context(plant.workspace.lock(LOCK))
     except WorkspaceError as busy:
-        command = daemon(workspace).get("command", "").split()
+        command = daemon(plant.workspace).get("command", "").split()
         if command[:1] == ["factory"] and command[1:2] not in (["run"], ["demo"]):
             raise  # 'factory train', say, which does not look for what is asked
-        ask(ledger, map(str, actions), person(), **how)
+        ask(plant.ledger, map(str, actions), person(), **how)
         return f"{', '.join(map(str, actions))}: 'factory run' does it in its next pass ({str(busy).partition(';')[0]})"
     return ""

@@ -9,6 +9,7 @@ import typer
 
 from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
 from factory.core.errors import InputError, WorkspaceError
+from factory.ledger.plant import Plant
 
 commands = typer.Typer()
 data = typer.Typer(
@@ -31,7 +32,7 @@ def list_data(
 
     workspace, ledger, terminal = open_workspace(where)
     found = listed(ledger, most)
-    report = look(workspace, ledger)
+    report = look(Plant(workspace, ledger))
     if as_json:
         print_json(found | {"releasable": [line.to_json() for line in report]})
         return
@@ -76,11 +77,10 @@ def remove_data(
     column, names = chosen[0]
     selection = by_name(ledger, names, fates_of(erase)) if column == "key" else by_value(ledger, column, names)
     found = look(ledger, selection, erase)
-    from factory.core.progress import SILENT
     from factory.daemon import LOCK
     from factory.erasing.erasing import finish_removals, warnings
 
-    said = [*found.lines(), *(warnings(workspace, ledger, selection) if erase else ())]
+    said = [*found.lines(), *(warnings(Plant(workspace, ledger), selection) if erase else ())]
     if not as_json:
         for line in said:
             terminal.line(f"  {line}")
@@ -95,7 +95,7 @@ def remove_data(
     removal = remove(ledger, found, person(), why, erase)
     try:
         with workspace.lock(LOCK):
-            done = finish_removals(workspace, ledger, SILENT)
+            done = finish_removals(Plant(workspace, ledger))
     except WorkspaceError:
         done = ["the daemon, which runs, erases the text in its next pass"] if erase else []
     if as_json:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, print_json
+from factory.ledger.plant import Plant
 
 commands = typer.Typer()
 
@@ -69,11 +70,11 @@ def generate(
         release, endpoint, model, prompts, domain, opening_tokens, count, tokens, temperature, seed, licence or None
     )
     if dry_run:
-        what = plan(workspace, ledger, wish)
+        what = plan(Plant(workspace, ledger), wish)
         said = what.says() | {"goes_on": what.began}
         print_json(said) if as_json else terminal.line("\n".join(_planned(said)))
         return
-    made = write(workspace, ledger, wish, SILENT if as_json else terminal, inbox=inbox)
+    made = write(Plant(workspace, ledger, SILENT if as_json else terminal), wish, inbox=inbox)
     if as_json:
         print_json(made.to_json())
         return

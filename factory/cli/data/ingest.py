@@ -17,11 +17,11 @@ from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, pri
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
     from factory.ingest.gathering import Gathered
-    from factory.ledger.ledger import Ledger
 
 commands = typer.Typer()
 
@@ -70,7 +70,7 @@ def ingest(
     if preview:
         if not paths or again or small_vocabulary:
             raise InputError("'--preview' needs the files to look at, and no '--again' or '--small-vocabulary'")
-        _preview(workspace, gather(workspace, ledger, paths, SILENT), terminal, as_json)
+        _preview(workspace, gather(Plant(workspace, ledger), paths), terminal, as_json)
         return
     if small_vocabulary:
         with ledger.begin() as tx:
@@ -84,7 +84,7 @@ def ingest(
         try:
             held.enter_context(workspace.lock(LOCK))
         except WorkspaceError as busy:
-            files = gather(workspace, ledger, paths, SILENT).files if paths else quarantined_files(workspace)
+            files = gather(Plant(workspace, ledger), paths).files if paths else quarantined_files(workspace)
             if not again or any(path.resolve().parent != workspace.quarantine.resolve() for path in files):
                 raise WorkspaceError(
                     f"{busy}; a running 'factory run' ingests what is put into {workspace.inbox}: put it there"
@@ -97,10 +97,10 @@ def ingest(
             )
             return
         progress: Progress = SILENT if as_json else terminal
-        found = _gathered(workspace, ledger, paths, progress)
+        found = _gathered(Plant(workspace, ledger, progress), paths)
         done = _Done(progress, found.broken, ingested_before(ledger))
-        _ingest_all(workspace, ledger, found, done, progress, again)
-        refresh(workspace, ledger, progress)
+        _ingest_all(Plant(workspace, ledger, progress), found, done, again)
+        refresh(Plant(workspace, ledger, progress))
     if as_json:
         print_json([vars(report) for report in done.reports])
     done.end(found)
@@ -131,22 +131,22 @@ def _preview(workspace: Workspace, found: Gathered, progress: Progress, as_json:
         raise InputError(next((f"nothing can be read: {why}" for why in broken.values()), "there is nothing to read"))
 
 
-def _gathered(workspace: Workspace, ledger: Ledger, paths: list[str] | None, progress: Progress) -> Gathered:
+def _gathered(plant: Plant, paths: list[str] | None) -> Gathered:
     from factory.ingest.filing import quarantined_files
     from factory.ingest.gathering import Gathered, gather
 
     if not paths:
-        found = Gathered(files=quarantined_files(workspace))
+        found = Gathered(files=quarantined_files(plant.workspace))
         if not found.files:
-            progress.line("  nothing is quarantined")
+            plant.progress.line("  nothing is quarantined")
         return found
-    found = gather(workspace, ledger, paths, progress)
+    found = gather(plant, paths)
     if words := found.words():
-        progress.line(f"  {words}")
+        plant.progress.line(f"  {words}")
     for why in found.broken.values():
-        progress.line(f"  {why}")
+        plant.progress.line(f"  {why}")
     if found.known:
-        progress.line(f"  {found.known:,} files there were ingested before")
+        plant.progress.line(f"  {found.known:,} files there were ingested before")
     return found
 
 
@@ -193,9 +193,7 @@ class _Done:
             )
 
 
-def _ingest_all(
-    workspace: Workspace, ledger: Ledger, found: Gathered, done: _Done, progress: Progress, again: bool
-) -> None:
+def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None:
     """Each file, then again those for which there was too little text for a tokenizer."""
     from factory.ingest.inbox import ingest_path, is_about_the_file
     from factory.ingest.packing import ingest_pack
@@ -204,17 +202,17 @@ def _ingest_all(
 
     def settled(path: Path, reports: list[ShardReport]) -> None:
         if address := found.addresses.get(path):
-            settle(workspace, ledger, path, address, reports)
+            settle(plant, path, address, reports)
 
     def file(path: Path, beside: list[Path]) -> None:
         how: dict[str, Any] = {"again": again, "ingested": partial(done.ingested, path.name), "beside": beside}
-        settled(path, ingest_path(workspace, ledger, path, progress, **how))
+        settled(path, ingest_path(plant, path, **how))
 
     def pack(number: int, beside: list[Path]) -> None:
         say = partial(done.ingested, found.packs[number].name)
         unread: set[Path] = set()
         how: dict[str, Any] = {"again": again, "ingested": say, "beside": beside, "unread": unread}
-        reports = ingest_pack(workspace, ledger, found.packs[number], progress, **how)
+        reports = ingest_pack(plant, found.packs[number], **how)
         for path in (path for _, path in found.packs[number].files if path in found.addresses):
             if path in unread:  # it is not fetched again: it is kept, in quarantine/
                 file(path, beside)
@@ -243,7 +241,7 @@ def _ingest_all(
                 if alone or not is_about_the_file(error):
                     raise
                 done.failed[name] = str(error)
-                progress.line(f"  {name} is not ingested: {error}")
+                plant.progress.line(f"  {name} is not ingested: {error}")
         if len(waiting) == len(todo) or not any(report.state == "ingested" for report in done.reports):
             break
         todo = waiting

@@ -10,6 +10,7 @@ import typer
 from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
 from factory.cli.data.data import Names, data
 from factory.core.errors import InputError
+from factory.ledger.plant import Plant
 
 
 @data.command("relabel")
@@ -55,20 +56,20 @@ def relabel_data(
         raise InputError("nothing was changed: say --yes to relabel them, or --dry-run to look only")
     change = NewLabels(to_domain, to_source, to_license, kind)
     if dry_run:
-        found = look(workspace, ledger, chosen, change)
+        found = look(Plant(workspace, ledger), chosen, change)
         if as_json:
             print_json(found.to_json() | {"says": found.said})
         for line in () if as_json else found.said:
             terminal.line(f"  {line}")
         return
     with workspace.lock(LOCK):
-        found = look(workspace, ledger, chosen, change)
+        found = look(Plant(workspace, ledger), chosen, change)
         if not as_json:
             for line in found.said:
                 terminal.line(f"  {line}")
         if not yes:
             typer.confirm("  relabel them?", abort=True)
-        number = relabel(workspace, ledger, found, person(), why)
+        number = relabel(Plant(workspace, ledger), found, person(), why)
     if as_json:
         print_json(found.to_json() | {"relabel": number, "says": found.said})
         return

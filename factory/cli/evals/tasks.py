@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.tasks.task_file import EvalTask
@@ -76,7 +77,7 @@ def check(
     policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
     task = load_task(file, policy)
     proof = prove(ledger, task, policy, SILENT if as_json else terminal)
-    hits = trained_on(workspace, ledger, task)
+    hits = trained_on(Plant(workspace, ledger), task)
     found = {"task": task.name, **_described(task), "contaminated": len(hits), "in": [key for _, key in hits[:20]]}
     found |= {"proof": asdict(proof), "notes": list(task.notes)}
     if as_json:
@@ -120,12 +121,12 @@ def run(
     progress = SILENT if as_json else terminal
     task = load_named(workspace, name, policy)
     if take_baseline:
-        tiers.take_baseline(workspace, ledger, task, policy, person(), progress)
+        tiers.take_baseline(Plant(workspace, ledger, progress), task, policy, person())
     best = champion(ledger)
     number = candidate if candidate is not None else best.candidate if best else None
     if number is None:
         raise InputError("there is no champion yet: say which candidate, with --candidate")
-    row = EvaluationRow.get(ledger, measure(workspace, ledger, number, task, policy, progress))
+    row = EvaluationRow.get(ledger, measure(Plant(workspace, ledger, progress), number, task, policy))
     changed = tiers.changed_since_baseline(ledger, task)
     if as_json:
         print_json({"candidate": number, "evaluation": row.id, "held": changed, **row.summary})

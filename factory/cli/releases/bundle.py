@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.bundles.wish import Wish
     from factory.core.console import Terminal
-    from factory.ledger.ledger import Ledger
 
 
 def verify(
@@ -48,16 +47,16 @@ def verify(
         raise typer.Exit(1)
 
 
-def write(workspace: Workspace, ledger: Ledger, terminal: Terminal, number: int, wish: Wish) -> None:
+def write(plant: Plant, terminal: Terminal, number: int, wish: Wish) -> None:
     """Write the bundle of a release and say where it lies and who signed it."""
     from factory.bundles.writing import write_bundle
     from factory.ledger.rows import ReleaseRow
     from factory.release.approvals import register_candidate
     from factory.tracking.outages import shown
 
-    written = write_bundle(workspace, ledger, number, wish, terminal)
+    written = write_bundle(plant.reporting_to(terminal), number, wish)
     terminal.line(f"  release {number} is bundled in {written.folder}")
-    shown(terminal.line, lambda: register_candidate(workspace, ledger, ReleaseRow.get(ledger, number).candidate))
+    shown(terminal.line, lambda: register_candidate(plant, ReleaseRow.get(plant.ledger, number).candidate))
     terminal.line(f"  signed by {written.signer}")
     terminal.line(
         "  publish signing_key.pem, or this fingerprint, where others trust you: they pin it with 'factory verify --public-key'"

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+from factory.ledger.plant import Plant
 from factory.release.gguf.kind import Kind
 
 commands = typer.Typer(
@@ -55,7 +56,7 @@ def show_release(name: Name, where: Where = DEFAULT, as_json: AsJson = False) ->
     from factory.reports.release_facts import shown
 
     workspace, ledger, terminal = open_workspace(where)
-    found = shown(workspace, ledger, name)
+    found = shown(Plant(workspace, ledger), name)
     if as_json:
         print_json(found)
         return
@@ -119,7 +120,7 @@ def diff_releases(one: Name, other: Name, where: Where = DEFAULT, as_json: AsJso
     from factory.reports.release_facts import difference
 
     workspace, ledger, terminal = open_workspace(where)
-    found = difference(workspace, ledger, one, other)
+    found = difference(Plant(workspace, ledger), one, other)
     if as_json:
         print_json(found)
         return
@@ -160,7 +161,7 @@ def approve_candidate(candidate: Candidate, where: Where = DEFAULT, as_json: AsJ
 
     workspace, ledger, terminal = open_workspace(where)
     verdict = newest_verdict(ledger, candidate)
-    number = release(workspace, ledger, verdict.id, SILENT if as_json else terminal, approved_by=person())
+    number = release(Plant(workspace, ledger, SILENT if as_json else terminal), verdict.id, approved_by=person())
     best, by = champion(ledger), ReleaseRow.get(ledger, number).approved_by
     is_champion = best is not None and best.number == number
     if as_json:
@@ -185,9 +186,10 @@ def reject_candidate(
 
     workspace, ledger, terminal = open_workspace(where)
     verdict = newest_verdict(ledger, candidate)
-    reject(workspace, ledger, verdict.id, person(), why)
+    reject(Plant(workspace, ledger), verdict.id, person(), why)
     shown(
-        lambda line: None if as_json else terminal.line(line), lambda: register_candidate(workspace, ledger, candidate)
+        lambda line: None if as_json else terminal.line(line),
+        lambda: register_candidate(Plant(workspace, ledger), candidate),
     )
     if as_json:
         print_json({"candidate": candidate, "verdict": verdict.id, "rejected_by": person(), "why": why})
@@ -211,7 +213,7 @@ def override_hold(
     from factory.release.releases import override
 
     workspace, ledger, terminal = open_workspace(where)
-    number = override(workspace, ledger, candidate, person(), reason, SILENT if as_json else terminal)
+    number = override(Plant(workspace, ledger, SILENT if as_json else terminal), candidate, person(), reason)
     best, by = champion(ledger), ReleaseRow.get(ledger, number).approved_by  # of one that was released before: who did
     is_champion = best is not None and best.number == number
     if as_json:
@@ -235,7 +237,7 @@ def roll_back(
 
     workspace, ledger, terminal = open_workspace(where)
     number = number or release_before(ledger)
-    rollback(workspace, ledger, number, SILENT if as_json else terminal)
+    rollback(Plant(workspace, ledger, SILENT if as_json else terminal), number)
     if as_json:
         print_json({"champion": number})
 

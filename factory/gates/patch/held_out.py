@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace
 from factory.evals.export_config import parse_config
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
@@ -17,19 +16,19 @@ from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_docu
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.patch.session import Weights
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from trainer.contract.checkpoint.export import hf_config, hf_tensors
 from trainer.contract.recipe import Recipe
 
 
-def held_out_texts(count: int, size: int, workspace: Workspace, ledger: Ledger) -> tuple[list[ScoredText], EvalPolicy]:
+def held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[ScoredText], EvalPolicy]:
     """At most ``count`` documents of the dev half a domain, cut to ``size`` bytes, and how they are scored; none without a tokenizer."""
-    policy = EvalPolicy.load(workspace.policy("evals.yaml"))
+    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     try:
-        tokenizer, token_bytes = Tokenizer.load(workspace.tokenizer), TokenBytes.load(workspace.tokenizer)
+        tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
     except InputError:
         return [], policy
-    dev = held_out_documents(ledger, count, sealed=False)
+    dev = held_out_documents(plant.ledger, count, sealed=False)
     return encode_documents(dev, tokenizer, token_bytes, size), policy
 
 

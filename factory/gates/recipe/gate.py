@@ -21,7 +21,8 @@ from factory.gates.recipe_changes import RECIPES, Changes, learnt, recipe_change
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.repository import Applied
-from factory.ledger.ledger import Ledger, verdicts
+from factory.ledger.ledger import verdicts
+from factory.ledger.plant import Plant
 from trainer.contract.errors import TrainerError
 
 GATE = "recipe"
@@ -55,10 +56,10 @@ def _changes(workspace: Workspace, applied: Applied) -> list[Changes]:
     return [recipe_changes(change, text) for change, text in zip(changes, old, strict=True)]
 
 
-def tried_before(workspace: Workspace, ledger: Ledger, applied: Applied) -> int:
+def tried_before(plant: Plant, applied: Applied) -> int:
     """How many verdicts there are on any of the same keys, whoever proposed the change and whatever target was named."""
-    keys = {key for changes in _changes(workspace, applied) for key in changes}
-    rows = ledger.rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))
+    keys = {key for changes in _changes(plant.workspace, applied) for key in changes}
+    rows = plant.ledger.rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))
     return sum(bool(keys & set(_changed_keys(row["evidence"]))) for row in rows)
 
 

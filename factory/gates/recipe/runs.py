@@ -11,6 +11,7 @@ from factory.gates.patch.held_out import held_out_texts, weights_bits
 from factory.gates.patience import out_of_time
 from factory.gates.recipe.paired_runs import MeasuredRuns, lengthened, lengths, paired_runs
 from factory.gates.recipe.policy import RecipePolicy
+from factory.ledger.plant import Plant
 from trainer.contract.checkpoint import format as checkpoint_files
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
@@ -29,7 +30,9 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
         return StageResult(missing(f"the trunk was trained with a different model or optimiser than {path} has"))
-    texts, eval_policy = held_out_texts(policy.held_out_documents, policy.held_out_bytes, case.workspace, case.ledger)
+    texts, eval_policy = held_out_texts(
+        policy.held_out_documents, policy.held_out_bytes, Plant(case.workspace, case.ledger)
+    )
     if not texts:
         return StageResult(NOTHING_HELD_OUT)
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")

@@ -12,8 +12,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.policy_file import policy_sha256
-from factory.core.progress import Progress
-from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite, evaluate_on, evaluation_of, items_of
 from factory.evals.statistics import compare
 from factory.evals.suite import Suite
@@ -32,6 +30,7 @@ from factory.gates.release.watch import watched
 from factory.gates.release.with_tasks import with_tasks
 from factory.ledger.anomalies import DEV_ALONE
 from factory.ledger.ledger import Ledger, anomalies, record, segments, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
 from factory.ledger.writing import record_verdict
 from factory.tasks.comparing import TaskEvidence
@@ -39,44 +38,42 @@ from factory.tasks.tiers import measure_due
 from kernels.contract.files import finite
 
 
-def decide(workspace: Workspace, ledger: Ledger, candidate_id: int, progress: Progress) -> int:
+def decide(plant: Plant, candidate_id: int) -> int:
     """Judge a candidate on the current held-out items; returns the verdict's id. Idempotent.
 
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
     """
-    policy = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
-    released = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
+    policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
+    released = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate_id)
     if released:
         return released.verdict
-    suite = current_suite(workspace, ledger)
-    best = champion(ledger)
+    suite = current_suite(plant)
+    best = champion(plant.ledger)
     champion_id = best.candidate if best else None
-    looks = looks_before(ledger, candidate_id, suite)
-    if looks >= policy.sealed_looks_max and evaluation_of(ledger, candidate_id, suite) is None:
+    looks = looks_before(plant.ledger, candidate_id, suite)
+    if looks >= policy.sealed_looks_max and evaluation_of(plant.ledger, candidate_id, suite) is None:
         against = FIRST_RELEASE if champion_id is None else str(Subject("candidate", champion_id))
         unread = ReleaseEvidence(
             against=against, domains=tuple(suite.domains), sealed_looks=looks, candidate=candidate_id
         )
         evaluated: dict[str, Any] = {"candidate": None, "champion": None}
-        return _record(ledger, policy, candidate_id, champion_id, suite, unread, TaskEvidence(), evaluated)
-    ours = evaluate_on(workspace, ledger, candidate_id, suite, progress)
-    theirs = (
-        None if champion_id is None else evaluate_on(workspace, ledger, champion_id, suite, progress, released=True)
-    )
-    evidence = gather(ledger, policy, suite, champion_id, ours, theirs)
-    segment = CandidateRow.get(ledger, candidate_id).segment
+        return _record(plant.ledger, policy, candidate_id, champion_id, suite, unread, TaskEvidence(), evaluated)
+    ours = evaluate_on(plant, candidate_id, suite)
+    theirs = None if champion_id is None else evaluate_on(plant, champion_id, suite, released=True)
+    evidence = gather(plant.ledger, policy, suite, champion_id, ours, theirs)
+    segment = CandidateRow.get(plant.ledger, candidate_id).segment
     evidence = replace(
         evidence,
         candidate=candidate_id,
         sealed_looks=looks,
-        trained_on=trained_on(ledger, segment),
-        **training_now(workspace, ledger, candidate_id),
+        trained_on=trained_on(plant.ledger, segment),
+        **training_now(plant, candidate_id),
     )
-    tasks = measure_due(workspace, ledger, candidate_id, progress, would_promote=False)
+    tasks = measure_due(plant, candidate_id, would_promote=False)
     if with_tasks(policy, judge(policy, evidence), tasks).outcome == PROMOTE:
-        tasks = measure_due(workspace, ledger, candidate_id, progress, would_promote=True)
+        tasks = measure_due(plant, candidate_id, would_promote=True)
     evaluated = {"candidate": ours, "champion": theirs}
-    return _record(ledger, policy, candidate_id, champion_id, suite, evidence, tasks, evaluated)
+    return _record(plant.ledger, policy, candidate_id, champion_id, suite, evidence, tasks, evaluated)
 
 
 def gather(

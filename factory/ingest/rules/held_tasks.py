@@ -10,41 +10,40 @@ import numpy as np
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT, Progress
-from factory.core.workspace import Workspace
 from factory.ingest.rules.task_folder import item_files, not_read
 from factory.ingest.rules.task_items import item_ngrams, items_sha256, read_items
 from factory.ledger.ledger import Ledger, ngrams, record
+from factory.ledger.plant import Plant
 
 HELD = "task_items_held"  # event
 NOT_READ = "task_file_not_read"  # event
 AT_ONCE = 20_000  # rows in one statement
 
 
-def hold_task_items(workspace: Workspace, ledger: Ledger, n: int, progress: Progress = SILENT) -> int:
+def hold_task_items(plant: Plant, n: int) -> int:
     """Record the n-grams of every data file of ``policies/tasks/`` that is new; returns how many files were. Idempotent. A file there that cannot
     hold a task's items here, by its name, is said once.
 
     Raises: InputError for a file that cannot be read: nothing is ingested that might hold its items.
     """
     new = 0
-    for path in item_files(workspace.root / "policies" / "tasks"):
+    for path in item_files(plant.workspace.root / "policies" / "tasks"):
         try:
             subject = f"task:{items_sha256(path)[:16]}"
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        if not _held(ledger, subject):
-            _hold(ledger, subject, n, path.name, [item_ngrams(one, n) for one in read_items(path).records])
+        if not _held(plant.ledger, subject):
+            _hold(plant.ledger, subject, n, path.name, [item_ngrams(one, n) for one in read_items(path).records])
             new += 1
-    for path in not_read(workspace.root / "policies" / "tasks"):
+    for path in not_read(plant.workspace.root / "policies" / "tasks"):
         subject = f"task-file:{path.name}"
-        if not ledger.read(
+        if not plant.ledger.read(
             "SELECT id FROM events WHERE kind = :kind AND subject = :subject LIMIT 1", kind=NOT_READ, subject=subject
         ):
-            progress.line(
+            plant.progress.line(
                 f"  policies/tasks/{path.name} is not read, and what it holds is not kept out of training data (docs/TASKS.md)"
             )
-            with ledger.begin() as tx:
+            with plant.ledger.begin() as tx:
                 record(tx, NOT_READ, subject, {"name": path.name})
     return new
 

@@ -15,7 +15,7 @@ from factory.code_loop import approvals
 from factory.ledger.ledger import record, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
-from tests.support.factory.approvals import Plant
+from tests.support.factory.approvals import PatchPlant
 
 ROW = SegmentRow(
     2, "trunk", 1, 1, "tiny", {"checkpoint_every": 5}, "", "plan", "", 20, 33, "planned", 0, "", None, None, 0.0, None
@@ -23,8 +23,8 @@ ROW = SegmentRow(
 
 
 @pytest.fixture
-def plant(tmp_path: Path) -> Plant:
-    return Plant(tmp_path)
+def plant(tmp_path: Path) -> PatchPlant:
+    return PatchPlant(tmp_path)
 
 
 def test_windows_lie_between_checkpoints() -> None:
@@ -34,43 +34,43 @@ def test_windows_lie_between_checkpoints() -> None:
     assert windows_of(replace(ROW, first_step=0, last_step=4, parent=None)) == []
 
 
-def test_every_window_is_drawn(plant: Plant) -> None:
+def test_every_window_is_drawn(plant: PatchPlant) -> None:
     plant.judged()
     commit = plant.approve()
     assert commit
     counts: Counter[tuple[int, int]] = Counter()
     for number in range(2, 62):
-        window = draw(plant.workspace, plant.ledger, replace(ROW, id=number, code_commit=commit))
+        window = draw(plant, replace(ROW, id=number, code_commit=commit))
         assert window is not None and window.patches == (1,)
         counts[window.first, window.last] += 1
     assert counts.keys() == set(windows_of(ROW)) and min(counts.values()) > 4  # of 20 expected: 4 standard deviations
 
 
-def test_a_draw_is_made_once_and_only_for_code_that_agents_patched(plant: Plant) -> None:
-    assert draw(plant.workspace, plant.ledger, replace(ROW, code_commit=plant.base)) is None
+def test_a_draw_is_made_once_and_only_for_code_that_agents_patched(plant: PatchPlant) -> None:
+    assert draw(plant, replace(ROW, code_commit=plant.base)) is None
     plant.judged()
     commit = plant.approve()
     assert commit
     row = replace(ROW, code_commit=commit)
-    assert draw(plant.workspace, plant.ledger, replace(row, code_commit=plant.base)) is None  # before it was merged
-    first = draw(plant.workspace, plant.ledger, row)
-    assert first and all(draw(plant.workspace, plant.ledger, row) == first for _ in range(20))
-    assert draw(plant.workspace, plant.ledger, replace(row, id=3, kind="average")) is None
-    approvals.revert(plant.workspace, plant.ledger, 1, "ada")
-    assert draw(plant.workspace, plant.ledger, replace(row, id=4, code_commit=plant.head())) is None
+    assert draw(plant, replace(row, code_commit=plant.base)) is None  # before it was merged
+    first = draw(plant, row)
+    assert first and all(draw(plant, row) == first for _ in range(20))
+    assert draw(plant, replace(row, id=3, kind="average")) is None
+    approvals.revert(plant, 1, "ada")
+    assert draw(plant, replace(row, id=4, code_commit=plant.head())) is None
 
 
-def test_patches_are_in_the_order_of_their_merging(plant: Plant) -> None:
+def test_patches_are_in_the_order_of_their_merging(plant: PatchPlant) -> None:
     plant.judged(2, edits={"kernels/two.py": "x = 2\n"})
     plant.approve(2)
     plant.judged(1, edits={"kernels/one.py": "x = 1\n"})
     plant.approve(1)
     plant.judged(3, edits={"policies/recipes/tiny.yaml": "name: tiny\n"})  # learns otherwise, openly: the recipe gate's
     plant.approve(3)
-    assert [row.number for row in merged_patches(plant.workspace, plant.ledger, plant.head())] == [2, 1]
+    assert [row.number for row in merged_patches(plant, plant.head())] == [2, 1]
 
 
-def test_an_audited_patch_is_audited_less_often(plant: Plant) -> None:
+def test_an_audited_patch_is_audited_less_often(plant: PatchPlant) -> None:
     policy = AuditPolicy(windows=2, share=0.9, later_share=0.2)
     assert under_audit([1, 2, 3], Counter({1: 2, 2: 1, 3: 2}), policy) == ([2, 3], 0.9)
     assert under_audit([1, 2], Counter({1: 2, 2: 5}), policy) == ([1, 2], 0.2)
@@ -80,7 +80,7 @@ def test_an_audited_patch_is_audited_less_often(plant: Plant) -> None:
     assert agreed(plant.ledger) == {1: 2, 4: 2}
 
 
-def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(plant: Plant) -> None:
+def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(plant: PatchPlant) -> None:
     policy = AuditPolicy(tries=2, again_after_seconds=1e-9)
     values = dict(vars(ROW))
     with plant.ledger.begin() as tx:

@@ -14,10 +14,9 @@ import torch
 
 from factory.audit.drawing import AuditWindow, note
 from factory.audit.keeping import copy_checkpoint, keep, kept
-from factory.core.progress import SILENT
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
-from tests.support.factory.approvals import Plant
+from tests.support.factory.approvals import PatchPlant
 from tests.support.failing.limits import few_handles
 from trainer.contract.checkpoint.format import Checkpoint, find_fault, save
 
@@ -103,7 +102,7 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_window_that_was_not_left_is_replaced_by_the_whole_segment(tmp_path: Path) -> None:
     """A trainer that writes no checkpoint, or a broken one, where a window was drawn is looked at from end to end."""
-    plant, kept_at = Plant(tmp_path), tmp_path / "segment" / "checkpoints"
+    plant, kept_at = PatchPlant(tmp_path), tmp_path / "segment" / "checkpoints"
     parent = made(tmp_path / "parent", 20)
     with plant.ledger.begin() as tx:
         tx.execute(data_plans.insert().values(id="plan", plan={}))
@@ -115,7 +114,7 @@ def test_a_window_that_was_not_left_is_replaced_by_the_whole_segment(tmp_path: P
             )
         tx.execute(checkpoints.insert().values(id="c", segment=1, step=20, path=str(parent), created_at=0.0))
     row, drawn = SegmentRow.get(plant.ledger, 2), note(plant.ledger, 2, AuditWindow(25, 30, (1,)))
-    keep_now = lambda: keep(plant.workspace, plant.ledger, row, drawn, SILENT)
+    keep_now = lambda: keep(plant, row, drawn)
     made(kept_at, 25)
     with few_handles(), pytest.raises(OSError):
         keep_now()
@@ -131,4 +130,4 @@ def test_a_window_that_was_not_left_is_replaced_by_the_whole_segment(tmp_path: P
     assert keep_now().steps == 0  # a person is told, and the audit is not tried for ever
     for step in (25, 30, 33):
         made(kept_at, step)
-    assert keep_now() == drawn and not find_fault(kept(plant.workspace, plant.ledger, row, 25))
+    assert keep_now() == drawn and not find_fault(kept(plant, row, 25))

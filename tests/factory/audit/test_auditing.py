@@ -24,11 +24,11 @@ from factory.audit.waiting import waiting
 from factory.cli.app import app
 from factory.code_loop.approvals import approve
 from factory.code_loop.revalidating import AUDIT
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.git import repository
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import screen, snapshot
 from factory.tracking.tracking import Tracking
@@ -84,7 +84,7 @@ class Site:
         if last:
             known = AuditWindow(row.first_step + first, row.first_step + last, self.patches)
             note(self.ledger, number, known)
-        train(self.workspace, self.ledger, number, SILENT)
+        train(Plant(self.workspace, self.ledger), number)
         return number
 
     @property
@@ -92,7 +92,7 @@ class Site:
         return tuple(row.number for row in ProposalRow.select(self.ledger) if row.state == "approved")
 
     def audited(self, segment: int) -> VerdictRow:
-        verdict = audit(self.workspace, self.ledger, segment, SILENT)
+        verdict = audit(Plant(self.workspace, self.ledger), segment)
         assert verdict is not None
         return verdict
 
@@ -120,8 +120,8 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     site.merge(2, RUN, STEP, DOUBLED)
     segment = site.trained()
     workspace, ledger = site.workspace, site.ledger
-    assert next_action(observe(workspace, ledger)) != Action("audit", segment)  # an anneal comes first
-    perform(workspace, ledger, Action("audit", segment), SILENT)
+    assert next_action(observe(Plant(workspace, ledger))) != Action("audit", segment)  # an anneal comes first
+    perform(Plant(workspace, ledger), Action("audit", segment))
     verdict = site.audited(segment)
     assert verdict.outcome == "reject", verdict
     evidence = verdict.evidence(ledger)
@@ -130,14 +130,14 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     row = ProposalRow.select(ledger)[-1]
     opened = row.number
     assert (row.gate, row.outcome, row.state, row.target) == (AUDIT, "promote", "judged", "undo:2")
-    assert open_reverts(workspace, ledger, SILENT) == []
-    tracking = Tracking.open(workspace, ledger)
+    assert open_reverts(Plant(workspace, ledger)) == []
+    tracking = Tracking.open(Plant(workspace, ledger))
     tags = tracking.client.get_run(tracking.segment_run(SegmentRow.get(ledger, segment))).data.tags
     assert tags["audit"] == "reject" and tags["audit.reasons"]
     listed = CliRunner().invoke(app, ["audit", "--json", "--workspace", str(workspace.root)])
     assert [row["verdict"]["outcome"] for row in json.loads(listed.stdout)] == ["reject"], listed.output
     commit_edit(site.target, "trainer/README.md", "", "People go on meanwhile.\n")
-    assert approve(workspace, ledger, opened, "ada", SILENT)
+    assert approve(Plant(workspace, ledger), opened, "ada")
     assert "2.0 if" not in (site.target / RUN).read_text() and "an honest remark" in (site.target / RUN).read_text()
     assert ProposalRow.get(ledger, 2).state == "reverted" and ProposalRow.get(ledger, opened).state == "superseded"
     segment = site.trained()
@@ -146,7 +146,7 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     assert agreed(ledger) == {1: 1} and not list(folder_of(workspace, segment).iterdir())
     assert waiting(ledger, AuditPolicy()) == []
     assert repository.live_commit(site.target) == SegmentRow.get(ledger, segment).code_commit
-    assert open_reverts(workspace, ledger, SILENT) == []
+    assert open_reverts(Plant(workspace, ledger)) == []
 
 
 @pytest.mark.sample("lines left out", "rounds otherwise")
@@ -177,7 +177,7 @@ def test_what_differs_is_found(
     verdict = site.audited(site.trained(*window))
     assert verdict.outcome == ("reject" if words else "promote"), verdict
     assert any(words in reason for reason in verdict.reasons), verdict
-    assert open_reverts(site.workspace, site.ledger, SILENT) == ([2] if words else [])
+    assert open_reverts(Plant(site.workspace, site.ledger)) == ([2] if words else [])
 
 
 @pytest.mark.slow("trains a plant and replays a window of it several times")
@@ -188,7 +188,7 @@ def test_a_killed_audit_goes_on_and_one_out_of_time_is_tried_again(site: Site) -
     site.policy(wall_seconds=0.5, again_after_seconds=0.001)
     verdict = site.audited(segment)
     assert verdict.outcome == "hold" and "wall limit" in verdict.reasons[0], verdict
-    assert open_reverts(workspace, ledger, SILENT) == [] and ProposalRow.get(ledger, 1).state == "approved"
+    assert open_reverts(Plant(workspace, ledger)) == [] and ProposalRow.get(ledger, 1).state == "approved"
     assert waiting(ledger, AuditPolicy(again_after_seconds=1e-9)) == [segment]
     site.policy()
     words = [sys.executable, "-c", DIES, str(workspace.root), str(segment)]
@@ -209,4 +209,4 @@ def test_a_replay_that_cannot_run_says_nothing_about_the_patch(site: Site) -> No
     commit_edit(site.target, "trainer/segment.py", poll, f"{poll}            assert run.patched\n")
     verdict = site.audited(site.trained())
     assert verdict.outcome == "hold" and "AttributeError" in verdict.reasons[0], verdict
-    assert open_reverts(site.workspace, site.ledger, SILENT) == []
+    assert open_reverts(Plant(site.workspace, site.ledger)) == []

@@ -9,6 +9,7 @@ from factory.backups.backups import make_backup
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import _take_up
 
 
@@ -19,9 +20,9 @@ def test_a_backup_that_is_being_made_is_left_alone(
     half = workspace.root / "backups" / ".backup-of-another"
     half.mkdir(parents=True)
     with workspace.lock("backup"), pytest.raises(WorkspaceError, match=r"holds backup\.lock"):
-        make_backup(workspace, ledger)
+        make_backup(Plant(workspace, ledger))
     assert half.is_dir()
-    made, _ = make_backup(workspace, ledger)  # the other one was killed
+    made, _ = make_backup(Plant(workspace, ledger))  # the other one was killed
     assert made.is_dir() and not half.exists()
 
 
@@ -43,4 +44,4 @@ def test_a_token_shard_that_is_not_whole_is_no_work_that_a_restore_sets_aside(
     half = workspace.shards / ".writing-7" / "manifest.json"
     half.parent.mkdir()
     half.write_text("{")
-    assert _take_up(workspace, ledger) == [] and half.exists()
+    assert _take_up(Plant(workspace, ledger)) == [] and half.exists()

@@ -12,6 +12,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.doctor import _key
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import restore
 from tests.support.factory.command import command_here
 
@@ -61,5 +62,5 @@ def test_a_key_is_copied_where_a_person_says_and_comes_back(
 
 def test_the_daily_backup_says_nothing_of_the_key(workspace: Workspace, ledger: Ledger) -> None:
     own_key(workspace.root)
-    _, said = make_backup(workspace, ledger)
+    _, said = make_backup(Plant(workspace, ledger))
     assert said == []

@@ -11,13 +11,12 @@ import torch
 
 from factory.bundles.wish import Wish
 from factory.bundles.writing import Written, write_bundle
-from factory.core.progress import SILENT
-from tests.support.factory.exports import Plant
+from tests.support.factory.exports import FilledPlant
 from tests.support.plants.released_plant import released_plant
 
 
 @pytest.fixture(scope="session")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FilledPlant]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield released_plant(tmp_path_factory.mktemp("released"), tasks=True)
@@ -25,8 +24,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
 
 
 @pytest.fixture(scope="session")
-def made(released: Plant) -> Written:
-    return write_bundle(released.workspace, released.ledger, 2, Wish(data=True), SILENT)
+def made(released: FilledPlant) -> Written:
+    return write_bundle(released, 2, Wish(data=True))
 
 
 @pytest.fixture
@@ -36,10 +35,10 @@ def bundle(made: Written, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def own_key(released: Plant) -> Path:
+def own_key(released: FilledPlant) -> Path:
     return released.workspace.root / "keys" / "bundle-signing.pem"
 
 
 @pytest.fixture
-def published_key(released: Plant) -> Path:
+def published_key(released: FilledPlant) -> Path:
     return released.workspace.root / "keys" / "bundle-signing.pub.pem"

@@ -15,7 +15,7 @@ from factory.ledger.rows import champion
 from factory.release.registry import MODEL
 from factory.tracking.mlflow_store import open_client
 from tests.support.factory.command import command_here
-from tests.support.factory.exports import Plant
+from tests.support.factory.exports import FilledPlant
 from tests.support.paths import ROOT
 from tests.support.plants.release_scene import with_store
 
@@ -30,7 +30,7 @@ assert reconcile(workspace, Ledger.open(workspace.ledger_url))
 """
 
 
-def test_releases_of_a_moved_workspace(released: Plant, tmp_path: Path) -> None:
+def test_releases_of_a_moved_workspace(released: FilledPlant, tmp_path: Path) -> None:
     first = Workspace.open(Path(shutil.copytree(released.workspace.root, tmp_path / "first", symlinks=True)))
     with_store(first)
     # In a process of its own: MLflow's client remembers, as long as it lives, where a run's artifacts were.

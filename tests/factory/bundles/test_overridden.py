@@ -15,9 +15,9 @@ from factory.bundles.files.folder import BundleFolder
 from factory.bundles.verifying import ask, verify
 from factory.bundles.wish import Wish
 from factory.bundles.writing import write_bundle
-from factory.core.progress import SILENT
 from factory.gates.release.gate import decide
 from factory.gates.release.recorded import evidence_sha256
+from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
 from factory.release.releases import override
 from tests.support.factory.exports import save_export, tiny_model
@@ -34,10 +34,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export = save_export(tiny_model(3), plant.workspace.exports / "candidate-3", plant.tokenizer)
     candidate = plant.add_candidate(export)
     evaluated(plant, candidate, 2.8)  # as the champion
-    verdict = VerdictRow.get(plant.ledger, decide(plant.workspace, plant.ledger, candidate, SILENT))
+    verdict = VerdictRow.get(plant.ledger, decide(Plant(plant.workspace, plant.ledger), candidate))
     assert verdict.outcome == "hold" and "Not shown to be better" in " ".join(verdict.reasons)
-    number = override(plant.workspace, plant.ledger, candidate, "ada", WHY)
-    return write_bundle(plant.workspace, plant.ledger, number, Wish(), SILENT).folder
+    number = override(Plant(plant.workspace, plant.ledger), candidate, "ada", WHY)
+    return write_bundle(Plant(plant.workspace, plant.ledger), number, Wish()).folder
 
 
 @pytest.fixture

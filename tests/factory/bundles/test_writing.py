@@ -22,15 +22,15 @@ from factory.bundles.verifying import CHECKS
 from factory.bundles.wish import Wish
 from factory.bundles.writing import Written, write_bundle
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.gates.release.licences import tokens_by_licence
 from factory.ingest.document import written_by
 from factory.ingest.rules.policy import Licence, Licences
 from factory.ledger.ledger import checkpoints, documents, events, releases, segments, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow
 from factory.reports.provenance import documents_of_release, of_release
 from tests.support.factory.command import command_here, factory
-from tests.support.factory.exports import SHARD, Plant
+from tests.support.factory.exports import SHARD, FilledPlant
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def put_aside(path: Path, text: str) -> Iterator[None]:
 
 
 @contextmanager
-def changed(plant: Plant, table: sa.Table, where: Any, **values: Any) -> Iterator[None]:
+def changed(plant: FilledPlant, table: sa.Table, where: Any, **values: Any) -> Iterator[None]:
     """A row of the shared plant with other values."""
     with plant.ledger.begin() as tx:
         before = dict(tx.execute(sa.select(*(table.c[name] for name in values)).where(where)).mappings().one())
@@ -54,14 +54,14 @@ def changed(plant: Plant, table: sa.Table, where: Any, **values: Any) -> Iterato
         tx.execute(table.update().where(where).values(before))
 
 
-def refused(plant: Plant, out: Path, words: str, number: int = 2, **wish: Any) -> None:
+def refused(plant: FilledPlant, out: Path, words: str, number: int = 2, **wish: Any) -> None:
     there = sorted(out.parent.iterdir())
     with pytest.raises(InputError, match=words):
-        write_bundle(plant.workspace, plant.ledger, number, Wish(out=out, **wish), SILENT)
+        write_bundle(plant, number, Wish(out=out, **wish))
     assert sorted(out.parent.iterdir()) == there
 
 
-def test_no_bundle_of_what_is_not_to_be_handed_on(released: Plant, tmp_path: Path) -> None:
+def test_no_bundle_of_what_is_not_to_be_handed_on(released: FilledPlant, tmp_path: Path) -> None:
     out, root = tmp_path / "out", released.workspace.root
     refused(released, out, "no release 7; there are: 1, 2", number=7)
     refused(released, out, "is no SPDX expression", licence="MIT\nmodel: x")
@@ -83,18 +83,18 @@ def test_no_bundle_of_what_is_not_to_be_handed_on(released: Plant, tmp_path: Pat
     refused(released, out, "is there already")
 
 
-def test_documents_of_a_damaged_shard_are_not_handed_on(released: Plant, tmp_path: Path) -> None:
+def test_documents_of_a_damaged_shard_are_not_handed_on(released: FilledPlant, tmp_path: Path) -> None:
     tokens = released.shard.path / "tokens.bin"
     before = tokens.read_bytes()
     tokens.write_bytes(bytes([before[0] ^ 1]) + before[1:])
     (tmp_path / ".out.0123456789ab.part").mkdir()  # of a bundle whose writing was killed
     with pytest.raises(InputError, match=r"tokens.bin is damaged.*doctor --repair"):
-        write_bundle(released.workspace, released.ledger, 2, Wish(out=tmp_path / "out", data=True), SILENT)
+        write_bundle(Plant(released.workspace, released.ledger), 2, Wish(out=tmp_path / "out", data=True))
     tokens.write_bytes(before)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_policy_that_was_not_recorded_is_the_present_one_or_none(released: Plant, tmp_path: Path) -> None:
+def test_a_policy_that_was_not_recorded_is_the_present_one_or_none(released: FilledPlant, tmp_path: Path) -> None:
     row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
     assert row
     older = {key: value for key, value in row["evidence"].items() if key != "policy"}
@@ -104,7 +104,7 @@ def test_a_policy_that_was_not_recorded_is_the_present_one_or_none(released: Pla
             refused(released, tmp_path / "out", "put that policy back")
 
 
-def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: Plant, tmp_path: Path) -> None:
+def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: FilledPlant, tmp_path: Path) -> None:
     row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
     assert row
     with changed(released, verdicts, verdicts.c.subject == "candidate:2", evidence=row["evidence"] | {"look": 3}):
@@ -112,7 +112,7 @@ def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: Plant,
 
 
 @pytest.mark.slow("a bundle is written and verified by command")
-def test_a_verdict_of_another_judge_is_bundled_and_that_is_said(released: Plant, tmp_path: Path) -> None:
+def test_a_verdict_of_another_judge_is_bundled_and_that_is_said(released: FilledPlant, tmp_path: Path) -> None:
     of = verdicts.c.subject == "candidate:2"
     row = released.ledger.one(sa.select(verdicts.c.id, verdicts.c.reasons).where(of))
     assert row and "Better than" in row["reasons"][0]
@@ -134,7 +134,7 @@ def test_a_verdict_of_another_judge_is_bundled_and_that_is_said(released: Plant,
     assert found.stdout.endswith(last)
 
 
-def test_keys_that_cannot_sign(released: Plant, made: Written, tmp_path: Path) -> None:
+def test_keys_that_cannot_sign(released: FilledPlant, made: Written, tmp_path: Path) -> None:
     keys = released.workspace.root / "keys"
     assert stat.S_IMODE((keys / "bundle-signing.pem").stat().st_mode) == 0o600
     assert sorted(path.name for path in keys.iterdir()) == ["bundle-signing.pem", "bundle-signing.pub.pem"]
@@ -148,7 +148,7 @@ def test_keys_that_cannot_sign(released: Plant, made: Written, tmp_path: Path) -
     (keys / "bundle-signing.pem").chmod(0o600)
 
 
-def test_no_held_out_text_is_in_a_bundle(released: Plant, made: Written) -> None:
+def test_no_held_out_text_is_in_a_bundle(released: FilledPlant, made: Written) -> None:
     held = [d for d in released.documents if d.held]
     texts = [d.content.get("text") or d.content["messages"][1]["content"] for d in held]
     whole = b"".join(path.read_bytes() for path in made.folder.rglob("*") if path.is_file())
@@ -157,7 +157,7 @@ def test_no_held_out_text_is_in_a_bundle(released: Plant, made: Written) -> None
     assert [text for text in spelled if text in whole] == []
 
 
-def test_the_data_are_the_documents_that_it_was_trained_on(released: Plant, made: Written) -> None:
+def test_the_data_are_the_documents_that_it_was_trained_on(released: FilledPlant, made: Written) -> None:
     trained = {d.key: d for d in released.documents if not d.held}
     rows = [json.loads(line) for line in (made.folder / layout.DOCUMENTS).read_text().splitlines()]
     assert len(rows) == len(trained)
@@ -167,7 +167,7 @@ def test_the_data_are_the_documents_that_it_was_trained_on(released: Plant, made
         assert (row["domain"], row["source"], row["license"]) == (document.domain, document.source, "PSF-2.0")
 
 
-def test_a_licence_that_does_not_allow_it_is_named_and_not_included(released: Plant) -> None:
+def test_a_licence_that_does_not_allow_it_is_named_and_not_included(released: FilledPlant) -> None:
     first = next(d.key for d in released.documents if not d.held)
     rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, license="proprietary"):
@@ -183,7 +183,7 @@ def test_a_licence_that_does_not_allow_it_is_named_and_not_included(released: Pl
         assert first not in {row["id"] for row in found}
 
 
-def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_strictest(released: Plant) -> None:
+def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_strictest(released: FilledPlant) -> None:
     ledger = released.ledger
     first, second = [d.key for d in released.documents if not d.held][:2]
     copies = {first: "proprietary", second: "MIT"}
@@ -211,7 +211,7 @@ def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_stric
     assert tokens_by_licence(ledger, 2, rules) == {"PSF-2.0": whole}
 
 
-def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Plant) -> None:
+def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: FilledPlant) -> None:
     first = next(d.key for d in released.documents if not d.held)
     rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, fate="removed"):
@@ -222,7 +222,7 @@ def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Pl
 
 
 @pytest.mark.slow("a bundle is written and verified")
-def test_how_much_models_wrote_is_in_the_bundle(released: Plant, tmp_path: Path) -> None:
+def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path: Path) -> None:
     first, second = [d.key for d in released.documents if not d.held][:2]
     release = ReleaseRow.get(released.ledger, 1)
     ours = written_by(1, release.export_sha256)
@@ -230,7 +230,7 @@ def test_how_much_models_wrote_is_in_the_bundle(released: Plant, tmp_path: Path)
         changed(released, documents, documents.c.key == first, detail=f"synthetic, by {ours}; replaced: 1 email"),
         changed(released, documents, documents.c.key == second, detail="synthetic, by judge-1 at https://x/v1"),
     ):
-        folder = write_bundle(released.workspace, released.ledger, 2, Wish(tmp_path / "out", data=True), SILENT).folder
+        folder = write_bundle(Plant(released.workspace, released.ledger), 2, Wish(tmp_path / "out", data=True)).folder
         card = (folder / layout.CARD).read_text()
         found = of_release(released.ledger, 2)
         said = command_here("provenance", "--release", "2", home=released.workspace).stdout
@@ -269,7 +269,7 @@ def test_how_much_models_wrote_is_in_the_bundle(released: Plant, tmp_path: Path)
     assert "is not said" in licence_problems(BundleFolder.open(folder))[0]
 
 
-def test_traces_hold_what_is_kept_and_follow_no_link(released: Plant, tmp_path: Path) -> None:
+def test_traces_hold_what_is_kept_and_follow_no_link(released: FilledPlant, tmp_path: Path) -> None:
     folder, checkpoint = tmp_path / "segment", tmp_path / "checkpoint"
     folder.mkdir()
     (checkpoint / "inner").mkdir(parents=True)
@@ -285,7 +285,7 @@ def test_traces_hold_what_is_kept_and_follow_no_link(released: Plant, tmp_path: 
     assert found == {"segment-00002/metrics.jsonl", "segment-00002/checkpoint-000000001/inner/weights"}
 
 
-def test_a_first_release_by_command(released: Plant, tmp_path: Path) -> None:
+def test_a_first_release_by_command(released: FilledPlant, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--bundle", "1", "--out", str(out), "--licence", "Apache-2.0", "--traces"]
     done = factory("release", *words, "--workspace", str(released.workspace.root))

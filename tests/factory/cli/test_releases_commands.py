@@ -14,6 +14,7 @@ from factory.cli.app import app
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, eval_items, evaluations, segments, token_shards, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
 from factory.release.registry import MODEL
 from factory.release.releases import release
@@ -33,7 +34,7 @@ def scene(workspace: Workspace, ledger: Ledger) -> Ledger:
     add_shard(ledger)
     for number in (1, 2, 3):
         assert add_candidate(workspace, ledger) == number
-    release(workspace, ledger, add_verdict(ledger, 1), approved_by="ada")
+    release(Plant(workspace, ledger), add_verdict(ledger, 1), approved_by="ada")
     verdict = add_verdict(ledger, 2, against=1)
     add_verdict(ledger, 3, "hold", against=1)
     measured = {"gain": 0.2, "error": 0.01, "clusters": SOURCES, "effective": float(SOURCES)}
@@ -96,12 +97,12 @@ def test_list_has_releases_and_what_waits(workspace: Workspace, scene: Ledger) -
 
 
 def test_show_says_what_is_better_and_worse_and_of_what_it_is_made(workspace: Workspace, scene: Ledger) -> None:
-    found = shown(workspace, scene, "c2")
+    found = shown(Plant(workspace, scene), "c2")
     assert {name: gain["shows"] for name, gain in found["measured"].items()} == {
         "target": "better", "code": "better", "docs": "worse", "chat": "no difference shown",
     }  # fmt: skip
     assert [shard["name"] for shard in found["shards"]] == ["code-00.jsonl"] and found["serve"] is None
-    assert shown(workspace, scene, "1")["serve"] == "factory serve"
+    assert shown(Plant(workspace, scene), "1")["serve"] == "factory serve"
     said = run(workspace, "show", "1")
     for words in (
         "release 1: candidate 1, published, champion",
@@ -123,7 +124,7 @@ def test_diff_compares_on_the_same_items_and_says_when_it_cannot(workspace: Work
         tx.exec_driver_sql("INSERT INTO data_plans (id, plan, created_at) VALUES ('q', ?, 1.0)", (json.dumps(plan),))
         tx.execute(segments.update().where(segments.c.id == 2).values(data_plan="q"))
     add_shard_of(scene, "v" * 64, "u" * 64, "new.jsonl")
-    found = difference(workspace, scene, "1", "c2")
+    found = difference(Plant(workspace, scene), "1", "c2")
     gains = found["measured"]["gains"]
     assert (
         found["measured"]["same_items"]
@@ -133,11 +134,11 @@ def test_diff_compares_on_the_same_items_and_says_when_it_cannot(workspace: Work
     assert gains["docs"]["gain"] == pytest.approx(0.0)
     assert found["recipe"] == {"model.d_model": [64, 96]} and found["steps"] == [100, 180]
     assert found["data"]["added"] == ["new.jsonl"] and found["data"]["left_out"] == []
-    back = difference(workspace, scene, "c2", "1")
+    back = difference(Plant(workspace, scene), "c2", "1")
     assert back["data"]["left_out"] == ["new.jsonl"] and back["measured"]["gains"]["code"]["shows"] == "worse"
     with scene.begin() as tx:
         tx.execute(evaluations.update().where(evaluations.c.id == 2).values(suite_sha256="f" * 64))
-    assert not difference(workspace, scene, "1", "c2")["measured"]["gains"]
+    assert not difference(Plant(workspace, scene), "1", "c2")["measured"]["gains"]
     assert "not measured on the same held-out items" in run(workspace, "diff", "1", "c2")
 
 

@@ -10,37 +10,36 @@ import yaml
 
 from factory.code_loop import approvals
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import tracked_runs, verdicts
 from factory.tracking.tracking import APPROVAL_TAG, Tracking
-from tests.support.factory.approvals import FILES, NEW, Plant, given_verdict
+from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 from tests.support.git import git
 
 
 @pytest.fixture
-def plant(tmp_path: Path) -> Plant:
-    return Plant(tmp_path)
+def plant(tmp_path: Path) -> PatchPlant:
+    return PatchPlant(tmp_path)
 
 
-def test_an_approved_patch_is_live_and_can_be_taken_back(plant: Plant) -> None:
+def test_an_approved_patch_is_live_and_can_be_taken_back(plant: PatchPlant) -> None:
     row = plant.judged()
     assert plant.approve() == plant.head() == row["commit"]
     assert plant.files() == FILES | NEW and git(plant.target, "branch", "--show-current") == "main"
     assert plant.row()["state"] == "approved"
-    undone = approvals.revert(plant.workspace, plant.ledger, 1, "bob", "slower at night")
+    undone = approvals.revert(plant, 1, "bob", "slower at night")
     assert plant.head() == undone and plant.files() == FILES
     message = git(plant.target, "log", "-1", "--format=%B")
     assert "Revert proposal 1: Fuse" in message and "slower at night" in message and row["commit"] in message
     assert plant.row()["state"] == "reverted" and plant.words() == [("approved", "ada"), ("reverted", "bob")]
-    for again in (plant.approve, lambda: approvals.revert(plant.workspace, plant.ledger, 1, "bob")):
+    for again in (plant.approve, lambda: approvals.revert(plant, 1, "bob")):
         with pytest.raises(InputError, match="reverted"):
             again()
 
 
 @pytest.mark.parametrize("outcome", ["hold", "reject"])
-def test_only_what_the_gate_promotes_can_be_approved_and_anything_rejected(plant: Plant, outcome: str) -> None:
+def test_only_what_the_gate_promotes_can_be_approved_and_anything_rejected(plant: PatchPlant, outcome: str) -> None:
     plant.judged(outcome=outcome)
     with pytest.raises(InputError, match=f"verdict on proposal 1 is {outcome.upper()}: so it measured"):
         plant.approve()
@@ -52,7 +51,7 @@ def test_only_what_the_gate_promotes_can_be_approved_and_anything_rejected(plant
         plant.approve(7)
 
 
-def test_an_approval_is_of_what_was_judged(plant: Plant) -> None:
+def test_an_approval_is_of_what_was_judged(plant: PatchPlant) -> None:
     """Replayed after the branch was changed, moved to another patch, or lost."""
     row = plant.judged()
     plant.judged(2)
@@ -73,7 +72,7 @@ def test_an_approval_is_of_what_was_judged(plant: Plant) -> None:
 
 
 @pytest.mark.parametrize("way", ["edited", "staged", "in the way", "a link", "detached"])
-def test_a_checkout_with_work_in_it_is_left_alone(plant: Plant, way: str) -> None:
+def test_a_checkout_with_work_in_it_is_left_alone(plant: PatchPlant, way: str) -> None:
     plant.judged()
     ops = plant.target / "kernels/ops.py"
     if way == "detached":
@@ -103,7 +102,7 @@ def test_a_checkout_with_work_in_it_is_left_alone(plant: Plant, way: str) -> Non
 
 @pytest.mark.parametrize("stop_after", ["the first file", "the files", "the branch"])
 def test_killed_while_it_is_merged_the_same_call_finishes(
-    plant: Plant, stop_after: str, monkeypatch: pytest.MonkeyPatch
+    plant: PatchPlant, stop_after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant.judged()
     real, calls = repository.git, 0
@@ -129,7 +128,7 @@ def test_killed_while_it_is_merged_the_same_call_finishes(
 
 @pytest.mark.parametrize("outcome", ["promote", "reject"])
 def test_when_the_code_moved_on_the_gate_runs_again(
-    plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
+    plant: PatchPlant, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its verdict is given here: what it measures is its own tests' business."""
     first = plant.judged()
@@ -146,29 +145,29 @@ def test_when_the_code_moved_on_the_gate_runs_again(
         assert git(plant.target, "rev-parse", "HEAD~1") == live
 
 
-def test_what_changed_again_since_is_not_overwritten(plant: Plant) -> None:
+def test_what_changed_again_since_is_not_overwritten(plant: PatchPlant) -> None:
     plant.judged()
     plant.judged(2)
     plant.approve()
     (plant.target / "kernels/ops.py").write_text("x = 3\n")
     git(plant.target, "commit", "-q", "-a", "-m", "mine")
     with pytest.raises(RepositoryError, match="kernels/ops.py changed again since"):
-        approvals.revert(plant.workspace, plant.ledger, 1, "ada")
+        approvals.revert(plant, 1, "ada")
     with pytest.raises(InputError, match="kernels/fused.py, kernels/ops.py changed since proposal 2 was judged"):
         plant.approve(2)
     assert plant.row()["state"] == "approved" and (plant.target / "kernels/ops.py").read_text() == "x = 3\n"
 
 
-def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: Plant) -> None:
+def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: PatchPlant) -> None:
     plant.judged()
-    tracking = Tracking.open(plant.workspace, plant.ledger)
+    tracking = Tracking.open(plant)
     run = tracking.proposal_run(1)
-    settle = lambda: approvals.follow(plant.workspace, plant.ledger, SILENT)
+    settle = lambda: approvals.follow(plant)
     assert tracking.proposal_word(1) == "pending" and settle() == 0 and plant.head() == plant.base
     tracking.client.set_tag(run, APPROVAL_TAG, "Approved")
     assert settle() == 1 and plant.files() == FILES | NEW and plant.words() == [("approved", "mlflow")]
     assert tracking.client.get_run(run).data.tags["state"] == "approved" and settle() == 0
-    approvals.revert(plant.workspace, plant.ledger, 1, "ada")
+    approvals.revert(plant, 1, "ada")
     plant.judged(2)
     tracking.client.set_tag(tracking.proposal_run(2), APPROVAL_TAG, "rejected")
     assert settle() == 1 and plant.row(2)["state"] == "rejected" and plant.files() == FILES
@@ -179,34 +178,36 @@ def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: Plant) -
     assert settle() == 1 and plant.files() == FILES | NEW and plant.words()[-1] == ("approved", "policy")
 
 
-def test_a_decision_in_another_workspace_does_not_count(plant: Plant, tmp_path: Path) -> None:
+def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_path: Path) -> None:
     """Both show their proposal 1 at one MLflow."""
     plant.judged()
-    tracking = Tracking.open(plant.workspace, plant.ledger)
+    tracking = Tracking.open(plant)
     theirs = tracking.proposal_run(1)
     tracking.client.set_tag(theirs, APPROVAL_TAG, "approved")
     (tmp_path / "other").mkdir()
-    other = Plant(tmp_path / "other", plant.workspace.mlflow_uri)
+    other = PatchPlant(tmp_path / "other", plant.workspace.mlflow_uri)
     other.judged(edits={"kernels/ops.py": "x = 666\n"})
-    assert approvals.follow(other.workspace, other.ledger, SILENT) == 0 and other.files() == FILES
-    ours = Tracking.open(other.workspace, other.ledger).proposal_run(1)
+    assert approvals.follow(other) == 0 and other.files() == FILES
+    ours = Tracking.open(other).proposal_run(1)
     assert ours != theirs and tracking.proposal_run(1) == theirs
     tracking.client.set_tag(ours, APPROVAL_TAG, "approved")
-    assert approvals.follow(other.workspace, other.ledger, SILENT) == 1 and other.words() == [("approved", "mlflow")]
+    assert approvals.follow(other) == 1 and other.words() == [("approved", "mlflow")]
 
 
-def test_a_run_that_mlflow_lost_is_shown_anew_and_stops_nothing(plant: Plant) -> None:
+def test_a_run_that_mlflow_lost_is_shown_anew_and_stops_nothing(plant: PatchPlant) -> None:
     plant.judged()
-    tracking = Tracking.open(plant.workspace, plant.ledger)
+    tracking = Tracking.open(plant)
     lost = tracking.proposal_run(1)
     with plant.ledger.begin() as tx:  # as after 'mlflow gc'
         tx.execute(tracked_runs.update().values(run_id="0" * 32))
     tracking.client.delete_run(lost)
-    assert approvals.follow(plant.workspace, plant.ledger, SILENT) == 0 and tracking.proposal_word(1) == "pending"
+    assert approvals.follow(plant) == 0 and tracking.proposal_word(1) == "pending"
     assert tracking.proposal_run(1) not in (lost, "0" * 32)
 
 
-def test_choices_for_other_ops_are_merged_one_after_the_other(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_for_other_ops_are_merged_one_after_the_other(
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = "policies/kernels.yaml"
     text = "# how ops run\ncpu:\n  attention: reference\n  swiglu: reference  # plain\n"
     (plant.target / "policies").mkdir()

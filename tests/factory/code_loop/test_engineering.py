@@ -35,6 +35,7 @@ from factory.core.workspace import Config, Workspace, code_root
 from factory.gates.training_start import find_start
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals, verdicts
+from factory.ledger.plant import Plant
 from factory.sandbox.sandbox import Result
 from tests.support.factory.code_loop import Made, fewer_steps, make
 from tests.support.factory.engineer import profile, recorded
@@ -87,7 +88,7 @@ def begun(made: Made, asked: str) -> int:
 
 
 def proposed(made: Made, options: AgentOptions, count: int = 1) -> list[int]:
-    return proposing.propose(made.workspace, made.ledger, SILENT, agent=AGENT, options=options, count=count)
+    return proposing.propose(Plant(made.workspace, made.ledger), agent=AGENT, options=options, count=count)
 
 
 def state_of(made: Made, run: int) -> str:
@@ -175,7 +176,7 @@ def test_a_dirty_checkout_and_a_detached_head_are_refused(made: Made) -> None:
 
 def test_the_search_proposer_takes_no_endpoint_and_no_target(made: Made) -> None:
     with pytest.raises(InputError, match="'search' takes no --endpoint"):
-        proposing.propose(made.workspace, made.ledger, SILENT, agent="search", options=AgentOptions(target="swiglu"))
+        proposing.propose(Plant(made.workspace, made.ledger), agent="search", options=AgentOptions(target="swiglu"))
 
 
 def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
@@ -210,7 +211,7 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
     options, start = AgentOptions(f"files:{tmp_path}", "m"), find_start(made.ledger)
     assert start is not None
     bench = LiveWorkbench(made.workspace, made.ledger, made.base, start, SILENT)
-    runs = AgentRuns.open(made.workspace, made.ledger, SILENT, AGENT, options, 3)
+    runs = AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, options, 3)
     work_on = lambda: engineering.runs_to_work_on(runs, bench, made.base, 3)
     begun(made, "")  # which chose the first target
     number = made.ledger.rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
@@ -223,7 +224,7 @@ def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> No
     edits = [Edit("trainer/optim/schedule.py", f"import socket  # {number}\n") for number in range(4)]
     drafts = [Proposal(AGENT, f"file:{n}", f"Try {n}", "Because.", 1.1, (edit,)) for n, edit in enumerate(edits)]
     numbers = side_by_side(
-        [partial(submitting.submit, made.workspace, made.ledger, SILENT, d, made.base) for d in drafts]
+        [partial(submitting.submit, Plant(made.workspace, made.ledger), d, made.base) for d in drafts]
     )
     rows = {n: made.ledger.one(sa.select(proposals).where(proposals.c.number == n)) for n in numbers}
     for number, drafted in zip(numbers, drafts, strict=True):
@@ -245,10 +246,10 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_pat
         1.1,
         (Edit("factory/gates/release/judge.py", "x = 1\n"),),
     )
-    runs = AgentRuns.open(made.workspace, made.ledger, SILENT, AGENT, AgentOptions(f"files:{tmp_path}"))
+    runs = AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, AgentOptions(f"files:{tmp_path}"))
     run = AgentRun(begun(made, ""), None, "", 0, time.time())  # type: ignore[arg-type]
     assert runs.judged_before(run, drafted) is None
-    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+    number = submitting.submit(Plant(made.workspace, made.ledger), drafted, made.base)
     assert runs.judged_before(run, drafted) == number
     assert runs.judged_before(replace(run, began=time.time()), drafted) is None  # another run's
     with made.ledger.begin() as tx:

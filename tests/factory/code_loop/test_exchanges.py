@@ -21,6 +21,7 @@ from factory.core.workspace import Workspace, code_root
 from factory.doctor import _ledger
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
+from factory.ledger.plant import Plant
 from factory.tracking.tracking import EXCHANGES, Tracking
 from tests.support.replay_server import RecordedSession, ReplayServer
 
@@ -31,7 +32,7 @@ POLICY = LlmPolicy(
 
 
 def books(workspace: Workspace, ledger: Ledger, run: int = 1, **changes: Any) -> ExchangeBooks:
-    return ExchangeBooks(workspace, ledger, POLICY.model_copy(update=changes), run, lambda _: None)
+    return ExchangeBooks(Plant(workspace, ledger), POLICY.model_copy(update=changes), run, lambda _: None)
 
 
 def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace, ledger: Ledger) -> None:
@@ -94,7 +95,7 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
         client.ask("turn-1", [*messages, {"role": "assistant", "content": "x"}])
     rows = ledger.rows(sa.select(exchanges).order_by(exchanges.c.id))
     assert [(row["state"], row["tokens"]) for row in rows] == [("failed", 0), ("done", 9)] and rows[1]["usd"] == 0.007
-    tracking = Tracking.open(workspace, ledger)
+    tracking = Tracking.open(Plant(workspace, ledger))
     failed, done = (tracking.client.get_trace(row["trace"]) for row in rows)
     assert done.info.token_usage == {"input_tokens": 7, "output_tokens": 2, "total_tokens": 9}
     assert done.info.cost["total_cost"] == pytest.approx(0.007) and str(done.info.state) != str(failed.info.state)

@@ -15,7 +15,6 @@ from factory.code_loop.judging_again import due, judge_held_again
 from factory.code_loop.submitting import submit
 from factory.core import devices
 from factory.core.policy_file import StrictPolicy
-from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.gates.case import missing
 from factory.gates.patch.matrix.changed import Unexecuted
@@ -25,8 +24,9 @@ from factory.gates.patience import out_of_time, ran_out
 from factory.gates.recipe.policy import RecipePolicy
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow
-from tests.support.factory.approvals import Plant, given_verdict
+from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.factory.code_loop import GATE, Made, make
 
 KERNELS, TINY, CODE = "policies/kernels.yaml", "policies/recipes/tiny.yaml", "trainer/optim/schedule.py"
@@ -74,7 +74,7 @@ def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, mad
     edit = edits[path]
     assert edit != text
     drafted = Proposal("search", f"busy:{stage}", "Try it", "h", 1.1, (Edit(path, edit),))
-    row = ProposalRow.get(made.ledger, submit(made.workspace, made.ledger, SILENT, drafted, made.base))
+    row = ProposalRow.get(made.ledger, submit(Plant(made.workspace, made.ledger), drafted, made.base))
     assert row.outcome == "hold", row.reasons
     evidence = row.evidence(made.ledger)
     assert ran_out(evidence) and evidence["stages"][stage]["out_of_time"], evidence["stages"]
@@ -100,7 +100,7 @@ def test_only_a_limit_alone_lets_a_patch_be_judged_again() -> None:
     assert limited == tried | {"RecipePolicy.runs"}, "a stage with a new time limit: add it to the test above"
 
 
-def held(plant: Plant, evidence: dict[str, Any]) -> None:
+def held(plant: PatchPlant, evidence: dict[str, Any]) -> None:
     row = plant.judged(outcome="hold")
     with plant.ledger.begin() as tx:
         tx.execute(verdicts.update().where(verdicts.c.id == row["verdict"]).values(evidence=evidence))
@@ -112,12 +112,12 @@ LATE = {"stages": {"training": out_of_time("too late")}, "patch_id": "p"}
 def test_it_is_judged_again_a_few_times_and_then_waits_for_a_person(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant = Plant(tmp_path)
+    plant = PatchPlant(tmp_path)
     held(plant, LATE)
     own = plant.workspace.root / "policies" / "gates" / "patch.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("judge_again_after_seconds: 1e6\n")
-    again = lambda: judge_held_again(plant.workspace, plant.ledger, SILENT)
+    again = lambda: judge_held_again(plant)
     assert again() == []
     own.write_text("judge_again_after_seconds: 1e-6\njudge_again: 2\n")
     judged = given_verdict(monkeypatch, "hold")
@@ -140,17 +140,17 @@ def test_a_part_for_another_device_waits_until_a_daemon_runs_where_that_is(
     assert found.get("waits_for") == ("cuda" if elsewhere == "cuda" else None)
     mixed = [*parts, Unexecuted("kernels/swiglu/cpp.py", 3, "x")]
     assert "waits_for" not in matrix._unexecuted(mixed) and "waits" not in matrix._reasons(mixed)[0]
-    plant, policy = Plant(tmp_path), PatchPolicy()
+    plant, policy = PatchPlant(tmp_path), PatchPolicy()
     held(plant, {"stages": {"matrix": missing(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
     assert due(plant.ledger, policy) == []
     monkeypatch.setattr(devices, "kind", lambda: elsewhere)  # the workspace is opened on another machine
     assert [row.number for row in due(plant.ledger, policy)] == [1]
     given_verdict(monkeypatch, "hold")
-    assert judge_held_again(plant.workspace, plant.ledger, SILENT) == [2]
+    assert judge_held_again(plant) == [2]
 
 
 def test_what_a_person_or_another_reason_decided_is_not_judged_again(tmp_path: Path) -> None:
-    plant = Plant(tmp_path)
+    plant = PatchPlant(tmp_path)
     held(plant, LATE)
     soon = PatchPolicy(judge_again_after_seconds=1e-6)
     assert [row.number for row in due(plant.ledger, soon)] == [1]

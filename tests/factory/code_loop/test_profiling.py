@@ -28,6 +28,7 @@ from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.ledger.ledger import profiles
+from factory.ledger.plant import Plant
 from factory.tracking.tracking import Tracking
 from factory.training.live_code import LiveCode, isolation
 from tests.support.factory.code_loop import make
@@ -46,12 +47,12 @@ def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: py
         monkeypatch.setattr(session, name, 0.0)
     monkeypatch.setattr(profiling, "run_profiler", here)
     made = make()
-    number = profile(made.workspace, made.ledger, SILENT, ProfileOptions(isolation_s=2))
+    number = profile(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2))
     row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
     assert row is not None
     found = Profile.from_mapping(json.loads(Path(row["path"]).read_text()))
     assert found.isolation is not None and row["summary"]["coverage"] == found.coverage
-    tracking = Tracking.open(made.workspace, made.ledger)
+    tracking = Tracking.open(Plant(made.workspace, made.ledger))
     run = tracking.profile_run(number)  # told again: the same run
     assert {artifact.path for artifact in tracking.client.list_artifacts(run)} == set(FILES)
     logged = tracking.client.get_run(run)
@@ -77,8 +78,8 @@ def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
 @pytest.mark.slow("a profiler that waits for a quiet machine")
 def test_the_live_code_is_profiled_in_the_sandbox() -> None:
     made = make()
-    assert isolation(made.workspace, made.ledger) == (True, "")
-    number = profile(made.workspace, made.ledger, SILENT, ProfileOptions(isolation_s=2))
+    assert isolation(Plant(made.workspace, made.ledger)) == (True, "")
+    number = profile(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2))
     row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
     assert row is not None and {path.name for path in Path(row["path"]).parent.iterdir()} == set(FILES)
 

@@ -20,6 +20,7 @@ from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals, verdicts
+from factory.ledger.plant import Plant
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
 
@@ -45,7 +46,7 @@ def branches(made: Made) -> str:
 
 def test_an_unknown_agent_is_named_with_the_nearest(made: Made) -> None:
     with pytest.raises(InputError, match="did you mean 'search'"):
-        proposing.propose(made.workspace, made.ledger, SILENT, agent="serch")
+        proposing.propose(Plant(made.workspace, made.ledger), agent="serch")
 
 
 def test_without_a_checkpoint_nothing_is_proposed_and_it_says_why(made: Made, tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_without_a_checkpoint_nothing_is_proposed_and_it_says_why(made: Made, tm
         def line(self, text: str) -> None:
             said.append(text)
 
-    assert proposing.propose(workspace, ledger, Heard()) == []
+    assert proposing.propose(Plant(workspace, ledger, Heard())) == []
     assert "no trunk checkpoint" in said[-1] and ledger.rows(sa.select(proposals)) == []
 
 
@@ -65,14 +66,12 @@ def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -
     (tmp_path / "code").mkdir()
     workspace = Workspace.create(tmp_path / "w", Config(repository=str(tmp_path / "code")))
     with pytest.raises(RepositoryError, match="clone the repository"):
-        proposing.propose(workspace, Ledger.create(workspace.ledger_url), SILENT)
+        proposing.propose(Plant(workspace, Ledger.create(workspace.ledger_url)))
 
 
 def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     before = branches(made)
-    number = submitting.submit(
-        made.workspace, made.ledger, SILENT, drafted("factory/gates/release/judge.py"), made.base
-    )
+    number = submitting.submit(Plant(made.workspace, made.ledger), drafted("factory/gates/release/judge.py"), made.base)
     row = row_of(made, number)
     verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
     assert row["state"] == "judged" and row["commit"] is None and branches(made) == before
@@ -83,7 +82,7 @@ def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
 
 
 def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
-    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted(text="import socket\n"), made.base)
+    number = submitting.submit(Plant(made.workspace, made.ledger), drafted(text="import socket\n"), made.base)
     row = row_of(made, number)
     assert git(made.target, "rev-parse", row["branch"]) == row["commit"]
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
@@ -97,7 +96,7 @@ def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
 
 def test_numbers_are_free_in_the_ledger_and_among_branches(made: Made) -> None:
     git(made.target, "branch", "factory/somebody/400-theirs")
-    number = submitting.submit(made.workspace, made.ledger, SILENT, drafted(text="import socket\n"), made.base)
+    number = submitting.submit(Plant(made.workspace, made.ledger), drafted(text="import socket\n"), made.base)
     assert number == 401
     git(made.target, "branch", "-D", "factory/somebody/400-theirs")
 
@@ -114,7 +113,7 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
         .replace("attention: reference", "attention: recompute", 1)
     )
     with pytest.raises(IsolationError):
-        submitting.submit(made.workspace, made.ledger, SILENT, drafted("policies/kernels.yaml", text), made.base)
+        submitting.submit(Plant(made.workspace, made.ledger), drafted("policies/kernels.yaml", text), made.base)
     monkeypatch.undo()
     last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
     assert last and last["state"] == "failed" and last["verdict"] is None
@@ -123,13 +122,13 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
 
 def test_what_a_killed_process_left_is_cleared_away(made: Made) -> None:
     before = branches(made)
-    number, branch = submitting.draft(made.workspace, made.ledger, drafted(), made.base)
+    number, branch = submitting.draft(Plant(made.workspace, made.ledger), drafted(), made.base)
     commit = git(made.target, "commit-tree", "HEAD^{tree}", "-p", "HEAD", "-m", "killed")
     worktree = repository.checkout_folder(made.workspace.worktrees, commit)
     git(made.target, "worktree", "add", "-q", "-b", branch, str(worktree), commit)
     (worktree.with_name(worktree.name + "-gate") / "baseline").mkdir(parents=True)
-    submitting.clear_stale(made.workspace, made.ledger, SILENT)
-    submitting.clear_stale(made.workspace, made.ledger, SILENT)
+    submitting.clear_stale(Plant(made.workspace, made.ledger))
+    submitting.clear_stale(Plant(made.workspace, made.ledger))
     assert row_of(made, number)["state"] == "failed" and branches(made) == before and made.left_behind() == []
 
 
@@ -162,7 +161,7 @@ def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Ma
     measures = (code_root() / "policies" / "agents.yaml").read_text()
     agents.write_text(f"{measures}\nmeasure_seconds: 10.0\n")  # one or two ops
     try:
-        numbers = proposing.propose(made.workspace, made.ledger, SILENT)
+        numbers = proposing.propose(Plant(made.workspace, made.ledger))
     finally:
         policy.write_text(text)
         agents.unlink()

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from factory.code_loop import approvals, revalidating
 from factory.core.console import Terminal
-from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.gates.training_start import Start
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
-from tests.support.factory.approvals import FILES, NEW, Plant, given_verdict
+from factory.ledger.plant import Plant
+from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 
 LEAN = (
     "-p",
@@ -32,12 +32,12 @@ LEAN = (
 
 
 @pytest.fixture
-def plant(tmp_path: Path) -> Plant:
-    return Plant(tmp_path)
+def plant(tmp_path: Path) -> PatchPlant:
+    return PatchPlant(tmp_path)
 
 
 def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = {"model": {}, "batch": {}, "precision": "fp32", "compile": False}
     for module in (approvals, revalidating):
@@ -63,7 +63,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     ]
     environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(code_root())}
     bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
-    daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
+    daemon = lambda: revalidating.follow(plant)
     suite.write_text("def test_stays(): pass\n")
     assert "noted" not in bench() and daemon() == []
     suite.write_text("def test_stays(): pass\ndef test_falls(): assert 0\n")
@@ -75,7 +75,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
 
 
 def test_without_a_sandbox_the_daemon_says_so_once(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
     for module in (approvals, revalidating):
@@ -87,21 +87,21 @@ def test_without_a_sandbox_the_daemon_says_so_once(
     monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
     said = io.StringIO()
     for _ in range(3):
-        assert revalidating.follow(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300))) == []
+        assert revalidating.follow(Plant(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300)))) == []
     assert said.getvalue().count("cannot be judged again now: no sandbox") == 1
     assert len(plant.ledger.rows(sa.select(proposals))) == 1
 
 
 @pytest.mark.parametrize("outcome", ["promote", "reject"])
 def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
-    plant: Plant, outcome: str, monkeypatch: pytest.MonkeyPatch
+    plant: PatchPlant, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
     start = Start(plant.target, 0, recipe, {})
     for module in (approvals, revalidating):
         monkeypatch.setattr(module, "find_start", lambda ledger: start)
     judged = given_verdict(monkeypatch, outcome)
-    again = lambda: revalidating.revalidate(plant.workspace, plant.ledger, SILENT, plant.head())
+    again = lambda: revalidating.revalidate(plant, plant.head())
     plant.judged()
     live = plant.approve()
     assert again() == [] and judged == []
@@ -115,7 +115,7 @@ def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
         release = {"gate": "release", "subject": "candidate:7", "outcome": "reject", "against": "", "policy_sha256": ""}
         tx.execute(verdicts.insert().values(**release, subject_sha256="", reasons=[], evidence={}, created_at=1.0))
     if outcome == "reject":  # the daemon by itself, and once
-        daemon = lambda: revalidating.follow(plant.workspace, plant.ledger, SILENT)
+        daemon = lambda: revalidating.follow(plant)
         stray = plant.target / "kernels" / "ops.py"
         text = stray.read_text()
         stray.write_text(text + "# mine")

@@ -17,10 +17,10 @@ import sqlalchemy as sa
 
 from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.launching import launcher, ranks
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live
 from factory.ledger.ledger import Ledger, data_plans, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.tries import abandon
 from factory.training.certifying import certificate_of
@@ -31,11 +31,11 @@ from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import commit_edit, make_plant
 from trainer.contract.checkpoint.format import name_of
 
-Plant = tuple[Workspace, Ledger]
+Opened = tuple[Workspace, Ledger]
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     """A trunk that one rank trained; from here on two go on."""
     root = tmp_path_factory.mktemp("launching")
     workspace, ledger = make_plant(root, make_target(root / "code"))
@@ -60,10 +60,10 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow("three processes of two ranks, and one rank beside them")
-def test_two_ranks_train_what_one_rank_would(plant: Plant, tmp_path: Path) -> None:
+def test_two_ranks_train_what_one_rank_would(plant: Opened, tmp_path: Path) -> None:
     workspace, ledger = plant
-    number = plan_trunk(workspace, ledger, 8)
-    run_segment(workspace, ledger, number, SILENT)
+    number = plan_trunk(Plant(workspace, ledger), 8)
+    run_segment(Plant(workspace, ledger), number)
     row = SegmentRow.get(ledger, number)
     folder = Path(row.folder)
     assert row.state == "done"
@@ -76,12 +76,12 @@ def test_two_ranks_train_what_one_rank_would(plant: Plant, tmp_path: Path) -> No
 
 
 @pytest.mark.slow("two times two ranks")
-def test_two_ranks_train_the_same_bits_in_the_sandbox_and_outside(plant: Plant) -> None:
+def test_two_ranks_train_the_same_bits_in_the_sandbox_and_outside(plant: Opened) -> None:
     workspace, ledger = plant
     trained = []
     for chosen in ("required", "off"):
-        number = plan_trunk(workspace, ledger, 4)
-        run_segment(configured(workspace, "ranks: 2", f"training_sandbox: {chosen}"), ledger, number, SILENT)
+        number = plan_trunk(Plant(workspace, ledger), 4)
+        run_segment(Plant(configured(workspace, "ranks: 2", f"training_sandbox: {chosen}"), ledger), number)
         row = SegmentRow.get(ledger, number)
         trained.append(hashes(Path(row.folder) / "checkpoints" / name_of(row.last_step)))
         with ledger.begin() as tx:  # so that the next one begins where this one did
@@ -113,10 +113,10 @@ def trainers_of(factory: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow("the factory and its ranks started, stopped, killed and started again")
-def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -> None:
+def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Opened) -> None:
     """Stopped, they leave a checkpoint. Orphans would train on beside the next attempt's ranks, in the same folder."""
     workspace, ledger = plant
-    number = plan_trunk(workspace, ledger, 60)
+    number = plan_trunk(Plant(workspace, ledger), 60)
     folder = Path(SegmentRow.get(ledger, number).folder)
     process = training(workspace, folder, 3)
     try:
@@ -141,14 +141,14 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Plant) -
         process.kill()
     assert "SIGKILL" in said
     assert len(trainers) >= 2 and not psutil.wait_procs(trainers, timeout=PATIENCE_S)[1]
-    run_segment(workspace, ledger, number, SILENT)
+    run_segment(Plant(workspace, ledger), number)
     assert len(losses(folder)) == 60
 
 
-def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Plant) -> None:
+def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Opened) -> None:
     """Exit 2: trying again would not help, and the trainer's own words are told."""
     workspace, ledger = plant
-    number = plan_trunk(workspace, ledger, 6)
+    number = plan_trunk(Plant(workspace, ledger), 6)
     row = SegmentRow.get(ledger, number)
     folder = Path(row.folder)
     folder.mkdir(parents=True)
@@ -160,21 +160,21 @@ def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Plant) ->
         tx.execute(data_plans.insert().values(id="wrong", plan=wrong, created_at=0.0))
         tx.execute(segments.update().where(segments.c.id == number).values(data_plan="wrong"))
     with pytest.raises(SegmentError, match=r"ended with exit 2: trainer: .*nothing-of-it-here") as raised:
-        run_segment(workspace, ledger, number, SILENT)
+        run_segment(Plant(workspace, ledger), number)
     assert "====" not in str(raised.value) and SegmentRow.get(ledger, number).state == "failed"
     with pytest.raises(
         InputError, match=rf"segment {number} .* is parked before its first checkpoint: it ended with exit 2: trainer"
     ):
-        plan_trunk(workspace, ledger, 6)
+        plan_trunk(Plant(workspace, ledger), 6)
     assert "no step is lost, and the next one goes on from step 20" in abandon(ledger, number, "ada")
 
 
-def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) -> None:
+def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Opened) -> None:
     """A GPU less than yesterday: the segment waits for a person."""
     workspace, ledger = plant
-    number = plan_trunk(workspace, ledger, 6)
+    number = plan_trunk(Plant(workspace, ledger), 6)
     with pytest.raises(ConfigError, match=r"is not a multiple of the number of ranks \(3\)"):
-        run_segment(configured(workspace, "ranks: 3"), ledger, number, SILENT)
+        run_segment(Plant(configured(workspace, "ranks: 3"), ledger), number)
     row = SegmentRow.get(ledger, number)
     assert row.state == "planned" and row.attempts == 0
     configured(workspace, "ranks: 2")
@@ -183,19 +183,19 @@ def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Plant) ->
 
 
 @pytest.mark.long("ten runs by two ranks")
-def test_a_change_of_the_code_is_certified_over_ranks(plant: Plant) -> None:
+def test_a_change_of_the_code_is_certified_over_ranks(plant: Opened) -> None:
     workspace, ledger = plant
     commit_edit(
         workspace.repository, "policies/kernels.yaml", "cpu:\n  rms_norm: reference", "cpu:\n  rms_norm: compiled"
     )
-    number = plan_trunk(workspace, ledger, 6)
-    run_segment(workspace, ledger, number, SILENT)
+    number = plan_trunk(Plant(workspace, ledger), 6)
+    run_segment(Plant(workspace, ledger), number)
     found = certificate_of(ledger, number)
     assert found is not None and found.outcome == "promote", found
     assert SegmentRow.get(ledger, number).state == "done"
 
 
-def test_what_cannot_be_started_is_refused_when_planning(plant: Plant) -> None:
+def test_what_cannot_be_started_is_refused_when_planning(plant: Opened) -> None:
     workspace, ledger = plant
     cases = {
         "ranks: 3": r"batch.sequences \(8\) is not a multiple of the number of ranks \(3\); 3 ranks train \('ranks' in .*factory.yaml",
@@ -205,7 +205,7 @@ def test_what_cannot_be_started_is_refused_when_planning(plant: Plant) -> None:
     }
     for line, says in cases.items():
         with pytest.raises(ConfigError, match=says):
-            plan_trunk(configured(workspace, line), ledger, 4)
+            plan_trunk(Plant(configured(workspace, line), ledger), 4)
     with pytest.raises(ConfigError, match="set 'ranks' to the number of ranks"):
         launcher(configured(workspace, "launcher: torchrun --nnodes=2"))
     with pytest.raises(ConfigError, match="No closing quotation"):

@@ -17,6 +17,7 @@ from factory.corpus.library import source_files
 from factory.corpus.pages import paginate, split_long
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.text.library import write_library
 
 TOPIC = "\n\n".join(
@@ -113,13 +114,13 @@ def test_each_badness_of_the_bad_shard_meets_its_rule(
     policy = (code_root() / "policies" / "data.yaml").read_text().replace("share: 0.03", "share: 0.2")
     (workspace.root / "policies" / "data.yaml").write_text(policy.replace("vocab_size: 4096", "vocab_size: 600"))
     with pytest.raises(InputError, match="ingest the corpus first"):
-        write_bad_shard(workspace.inbox / "bad.jsonl", workspace, ledger)
+        write_bad_shard(workspace.inbox / "bad.jsonl", Plant(workspace, ledger))
     for path in write_corpus(workspace.inbox, SILENT):
-        assert ingest_shard(workspace, ledger, path, SILENT, workers=0).state == "ingested"
+        assert ingest_shard(Plant(workspace, ledger), path, workers=0).state == "ingested"
     real = write_library(tmp_path / "real")  # its good rows are made from real modules: made-up ones are too much alike
     monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"stdlib": str(real)})
-    path = write_bad_shard(workspace.inbox / "bad.jsonl", workspace, ledger)
-    report = ingest_shard(workspace, ledger, path, SILENT, workers=0)
+    path = write_bad_shard(workspace.inbox / "bad.jsonl", Plant(workspace, ledger))
+    report = ingest_shard(Plant(workspace, ledger), path, workers=0)
     assert report.state == "ingested" and report.counts["train"] > 10
     expected = {
         "bad_json",

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from factory.backups.backups import make_ledger
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_arrived
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.plants.released import release_of
 from tests.support.plants.trained_plant import lenient_plant, train_anneal, train_trunk, write_shards
 
@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Pa
     for path in sorted(workspace.inbox.iterdir()):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row | licence(row)) + "\n" for row in rows))
-        ingest_arrived(workspace, ledger, path, SILENT)
+        ingest_arrived(Plant(workspace, ledger), path)
     train_trunk(workspace, ledger, 10)
     train_trunk(workspace, ledger, 10)
     release_of(ledger, train_anneal(workspace, ledger))

@@ -18,7 +18,6 @@ import pytest
 
 from factory.bundles.shards import releasable_documents
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.removing import look, remove, undo
 from factory.data.selecting import by_name, fates_of
@@ -30,6 +29,7 @@ from factory.ingest.readers import read_rows
 from factory.ingest.rules.policy import Licence, Licences, ShardLimits
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards, removals
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import CHECKS
@@ -99,7 +99,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     assert all(text_of(row) in readable(workspace, ledger).replace('\\"', '"') for row in gone)
     exact = of_document(ledger, keys[0])[0]["seen"]
     erase(ledger, keys)
-    (said,) = finish_removals(workspace, ledger, SILENT)
+    (said,) = finish_removals(Plant(workspace, ledger))
     assert said == "removal 1: the text of 3 rows is erased" and removals(ledger)[0].state == "erased"
 
     left = readable(workspace, ledger)
@@ -110,24 +110,24 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     )
     assert of_document(ledger, keys[0])[0]["seen"] == exact, "its steps are known as before"
     for check in ("token shards", "raw shards", "orphans"):
-        assert CHECKS[check](workspace, ledger, True, SILENT).faults == []
+        assert CHECKS[check](Plant(workspace, ledger), True).faults == []
     os.utime(workspace.shards / "raw" / name)  # copied from another disk, say
-    tend(workspace, ledger, SILENT, settle=0)
+    tend(Plant(workspace, ledger), settle=0)
     assert list(workspace.inbox.iterdir()) == [], "the shard that was made again is not taken for a new one"
-    number = plan_trunk(workspace, ledger, 5)
-    run_segment(workspace, ledger, number, SILENT)  # its cursors count in the shard that was replaced
+    number = plan_trunk(Plant(workspace, ledger), 5)
+    run_segment(Plant(workspace, ledger), number)  # its cursors count in the shard that was replaced
     assert SegmentRow.get(ledger, number).state == "done"
     with pytest.raises(InputError, match="removal 1 erases its text: it cannot be put back"):
         undo(ledger, 1, "ann")
 
     copy = workspace.inbox / "copy.jsonl"
     copy.write_text("".join(json.dumps(row) + "\n" for row in gone))
-    ingest_arrived(workspace, ledger, copy, SILENT)
+    ingest_arrived(Plant(workspace, ledger), copy)
     found = ledger.read("SELECT rule FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'copy.jsonl'")
     assert [row["rule"] for row in found] == ["removed"] * 3
     whole = workspace.inbox / "whole.jsonl"
     whole.write_bytes(b"\n".join(before[name]) + b"\n")
-    ingest_arrived(workspace, ledger, whole, SILENT)
+    ingest_arrived(Plant(workspace, ledger), whole)
     assert not whole.exists() and raw_lines(workspace)[name] == after[name], "the old file does not bring the text back"
 
 
@@ -144,7 +144,7 @@ def test_what_is_left_can_be_handed_on_in_a_bundle(copied: Copy) -> None:
     }
     before = handed_on()
     erase(ledger, keys := chosen(ledger))
-    finish_removals(workspace, ledger, SILENT)
+    finish_removals(Plant(workspace, ledger))
     gone = {ledger.read("SELECT id FROM documents WHERE key = :key", key=key)[0]["id"] for key in keys}
     assert handed_on() == {name: row for name, row in before.items() if name not in gone} and gone & before.keys()
 
@@ -153,16 +153,16 @@ def test_a_token_shard_with_erased_documents_is_made_again(copied: Copy) -> None
     workspace, ledger = copied()
     keys = chosen(ledger)
     erase(ledger, keys)
-    finish_removals(workspace, ledger, SILENT)
+    finish_removals(Plant(workspace, ledger))
     erase(ledger, chosen(ledger))  # of the same shard, a second time
-    finish_removals(workspace, ledger, SILENT)
+    finish_removals(Plant(workspace, ledger))
     (detail,) = erased_shards(ledger).values()
     assert len(detail["rows"]) == 6
     ((number, about),) = detail["token_shards"].items()
     place = workspace.shards / about["content"]
     shutil.rmtree(place)
     assert "is gone" in token_shard_fault(place, True)
-    assert rebuild_token_shard(workspace, ledger, number, SILENT) == ""
+    assert rebuild_token_shard(Plant(workspace, ledger), number) == ""
     assert token_shard_fault(place, True) == ""
 
 
@@ -188,16 +188,16 @@ def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeyp
 
     monkeypatch.setattr(erasing, name, killed)
     with pytest.raises(Killed):
-        finish_removals(workspace, ledger, SILENT)
+        finish_removals(Plant(workspace, ledger))
     monkeypatch.setattr(erasing, name, real)
-    tend(workspace, ledger, SILENT, settle=0)  # the daemon's pass looks at filed shards too
+    tend(Plant(workspace, ledger), settle=0)  # the daemon's pass looks at filed shards too
     assert list(workspace.inbox.iterdir()) == []
-    finish_removals(workspace, ledger, SILENT)
+    finish_removals(Plant(workspace, ledger))
     ended = state(workspace, ledger)
     shutil.rmtree(workspace.root)
     workspace, ledger = copied()
     erase(ledger, keys)
-    finish_removals(workspace, ledger, SILENT)
+    finish_removals(Plant(workspace, ledger))
     assert ended == state(workspace, ledger)
 
 
@@ -213,11 +213,11 @@ def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, mo
                 real = getattr(erasing, name)
                 monkeypatch.setattr(erasing, name, _die)
                 with pytest.raises(Killed):
-                    finish_removals(workspace, ledger, SILENT)
+                    finish_removals(Plant(workspace, ledger))
                 monkeypatch.setattr(erasing, name, real)
-                tend(workspace, ledger, SILENT, settle=0)
+                tend(Plant(workspace, ledger), settle=0)
                 assert list(workspace.inbox.iterdir()) == []
-        assert finish_removals(workspace, ledger, SILENT)[-1].endswith("the text of 1 rows is erased")
+        assert finish_removals(Plant(workspace, ledger))[-1].endswith("the text of 1 rows is erased")
     named = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
     assert {path.parent.name for path in workspace.shards.glob("*/tokens.bin")} == named
     (name,) = (name for name in before if name.startswith(shard))
@@ -231,15 +231,15 @@ def _die(*_: Any) -> None:
 
 def test_a_planned_segment_is_waited_for(copied: Copy) -> None:
     workspace, ledger = copied()
-    number = plan_trunk(workspace, ledger, 5)
+    number = plan_trunk(Plant(workspace, ledger), 5)
     before = raw_lines(workspace)
     run = partial(command_here, home=workspace)
     done = run("data", "remove", "--document", chosen(ledger)[0], "--erase", "--yes")
     assert "no longer reproducible: segments 1, 2, 3, 4" in done.stdout, done.output
     assert f"its text is erased once segment {number}, which reads it, is done" in done.stdout
     assert raw_lines(workspace) == before and "text of 1 is still to be erased" in run("status").stdout
-    run_segment(workspace, ledger, number, SILENT)
-    assert finish_removals(workspace, ledger, SILENT) == ["removal 1: the text of 1 rows is erased"]
+    run_segment(Plant(workspace, ledger), number)
+    assert finish_removals(Plant(workspace, ledger)) == ["removal 1: the text of 1 rows is erased"]
 
 
 ROWS = [{"id": str(n), "text": f"the text number {n}"} for n in range(7)]

@@ -26,6 +26,7 @@ from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.inbox import ingest_path
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, record, relabels
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import insert
 from factory.repairs.lost_ledger import restore
@@ -48,7 +49,7 @@ def plant(workspace: Workspace) -> tuple[Workspace, Ledger]:
 def ingest(plant: tuple[Workspace, Ledger], rows: list[dict[str, Any]], name: str) -> ShardReport:
     path = plant[0].inbox / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ingest_shard(*plant, path, SILENT, workers=0)
+    return ingest_shard(Plant(*plant), path, workers=0)
 
 
 def reviews(first: int, count: int, **more: Any) -> list[dict[str, Any]]:
@@ -58,8 +59,8 @@ def reviews(first: int, count: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def do(plant: tuple[Workspace, Ledger], chosen: Filter, change: NewLabels) -> list[str]:
-    found = look(*plant, chosen, change)
-    relabel(*plant, found, "ann", "as it should be")
+    found = look(Plant(*plant), chosen, change)
+    relabel(Plant(*plant), found, "ann", "as it should be")
     return found.said
 
 
@@ -96,7 +97,7 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
     assert (row["who"], row["why"], row["change"]) == ("ann", "as it should be", {"group": "document"})
     assert row["filter"] == {"domain": ["reviews"]} and row["counts"]["documents"] == 80
     with pytest.raises(InputError, match="the 80 documents have that already; nothing was changed"):
-        look(*plant, Filter(domain=["reviews"]), NewLabels(group="none"))
+        look(Plant(*plant), Filter(domain=["reviews"]), NewLabels(group="none"))
 
 
 def read(ledger: Ledger, at: float | None = None) -> None:
@@ -161,7 +162,7 @@ def test_a_group_is_made_of_recorded_facts_alone(plant: tuple[Workspace, Ledger]
     with pytest.raises(
         InputError, match="none of the 40 documents has a known url: .* Group by 'document', 'source' or 'path'"
     ):
-        look(*plant, Filter(domain=["reviews"]), NewLabels(group="url-host"))
+        look(Plant(*plant), Filter(domain=["reviews"]), NewLabels(group="url-host"))
     ingest(plant, [row | {"url": f"https://h{n % 10}.org/{n}"} for n, row in enumerate(reviews(100, 40))], "b.jsonl")
     do(plant, Filter(shard=["b.jsonl"]), NewLabels(group="url-host"))
     d = documents.c
@@ -190,18 +191,18 @@ def test_a_file_is_named_as_it_came_whatever_shards_were_made_of_it(plant: tuple
     workspace, ledger = plant
     use_policy(workspace, POLICY + "limits: {max_rows: 30}\n")
     (workspace.root / "a.json").write_text(json.dumps(reviews(0, 60)))
-    assert len(ingest_path(workspace, ledger, workspace.root / "a.json", SILENT)) == 2
+    assert len(ingest_path(Plant(workspace, ledger), workspace.root / "a.json")) == 2
     ingest(plant, reviews(100, 20, license=None), "b.jsonl")
     (first, *_) = do(plant, Filter(shard=["a.json"]), NewLabels(license="MIT"))
     assert first.startswith("60 of 60 documents change")
     with pytest.raises(InputError, match="no document has shard 'c.json'; did you mean 'a.json'"):
-        look(*plant, Filter(shard=["c.json"]), NewLabels(license="MIT"))
+        look(Plant(*plant), Filter(shard=["c.json"]), NewLabels(license="MIT"))
     with pytest.raises(InputError, match="the 30 documents have that already"):
-        look(*plant, Filter(shard=["a.json#2.jsonl.zst"]), NewLabels(license="MIT"))
+        look(Plant(*plant), Filter(shard=["a.json#2.jsonl.zst"]), NewLabels(license="MIT"))
     (workspace.root / "c.jsonl").write_text(
         "".join(json.dumps(row | {"license": "BSD"}) + "\n" for row in reviews(0, 5))
     )
-    ingest_path(workspace, ledger, workspace.root / "c.jsonl", SILENT)
+    ingest_path(Plant(workspace, ledger), workspace.root / "c.jsonl")
     assert settle(ledger, "MIT", [], ["a.json"], "ann", "")
 
 
@@ -241,8 +242,8 @@ def test_a_name_that_no_row_may_have(plant: tuple[Workspace, Ledger], change: Ne
     remove = lambda *words: command_here("data", "remove", *words, "--yes", home=workspace)
     assert [remove("--source", "gone").exit_code, remove("--license", "CC-BY-NC-4.0").exit_code] == [0, 0]
     with pytest.raises(InputError, match=message):
-        look(*plant, Filter(license=["MIT"]), change)
-    assert look(*plant, Filter(license=["MIT"]), NewLabels(source="", license="none")).selected == 6
+        look(Plant(*plant), Filter(license=["MIT"]), change)
+    assert look(Plant(*plant), Filter(license=["MIT"]), NewLabels(source="", license="none")).selected == 6
 
 
 def test_no_licence_is_one_however_it_is_written(plant: tuple[Workspace, Ledger]) -> None:
@@ -253,14 +254,14 @@ def test_no_licence_is_one_however_it_is_written(plant: tuple[Workspace, Ledger]
     do(plant, Filter(license=["none"]), NewLabels(license="MIT"))
     with ledger.begin() as tx:  # as an older factory may have left it
         tx.execute(documents.update().values(license=""))
-    assert look(*plant, Filter(license=["none"]), NewLabels(license="MIT")).selected == 8
+    assert look(Plant(*plant), Filter(license=["none"]), NewLabels(license="MIT")).selected == 8
 
 
 def test_an_id_that_several_texts_have_names_none(plant: tuple[Workspace, Ledger]) -> None:
     """As for every command that changes documents."""
     ingest(plant, reviews(0, 12, id="3"), "a.jsonl")
     with pytest.raises(InputError, match="12 documents have the id '3'; nothing was changed: name the key"):
-        look(*plant, Filter(document=["3"]), NewLabels(license="MIT"))
+        look(Plant(*plant), Filter(document=["3"]), NewLabels(license="MIT"))
 
 
 def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
@@ -274,7 +275,7 @@ def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
         True
     }
     with pytest.raises(InputError, match="'proprietary' does not allow training .*'factory data remove'"):
-        look(workspace, ledger, Filter(license=["MIT"]), NewLabels(license="proprietary"))
+        look(Plant(workspace, ledger), Filter(license=["MIT"]), NewLabels(license="proprietary"))
 
 
 def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_replayed_as_they_were(
@@ -310,7 +311,7 @@ def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_
     assert seen and seen.keys() <= {one["key"] for one in part}
     # back again
     do((workspace, ledger), Filter(domain=["law"]), NewLabels(domain="docs"))
-    again = plan_of(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 5)))
+    again = plan_of(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5)))
     assert count("law") == 0 and all(list(one["moved"]) == ["docs"] for one in again["token_shards"])
 
 
@@ -320,8 +321,8 @@ def test_a_token_shard_is_made_again_after_a_relabel(copied: Copy) -> None:
     row = ledger.read("SELECT id, path FROM token_shards LIMIT 1")[0]
     with open(f"{row['path']}/tokens.bin", "r+b") as file:
         file.write(b"damage")
-    assert rebuild_token_shard(workspace, ledger, row["id"], SILENT) == ""
-    assert plan_trunk(workspace, ledger, 5)
+    assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""
+    assert plan_trunk(Plant(workspace, ledger), 5)
 
 
 def test_held_out_documents_move_with_their_domain_and_a_lost_ledger_has_it_all(
@@ -357,9 +358,9 @@ def test_a_domain_that_no_recipe_can_train_is_refused(copied: Copy) -> None:
         InputError,
         match="no segment could be planned any more: .*Give domain 'law' a weight under mixture.weights first",
     ):
-        look(workspace, ledger, Filter(domain=["docs"]), NewLabels(domain="law"))
+        look(Plant(workspace, ledger), Filter(domain=["docs"]), NewLabels(domain="law"))
     assert (
-        look(workspace, ledger, Filter(domain=["chat"]), NewLabels(domain="law"))
+        look(Plant(workspace, ledger), Filter(domain=["chat"]), NewLabels(domain="law"))
         .said[-2]
         .startswith("recipe tiny gives domain law no weight")
     )

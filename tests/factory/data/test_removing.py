@@ -12,7 +12,6 @@ import pytest
 
 from factory.bundles.shards import shard_rows
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.cost import cost_of
 from factory.data.exposure import Exposure
@@ -26,6 +25,7 @@ from factory.ingest.chain import ingest_shard
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import MARKED
 from factory.ledger.ledger import Ledger, documents, record, releases
+from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED, mark_in_words, marks, removals
 from factory.ledger.rows import SegmentRow, Subject
 from factory.releasable.gathering import look as releasable
@@ -86,12 +86,12 @@ def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
     assert of_release(ledger, 1)["marks"] == [mark_in_words(marks(ledger)[0])]
     (shown,) = of_document(ledger, key)
     assert shown["fate"] == "removed" and shown["removal"]["why"] == "asked for" and shown["releases"][0]["times"] == 1
-    number = plan_trunk(workspace, ledger, 5)
+    number = plan_trunk(Plant(workspace, ledger), 5)
     assert plan_of(ledger, SegmentRow.get(ledger, number))["masked"] == [key]
-    run_segment(workspace, ledger, number, SILENT)  # the trainer goes on, from the checkpoint that saw it
+    run_segment(Plant(workspace, ledger), number)  # the trainer goes on, from the checkpoint that saw it
     assert removal.number == 1 and "1 documents are back" in undo(ledger, 1, "ann")
     assert marks(ledger) == [] and "masked" not in plan_of(
-        ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 5))
+        ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5))
     )
     with pytest.raises(InputError, match="removal 1 was put back already"):
         undo(ledger, 1, "ann")
@@ -196,7 +196,7 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
         "license": "MIT",
     }
     report = ingest_shard(
-        workspace, ledger, shard_of(workspace, [copy, near, fresh | {"source": source}, fresh]), SILENT
+        Plant(workspace, ledger), shard_of(workspace, [copy, near, fresh | {"source": source}, fresh])
     )
     found = ledger.read("SELECT * FROM documents WHERE shard = :shard ORDER BY row", shard=report.sha256)
     assert [(row["fate"], row["rule"]) for row in found] == [("dropped", "removed")] * 3 + [("train", None)]
@@ -207,18 +207,19 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     assert found[2]["detail"] == f"source {source!r} was taken out (removal 2: no contract)"
     undo(ledger, 2, "ann")
     again = {"text": " ".join(f"another novel term{i}" for i in range(60)), "domain": "chat", "source": source}
-    report = ingest_shard(workspace, ledger, shard_of(workspace, [again], "again.jsonl"), SILENT)
+    report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, [again], "again.jsonl"))
     assert report.counts["train"] == 1
 
 
 def test_a_new_shard_all_of_which_was_taken_out_joins_no_plan(copied: Copy) -> None:
     workspace, ledger = copied()
     fresh = [{"text": " ".join(f"w{n}x{i}" for i in range(60)), "domain": "docs", "source": "new"} for n in range(4)]
-    report = ingest_shard(workspace, ledger, shard_of(workspace, fresh), SILENT)
+    report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, fresh))
     (shard,) = ledger.read("SELECT id FROM token_shards WHERE shard = :shard", shard=report.sha256)
     remove(ledger, look(ledger, by_value(ledger, "source", ["new"])), "ann")
     plan = lambda: {
-        one["id"] for one in plan_of(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 5)))["token_shards"]
+        one["id"]
+        for one in plan_of(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5)))["token_shards"]
     }
     assert shard["id"] not in plan()
     undo(ledger, 1, "ann")
@@ -229,7 +230,7 @@ def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied
     workspace, ledger = copied()
     key = trained_once(ledger)
     remove(ledger, outlook(ledger, key), "ann")
-    number = plan_anneal(workspace, ledger)
+    number = plan_anneal(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.exec_driver_sql("UPDATE segments SET state = 'done' WHERE id = ?", (number,))
         tx.exec_driver_sql(
@@ -304,7 +305,7 @@ def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledge
             releases.insert().values(number=1, candidate=candidate, verdict=verdict, state="published", created_at=1.0)
         )
     tags = lambda: open_client(workspace).get_model_version("factory-lm", "1").tags
-    register_candidate(workspace, ledger, candidate)
+    register_candidate(Plant(workspace, ledger), candidate)
     assert "removed_data" not in tags() and "taken out" not in release_report(ledger, candidate)
     with ledger.begin() as tx:
         detail = {
@@ -324,13 +325,13 @@ def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledge
             Subject("release", 1),
             {"anomaly": None, "removal": 1, "documents": ["k"], "count": 1, "exact": True},
         )
-    reconcile(workspace, ledger)
+    reconcile(Plant(workspace, ledger))
     assert tags()["removed_data"] == "removal 1: 1 documents"
     assert "release 1 was trained on 1 documents that were taken out later (removal 1)" in release_report(
         ledger, candidate
     )
     undo(ledger, 1, "ann")
-    reconcile(workspace, ledger)
+    reconcile(Plant(workspace, ledger))
     assert "removed_data" not in tags()
 
 
@@ -340,7 +341,7 @@ def test_who_wrote_a_document_is_shown(workspace: Workspace, ledger: Ledger) -> 
         {"id": f"d{n}", "text": " ".join(f"a{n}b{i}" for i in range(60)), "synthetic_by": "release 3; ours"}
         for n in range(4)
     ]
-    ingest_shard(workspace, ledger, shard_of(workspace, [*made, made[0] | {"id": "odd", "synthetic_by": 7}]), SILENT)
+    ingest_shard(Plant(workspace, ledger), shard_of(workspace, [*made, made[0] | {"id": "odd", "synthetic_by": 7}]))
     found = of_document(ledger, "d1")[0]
     assert found["synthetic_by"] == "release 3, ours"
     assert "synthetic, made by release 3, ours" in command_here("provenance", "--document", "d1", home=workspace).stdout
@@ -364,10 +365,10 @@ def test_what_was_taken_out_before_the_first_step_holds_no_release(copied: Copy)
     assert command_here("data", "remove", "--license", "Bad", "--yes", home=workspace).exit_code == 0
     assert tokens_by_licence(ledger, 2) == tokens, "the trunk was trained on them"
     (workspace.root / "policies" / "gates" / "release.yaml").write_text("not_releasable_max: 0.0\n")
-    said = lambda: next(line for line in releasable(workspace, ledger) if line.name == "licences")
+    said = lambda: next(line for line in releasable(Plant(workspace, ledger)) if line.name == "licences")
     assert said().ok is False and "'factory rewind 1'" in said().todo
     rewind(ledger, 1, "ann", "")
-    number = plan_trunk(workspace, ledger, 5)
+    number = plan_trunk(Plant(workspace, ledger), 5)
     assert said().ok
     assert plan_of(ledger, SegmentRow.get(ledger, number))["masked"] == [row["key"] for row in rows]
     assert tokens_by_licence(ledger, number) == {"MIT": tokens["MIT"]}

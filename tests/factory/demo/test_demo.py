@@ -15,6 +15,7 @@ from factory.core.console import Terminal
 from factory.core.workspace import Workspace
 from factory.demo.demo import _arrive, _corpus
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.status import snapshot
 from tests.support.patience import PATIENCE_S
 from tests.support.text.library import write_library
@@ -56,7 +57,7 @@ def test_the_corpus_is_written_once_and_arrives_whole(
     assert written and sorted(path.name for path in files[0].parent.iterdir()) == sorted(written)
     assert _corpus(workspace, Terminal(), 2.0) == files
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files} == written
-    _arrive(workspace, ledger, files)
+    _arrive(Plant(workspace, ledger), files)
     assert {path.name: path.read_bytes() for path in workspace.inbox.iterdir()} == {
         name: content for name, (content, _) in written.items()
     }

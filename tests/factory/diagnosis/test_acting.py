@@ -7,7 +7,6 @@ import pytest
 from factory.actions import Action
 from factory.audit.reverts import open_reverts
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and_rewind, reject
@@ -21,6 +20,7 @@ from factory.ledger.anomalies import (
     open_anomalies,
 )
 from factory.ledger.ledger import Ledger, candidates, record, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.release.releases import release
@@ -47,8 +47,8 @@ def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_f
     fate = ledger.read("SELECT fate, rule, detail FROM documents WHERE key = :key", key=key)[0]
     assert fate == {"fate": "quarantined", "rule": "loss_doctor", "detail": f"anomaly {number}: bad data"}
     assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
-    assert next_trunk(workspace, ledger).steps == 20
-    again = SegmentRow.get(ledger, plan_trunk(workspace, ledger))
+    assert next_trunk(Plant(workspace, ledger)).steps == 20
+    again = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger)))
     assert again.parent is None and plan_of(ledger, again)["masked"] == [key]
     assert shard in {one["id"] for one in plan_of(ledger, again)["token_shards"]}
     assert reject(ledger, number, "ada") == "closed; 1 documents are trained on again"
@@ -70,7 +70,7 @@ def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as
     automatic = AnomalyPolicy(rate="automatic")
     assert act(ledger, automatic, number).startswith("segment 1 rewound; it is trained again with optimizer.lr")
     assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
-    again = SegmentRow.get(ledger, plan_trunk(workspace, ledger))
+    again = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger)))
     assert (again.first_step, again.last_step, again.parent) == (0, 17, None)  # the recipe asks for 20
     assert again.recipe_json["optimizer"]["lr"] == usual / 10
     assert load_recipe(workspace).optimizer.lr == usual
@@ -100,7 +100,7 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
     act(ledger, AnomalyPolicy(), done)
     assert reject(ledger, asked, "ada") == "closed" and fate() == "quarantined"  # for the other one
     assert "trained on again" in reject(ledger, done, "ada") and fate() == "train"
-    again = plan_trunk(workspace, ledger)
+    again = plan_trunk(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     next_one = note(ledger, again, 12)
@@ -118,7 +118,7 @@ def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(restor
     automatic = AnomalyPolicy(rate="automatic")
     act(ledger, automatic, number)
     reject(ledger, number, "ada")
-    again = plan_trunk(workspace, ledger)
+    again = plan_trunk(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     other = note(ledger, again, 12)
@@ -136,7 +136,7 @@ def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_no
     diagnosed(ledger, late, 1, ["rate"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
     act(ledger, AnomalyPolicy(), late)
     act(ledger, AnomalyPolicy(), spoiled)
-    plan_trunk(workspace, ledger)
+    plan_trunk(Plant(workspace, ledger))
     assert accept(ledger, late, "ada").startswith("closed") and override_of(ledger, "trunk", None) is None
 
 
@@ -144,7 +144,7 @@ def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
-    anneal = plan_anneal(workspace, ledger)
+    anneal = plan_anneal(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == anneal).values(state="done"))
         held = {"checkpoint": "c", "export_path": str(workspace.root), "export_sha256": "e", "created_at": 0.0}
@@ -153,28 +153,28 @@ def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(
             tx, "release", Subject("candidate", 1), against=None, policy_sha256="", subject_sha256="e", outcome="promote",
             reasons=[], evidence={},
         )  # fmt: skip
-    assert observe(workspace, ledger).unreleased_promotion == verdict
+    assert observe(Plant(workspace, ledger)).unreleased_promotion == verdict
     number = note(ledger, 1, 12, "grad_norm_jump")  # of a kind that holds nothing: 'factory diagnose' was asked for
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     diagnosed(ledger, number, 1, ["bad data"], [key])
     act(ledger, AnomalyPolicy(), number)
-    assert observe(workspace, ledger).unreleased_promotion is None
+    assert observe(Plant(workspace, ledger)).unreleased_promotion is None
     with pytest.raises(InputError, match="segment 1 was rewound"):
-        release(workspace, ledger, verdict, approved_by="ada")
+        release(Plant(workspace, ledger), verdict, approved_by="ada")
 
 
 def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
-    failed = plan_anneal(workspace, ledger)
+    failed = plan_anneal(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == failed).values(state="failed"))
-    assert observe(workspace, ledger).failed_segment == failed
+    assert observe(Plant(workspace, ledger)).failed_segment == failed
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
     accept(ledger, number, "ada")
-    assert observe(workspace, ledger).failed_segment is None
-    assert next_action(observe(workspace, ledger)) == Action("plan_trunk")
+    assert observe(Plant(workspace, ledger)).failed_segment is None
+    assert next_action(observe(Plant(workspace, ledger))) == Action("plan_trunk")
 
 
 def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:
@@ -203,10 +203,10 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
     before = live_commit(workspace.repository)
     text = (workspace.repository / "trainer/run.py").read_text()
     after = merge_patch(workspace, ledger, 1, {"trainer/run.py": text + "\n# a remark\n"})
-    assert blamed_patches(workspace, ledger, ["code change"], after, before) == [1]
-    assert blamed_patches(workspace, ledger, ["code change"], after, after) == []  # it was there before
-    assert blamed_patches(workspace, ledger, ["faulty kernel"], after, before) == []  # it changed no kernel
-    assert blamed_patches(workspace, ledger, ["rate"], after, before) == []
+    assert blamed_patches(Plant(workspace, ledger), ["code change"], after, before) == [1]
+    assert blamed_patches(Plant(workspace, ledger), ["code change"], after, after) == []  # it was there before
+    assert blamed_patches(Plant(workspace, ledger), ["faulty kernel"], after, before) == []  # it changed no kernel
+    assert blamed_patches(Plant(workspace, ledger), ["rate"], after, before) == []
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["code change"], [], undo=[1])
     with ledger.begin() as tx:
@@ -222,13 +222,13 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
     assert "undoes proposal 1" in act(ledger, AnomalyPolicy(), number)
     if rejected:
         reject(ledger, number, "ada")
-        assert open_reverts(workspace, ledger, SILENT) == []
+        assert open_reverts(Plant(workspace, ledger)) == []
         return
-    (opened,) = open_reverts(workspace, ledger, SILENT)
+    (opened,) = open_reverts(Plant(workspace, ledger))
     row = ProposalRow.get(ledger, opened)
     assert (
         row.target == "undo:1" and row.outcome == "promote" and "the loss doctor blames it" in (row.reasons or [""])[0]
     )
     words = "In a language model's words: It stays with older weights. [older weights: there]"
     assert row.hypothesis.endswith(words) and words in git(workspace.repository, "log", "-1", "--format=%B", row.branch)
-    assert open_reverts(workspace, ledger, SILENT) == []
+    assert open_reverts(Plant(workspace, ledger)) == []

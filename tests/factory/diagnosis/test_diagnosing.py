@@ -17,7 +17,6 @@ from agents.loss_doctor.causes import TABLE
 from agents.loss_doctor.curves import KINDS as KINDS_OF_A_CURVE
 from factory.cli.app import app
 from factory.core.errors import ConfigError, InputError, SegmentError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.diagnosis import diagnosing
@@ -34,6 +33,7 @@ from factory.ledger.anomalies import (
     undiagnosed,
 )
 from factory.ledger.ledger import Ledger, checkpoints, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
 from factory.training.planning import plan_of, plan_trunk
@@ -53,14 +53,14 @@ HOSTILE = {
 def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     early, slow = note(ledger, 1, 3), note(ledger, 1, 15, "throughput_drop")
-    assert undiagnosed(ledger, KINDS) == early and next_action(observe(workspace, ledger)).kind == "diagnose"  # type: ignore[union-attr]
+    assert undiagnosed(ledger, KINDS) == early and next_action(observe(Plant(workspace, ledger))).kind == "diagnose"  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="a budget of 0 replayed steps"):
-        diagnose_and_act(workspace, ledger, early, SILENT, steps=0)
+        diagnose_and_act(Plant(workspace, ledger), early, steps=0)
     with pytest.raises(InputError, match="no anomaly 99"):
-        diagnose_and_act(workspace, ledger, 99, SILENT)
+        diagnose_and_act(Plant(workspace, ledger), 99)
     with pytest.raises(InputError, match="is a throughput_drop"):
-        diagnose_and_act(workspace, ledger, slow, SILENT)
-    found = diagnose_and_act(workspace, ledger, early, SILENT)
+        diagnose_and_act(Plant(workspace, ledger), slow)
+    found = diagnose_and_act(Plant(workspace, ledger), early)
     assert found["causes"] == ["unknown"] and "the oldest that is left is of step 15" in found["why"], found
     assert undiagnosed(ledger, KINDS) is None and [row.id for row in open_in(ledger, 1, KINDS)] == [early]
     assert any("factory anomalies show" in line for line in screen(snapshot(workspace)))
@@ -68,11 +68,11 @@ def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: t
     with ledger.begin() as tx:
         other = dict(SegmentRow.get(ledger, 1).computing or {}) | {"machine": {"device": "cuda", "name": "cuda-sm90"}}
         tx.execute(segments.update().where(segments.c.id == 1).values(computing=other))
-    assert "trained on cuda-sm90" in diagnose_and_act(workspace, ledger, late, SILENT)["why"]
+    assert "trained on cuda-sm90" in diagnose_and_act(Plant(workspace, ledger), late)["why"]
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == 1).values(computing=None))
     shutil.rmtree(plan_of(ledger, SegmentRow.get(ledger, 1))["token_shards"][0]["path"])
-    assert "its documents cannot be replayed" in diagnose_and_act(workspace, ledger, late, SILENT)["why"]
+    assert "its documents cannot be replayed" in diagnose_and_act(Plant(workspace, ledger), late)["why"]
     assert accept(ledger, early, "ada").startswith("closed") and [row.id for row in open_anomalies(ledger, KINDS)] == [
         late
     ]
@@ -93,10 +93,10 @@ def test_a_fault_of_the_machine_is_no_diagnosis(
 
     monkeypatch.setattr(diagnosing, "_episode", with_no_handle)
     with pytest.raises(OSError, match="Too many open files"):
-        diagnose_and_act(workspace, ledger, number, SILENT)
+        diagnose_and_act(Plant(workspace, ledger), number)
     monkeypatch.setattr(diagnosing, "_episode", lambda *_: os.listdir(workspace.root / "factory.yaml"))
     assert undiagnosed(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
-    assert "Not a directory" in diagnose_and_act(workspace, ledger, number, SILENT)["why"]
+    assert "Not a directory" in diagnose_and_act(Plant(workspace, ledger), number)["why"]
     assert undiagnosed(ledger, KINDS) is None
 
 
@@ -107,7 +107,7 @@ def test_code_that_cannot_be_checked_out_now_is_no_diagnosis(restored: tuple[Wor
     lost = workspace.repository / ".git" / "objects" / blob[:2] / blob[2:]
     lost.rename(workspace.root / "lost")
     with pytest.raises(CheckoutError, match=r"has lost trainer/__init__\.py"):
-        diagnose_and_act(workspace, ledger, number, SILENT)
+        diagnose_and_act(Plant(workspace, ledger), number)
     (workspace.root / "lost").rename(lost)
     assert undiagnosed(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
 
@@ -121,7 +121,7 @@ def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(restored: 
     record_done(ledger, row, Path(row.folder), dict(row.result or {}) | {"replicas_apart": [hostile, 3]})
     (found,) = [a for a in open_in(ledger, 1, KINDS) if a.kind == REPLICAS_APART]
     assert undiagnosed(ledger, KINDS) == found.id
-    told = diagnose_and_act(workspace, ledger, found.id, SILENT)
+    told = diagnose_and_act(Plant(workspace, ledger), found.id)
     assert told["causes"] == ["hardware", "layout"] and "embedding, 3" in told["why"] and "\x1b" not in told["why"]
     assert told["done"].startswith("a person decides") and undiagnosed(ledger, KINDS) is None
     assert [a.id for a in open_in(ledger, 1, KINDS)] == [found.id]
@@ -135,7 +135,7 @@ def test_hostile_metrics_end_in_a_diagnosis_and_do_not_stop_the_daemon(
     with (Path(SegmentRow.get(ledger, 1).folder) / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
     number = note(ledger, 1, 4)
-    found = diagnose_and_act(workspace, ledger, number, SILENT)
+    found = diagnose_and_act(Plant(workspace, ledger), number)
     assert found["causes"] == ["unknown"] and undiagnosed(ledger, KINDS) is None
     assert ("without a step" in found["why"]) == (line == HOSTILE["no step"]), found["why"]
 
@@ -167,7 +167,7 @@ def test_what_is_closed_is_not_diagnosed_again(restored: tuple[Workspace, Ledger
     diagnosed(ledger, number, 1, ["unknown"], [])
     accept(ledger, number, "ada")
     with pytest.raises(InputError, match="is closed: accepted by ada"):
-        diagnose_and_act(workspace, ledger, number, SILENT)
+        diagnose_and_act(Plant(workspace, ledger), number)
     assert len(events(ledger, DIAGNOSED)) == 1
 
 
@@ -199,7 +199,7 @@ def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
         older["machine"] |= {"torch": "0.1"}
         tx.execute(segments.update().where(segments.c.id == 1).values(computing=older))
     first = SegmentRow.get(ledger, segment).first_step
-    found = diagnose_and_act(workspace, ledger, note(ledger, segment, first + 1), SILENT, steps=9)
+    found = diagnose_and_act(Plant(workspace, ledger), note(ledger, segment, first + 1), steps=9)
     (arm,) = [arm for arm in found["arms"] if arm["arm"] == "previous environment"]
     assert ("an older environment" in arm["failed"]) == broken, arm
     assert (arm["failed"] == "") == (not broken) and found["causes"] != ["code change"], found
@@ -213,13 +213,13 @@ def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
     assert undiagnosed(ledger, KINDS) == number
-    found = diagnose_and_act(workspace, ledger, number, SILENT)  # nothing is replayed again
+    found = diagnose_and_act(Plant(workspace, ledger), number)  # nothing is replayed again
     assert found["why"] == "so it was" and found["done"] == "1 documents quarantined, segment 1 rewound"
     assert undiagnosed(ledger, KINDS) is None and len(events(ledger, DIAGNOSED)) == 1
 
-    other = note(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger)).id, 12)
+    other = note(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger))).id, 12)
     diagnosed(ledger, other, 1, ["unknown"], [])
-    assert "a person decides" in diagnose_and_act(workspace, ledger, other, SILENT)["done"]
+    assert "a person decides" in diagnose_and_act(Plant(workspace, ledger), other)["done"]
     assert undiagnosed(ledger, KINDS) is None and len(events(ledger, ASKED)) == 1
 
 

@@ -11,12 +11,12 @@ import yaml
 
 from factory.audit.reverts import open_reverts
 from factory.code_loop.approvals import approve
-from factory.core.progress import SILENT
 from factory.daemon import reconcile
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import live_commit
 from factory.ledger.anomalies import every_anomaly, open_anomalies, undiagnosed
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
@@ -55,14 +55,14 @@ def test_a_rate_that_is_too_high_is_lowered_for_the_steps_that_it_spoiled(tmp_pa
     policy = (ROOT / "policies" / "anomalies.yaml").read_text()
     policy = policy.replace("rate: ask ", "rate: automatic ").replace("rate_steps: 100", "rate_steps: 6")
     (workspace.root / "policies" / "anomalies.yaml").write_text(policy)
-    reconcile(workspace, ledger, SILENT, settle=0.0)
+    reconcile(Plant(workspace, ledger), settle=0.0)
 
     path = workspace.root / "policies" / "recipes" / "tiny.yaml"  # a person raises the rate, and takes clipping away
     recipe = yaml.safe_load(path.read_text())
     recipe["optimizer"]["lr"], recipe["stability"]["grad_clip"] = 100 * usual, 1e6
     path.write_text(yaml.safe_dump(recipe))
     write_more(workspace.inbox / "more.jsonl")
-    reconcile(workspace, ledger, SILENT, settle=0.0)
+    reconcile(Plant(workspace, ledger), settle=0.0)
 
     rows = SegmentRow.select(ledger, "WHERE id > 2 ORDER BY id")
     spoiled, again = rows[:2]
@@ -84,15 +84,15 @@ def test_a_merged_patch_that_spoils_later_steps_is_named_and_undone(tmp_path: Pa
     new = "        self.optimizer.step(lr * (300 if batch.step >= 30 else 1), divide_by, skip)\n"
     merge_patch(workspace, ledger, 1, edited(workspace.repository, "trainer/run.py", old, new))
     number = plan_certified(workspace, ledger, 12)
-    run_segment(workspace, ledger, number, SILENT)
+    run_segment(Plant(workspace, ledger), number)
     anomaly = undiagnosed(ledger, KINDS)
     assert anomaly is not None
-    found = diagnose_and_act(workspace, ledger, anomaly, SILENT)
+    found = diagnose_and_act(Plant(workspace, ledger), anomaly)
     assert found["causes"] == ["code change"] and found["undo"] == [1], found
     assert "it is gone with the code of the segment before" in found["why"]
     assert "undoes proposal 1" in found["done"]
 
-    (opened,) = open_reverts(workspace, ledger, SILENT)
+    (opened,) = open_reverts(Plant(workspace, ledger))
     assert ProposalRow.get(ledger, opened).target == "undo:1"
-    assert approve(workspace, ledger, opened, "ada", SILENT) == live_commit(workspace.repository)
+    assert approve(Plant(workspace, ledger), opened, "ada") == live_commit(workspace.repository)
     assert old in (workspace.repository / "trainer/run.py").read_text()

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from agents.llm.policy import LlmPolicy
 from factory.actions import Action, perform
 from factory.cli.app import app
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.diagnosis import report
@@ -29,6 +28,7 @@ from factory.diagnosis.wording import facts_of, word_waiting
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded, words_about
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.tracking.tracking import DIAGNOSIS_SHOWN
 from tests.support.factory.code_loop import make_target
@@ -54,7 +54,7 @@ def made(plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch) -> It
     configure(plant[0])
     yield plant
     configure(plant[0])
-    word_waiting(*plant, SILENT)
+    word_waiting(Plant(*plant))
 
 
 def configure(workspace: Workspace, url: str = "", **llm: Any) -> None:
@@ -76,7 +76,7 @@ def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
         "budget": 1000, "override": {"keys": {"optimizer.lr": 0.001}, "until": 40}, "to_word": True, "undo": [],
         "arms": [{"arm": arm, "fires": fires, "steps": steps, "failed": ""} for arm, fires, steps in arms],
     }  # fmt: skip
-    detail["report"] = str(report.write(workspace, ledger, number, detail, [], None))
+    detail["report"] = str(report.write(Plant(workspace, ledger), number, detail, [], None))
     with ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", number), detail)
     act(ledger, AnomalyPolicy(), number)
@@ -111,7 +111,7 @@ def test_without_an_endpoint_nobody_is_asked_and_it_is_said(made: tuple[Workspac
         number = tx.execute(
             anomalies.insert().values(segment=1, step=3, kind="loss_spike", detail={}).returning(anomalies.c.id)
         ).scalar_one()
-    diagnose_and_act(workspace, ledger, number, SILENT)
+    diagnose_and_act(Plant(workspace, ledger), number)
     assert unworded(ledger) is None and words_about(ledger, number) is None
     assert "No language model was asked." in (workspace.reports / f"anomaly-{number}.html").read_text()
     assert "No language model was asked." in show(workspace, number)
@@ -128,9 +128,9 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     assert "still to be asked" in page.read_text() and "still to be asked" in show(workspace, number)
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
-        assert next_action(observe(workspace, ledger)) == Action("word", number)
-        perform(workspace, ledger, Action("word", number), SILENT)
-        word_waiting(workspace, ledger, SILENT)
+        assert next_action(observe(Plant(workspace, ledger))) == Action("word", number)
+        perform(Plant(workspace, ledger), Action("word", number))
+        word_waiting(Plant(workspace, ledger))
         assert len(server.requests) == 1 and unworded(ledger) is None
     said = words_about(ledger, number)
     assert said is not None and not said["failed"] and len(said["dropped"]) == 7
@@ -158,7 +158,7 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
         names = [ledger.read("SELECT id FROM documents WHERE key = :key", key=key)[0]["id"] for key in keys]
         with ReplayServer(recorded("doctor")) as server:
             configure(workspace, server.url, diagnosis_documents=count)
-            word_waiting(workspace, ledger, SILENT)
+            word_waiting(Plant(workspace, ledger))
         asked = server.requests[0]["messages"][1]["content"]
         assert asked.count("the beginning of a document") == count and len(asked) < 8000
         assert sum(name in asked for name in names) == count
@@ -195,7 +195,7 @@ def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
     before = ledger_but_words(ledger)
     with ReplayServer(RecordedSession(turns=session)) as server:
         configure(workspace, server.url, **llm)
-        word_waiting(workspace, ledger, SILENT)
+        word_waiting(Plant(workspace, ledger))
         assert unworded(ledger) is None and len(server.requests) == ("unasked" not in str(session))
     said = words_about(ledger, number)
     assert said is not None and why in said["failed"] and not said["claims"], said
@@ -233,7 +233,7 @@ def test_killed_while_it_waits_the_model_is_asked_once_more(made: tuple[Workspac
         killed.kill()
         killed.wait()
         assert unworded(ledger) == number
-        word_waiting(workspace, ledger, SILENT)
+        word_waiting(Plant(workspace, ledger))
         assert unworded(ledger) is None and len(server.requests) == 2
     said = words_about(ledger, number)
     assert said is not None and len(said["claims"]) == 2 and not said["failed"]
@@ -260,7 +260,7 @@ def test_killed_twice_the_model_is_never_asked_again(made: tuple[Workspace, Ledg
             tx.execute(exchanges.insert().values(**entry, tokens=1, usd=0.0))
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
-        word_waiting(workspace, ledger, SILENT)
+        word_waiting(Plant(workspace, ledger))
         assert not server.requests and unworded(ledger) is None
     assert "killed each time" in words_about(ledger, number)["failed"]  # type: ignore[index]
 
@@ -270,12 +270,12 @@ def test_a_diagnosis_is_worded_anew_only_when_it_is_made_anew(made: tuple[Worksp
     number = diagnosed(workspace, ledger)
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
-        word_waiting(workspace, ledger, SILENT)
+        word_waiting(Plant(workspace, ledger))
         detail = newest_about(ledger, DIAGNOSED)[number]
         with ledger.begin() as tx:
             record(tx, DIAGNOSED, Subject("anomaly", number), {k: v for k, v in detail.items() if k != "event"})
         assert words_about(ledger, number) is None and unworded(ledger) == number
-        word_waiting(workspace, ledger, SILENT)
+        word_waiting(Plant(workspace, ledger))
         assert len(server.requests) == 2 and words_about(ledger, number) is not None
 
 

@@ -11,23 +11,23 @@ from factory.evals.export_parity import made_from
 from factory.ledger.ledger import checkpoints, record, segments
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import RECIPE, checkpoint_of
-from tests.support.factory.exports import Plant, plant_of_one_thread
+from tests.support.factory.exports import FilledPlant, plant_of_one_thread
 from trainer.contract.checkpoint.export import export as write_export
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FilledPlant]:
     with plant_of_one_thread(tmp_path_factory.mktemp("plant")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def checkpoint(plant: Plant) -> Path:
+def checkpoint(plant: FilledPlant) -> Path:
     return checkpoint_of(1, plant.workspace.root / "one")
 
 
 @pytest.fixture(scope="module")
-def sound(plant: Plant, checkpoint: Path) -> CandidateRow:
+def sound(plant: FilledPlant, checkpoint: Path) -> CandidateRow:
     """A candidate as the trainer's own exporter and the factory make it."""
     export = plant.workspace.exports / "sound"
     write_export(checkpoint, export)

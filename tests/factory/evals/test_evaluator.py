@@ -6,18 +6,17 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.faults import HANDLES, fault_of
-from factory.core.progress import SILENT
 from factory.evals import evaluator
 from factory.evals.evaluator import evaluate
 from factory.ledger.ledger import evaluations
-from tests.support.factory.exports import Plant, save_export, tiny_model
+from tests.support.factory.exports import FilledPlant, save_export, tiny_model
 from tests.support.failing.limits import few_handles
 from trainer.contract.data.token_shard import TokenShard, TokenShardError
 
 
 @pytest.mark.parametrize("part", ["baselines", "parity"])
 def test_a_token_shard_that_cannot_be_opened_now_holds_no_release(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch, part: str
+    plant: FilledPlant, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     export = save_export(tiny_model(), plant.workspace.exports / part, plant.tokenizer)
     candidate = plant.add_candidate(export)
@@ -28,6 +27,6 @@ def test_a_token_shard_that_cannot_be_opened_now_holds_no_release(
 
     monkeypatch.setattr(evaluator, part, with_no_handle)
     with pytest.raises(TokenShardError, match="Too many open files") as raised:
-        evaluate(plant.workspace, plant.ledger, candidate, SILENT)
+        evaluate(plant, candidate)
     assert fault_of(raised.value) == HANDLES
     assert not plant.ledger.rows(sa.select(evaluations).where(evaluations.c.candidate == candidate))

@@ -32,13 +32,13 @@ from tests.support.factory.export_breaks import (
     in_weights,
     rounded,
 )
-from tests.support.factory.exports import VOCAB, Plant
+from tests.support.factory.exports import VOCAB, FilledPlant
 from trainer.contract.data.document_stream import Stream
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
 
-def case_of(plant: Plant, candidate: CandidateRow, export: Path) -> ParityCase:
-    suite = current_suite(plant.workspace, plant.ledger)
+def case_of(plant: FilledPlant, candidate: CandidateRow, export: Path) -> ParityCase:
+    suite = current_suite(plant)
     token_bytes = TokenBytes.load(plant.workspace.tokenizer)
     texts = encode_documents(suite.documents, plant.tokenizer, token_bytes, 2048)
     return ParityCase(
@@ -57,13 +57,13 @@ def failed(checks: list[Any]) -> dict[str, str]:
     return {check.name: check.detail for check in checks if check.ok is False}
 
 
-def test_an_export_without_a_break_passes_every_check(plant: Plant, sound: CandidateRow) -> None:
+def test_an_export_without_a_break_passes_every_check(plant: FilledPlant, sound: CandidateRow) -> None:
     checks = parity(case_of(plant, sound, Path(sound.export_path)))
     assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
 
 
 @pytest.mark.long("vLLM takes minutes to start")
-def test_vllm_takes_part_where_it_is_installed(plant: Plant, sound: CandidateRow) -> None:
+def test_vllm_takes_part_where_it_is_installed(plant: FilledPlant, sound: CandidateRow) -> None:
     if not VLLM_PROGRAM.exists():
         pytest.skip("vLLM is not installed: make serve-env")
     case = case_of(plant, sound, Path(sound.export_path))
@@ -77,7 +77,9 @@ def test_vllm_takes_part_where_it_is_installed(plant: Plant, sound: CandidateRow
 
 @pytest.mark.sample(*IN_FAST_TIER, *IN_SLOW_TIER)
 @pytest.mark.parametrize("name", [n if n in IN_FAST_TIER else pytest.param(n, marks=SLOW) for n in BREAKS])
-def test_each_break_is_named_by_its_own_check(plant: Plant, sound: CandidateRow, tmp_path: Path, name: str) -> None:
+def test_each_break_is_named_by_its_own_check(
+    plant: FilledPlant, sound: CandidateRow, tmp_path: Path, name: str
+) -> None:
     own, others, make = BREAKS[name]
     broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     make(broken)
@@ -86,7 +88,7 @@ def test_each_break_is_named_by_its_own_check(plant: Plant, sound: CandidateRow,
     assert "again" in found[own] or "must" in found[own], "it says what to do"
 
 
-def test_a_suite_without_a_chat_still_asks_for_chats(plant: Plant, sound: CandidateRow, tmp_path: Path) -> None:
+def test_a_suite_without_a_chat_still_asks_for_chats(plant: FilledPlant, sound: CandidateRow, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     in_template("'<|im_start|>assistant\\n'", "''")(broken)
     case = case_of(plant, sound, broken)
@@ -97,7 +99,7 @@ def test_a_suite_without_a_chat_still_asks_for_chats(plant: Plant, sound: Candid
 
 
 def test_what_was_recorded_is_enough_once_the_checkpoint_is_gone(
-    plant: Plant, sound: CandidateRow, checkpoint: Path, tmp_path: Path
+    plant: FilledPlant, sound: CandidateRow, checkpoint: Path, tmp_path: Path
 ) -> None:
     """And a candidate of which nothing was recorded is held to the checkpoint; without both nothing is claimed."""
     checks = lambda row: {
@@ -155,7 +157,7 @@ def test_files_that_are_missing_or_odd_are_failed_checks(
 
 
 # -- the trainer's side ------------------------------------------------------------------------------------------------
-def trainer_checks(plant: Plant, sound: CandidateRow, shard: Any) -> dict[str, bool | None]:
+def trainer_checks(plant: FilledPlant, sound: CandidateRow, shard: Any) -> dict[str, bool | None]:
     """The checks of the trainer's side on another token shard, without any program."""
     from factory.evals import parity as module
 
@@ -164,7 +166,9 @@ def trainer_checks(plant: Plant, sound: CandidateRow, shard: Any) -> dict[str, b
     return {check.name: check.ok for check in made}
 
 
-def shard_with(plant: Plant, folder: Path, change: Callable[[Any, Any], tuple[Any, Any]], sha256: str = "") -> Any:
+def shard_with(
+    plant: FilledPlant, folder: Path, change: Callable[[Any, Any], tuple[Any, Any]], sha256: str = ""
+) -> Any:
     """The plant's shard once more, ids and masks changed."""
     rows = plant.shard.documents.to_pylist()
 
@@ -201,7 +205,7 @@ def half_muted(ids: Any, mask: Any) -> tuple[Any, Any]:
 
 
 def test_the_trainers_own_slips(
-    plant: Plant, sound: CandidateRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plant: FilledPlant, sound: CandidateRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = lambda ids, mask: (ids, mask)
     for number, change in enumerate((same, muted)):
@@ -225,7 +229,7 @@ def test_the_trainers_own_slips(
         assert {name for name, ok in found.items() if not ok} == {"packing"}, (attribute, found)
 
 
-def test_workspaces_of_older_factories_get_the_newer_template_and_no_bos(plant: Plant, tmp_path: Path) -> None:
+def test_workspaces_of_older_factories_get_the_newer_template_and_no_bos(plant: FilledPlant, tmp_path: Path) -> None:
     """Their tokenizer's folder stays as it is; what is exported from now on refuses roles that spell special tokens."""
     older = Path(shutil.copytree(plant.workspace.tokenizer, tmp_path / "tokenizer"))
     (older / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])

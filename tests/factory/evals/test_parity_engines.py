@@ -23,7 +23,7 @@ from factory.serving.native.server import NativeEngine, application
 from tests.support.factory.export_breaks import (
     other_weights,
 )
-from tests.support.factory.exports import Plant
+from tests.support.factory.exports import FilledPlant
 
 
 class Blunt(NativeEngine):
@@ -83,7 +83,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_each_slip_of_an_engine_is_named(plant: Plant, sound: CandidateRow, tmp_path: Path, slip: str) -> None:
+def test_each_slip_of_an_engine_is_named(plant: FilledPlant, sound: CandidateRow, tmp_path: Path, slip: str) -> None:
     export = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     model = ReferenceModel.load(export)
     fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)
@@ -108,7 +108,7 @@ def test_each_slip_of_an_engine_is_named(plant: Plant, sound: CandidateRow, tmp_
     [("nothing", False, True), ("stops", True, True), ("sure stops", True, True), ("sure tokens", False, None)],
 )
 def test_a_question_that_could_not_be_asked_is_not_said_to_be_answered(
-    plant: Plant, sound: CandidateRow, lacking: str, left_out: bool, logprobs: bool | None
+    plant: FilledPlant, sound: CandidateRow, lacking: str, left_out: bool, logprobs: bool | None
 ) -> None:
     """A text to stop at is left out, as a candidate would wait for it in vain; without a token that is sure the weights are not known."""
     model = ReferenceModel.load(Path(sound.export_path))
@@ -156,7 +156,9 @@ class Garbling(httpx.ASGITransport):
 
 @pytest.mark.parametrize("by", ["NaN", "-Infinity", "null", '"-1"'])
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_log_probability_that_is_no_number_is_named(plant: Plant, sound: CandidateRow, at: int, by: str) -> None:
+def test_a_log_probability_that_is_no_number_is_named(
+    plant: FilledPlant, sound: CandidateRow, at: int, by: str
+) -> None:
     """The first and the second: of [0, NaN] Python's max is 0."""
     model = ReferenceModel.load(Path(sound.export_path))
     fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=False)
@@ -170,7 +172,7 @@ def test_a_log_probability_that_is_no_number_is_named(plant: Plant, sound: Candi
     assert set(failed) == {"engine_logprobs"} and f"the log-probability of token {at} is" in failed["engine_logprobs"]
 
 
-def test_what_is_no_engine_at_all_is_said(sound: CandidateRow, plant: Plant) -> None:
+def test_what_is_no_engine_at_all_is_said(sound: CandidateRow, plant: FilledPlant) -> None:
     model = ReferenceModel.load(Path(sound.export_path))
     fixture = make_fixture(plant.tokenizer, model, model.config.context, greedy_by_default=True)
 

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop.submitting import submit
-from factory.core.progress import SILENT
 from factory.gates.case import PatchCase, StageResult
 from factory.gates.patch import op_answers, source_rules
 from factory.gates.patch.changed_ops import changed_ops
 from factory.gates.patch.stages import oracle, static
 from factory.git.scope import Change
 from factory.ledger.ledger import proposals, verdicts
+from factory.ledger.plant import Plant
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.factory.code_loop import make
 from trainer.contract.errors import RecipeError
@@ -91,7 +91,7 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     monkeypatch.setattr(oracle, "run", breaks)
     edit = Edit("trainer/optim/schedule.py", (made.target / "trainer" / "optim" / "schedule.py").read_text() + "# x\n")
     number = submit(
-        made.workspace, made.ledger, SILENT, Proposal("search", "x", "Odd", "Because.", 1.1, (edit,)), made.base
+        Plant(made.workspace, made.ledger), Proposal("search", "x", "Odd", "Because.", 1.1, (edit,)), made.base
     )
     joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
     row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
@@ -111,7 +111,7 @@ def test_half_a_character_is_out_of_scope() -> None:
     made = make()
     for edit in (Edit("kernels/a.py", "x = '\ud800'\n"), Edit("kernels/\ud800.py", "x = 1\n")):
         number = submit(
-            made.workspace, made.ledger, SILENT, Proposal("x", "x", "Odd", "Because.", 1.1, (edit,)), made.base
+            Plant(made.workspace, made.ledger), Proposal("x", "x", "Odd", "Because.", 1.1, (edit,)), made.base
         )
         joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
         row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
@@ -127,7 +127,7 @@ def test_the_same_edits_under_another_target_are_another_try() -> None:
     tries = []
     for target in ("kernel:one", "kernel:another", "trainer/optim/schedule.py:3"):
         drafted = Proposal("x", target, "Again", "Because.", 1.1, (edit,))
-        number = submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+        number = submit(Plant(made.workspace, made.ledger), drafted, made.base)
         joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
         row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
         assert row and "imports os" in row["reasons"][0]

@@ -12,7 +12,6 @@ import sqlalchemy as sa
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
 from factory.code_loop.submitting import submit
-from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.gates.patch import source_rules
 from factory.gates.patch.changed_ops import ChangedOp
@@ -24,6 +23,7 @@ from factory.gates.recipe import gate as recipe_gate
 from factory.gates.recipe import judge as recipe_judge
 from factory.git.scope import Change
 from factory.ledger.ledger import proposals, segments, verdicts
+from factory.ledger.plant import Plant
 from factory.sandbox import sandbox
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
@@ -97,7 +97,7 @@ def proposal(title: str, *edits: tuple[str, str]) -> Proposal:
 
 
 def judged(made: Made, drafted: Proposal) -> dict[str, Any]:
-    number = submit(made.workspace, made.ledger, SILENT, drafted, made.base)
+    number = submit(Plant(made.workspace, made.ledger), drafted, made.base)
     joined = sa.select(
         proposals, verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence, verdicts.c.subject_sha256
     )
@@ -227,7 +227,7 @@ def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> 
         branch="factory/test/900-x", message="x", worktrees=empty.worktrees,
     )  # fmt: skip
     try:
-        _, verdict, _ = patch_gate.patch_gate(empty).decide(empty, ledger, 900, applied, SILENT, tries=1, patch_id="")
+        _, verdict, _ = patch_gate.patch_gate(empty).decide(Plant(empty, ledger), 900, applied, tries=1, patch_id="")
     finally:
         repository.remove_worktree(made.target, applied.worktree)
         repository.remove_worktree(made.target, empty.worktrees / f"live-{made.base[:12]}")

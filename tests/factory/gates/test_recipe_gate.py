@@ -25,6 +25,7 @@ from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
+from factory.ledger.plant import Plant
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
 from tests.support.factory.code_loop import Made, make
@@ -83,7 +84,7 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
         assert old in text
         text = text.replace(old, new)
     drafted = Proposal("recipe-scout", f"quality:{swaps}", "Try it", "h", 0.01, (Edit(path, text),))
-    return judged(made, submitting.submit(made.workspace, made.ledger, SILENT, drafted, base))
+    return judged(made, submitting.submit(Plant(made.workspace, made.ledger), drafted, base))
 
 
 # -- without a run -------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def test_code_with_a_learnt_key_is_refused_by_the_patch_gate(made: Made, old: st
     code = (made.target / "trainer" / "tools" / "average.py").read_text() + "\n"
     edits = (Edit(TINY, text), Edit("trainer/tools/average.py", code))
     number = submitting.submit(
-        made.workspace, made.ledger, SILENT, Proposal("x", "quality:x", "Both", "h", 0.01, edits), made.base
+        Plant(made.workspace, made.ledger), Proposal("x", "quality:x", "Both", "h", 0.01, edits), made.base
     )
     verdict = judged(made, number).verdict
     assert (verdict["gate"], verdict["outcome"]) == ("patch", "reject")
@@ -307,7 +308,7 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     assert found.verdict["outcome"] == "promote", found.verdict["reasons"]
     diff = git(made.target, "diff", base, found.row["commit"]).splitlines()
     assert [line for line in diff if re.match(r"[+-] ", line)] == [f"-  {LOW}", "+  lr: 0.0006"]
-    assert approvals.approve(made.workspace, made.ledger, number, "ada", SILENT) == made.base == found.row["commit"]
+    assert approvals.approve(Plant(made.workspace, made.ledger), number, "ada") == made.base == found.row["commit"]
     assert planning.load_recipe(made.workspace).optimizer.lr == 6e-4
     assert changed_files(made.target, base, made.base) == []  # nothing that training reads as code
     assert number not in [

@@ -14,7 +14,6 @@ import sqlalchemy as sa
 import torch
 
 from factory.core.errors import DamagedExportError, InputError
-from factory.core.progress import SILENT
 from factory.evals.evaluator import current_suite, evaluate
 from factory.evals.parity import CHECKS
 from factory.evals.policy import EvalPolicy
@@ -24,42 +23,42 @@ from factory.gates.release.gate import decide
 from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record, releases, verdicts
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow, champion
-from tests.support.factory.exports import SHARD, Plant, plant_of_one_thread, save_export, tiny_model, trained
+from tests.support.factory.exports import SHARD, FilledPlant, plant_of_one_thread, save_export, tiny_model, trained
 from tests.support.paths import ROOT
 from tests.support.plants.released_plant import evaluated, released_plant
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FilledPlant]:
     with plant_of_one_thread(tmp_path_factory.mktemp("plant")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def weak(plant: Plant) -> int:
+def weak(plant: FilledPlant) -> int:
     return plant.add_candidate(
         save_export(trained(tiny_model(), plant.shard, 15), plant.workspace.exports / "weak", plant.tokenizer)
     )
 
 
 @pytest.fixture(scope="module")
-def better(plant: Plant, weak: int) -> int:
+def better(plant: FilledPlant, weak: int) -> int:
     return plant.add_candidate(
         save_export(trained(tiny_model(), plant.shard, 60), plant.workspace.exports / "better", plant.tokenizer)
     )
 
 
-def verdict_of(plant: Plant, number: int) -> dict:
+def verdict_of(plant: FilledPlant, number: int) -> dict:
     row = plant.ledger.one(sa.select(verdicts).where(verdicts.c.id == number))
     assert row is not None
     return row
 
 
-def with_champion(plant: Plant, candidate: int) -> None:
+def with_champion(plant: FilledPlant, candidate: int) -> None:
     """Make a judged candidate champion, whatever its verdict."""
     if champion(plant.ledger) is None:
-        verdict = decide(plant.workspace, plant.ledger, candidate, SILENT)
+        verdict = decide(plant, candidate)
         with plant.ledger.begin() as tx:
             tx.execute(
                 releases.insert().values(
@@ -69,15 +68,15 @@ def with_champion(plant: Plant, candidate: int) -> None:
             record(tx, "promoted", "release:1")
 
 
-def summary_of(plant: Plant, candidate: int) -> dict:
+def summary_of(plant: FilledPlant, candidate: int) -> dict:
     row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.candidate == candidate))
     assert row is not None
     return row["summary"]
 
 
-def test_evaluate_writes_items_and_summary_once(plant: Plant, weak: int) -> None:
-    number = evaluate(plant.workspace, plant.ledger, weak, SILENT)
-    assert evaluate(plant.workspace, plant.ledger, weak, SILENT) == number
+def test_evaluate_writes_items_and_summary_once(plant: FilledPlant, weak: int) -> None:
+    number = evaluate(plant, weak)
+    assert evaluate(plant, weak) == number
     summary = summary_of(plant, weak)
     assert set(summary["bpb"]) == set(summary["baselines"]) == set(summary["noise_floor"]) == {"code", "docs", "chat"}
     assert {name for name, check in summary["parity"].items() if not check["ok"]} == set(), summary["parity"]
@@ -92,34 +91,38 @@ def test_evaluate_writes_items_and_summary_once(plant: Plant, weak: int) -> None
     assert summary["bytes"]["docs"] == whole  # the first token too, from BOS
 
 
-def test_first_release_below_the_floor_is_rejected_in_words(plant: Plant, weak: int) -> None:
-    number = decide(plant.workspace, plant.ledger, weak, SILENT)
+def test_first_release_below_the_floor_is_rejected_in_words(plant: FilledPlant, weak: int) -> None:
+    number = decide(plant, weak)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "reject" and verdict["against"] is None
     assert any("byte trigram" in reason and "must be below" in reason for reason in verdict["reasons"]), verdict[
         "reasons"
     ]
-    assert decide(plant.workspace, plant.ledger, weak, SILENT) == number
+    assert decide(plant, weak) == number
 
 
-def test_better_model_is_promoted_over_the_champion_on_the_same_items(plant: Plant, weak: int, better: int) -> None:
-    first = decide(plant.workspace, plant.ledger, weak, SILENT)
+def test_better_model_is_promoted_over_the_champion_on_the_same_items(
+    plant: FilledPlant, weak: int, better: int
+) -> None:
+    first = decide(plant, weak)
     with_champion(plant, weak)
     best = champion(plant.ledger)
     assert best and best.candidate == weak
-    number = decide(plant.workspace, plant.ledger, better, SILENT)
+    number = decide(plant, better)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "promote", verdict["reasons"]
     assert verdict["reasons"][0].startswith(f"Better than candidate {weak}: ")
     assert verdict["evidence"]["guards"]["code"]["gain"] > 0
     assert verdict["subject_sha256"] == verdict_of(plant, number)["subject_sha256"] != ""
-    assert decide(plant.workspace, plant.ledger, better, SILENT) == number
-    assert decide(plant.workspace, plant.ledger, weak, SILENT) == first  # released: keeps its verdict
+    assert decide(plant, better) == number
+    assert decide(plant, weak) == first  # released: keeps its verdict
     ours, theirs = summary_of(plant, better), summary_of(plant, weak)
     assert ours["baselines"] == theirs["baselines"] and ours["baselines_key"] == theirs["baselines_key"]
 
 
-def test_a_candidate_that_was_trained_on_the_exam_is_held(plant: Plant, weak: int, better: int, tmp_path: Path) -> None:
+def test_a_candidate_that_was_trained_on_the_exam_is_held(
+    plant: FilledPlant, weak: int, better: int, tmp_path: Path
+) -> None:
     """It is better than all others on the sealed half, and no better than they are on what it did not see."""
     exam = [d for d in plant.documents if d.held and is_sealed(d.source)]
     encode = lambda d: (
@@ -136,24 +139,24 @@ def test_a_candidate_that_was_trained_on_the_exam_is_held(plant: Plant, weak: in
     model = trained(trained(tiny_model(), plant.shard, 60), seen, 120)
     cheat = plant.add_candidate(save_export(model, plant.workspace.exports / "cheat", plant.tokenizer))
     with_champion(plant, weak)
-    verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, cheat, SILENT))
+    verdict = verdict_of(plant, decide(plant, cheat))
     assert verdict["outcome"] == "hold"
     assert verdict["reasons"][0].startswith("To do: train another candidate on more documents")
     assert "which are drawn alike: it has seen the sealed documents." in verdict["reasons"][1], verdict["reasons"]
-    honest = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))["evidence"]
+    honest = verdict_of(plant, decide(plant, better))["evidence"]
     assert abs(honest["halves_gap"]["gain"]) < verdict["evidence"]["halves_gap"]["gain"] / 3
 
 
-def test_a_sealed_half_that_was_read_too_often_is_not_read_again(plant: Plant, weak: int, better: int) -> None:
+def test_a_sealed_half_that_was_read_too_often_is_not_read_again(plant: FilledPlant, weak: int, better: int) -> None:
     with_champion(plant, weak)
-    decide(plant.workspace, plant.ledger, better, SILENT)
+    decide(plant, better)
     fresh = plant.add_candidate(plant.workspace.exports / "better")
     policy = plant.workspace.root / "policies" / "gates" / "release.yaml"
     policy.parent.mkdir(parents=True, exist_ok=True)
     policy.write_text("sealed_looks_max: 2\n")
     try:
-        verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, fresh, SILENT))
-        known = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+        verdict = verdict_of(plant, decide(plant, fresh))
+        known = verdict_of(plant, decide(plant, better))
     finally:
         policy.unlink()
     assert verdict["outcome"] == "hold" and len(verdict["reasons"]) == 2
@@ -165,7 +168,7 @@ def test_a_sealed_half_that_was_read_too_often_is_not_read_again(plant: Plant, w
     )
 
 
-def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Plant, better: int) -> None:
+def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: FilledPlant, better: int) -> None:
     broken = tiny_model(2)
     with torch.no_grad():
         broken.model.embed_tokens.weight[7, 7] = float("nan")
@@ -183,14 +186,14 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Plant,
         (overflow, "cloze items have no finite loss, first "),
         (asks, "cannot hold the "),
     ):
-        verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, candidate, SILENT))
+        verdict = verdict_of(plant, decide(plant, candidate))
         assert verdict["outcome"] == "reject"
         assert words in verdict["reasons"][0], verdict["reasons"]
 
 
-def spoil_one(plant: Plant, folder: Path) -> tuple[Path, str]:
+def spoil_one(plant: FilledPlant, folder: Path) -> tuple[Path, str]:
     """An export of finite weights that has no finite loss on one held-out document, and that document's key."""
-    suite = current_suite(plant.workspace, plant.ledger)
+    suite = current_suite(plant)
     policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     every = [*suite.documents, *suite.dev]
     texts = encode_documents(every, plant.tokenizer, TokenBytes.load(plant.workspace.tokenizer), policy.document_bytes)
@@ -206,17 +209,17 @@ def spoil_one(plant: Plant, folder: Path) -> tuple[Path, str]:
     return save_export(model, folder, plant.tokenizer), text.document.key
 
 
-def test_one_document_without_a_finite_loss_is_named(plant: Plant, better: int, tmp_path: Path) -> None:
+def test_one_document_without_a_finite_loss_is_named(plant: FilledPlant, better: int, tmp_path: Path) -> None:
     """Of the candidate it rejects; where the champion has none nothing can be compared, which holds, and nothing is released."""
     export, key = spoil_one(plant, tmp_path / "one")
     spoiled = plant.add_candidate(export)
-    verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, spoiled, SILENT))
+    verdict = verdict_of(plant, decide(plant, spoiled))
     assert verdict["outcome"] == "reject"
     assert "Check finite_loss failed: 1 of " in verdict["reasons"][0] and f"first {key}" in verdict["reasons"][0]
     assert "go on from an earlier checkpoint" in verdict["reasons"][0]
     before = plant.ledger.read("SELECT * FROM releases")
     with as_champion(plant, spoiled):
-        held = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+        held = verdict_of(plant, decide(plant, better))
         assert plant.ledger.read("SELECT COUNT(*) AS n FROM releases")[0]["n"] == 1
     assert held["outcome"] == "hold" and not any("no items in common" in reason for reason in held["reasons"])
     assert held["reasons"][1].startswith(
@@ -227,7 +230,7 @@ def test_one_document_without_a_finite_loss_is_named(plant: Plant, better: int, 
 
 
 @contextmanager
-def as_champion(plant: Plant, candidate: int) -> Iterator[None]:
+def as_champion(plant: FilledPlant, candidate: int) -> Iterator[None]:
     """While it lasts a candidate is the only release, whatever its verdict."""
     before = plant.ledger.rows(sa.select(releases))
     verdict = plant.ledger.read("SELECT MAX(id) AS id FROM verdicts WHERE subject = :s", s=f"candidate:{candidate}")[0][
@@ -247,7 +250,7 @@ def as_champion(plant: Plant, candidate: int) -> Iterator[None]:
             record(tx, "promoted", f"release:{before[-1]['number']}")
 
 
-def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: Plant, weak: int, better: int) -> None:
+def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPlant, weak: int, better: int) -> None:
     """A champion's too: a stray file in it says nothing of the models."""
     for candidate, judged in ((better, better), (weak, better)):
         stray = Path(CandidateRow.get(plant.ledger, candidate).export_path) / "README.md"
@@ -269,25 +272,25 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: Plant, w
         with pytest.raises(
             DamagedExportError, match=f"candidate {candidate} cannot be measured: .* has changed since"
         ) as caught:
-            decide(plant.workspace, plant.ledger, judged, SILENT)
+            decide(plant, judged)
         assert caught.value.candidate == candidate and "factory doctor --repair" in str(caught.value)
         assert not plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
         stray.unlink()
-        decide(plant.workspace, plant.ledger, judged, SILENT)
+        decide(plant, judged)
         assert plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
 
 
-def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: Plant, weak: int, better: int) -> None:
+def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: FilledPlant, weak: int, better: int) -> None:
     """By the policy as it is now: a person who has the right says so, and the next verdict knows."""
     with_champion(plant, weak)
-    allowed = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    allowed = verdict_of(plant, decide(plant, better))
     assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
     trained = next(d.key for d in plant.documents if not d.held)
     copy = {"key": "copy", "id": "copy", "shard": SHARD, "row": 9000, "domain": "docs", "fate": "dropped"}
     with plant.ledger.begin() as tx:  # a text that came under a stricter licence too
         row = copy | {"rule": "exact_duplicate", "matched": trained, "license": "CC-BY-NC-4.0"}
         tx.execute(documents.insert().values(row))
-    flagged = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    flagged = verdict_of(plant, decide(plant, better))
     assert flagged["outcome"] != "promote" and any("is allowed: CC-BY-NC-4.0 0.2%" in one for one in flagged["reasons"])
     said = [one for one in flagged["reasons"] if "'factory data settle LICENCE --document ID'" in one]
     assert len(said) == 1 and flagged["evidence"]["disputed"] == pytest.approx(
@@ -296,7 +299,7 @@ def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: Plant, wea
     with plant.ledger.begin() as tx:
         tx.execute(documents.delete().where(documents.c.key == "copy"))
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
-    verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    verdict = verdict_of(plant, decide(plant, better))
     assert verdict["outcome"] == "hold" and any("is allowed: CC-BY-NC-4.0 " in one for one in verdict["reasons"])
     assert verdict["evidence"]["disputed"] == 0 and not any("data settle" in one for one in verdict["reasons"])
     share = verdict["evidence"]["not_releasable"]["CC-BY-NC-4.0"]
@@ -306,12 +309,12 @@ def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: Plant, wea
     own.write_text(
         text.replace("CC-BY-NC-4.0: {train: true, release: false}", "CC-BY-NC-4.0: {train: true, release: true}")
     )
-    allowed = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    allowed = verdict_of(plant, decide(plant, better))
     own.unlink()
     assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
 
 
-def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: Plant, weak: int, better: int) -> None:
+def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: FilledPlant, weak: int, better: int) -> None:
     with_champion(plant, weak)
     law = {
         "key": "law",
@@ -328,7 +331,7 @@ def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: Plant, wea
             documents.insert().values(law | {"key": "x", "domain": "elsewhere", "token_shard": "not in the plan"})
         )
     unguarded = lambda verdict: [one for one in verdict["reasons"] if one.startswith("Not guarded: ")]
-    verdict = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    verdict = verdict_of(plant, decide(plant, better))
     share = 9 / (9 + sum(not d.held for d in plant.documents))
     assert verdict["evidence"]["trained_on"]["law"] == pytest.approx(share) and share > 0.001
     assert sum(verdict["evidence"]["trained_on"].values()) == pytest.approx(1)
@@ -336,13 +339,13 @@ def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: Plant, wea
     assert said.startswith(f"Not guarded: law ({share:.1%} of the supervised tokens): trained on")
     with plant.ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.key == "law").values(fate="removed"))
-    after = verdict_of(plant, decide(plant.workspace, plant.ledger, better, SILENT))
+    after = verdict_of(plant, decide(plant, better))
     assert unguarded(after) == [] and after["outcome"] == verdict["outcome"]
     with plant.ledger.begin() as tx:
         tx.execute(documents.delete().where(documents.c.key.in_(["law", "x"])))
 
 
-def test_server_disagreement_and_contamination_are_found(plant: Plant, better: int) -> None:
+def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, better: int) -> None:
     folder = Path(shutil.copytree(plant.workspace.exports / "better", plant.workspace.exports / "disagrees"))
     generation = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [0]}))
@@ -373,7 +376,7 @@ def test_server_disagreement_and_contamination_are_found(plant: Plant, better: i
                 key=row["key"], domain="code", group_key="copy", sealed=is_sealed("copy"), content=leaked.content
             )
         )
-    number = evaluate(plant.workspace, plant.ledger, candidate, SILENT)
+    number = evaluate(plant, candidate)
     row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.id == number))
     checks = row["summary"]["parity"]
     failed = {name for name, check in checks.items() if check["ok"] is False}
@@ -382,9 +385,9 @@ def test_server_disagreement_and_contamination_are_found(plant: Plant, better: i
     assert "not the template" in checks["engine_start"]["detail"] and checks["engine_chat"]["ok"] is None
 
 
-def test_unknown_candidate(plant: Plant) -> None:
+def test_unknown_candidate(plant: FilledPlant) -> None:
     with pytest.raises(InputError, match="no candidate 99; there are: 1"):
-        evaluate(plant.workspace, plant.ledger, 99, SILENT)
+        evaluate(plant, 99)
 
 
 def test_what_changed_and_was_changed_back_is_judged_as_before(tmp_path: Path) -> None:
@@ -398,7 +401,7 @@ def test_what_changed_and_was_changed_back_is_judged_as_before(tmp_path: Path) -
     for licence in ("MIT", "CC-BY-NC-4.0", "MIT", "MIT"):
         with plant.ledger.begin() as tx:
             tx.execute(documents.update().values(license=licence))
-        found.append(decide(plant.workspace, plant.ledger, candidate, SILENT))
+        found.append(decide(plant, candidate))
         newest = VerdictRow.newest(plant.ledger, "release", Subject("candidate", candidate))
         assert newest is not None and newest.id == found[-1]
     said = ["whose licence does not allow" in " ".join(VerdictRow.get(plant.ledger, one).reasons) for one in found]

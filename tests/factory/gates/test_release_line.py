@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.diagnosis.acting import accept
 from factory.evals.evaluator import current_suite
@@ -22,6 +21,7 @@ from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.watch import watched
 from factory.ledger.anomalies import DEV_ALONE, every_anomaly
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
 from factory.ledger.status import _anomaly_lines
 from tests.support.factory.exports import save_export, tiny_model
@@ -109,7 +109,7 @@ def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspac
 
 def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:
     plant = released_plant(tmp_path)
-    suite = current_suite(plant.workspace, plant.ledger)
+    suite = current_suite(Plant(plant.workspace, plant.ledger))
     export = save_export(tiny_model(3), plant.workspace.exports / "fitted", plant.tokenizer)
     candidate = plant.add_candidate(export)
     evaluated(plant, candidate, 2.6)
@@ -119,14 +119,14 @@ def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) 
         tx.execute(
             eval_items.update().where(own).values(value=eval_items.c.value + 0.15 * math.log(2) * eval_items.c.weight)
         )
-    number = decide(plant.workspace, plant.ledger, candidate, SILENT)
+    number = decide(Plant(plant.workspace, plant.ledger), candidate)
     verdict = VerdictRow.get(plant.ledger, number)
     assert verdict.outcome == "hold" and "the line was fitted to the dev half" in " ".join(verdict.reasons), (
         verdict.reasons
     )
     rows = [row for row in every_anomaly(plant.ledger) if row["kind"] == DEV_ALONE]
     assert [row["state"] for row in rows] == ["open"]
-    assert decide(plant.workspace, plant.ledger, candidate, SILENT) == number
+    assert decide(Plant(plant.workspace, plant.ledger), candidate) == number
     assert len(every_anomaly(plant.ledger)) == 1
     lines = _anomaly_lines({"anomalies": every_anomaly(plant.ledger), "marked_releases": []})
     assert any(f"anomaly {rows[0]['id']} {DEV_ALONE}" in line for line in lines), lines
@@ -134,4 +134,4 @@ def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) 
     assert [(row["state"], row["how"]) for row in every_anomaly(plant.ledger)] == [("closed", "accepted")]
     with pytest.raises(InputError, match="is closed: accepted by ada"):
         accept(plant.ledger, rows[0]["id"], "ada")
-    assert decide(plant.workspace, plant.ledger, candidate, SILENT) == number
+    assert decide(Plant(plant.workspace, plant.ledger), candidate) == number

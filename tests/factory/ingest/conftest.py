@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.tokenizer import Tokenizer, train
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.text.library import library
 
@@ -36,7 +36,7 @@ def ingest(workspace: Workspace, ledger: Ledger, write_shard: Callable[..., Path
     use_small_vocabulary(workspace)
 
     def run(rows: Iterable[dict[str, Any] | bytes], name: str = "shard.jsonl") -> ShardReport:
-        return ingest_shard(workspace, ledger, write_shard(rows, name), SILENT, workers=0)
+        return ingest_shard(Plant(workspace, ledger), write_shard(rows, name), workers=0)
 
     return run
 

@@ -13,12 +13,12 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace, code_root
 from factory.ingest.gathering import gather
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger, shards, tokenizers
+from factory.ledger.plant import Plant
 from tests.support.factory.command import command_here
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
@@ -30,7 +30,7 @@ def names(ledger: Ledger) -> list[str]:
 
 
 def gathered(workspace: Workspace, ledger: Ledger, *paths: Path | str) -> tuple[list[str], list[str]]:
-    found = gather(workspace, ledger, [str(path) for path in paths], SILENT)
+    found = gather(Plant(workspace, ledger), [str(path) for path in paths])
     return [pack.name for pack in found.packs], [path.name for path in found.files]
 
 
@@ -44,7 +44,7 @@ def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tm
     (data / "deep" / "up").symlink_to(data)
     (data / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     assert gathered(workspace, ledger, data) == (["hf"], ["a.jsonl", "b.csv"])
-    found = gather(workspace, ledger, [str(data)], SILENT)
+    found = gather(Plant(workspace, ledger), [str(data)])
     assert found.words() == "2 files are left out, of kinds that are not read: .png 1, no suffix 1"
     assert gathered(workspace, ledger, f"{data}/**/*.csv") == ([], ["b.csv"])
     assert gathered(workspace, ledger, data / "hf") == (["hf"], [])
@@ -67,7 +67,7 @@ def test_many_small_files_of_a_folder_are_one_pack(workspace: Workspace, ledger:
         (tmp_path / "src" / f"m{number % 3}").mkdir(parents=True, exist_ok=True)
         (tmp_path / "src" / f"m{number % 3}" / f"f{number}.py").write_text(f"x = {number}")
     (tmp_path / "src" / "large.jsonl").write_bytes(b"x" * 300_000)
-    found = gather(workspace, ledger, [str(tmp_path / "src")], SILENT)
+    found = gather(Plant(workspace, ledger), [str(tmp_path / "src")])
     (pack,) = found.packs
     assert pack.name == "src" and len(pack.files) == 40 and pack.files[0][0] == "m0/f0.py"
     assert [path.name for path in found.files] == ["large.jsonl"]

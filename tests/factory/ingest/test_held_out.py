@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
@@ -21,6 +20,7 @@ from factory.ingest.inbox import describe_shard
 from factory.ingest.rules import split
 from factory.ingest.rules.split import grouping_lines
 from factory.ledger.ledger import Ledger, documents, held_out
+from factory.ledger.plant import Plant
 from tests.support.factory.made_up_text import held_out_texts, prose, texts, use_policy
 
 Ingest = Callable[..., ShardReport]
@@ -90,7 +90,7 @@ def test_the_split_does_not_depend_on_order_or_other_documents(
     for number, part in enumerate((rows[100:][::-1], rows[:100])):
         path = other.inbox / f"{number}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in part))
-        ingest_shard(other, other_ledger, path, SILENT, workers=0)
+        ingest_shard(Plant(other, other_ledger), path, workers=0)
     assert sorted(t for _, t in held_out_texts(ledger)) == sorted(t for _, t in held_out_texts(other_ledger))
 
 
@@ -154,7 +154,7 @@ def test_a_domain_that_comes_one_document_a_shard_is_held_out_too(
     for number, row in enumerate(rows):
         path = other.inbox / f"{number}.jsonl"
         path.write_text(json.dumps(row) + "\n")
-        ingest_shard(other, other_ledger, path, SILENT, workers=0)
+        ingest_shard(Plant(other, other_ledger), path, workers=0)
     again = other_ledger.rows(sa.select(documents.c.id, documents.c.fate))
     assert {row["id"]: row["fate"] for row in again} == fate and halves(other_ledger) == halves(ledger)
 

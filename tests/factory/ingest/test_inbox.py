@@ -21,6 +21,7 @@ from factory.ingest.inbox import take
 from factory.ingest.reading import streams
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.failing.limits import few_handles
@@ -73,9 +74,9 @@ def test_an_unexpected_error_refuses_one_file_once(
     tried: list[str] = []
     whole = chain._run
 
-    def run(workspace: Workspace, ledger: Ledger, path: Path, *more: object) -> object:
+    def run(plant: Plant, path: Path, *more: object) -> object:
         tried.append(path.name)
-        return 1 // 0 if path == bad else whole(workspace, ledger, path, *more)  # type: ignore[arg-type]
+        return 1 // 0 if path == bad else whole(plant, path, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(chain, "_run", run)
     said = one_pass(workspace, ledger)
@@ -286,7 +287,7 @@ def test_what_changes_while_it_is_read_is_neither_lost_nor_doubled(
             harm(path)
 
     said = Said(once)
-    take(workspace, ledger, path, said)
+    take(Plant(workspace, ledger, said), path)
     assert done and not trained_on(ledger), "it was changed while it was read, and nothing of it is stored"
     (line,) = said.about("nothing of it was stored")
     assert ("was taken away" if harm is _rename else "changed while it was read") in line
@@ -306,4 +307,4 @@ def test_what_changes_while_it_is_read_is_neither_lost_nor_doubled(
 def test_a_shard_that_is_taken_away_is_an_error_a_person_can_read(workspace: Workspace, ledger: Ledger) -> None:
     path = put(workspace, rows(0, 20))
     with pytest.raises(chain.InputError, match=r"a\.jsonl was moved or removed while it was read; nothing of it was"):
-        chain.ingest_shard(workspace, ledger, path, Said(lambda title: path.unlink(missing_ok=True)))
+        chain.ingest_shard(Plant(workspace, ledger, Said(lambda title: path.unlink(missing_ok=True))), path)

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError, DamagedTokenizerError, FactoryError, InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace, code_root
 from factory.ingest import chain
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.rules.words import word_hashes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, metadata, near_dup_bands, ngrams, shards, token_shards
+from factory.ledger.plant import Plant
 from factory.reports.provenance import of_document
 from tests.support.factory.made_up_text import MIT, held_out_texts, prose, texts, use_policy, use_small_vocabulary
 from tests.support.patience import PATIENCE_S
@@ -166,7 +166,7 @@ def test_every_row_has_exactly_one_fate(tmp_path_factory: pytest.TempPathFactory
         b"\n".join([b'{"text": "head"}', *(r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows)])
         + b"\n"
     )
-    report = ingest_shard(workspace, ledger, path, SILENT, workers=0)
+    report = ingest_shard(Plant(workspace, ledger), path, workers=0)
     found = ledger.rows(sa.select(documents.c.row, documents.c.fate, documents.c.rule))
     assert sorted(row["row"] for row in found) == list(range(len(rows) + 1)) and report.rows == len(rows) + 1
     assert all((row["rule"] is not None) == (row["fate"] == "dropped") for row in found)
@@ -190,11 +190,11 @@ def test_an_unusable_file_is_quarantined(
 ) -> None:
     path = workspace.inbox / name
     path.write_bytes(data)
-    report = ingest_shard(workspace, ledger, path, SILENT)
+    report = ingest_shard(Plant(workspace, ledger), path)
     assert report.state == "quarantined" and reason in (report.reason or "")
     assert [file.read_bytes() for file in workspace.quarantine.iterdir()] == [data]
     assert ledger.rows(sa.select(documents)) == [] and not list(workspace.shards.iterdir())
-    assert ingest_shard(workspace, ledger, path, SILENT) == report
+    assert ingest_shard(Plant(workspace, ledger), path) == report
 
 
 def test_a_shard_of_which_nothing_is_kept_is_ingested_with_its_counts(ledger: Ledger, ingest: Ingest) -> None:
@@ -205,7 +205,7 @@ def test_a_shard_of_which_nothing_is_kept_is_ingested_with_its_counts(ledger: Le
 def test_a_wrong_path_is_an_error_that_stores_nothing(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     for path, said in ((tmp_path / "none.jsonl", "no such file"), (tmp_path, "is a folder")):
         with pytest.raises(InputError, match=said):
-            ingest_shard(workspace, ledger, path, SILENT)
+            ingest_shard(Plant(workspace, ledger), path)
     assert ledger.rows(sa.select(shards)) == []
 
 
@@ -233,10 +233,10 @@ def test_a_full_disk_stores_nothing(
 
     monkeypatch.setattr(chain, "write_token_shard", full)
     with pytest.raises(FactoryError, match="nothing was stored: No space left"):
-        ingest_shard(workspace, ledger, path, SILENT, workers=0)
+        ingest_shard(Plant(workspace, ledger), path, workers=0)
     assert ledger.rows(sa.select(shards)) == [] and not list(workspace.shards.iterdir())
     monkeypatch.undo()
-    assert ingest_shard(workspace, ledger, path, SILENT, workers=0).state == "ingested"
+    assert ingest_shard(Plant(workspace, ledger), path, workers=0).state == "ingested"
 
 
 def dump(ledger: Ledger) -> dict[str, list[Any]]:
@@ -318,7 +318,7 @@ def test_the_number_of_workers_changes_nothing(
     other_ledger = Ledger.create(other.ledger_url)
     use_small_vocabulary(other)
     (other.inbox / "a.jsonl").write_bytes((workspace.inbox / "a.jsonl").read_bytes())
-    ingest_shard(other, other_ledger, other.inbox / "a.jsonl", SILENT, workers=2)
+    ingest_shard(Plant(other, other_ledger), other.inbox / "a.jsonl", workers=2)
     assert dump(other_ledger) == dump(ledger)
     assert ledger.rows(sa.select(sa.func.count().label("n")).select_from(near_dup_bands))[0]["n"] == 60 * 20
     assert ledger.rows(sa.select(ngrams).where(ngrams.c.held_out))

@@ -19,7 +19,6 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.removing import look, remove
 from factory.data.selecting import Selection
@@ -33,6 +32,7 @@ from factory.ingest.reading.rows import take_origin
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.files import packed
 from factory.ledger.ledger import Ledger, documents, shards
+from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import ingest_file
 from factory.repairs.token_shards import rebuild_token_shard
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
@@ -105,7 +105,7 @@ def test_a_column_that_one_part_of_a_file_has_is_one_of_the_file(
     found = [{"text": one["text"], "id": one["id"]} for one in texts(0, 20)]
     found[named] = [one | {"shop": "s"} for one in found[named]]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, found)))
-    reports = ingest_path(workspace, ledger, tmp_path / "a.jsonl", SILENT)
+    reports = ingest_path(Plant(workspace, ledger), tmp_path / "a.jsonl")
     assert [one.state for one in reports] == ["ingested"] * 3 and trained_on(ledger) == exactly(20)
 
 
@@ -175,13 +175,13 @@ def test_a_killed_ingest_of_a_large_file_goes_on_at_its_part(
     before = {row["name"]: row["ingested_at"] for row in ledger.rows(sa.select(shards))}
     assert len(before) == 3  # the third is stored, and not recorded as a part yet
     said = Said()
-    reports = ingest_path(workspace, ledger, path, said, workers=0)
+    reports = ingest_path(Plant(workspace, ledger, said), path, workers=0)
     assert said.about("large.jsonl: 2 parts of it, 16 rows, are ingested; it goes on from there")
     after = {row["name"]: row["ingested_at"] for row in ledger.rows(sa.select(shards))}
     assert {name: after[name] for name in before} == before and len(after) == 4
     assert trained_on(ledger) == exactly(30) and [report.rows for report in reports] == [8, 6]
     assert [part["part"] for part in packed(ledger, Pack.of_file(path).sha256())] == [1, 2, 3, 4]
-    assert [one.name for one in ingest_path(workspace, ledger, path, SILENT, workers=0)] == list(after)
+    assert [one.name for one in ingest_path(Plant(workspace, ledger), path, workers=0)] == list(after)
 
 
 def test_another_policy_begins_an_unfinished_file_again_and_doubles_nothing(
@@ -193,7 +193,7 @@ def test_another_policy_begins_an_unfinished_file_again_and_doubles_nothing(
     subprocess.run([sys.executable, "-c", _KILLED, str(workspace.root), str(path), "2"], cwd=ROOT)
     use_small_vocabulary(workspace)
     with_limits(workspace, "max_rows: 6")
-    ingest_path(workspace, ledger, path, SILENT, workers=0)
+    ingest_path(Plant(workspace, ledger), path, workers=0)
     assert trained_on(ledger) == exactly(20)
 
 
@@ -206,7 +206,7 @@ def test_a_file_that_changes_meanwhile_is_not_mixed(workspace: Workspace, ledger
         path.write_bytes(rows(100, 20))
 
     with pytest.raises(InputError, match="changed while it was read"):
-        ingest_path(workspace, ledger, path, SILENT, workers=0, ingested=change)
+        ingest_path(Plant(workspace, ledger), path, workers=0, ingested=change)
     assert trained_on(ledger) == exactly(8)
 
 
@@ -234,7 +234,7 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     limits = DataPolicy.load(workspace.policy("data.yaml")).limits
     found = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
     assert [take_origin(row).path for row in found][:2] == ["d0.txt", "d1.txt"]
-    assert ingest_file(workspace, ledger, raw, "inbox#1.jsonl.zst", SILENT)  # as a lost ledger is made again
+    assert ingest_file(Plant(workspace, ledger), raw, "inbox#1.jsonl.zst")  # as a lost ledger is made again
     assert len(names(ledger)) == 3
 
 
@@ -255,7 +255,7 @@ def test_files_that_spoil_the_many_are_quarantined_and_the_others_taken(
     assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
     pack = Pack("docs", [(path.name, path) for path in sorted(tmp_path.glob("g*"))])
     unread: set[Path] = set()
-    (one,) = ingest_pack(workspace, ledger, pack, SILENT, workers=0, unread=unread)
+    (one,) = ingest_pack(Plant(workspace, ledger), pack, workers=0, unread=unread)
     assert (one.state, one.rows, sum(one.counts["dropped"].values())) == ("ingested", 40, 40)
     assert one.counts["dropped"]["empty"] == 20  # the others are copies
     assert len(unread) == 40
@@ -273,11 +273,11 @@ def test_where_all_of_many_files_are_bad_each_is_quarantined_once(workspace: Wor
 def test_the_same_files_are_the_same_shard(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     small_files(tmp_path / "docs", range(40))
     pack = Pack("docs", [(path.name, path) for path in sorted((tmp_path / "docs").iterdir())])
-    (first,) = ingest_pack(workspace, ledger, pack, SILENT, workers=0)
-    (again,) = ingest_pack(workspace, ledger, pack, SILENT, workers=0)
+    (first,) = ingest_pack(Plant(workspace, ledger), pack, workers=0)
+    (again,) = ingest_pack(Plant(workspace, ledger), pack, workers=0)
     assert first == again and first.rows == 40 and names(ledger) == ["docs#1.jsonl.zst"]
     small_files(tmp_path / "docs", [3])  # written again: the same content
-    assert ingest_pack(workspace, ledger, pack, SILENT, workers=0) == [first]
+    assert ingest_pack(Plant(workspace, ledger), pack, workers=0) == [first]
 
 
 def test_one_unreadable_file_ends_no_group_and_none_at_all_is_an_error(
@@ -287,10 +287,10 @@ def test_one_unreadable_file_ends_no_group_and_none_at_all_is_an_error(
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
     unread: set[Path] = set()
     pack = Pack("docs", [(path.name, path) for path in sorted(tmp_path.glob("*.txt"))])
-    (one,) = ingest_pack(workspace, ledger, pack, SILENT, workers=0, unread=unread)
+    (one,) = ingest_pack(Plant(workspace, ledger), pack, workers=0, unread=unread)
     assert one.rows == 5 and unread == {tmp_path / "bad.txt"}
     with pytest.raises(InputError, match="nothing in it can be read: encoded as UTF-16"):
-        ingest_pack(workspace, ledger, Pack("bad", [("bad.txt", tmp_path / "bad.txt")]), SILENT, workers=0)
+        ingest_pack(Plant(workspace, ledger), Pack("bad", [("bad.txt", tmp_path / "bad.txt")]), workers=0)
 
 
 # -- erasure and repair ------------------------------------------------------------------------------------------------
@@ -300,14 +300,14 @@ def test_erasing_reaches_what_the_shard_was_made_of(workspace: Workspace, ledger
     (token_shard,) = ledger.rows(sa.text("SELECT id, path FROM token_shards"))
     (one,) = ledger.rows(sa.select(documents.c.id, documents.c.key).where(documents.c.fate == "train").limit(1))
     remove(ledger, look(ledger, Selection("key", (one["key"],)), True), "ann", "law", erase=True)
-    said = finish_removals(workspace, ledger, SILENT)
+    said = finish_removals(Plant(workspace, ledger))
     assert any("a.zip, of which the shard was made, is deleted too" in line for line in said)
     assert not list((workspace.root / "shards" / "originals").iterdir())
     (raw,) = (workspace.root / "shards" / "raw").iterdir()
     limits = DataPolicy.load(workspace.policy("data.yaml")).limits
     left = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
     assert {"erased": True} in left and len(left) == 20 and one["id"] not in {row.get("id") for row in left}
-    assert rebuild_token_shard(workspace, ledger, token_shard["id"], SILENT) == ""
+    assert rebuild_token_shard(Plant(workspace, ledger), token_shard["id"]) == ""
     put(workspace, zipped({"a.csv": csv_of(0, 20)}), "a.zip")  # the same file again: its text does not come back
     one_pass(workspace, ledger)
     assert not list((workspace.root / "shards" / "originals").iterdir()) and len(names(ledger)) == 1
@@ -317,10 +317,10 @@ def test_an_original_of_ones_own_is_named_before_an_erasure(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     (tmp_path / "a.csv").write_bytes(csv_of(0, 20))
-    ingest_path(workspace, ledger, tmp_path / "a.csv", SILENT, workers=0)
+    ingest_path(Plant(workspace, ledger), tmp_path / "a.csv", workers=0)
     keys = tuple(row["key"] for row in ledger.rows(sa.select(documents.c.key)))
     assert f"{tmp_path / 'a.csv'} is yours and lies outside the workspace: take them out there yourself" in warnings(
-        workspace, ledger, Selection("key", keys)
+        Plant(workspace, ledger), Selection("key", keys)
     )
 
 
@@ -332,7 +332,7 @@ def test_a_token_shard_of_a_packed_file_is_made_again(workspace: Workspace, ledg
     place = ledger.root / found["path"] if ledger.root else Path(found["path"])
     tokens = (place / "tokens.bin").read_bytes()
     (place / "tokens.bin").write_bytes(b"damaged")
-    assert rebuild_token_shard(workspace, ledger, found["id"], SILENT) == ""
+    assert rebuild_token_shard(Plant(workspace, ledger), found["id"]) == ""
     assert (place / "tokens.bin").read_bytes() == tokens
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_path
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose, use_policy, use_small_vocabulary
 
@@ -56,7 +56,7 @@ def test_a_file_is_read_as_its_ingest_reads_it_and_nothing_is_stored(
     assert mapped["shown"][0]["text"] == f"Part 1\n\n{prose(1)}".strip()
     assert everything(workspace) == before and ledger.read("SELECT COUNT(*) AS n FROM documents") == [{"n": 0}]
 
-    [report] = ingest_path(workspace, ledger, path, SILENT, workers=0)
+    [report] = ingest_path(Plant(workspace, ledger), path, workers=0)
     assert report.counts["dropped"] == mapped["counts"]["dropped"] == {"too_short": 1}
     assert report.counts["unread"] == mapped["counts"]["unread"]
     assert report.counts["train"] + report.counts["held_out"] == mapped["counts"]["train"] == 39

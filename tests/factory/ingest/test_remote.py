@@ -18,11 +18,11 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest import remote
 from factory.ingest.remote import fetched
 from factory.ledger.ledger import Ledger, shards
+from factory.ledger.plant import Plant
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.inbox import exactly, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
@@ -133,18 +133,18 @@ def test_a_fetch_that_was_cut_off_goes_on_by_range(
 
     monkeypatch.setattr(bucket[0], "cat_file", cut)
     with pytest.raises(InputError, match="ConnectionError: reset by peer; the same command goes on at byte 150,000"):
-        fetched(workspace, ledger, f"{root}/a.jsonl", SILENT)
-    _, found, _ = fetched(workspace, ledger, f"{root}/a.jsonl", SILENT)
+        fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
+    _, found, _ = fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
     ((path, address),) = found.items()
     assert path.read_bytes() == data and asked == [0, 50_000, 100_000, 150_000, 150_000, 200_000, 250_000]
     assert path.name == "a.jsonl" and address == f"{root}/a.jsonl"
     asked[:] = [0, 0, 0]
     path.unlink()
     with pytest.raises(InputError):
-        fetched(workspace, ledger, f"{root}/a.jsonl", SILENT)
+        fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
     other = os.urandom(300_000)  # of the same size, with another etag: from the beginning
     put_there(bucket, {"a.jsonl": other})
-    _, found, _ = fetched(workspace, ledger, f"{root}/a.jsonl", SILENT)
+    _, found, _ = fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
     assert next(iter(found)).read_bytes() == other
 
 
@@ -155,7 +155,7 @@ def test_an_address_with_nothing_is_one_line(
     workspace: Workspace, ledger: Ledger, bucket: Any, address: str, why: str
 ) -> None:
     with pytest.raises(InputError, match=why) as caught:
-        fetched(workspace, ledger, f"s3://{bucket[1]}{address}", SILENT)
+        fetched(Plant(workspace, ledger), f"s3://{bucket[1]}{address}")
     assert "\n" not in str(caught.value)
 
 
@@ -172,7 +172,7 @@ def test_without_the_library_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
     with pytest.raises(InputError, match=r"pip install 'llm-factory\[remote\]'"):
-        fetched(workspace, ledger, "s3://bucket/a.jsonl", SILENT)
+        fetched(Plant(workspace, ledger), "s3://bucket/a.jsonl")
     with pytest.raises(InputError, match="nothing://x"):
-        fetched(workspace, ledger, "nothing://x", SILENT)
+        fetched(Plant(workspace, ledger), "nothing://x")
     assert factory("ingest", "nothing://x", "-w", str(workspace.root)).returncode == 2

@@ -12,11 +12,12 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT, Silent
+from factory.core.progress import Silent
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ledger.ledger import Ledger, documents, ngrams, token_shards
+from factory.ledger.plant import Plant
 from factory.repairs.token_shards import rebuild_token_shard
 from factory.watching.waiting import waiting
 from tests.support.factory import published_files as published
@@ -65,7 +66,7 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
     leaks = [
         leaking(n, words) for n, words in ((500, QUESTION), (501, CHOICES[0]), (506, rows[0][0]), (505, "nothing"))
     ]
-    ingest_shard(workspace, ledger, write_shard([*texts(0, 60), *leaks], "shard.jsonl"), said, workers=0)
+    ingest_shard(Plant(workspace, ledger, said), write_shard([*texts(0, 60), *leaks], "shard.jsonl"), workers=0)
     found = fates(ledger)
     assert ["characters cut out" in str(found[f"leak-{number}"]["detail"]) for number in (500, 501, 506, 505)] == [
         True,
@@ -83,7 +84,7 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
         one["what"] for one in waiting(workspace, ledger)
     }
     again = Said()
-    ingest_shard(workspace, ledger, write_shard(texts(100, 20), "later.jsonl"), again, workers=0)
+    ingest_shard(Plant(workspace, ledger, again), write_shard(texts(100, 20), "later.jsonl"), workers=0)
     assert not any("MATH.tar" in line for line in again.lines)
 
 
@@ -113,7 +114,7 @@ def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(
     assert "characters cut out" in str(fates(ledger)["leak-503"]["detail"])
     for row in ledger.rows(sa.select(token_shards)):
         shutil.rmtree(row["path"])
-        assert rebuild_token_shard(workspace, ledger, row["id"], SILENT) == ""
+        assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""
 
 
 def test_a_shard_of_before_the_exam_is_rebuilt_without_it(
@@ -126,21 +127,21 @@ def test_a_shard_of_before_the_exam_is_rebuilt_without_it(
     assert fates(ledger)["leak-500"]["matched"] is None
     for row in ledger.rows(sa.select(token_shards)):
         shutil.rmtree(row["path"])
-        assert rebuild_token_shard(workspace, ledger, row["id"], SILENT) == ""
+        assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""
 
 
 def test_items_are_recorded_once_and_again_where_they_were_lost(
     workspace: Workspace, ledger: Ledger, exam: Path
 ) -> None:
     count = lambda: len(ledger.rows(sa.select(ngrams).where(ngrams.c.held_out)))
-    assert hold_task_items(workspace, ledger, 13) == 1
+    assert hold_task_items(Plant(workspace, ledger), 13) == 1
     first = count()
-    assert first > 20 and hold_task_items(workspace, ledger, 13) == 0 and count() == first
+    assert first > 20 and hold_task_items(Plant(workspace, ledger), 13) == 0 and count() == first
     with ledger.begin() as tx:  # as a restored ledger has it: the journal carries no n-grams
         tx.execute(ngrams.delete())
-    assert hold_task_items(workspace, ledger, 13) == 1 and count() == first
+    assert hold_task_items(Plant(workspace, ledger), 13) == 1 and count() == first
     exam.write_text(exam.read_text() * 2)  # another file, the same items
-    assert hold_task_items(workspace, ledger, 13) == 1
+    assert hold_task_items(Plant(workspace, ledger), 13) == 1
 
 
 def test_nothing_is_ingested_beside_an_exam_that_cannot_be_read(

@@ -22,6 +22,7 @@ from factory.ingest.inbox import arrived, take
 from factory.ingest.pool import Pool, WorkerDiedError
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import retry
 from factory.watching.waiting import waiting
@@ -115,26 +116,26 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
     policy.write_text("first_wait_seconds: 1000\n")
     path, said = put(workspace, rows(0, 20)), Said()
     with killer():
-        take(workspace, ledger, path, said)
+        take(Plant(workspace, ledger, said), path)
         assert said.about(
             "was killed, most likely because memory ran out; nothing was stored; it is tried again in 10 min, with one worker (try 2 of 3)"
         )
-        assert held(ledger)["a.jsonl"]["deaths"] == 1 and not list(arrived(workspace, ledger)), "it rests"
+        assert held(ledger)["a.jsonl"]["deaths"] == 1 and not list(arrived(Plant(workspace, ledger))), "it rests"
         policy.write_text("first_wait_seconds: 0.001\n")
         for _ in range(2):
             time.sleep(0.01)
-            assert list(arrived(workspace, ledger)) == [path]
-            take(workspace, ledger, path, said)
+            assert list(arrived(Plant(workspace, ledger))) == [path]
+            take(Plant(workspace, ledger, said), path)
     time.sleep(0.01)
     assert said.about("that was try 3: free some memory and run 'factory retry'") and not list(
-        arrived(workspace, ledger)
+        arrived(Plant(workspace, ledger))
     )
     (told,) = [one for one in waiting(workspace, ledger) if "a.jsonl" in str(one)]
     assert "factory retry" in str(told)
     assert path.exists() and not trained_on(ledger)
     retry(ledger, None, "me")
-    assert list(arrived(workspace, ledger)) == [path]
-    take(workspace, ledger, path, said)
+    assert list(arrived(Plant(workspace, ledger))) == [path]
+    take(Plant(workspace, ledger, said), path)
     assert trained_on(ledger) == exactly(20) and not path.exists()
 
 
@@ -142,10 +143,10 @@ def test_the_others_do_not_wait_for_it(workspace: Workspace, ledger: Ledger, mon
     monkeypatch.setattr(chain, "_WORTH_WORKERS", 0)
     path, said = put(workspace, rows(0, 20)), Said()
     with killer():
-        take(workspace, ledger, path, said)
+        take(Plant(workspace, ledger, said), path)
     put(workspace, rows(20, 20), "b.jsonl")
-    (other,) = arrived(workspace, ledger)
-    take(workspace, ledger, other, said)
+    (other,) = arrived(Plant(workspace, ledger))
+    take(Plant(workspace, ledger, said), other)
     assert other.name == "b.jsonl" and path.exists()
     put(workspace, rows(0, 20))  # changed: it is another file
-    assert list(arrived(workspace, ledger)) == [path]
+    assert list(arrived(Plant(workspace, ledger))) == [path]

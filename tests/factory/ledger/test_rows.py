@@ -10,6 +10,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Config, Workspace
 from factory.daemon import observe
 from factory.ledger.ledger import Ledger, record, releases, segments
+from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
 from factory.ledger.status import snapshot
@@ -74,5 +75,5 @@ def test_status_and_daemon_see_the_same_champion(workspace: Workspace, ledger: L
     assert facts["champion"] == best.only("number candidate mlflow_version export_path created_at")
     assert [c["verdict"]["outcome"] for c in facts["candidates"]] == ["promote", "reject"]
     (workspace.inbox / "next.jsonl").touch()  # something to do, so that no segment is planned
-    world = observe(workspace, ledger, settle=0)
+    world = observe(Plant(workspace, ledger), settle=0)
     assert (world.unjudged_candidate, world.unfinished_release, world.unreleased_promotion) == (None, None, None)

@@ -22,6 +22,7 @@ from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
 from factory.daemon import run
 from factory.ledger.ledger import Ledger, anomalies, record
+from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import Subject
 from factory.notifying.delivery import Notifier
@@ -104,7 +105,7 @@ def subjects(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def test_by_default_nobody_is_told_and_nothing_is_written(workspace: Workspace, ledger: Ledger) -> None:
     happens(ledger, ACTION_FAILED)
-    Notifier(workspace, ledger, Said()).look()
+    Notifier(Plant(workspace, ledger, Said())).look()
     assert not (workspace.root / "notified.json").exists()
 
 
@@ -115,7 +116,7 @@ def test_what_is_told_in_order_from_now_on_and_signed(
     approval(workspace, "manual")
     write_policy(workspace, webhook=hook.url)
     happens(ledger, ACTION_FAILED)  # before anybody was to be told
-    notifier = Notifier(workspace, ledger, Said())
+    notifier = Notifier(Plant(workspace, ledger, Said()))
     notifier.look()
     assert hook.got == []
     add_candidate(workspace, ledger)
@@ -128,7 +129,7 @@ def test_what_is_told_in_order_from_now_on_and_signed(
         record(tx, "segment_failed", Subject("segment", 99), {})  # there is no such segment
     happens(ledger, ACTION_FAILED, "works_again")
     notifier.look()
-    reject(workspace, ledger, verdict, "ada", "too early")
+    reject(Plant(workspace, ledger), verdict, "ada", "too early")
     notifier.look()
     assert subjects(hook.got) == [
         ("judged", "candidate:1"), ("segment_done", "segment:1"), ("segment_failed", "segment:99"), ("action_failed", "daemon"),
@@ -155,7 +156,7 @@ def test_a_receiver_that_fails_gets_the_same_message_again_and_holds_up_nobody(
     told = tmp_path / "told"
     words = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read())"]
     said = Said()
-    notifier = Notifier(workspace, ledger, said)
+    notifier = Notifier(Plant(workspace, ledger, said))
     write_policy(workspace, webhook=hook.url, command=words)
     notifier.look()
     happens(ledger, ACTION_FAILED, ACTION_FAILED, "works_again")
@@ -206,11 +207,11 @@ def test_a_command_that_fails_hangs_or_is_not_there(workspace: Workspace, ledger
         "cannot be run: No such file": ["no-such-program-anywhere"],
     }
     write_policy(workspace, command=["true"])
-    Notifier(workspace, ledger, said).look()
+    Notifier(Plant(workspace, ledger, said)).look()
     happens(ledger, ACTION_FAILED)
     for why, words in cases.items():
         write_policy(workspace, command=words, timeout_seconds=3.0)
-        Notifier(workspace, ledger, said).look()
+        Notifier(Plant(workspace, ledger, said)).look()
         assert why in said.lines[-1], said.lines
     with pytest.raises(ProcessLookupError):
         os.kill(int(child.read_text()), 0)
@@ -245,7 +246,7 @@ def test_killed_between_delivery_and_position_it_is_delivered_again(
     """The command itself kills whoever delivers, after it has the message."""
     told = tmp_path / "told"
     write_policy(workspace, command=[sys.executable, "-c", KILLER, str(told)], timeout_seconds=60.0)
-    Notifier(workspace, ledger, Said()).look()
+    Notifier(Plant(workspace, ledger, Said())).look()
     happens(ledger, ACTION_FAILED, "works_again")
     deliver = [sys.executable, "-c", DELIVERS, str(workspace.root)]
     ends = [subprocess.run(deliver, cwd=ROOT, check=False).returncode for _ in range(2)]
@@ -256,27 +257,27 @@ def test_killed_between_delivery_and_position_it_is_delivered_again(
 
 def test_a_ledger_that_was_restored_goes_on_by_time(workspace: Workspace, ledger: Ledger, hook: Hook) -> None:
     write_policy(workspace, webhook=hook.url)
-    Notifier(workspace, ledger, Said()).look()
+    Notifier(Plant(workspace, ledger, Said())).look()
     happens(ledger, *[ACTION_FAILED] * 3)
-    Notifier(workspace, ledger, Said()).look()
+    Notifier(Plant(workspace, ledger, Said())).look()
     with ledger.begin() as tx:  # a backup that lacks the last two; another one happens since
         tx.exec_driver_sql("DELETE FROM events WHERE id > 1")
     happens(ledger, "works_again")
-    Notifier(workspace, ledger, Said()).look()
+    Notifier(Plant(workspace, ledger, Said())).look()
     assert [message["event"] for message in hook.got] == [ACTION_FAILED] * 3 + ["works_again"]
     (workspace.root / "notified.json").write_text('{"webhook": {"event": "7"}}')
     with pytest.raises(ConfigError, match="notified.json cannot be read: remove it"):
-        Notifier(workspace, ledger, Said()).look()
+        Notifier(Plant(workspace, ledger, Said())).look()
     assert "notified.json, which cannot be read" in waiting(workspace, Reader(workspace))[-1]["what"]
 
 
 def test_run_once_tells_what_happened_while_it_ran(workspace: Workspace, ledger: Ledger, hook: Hook) -> None:
     write_policy(workspace, webhook=hook.url)
     (workspace.inbox / "broken.jsonl").write_text("no json\n")
-    run(workspace, ledger, Said(), once=True)
+    run(Plant(workspace, ledger, Said()), once=True)
     assert (workspace.root / "notified.json").exists()
     happens(ledger, ACTION_FAILED)
-    run(workspace, ledger, Said(), once=True)
+    run(Plant(workspace, ledger, Said()), once=True)
     assert ("action_failed", "daemon") in subjects(hook.got)
 
 

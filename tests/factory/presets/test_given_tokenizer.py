@@ -12,11 +12,11 @@ import sqlalchemy as sa
 import tokenizers as library
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import PATTERN, SPECIAL, Tokenizer, train
 from factory.ledger.ledger import Ledger, tokenizers
+from factory.ledger.plant import Plant
 from factory.presets.given_tokenizer import install, opened
 from tests.support.factory.made_up_text import prose
 
@@ -116,8 +116,8 @@ def test_it_is_frozen_before_the_first_shard_which_is_made_of_its_ids(
     path = changed(ours, tmp_path, (lambda raw: None) if bos else setting(post_processor=None))
     ledger = Ledger.open(plant.ledger_url)
     with opened(path) as given:
-        install(plant, ledger, given)
-        install(plant, ledger, given)  # again: the same
+        install(Plant(plant, ledger), given)
+        install(Plant(plant, ledger), given)  # again: the same
         sha256 = given.sha256
     (row,) = ledger.rows(sa.select(tokenizers))
     assert (row["sha256"], row["vocab_size"]) == (sha256, 600)
@@ -128,7 +128,7 @@ def test_it_is_frozen_before_the_first_shard_which_is_made_of_its_ids(
     lines = [json.dumps({"id": str(i), "text": prose(2000 + i), "domain": "docs", "license": "MIT"}) for i in range(40)]
     shard = plant.inbox / "shard.jsonl"
     shard.write_text("\n".join(lines) + "\n")
-    assert ingest_shard(plant, ledger, shard, SILENT, workers=0).state == "ingested"
+    assert ingest_shard(Plant(plant, ledger), shard, workers=0).state == "ingested"
     assert len(ledger.rows(sa.select(tokenizers))) == 1 and Tokenizer.load(plant.tokenizer).sha256 == sha256
     made = ledger.rows(sa.text("SELECT tokenizer FROM token_shards"))
     assert {entry["tokenizer"] for entry in made} == {sha256}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from factory.core.progress import SILENT
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.presets.making import InitOptions, make
 from factory.training.planning import plan_of, plan_trunk
@@ -27,13 +27,13 @@ def test_the_laptop_preset_trains_what_it_is_given(tmp_path: Path, code_reposito
     rows = [{"id": str(i), "text": prose(i, 400), "domain": "notes", "license": "MIT"} for i in range(700)]
     shard = workspace.inbox / "notes.jsonl"
     shard.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = ingest_shard(workspace, ledger, shard, SILENT, workers=0)
+    report = ingest_shard(Plant(workspace, ledger), shard, workers=0)
     assert report.state == "ingested"
     assert Tokenizer.load(workspace.tokenizer).vocab_size <= 8192
-    number = plan_trunk(workspace, ledger, 2)
+    number = plan_trunk(Plant(workspace, ledger), 2)
     (row,) = ledger.rows(sa.select(segments))
     assert row["recipe"] == "laptop" and row["computing"]["precision"]["asked"] == "auto"
-    run_segment(workspace, ledger, number, SILENT)
+    run_segment(Plant(workspace, ledger), number)
     (row,) = ledger.rows(sa.select(segments))
     assert row["state"] == "done" and plan_of(ledger, SegmentRow.get(ledger, number))["targets_in_every_batch"]
     lines = read_lines(workspace.segments / "00001-trunk" / "metrics.jsonl")

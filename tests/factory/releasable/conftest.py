@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.factory.made_up_text import use_small_vocabulary
 
 
@@ -22,6 +22,6 @@ def ingest(workspace: Workspace, ledger: Ledger) -> Callable[..., ShardReport]:
     def run(rows: list[dict[str, Any]], name: str = "shard.jsonl") -> ShardReport:
         path = workspace.inbox / name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return ingest_shard(workspace, ledger, path, SILENT, workers=0)
+        return ingest_shard(Plant(workspace, ledger), path, workers=0)
 
     return run

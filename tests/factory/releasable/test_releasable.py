@@ -16,6 +16,7 @@ from factory.core.workspace import Workspace
 from factory.daemon import reconcile
 from factory.ingest.chain import ShardReport
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.releasable.gathering import ReleasableLine, describe, look, verdict
 from factory.releasable.recorded import newest, refresh
 from factory.tasks.policy import TasksPolicy
@@ -36,12 +37,12 @@ def commands(todo: str) -> list[str]:
 
 
 def test_before_the_first_shard_there_is_nothing_to_say(workspace: Workspace, ledger: Ledger) -> None:
-    assert look(workspace, ledger) == []
+    assert look(Plant(workspace, ledger)) == []
 
 
 def test_data_of_one_source_can_be_released(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     ingest([row | {"source": "reviews"} for row in texts(0, 120)])
-    found = by_name(look(workspace, ledger))
+    found = by_name(look(Plant(workspace, ledger)))
     assert found["text"].ok is not False and found["licences"].ok and found["gain"].ok
     assert re.match(
         r"(\d+) document groups in the sealed half and (\d+) in the dev half; the gate needs 8", found["text"].text
@@ -56,7 +57,7 @@ def test_what_it_says_of_one_group_is_mended_by_its_own_command(
         "domains: {default: {group: source}}\ntokenizer: {vocab_size: 400}\nlicences: {known: {MIT: {train: true, release: true}}}\n",
     )
     ingest([row | {"source": f"s{n % 6}"} for n, row in enumerate(texts(0, 120))])
-    line = by_name(look(workspace, ledger))["text"]
+    line = by_name(look(Plant(workspace, ledger)))["text"]
     assert line.ok is False and "the gate needs 8 documents of 8 groups" in line.text
     command = next(one for one in commands(line.todo) if one.startswith("data relabel"))
     assert command_here(*command.split(), "--yes", home=workspace).exit_code == 0
@@ -65,20 +66,20 @@ def test_what_it_says_of_one_group_is_mended_by_its_own_command(
         "domains: {default: {group: document}}\ntokenizer: {vocab_size: 400}\nlicences: {known: {MIT: {train: true, release: true}}}\n",
     )
     ingest([row | {"source": "s1"} for row in texts(500, 120)], "next.jsonl")
-    assert by_name(look(workspace, ledger))["text"].ok is not False
+    assert by_name(look(Plant(workspace, ledger)))["text"].ok is not False
 
 
 def test_licences_that_hold_are_said_and_allowed_by_what_it_says(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     ingest([{key: value for key, value in row.items() if key != "license"} for row in texts(0, 120)])
-    line = by_name(look(workspace, ledger))["licences"]
+    line = by_name(look(Plant(workspace, ledger)))["licences"]
     assert line.ok is False and "no licence 100.0%" in line.text
     allow, take_out = map(shlex.split, commands(line.todo))
     assert command_here(*take_out, "--dry-run", home=workspace).exit_code == 0
     assert command_here(*allow, home=workspace).exit_code == 0
     assert "vocab_size: 400" in (workspace.root / "policies" / "data.yaml").read_text(), "the rest of the policy stays"
-    assert by_name(look(workspace, ledger))["licences"].ok
+    assert by_name(look(Plant(workspace, ledger)))["licences"].ok
 
 
 @pytest.mark.parametrize("which", [0, 2])
@@ -86,17 +87,17 @@ def test_a_licence_that_is_not_listed_is_allowed_or_taken_out_by_what_it_says(
     which: int, workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     ingest([*texts(0, 120), *(row | {"license": "My Own 1.0"} for row in texts(200, 60))])
-    said = commands(by_name(look(workspace, ledger))["licences"].todo)
+    said = commands(by_name(look(Plant(workspace, ledger)))["licences"].todo)
     assert len(said) == 3
     yes = ["--yes"] if which else []
     assert command_here(*shlex.split(said[which]), *yes, home=workspace).exit_code == 0
-    assert by_name(look(workspace, ledger))["licences"].ok
+    assert by_name(look(Plant(workspace, ledger)))["licences"].ok
 
 
 def test_what_a_file_names_is_never_part_of_a_command(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     """A person pastes it into a shell."""
     ingest([row | {"license": "$(touch pwned)"} for row in texts(0, 120)])
-    todo = by_name(look(workspace, ledger))["licences"].todo
+    todo = by_name(look(Plant(workspace, ledger)))["licences"].todo
     assert commands(todo) == [] and "under licences.known in data.yaml" in todo
 
 
@@ -104,13 +105,13 @@ def test_a_licence_that_only_copies_name_is_settled(workspace: Workspace, ledger
     """No document's own row names it, so none could be relabelled."""
     ingest(texts(0, 120))
     ingest([row | {"license": "My Own 1.0"} for row in texts(0, 60)], "copies.jsonl")
-    todo = by_name(look(workspace, ledger))["licences"].todo
+    todo = by_name(look(Plant(workspace, ledger)))["licences"].todo
     assert "data claims" in todo and "relabel" not in todo
 
 
 def test_too_little_data_is_said_with_how_much(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     ingest(texts(0, 6))
-    line = by_name(look(workspace, ledger))["text"]
+    line = by_name(look(Plant(workspace, ledger)))["text"]
     assert line.ok is False and line.todo.startswith("bring more documents of text")
     assert verdict([line]) == "releases would be held: text"
 
@@ -121,7 +122,7 @@ def test_a_small_task_informs_and_its_size_is_said(
 ) -> None:
     ingest(texts(0, 60))
     write_task(workspace, "sums", sums(items), kind="maths")
-    line = by_name(look(workspace, ledger))["task sums"]
+    line = by_name(look(Plant(workspace, ledger)))["task sums"]
     assert line.ok is guards
     if not guards:
         needed = re.search(r"about (\d+) items are needed", line.text)
@@ -136,7 +137,7 @@ def test_a_published_file_that_is_no_task_is_named_by_a_command_that_finds_it(
     folder = workspace.root / "policies" / "tasks"
     folder.mkdir(parents=True)
     (folder / "few.jsonl").write_text('{"question": "2 + 2?", "answer": "#### 4"}\n')
-    line = next(line for line in look(workspace, ledger) if line.name.startswith("task "))
+    line = next(line for line in look(Plant(workspace, ledger)) if line.name.startswith("task "))
     [command] = commands(line.todo)
     assert line.ok is False and "items_min" in line.text
     assert str(command_here(*shlex.split(command), home=workspace).exception) == line.text
@@ -151,11 +152,11 @@ def test_the_margin_of_ones_own_that_is_advised_makes_a_task_a_guard(
     write_task(workspace, name, sums(40), kind="maths")
     (workspace.root / "policies" / "tasks.yaml").write_text(f"others: {others}\n")
     tier = TasksPolicy.load(workspace.policy("tasks.yaml")).of(name).tier
-    command = re.search(r"'factory (config set .*)'$", by_name(look(workspace, ledger))[f"task {name}"].todo)
+    command = re.search(r"'factory (config set .*)'$", by_name(look(Plant(workspace, ledger)))[f"task {name}"].todo)
     assert command
     done = CliRunner().invoke(app, [*shlex.split(command[1]), "--workspace", str(workspace.root)])
     assert done.exit_code == 0, done.output
-    assert by_name(look(workspace, ledger))[f"task {name}"].ok is True
+    assert by_name(look(Plant(workspace, ledger)))[f"task {name}"].ok is True
     assert TasksPolicy.load(workspace.policy("tasks.yaml")).of(name).tier == tier
 
 
@@ -163,7 +164,7 @@ def test_a_recipe_of_another_vocabulary_is_said_before_training(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     ingest(texts(0, 60))
-    line = by_name(look(workspace, ledger))["recipe"]
+    line = by_name(look(Plant(workspace, ledger)))["recipe"]
     assert line.ok is False and "vocab_size" in line.text
 
 
@@ -172,22 +173,22 @@ def test_it_is_recorded_once_and_again_when_something_changed(
 ) -> None:
     ingest(texts(0, 60))
     said = Said()
-    refresh(workspace, ledger, said)
-    refresh(workspace, ledger, said)
+    refresh(Plant(workspace, ledger, said))
+    refresh(Plant(workspace, ledger, said))
     count = lambda: ledger.read("SELECT COUNT(*) AS n FROM events WHERE kind = 'releasable'")[0]["n"]
     assert count() == 1 and any("recipe" in line for line in said.lines)
     kept = newest(workspace, ledger)
     assert (
         kept
         and not kept["stale"]
-        and [line["name"] for line in kept["lines"]] == [line.name for line in look(workspace, ledger)]
+        and [line["name"] for line in kept["lines"]] == [line.name for line in look(Plant(workspace, ledger))]
     )
     shown = command_here("status", home=workspace).stdout
     assert "release   held by recipe" in shown and "changed since this report" not in shown
     use_policy(workspace, "tokenizer: {vocab_size: 401}\n")
     assert "changed since this report: 'factory data list'" in command_here("status", home=workspace).stdout
     ingest(texts(100, 60), "more.jsonl")
-    refresh(workspace, ledger, said)
+    refresh(Plant(workspace, ledger, said))
     assert count() == 2
 
 
@@ -195,7 +196,7 @@ def test_the_daemon_looks_also_where_it_can_plan_nothing(workspace: Workspace, l
     """A recipe that does not fit ends a pass before its first action."""
     ingest(texts(0, 60))
     with pytest.raises(ConfigError, match="vocab_size"):
-        reconcile(workspace, ledger, Said())
+        reconcile(Plant(workspace, ledger, Said()))
     kept = newest(workspace, ledger)
     assert kept and [line["name"] for line in kept["lines"] if line["ok"] is False] == ["recipe"]
 

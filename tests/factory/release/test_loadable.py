@@ -15,6 +15,7 @@ import torch
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
 from factory.release.releases import reconcile
 from factory.serving.native.server import NativeEngine, application
@@ -39,7 +40,7 @@ def engine_says(export: Path) -> str:
 @pytest.fixture
 def released(workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     add_release(workspace, ledger, make_export(workspace.exports / "segment-00001", 1))
-    reconcile(with_store(workspace), ledger)
+    reconcile(Plant(with_store(workspace), ledger))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return workspace
 
@@ -70,7 +71,7 @@ def test_mlflow_loads_the_champion_and_it_writes_what_the_engine_writes(
     copy = Path(shutil.copytree(released.root, tmp_path / "copy", symlinks=True))
     shutil.rmtree(released.root)
     moved = Workspace.open(copy)
-    assert reconcile(moved, Ledger.open(moved.ledger_url)) == []
+    assert reconcile(Plant(moved, Ledger.open(moved.ledger_url))) == []
     assert loaded(moved) == (said.strip(), said)
 
 
@@ -84,7 +85,7 @@ def test_a_server_that_keeps_artifacts_is_sent_the_export_and_gives_it_back(
     said = engine_says(export)
     with mlflow_server(tmp_path / "server") as address:
         at_server = replace(workspace, config=replace(workspace.config, mlflow_uri=address))
-        assert any("published again" in line for line in reconcile(at_server, ledger))
-        assert reconcile(at_server, ledger) == []
+        assert any("published again" in line for line in reconcile(Plant(at_server, ledger)))
+        assert reconcile(Plant(at_server, ledger)) == []
         shutil.rmtree(export)  # nothing but what the server gives back is loaded
         assert loaded(at_server) == (said.strip(), said)

@@ -20,11 +20,11 @@ import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
 from factory.cli.core.options import person
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.ledger.ledger import Ledger, anomalies, documents, events, verdicts
 from factory.ledger.ledger import releases as releases_table
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, VerdictRow, champion
 from factory.release import overriding, releases
 from factory.release.answering import ApprovalAnswers
@@ -62,7 +62,7 @@ def _scene(workspace: Workspace, ledger: Ledger) -> Ledger:
     add_document(ledger, "MIT")
     for _ in range(2):
         add_candidate(workspace, ledger)
-    release(workspace, ledger, add_verdict(ledger, 1))
+    release(Plant(workspace, ledger), add_verdict(ledger, 1))
     return ledger
 
 
@@ -74,13 +74,13 @@ def recorded(ledger: Ledger) -> list[tuple[str, str]]:
 def test_a_held_candidate_is_released_by_a_person_with_a_reason(workspace: Workspace, scene: Ledger) -> None:
     verdict = add_judged(scene, 2, HELD, against=1)
     assert VerdictRow.get(scene, verdict).outcome == "hold"
-    assert override(workspace, scene, 2, "ada", f" {WHY}\n") == 2
-    assert override(workspace, scene, 2, "bob", "again") == 2 and release(workspace, scene, verdict) == 2
+    assert override(Plant(workspace, scene), 2, "ada", f" {WHY}\n") == 2
+    assert override(Plant(workspace, scene), 2, "bob", "again") == 2 and release(Plant(workspace, scene), verdict) == 2
     assert recorded(scene) == [(f"verdict:{verdict}", f"ada: {WHY}")], "once"
     row = champion(scene)
     assert row is not None and (row.number, row.state, row.approved_by, row.verdict) == (2, "published", "ada", verdict)
     assert [one["override"] and one["override"]["why"] for one in listed(scene)] == [None, WHY]
-    told = shown(workspace, scene, "2")
+    told = shown(Plant(workspace, scene), "2")
     assert told["verdict"] == "hold" and told["override"]["by"] == "ada" and told["decision"]["word"] == "overridden"
     assert f"ada: {WHY}" in Path(told["report"]).read_text()
     client = open_client(workspace)
@@ -89,7 +89,7 @@ def test_a_held_candidate_is_released_by_a_person_with_a_reason(workspace: Works
     assert (version.tags["overridden_by"], version.tags["override_reason"]) == ("ada", WHY)
     assert version.tags["approval"] == "overridden" and f"by ada: {WHY}" in version.tags["approval_answer"]
     assert f"**Released though it was held**, by ada: {WHY}" in (version.description or "")
-    assert reconcile(workspace, scene) == []
+    assert reconcile(Plant(workspace, scene)) == []
 
 
 # evidence → what is said
@@ -121,7 +121,7 @@ def test_what_no_person_releases(workspace: Workspace, scene: Ledger) -> None:
     for what, (given, words) in REFUSED.items():
         add_judged(scene, 2, given, against=1)
         with pytest.raises(InputError) as error:
-            override(workspace, scene, 2, "ada", WHY)
+            override(Plant(workspace, scene), 2, "ada", WHY)
         assert words in str(error.value) and "\n" not in str(error.value), (what, error.value)
     assert recorded(scene) == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
 
@@ -137,18 +137,18 @@ def test_it_binds_to_what_was_judged(workspace: Workspace, scene: Ledger) -> Non
 
     put(evidence=stored | {"target": None})
     with pytest.raises(InputError, match="its policy or evidence is not what was recorded: judge it again"):
-        override(workspace, scene, 2, "ada", WHY)
+        override(Plant(workspace, scene), 2, "ada", WHY)
     put(evidence=stored, policy_sha256="0" * 64)
     with pytest.raises(InputError, match="its policy or evidence is not what was recorded"):
-        override(workspace, scene, 2, "ada", WHY)
+        override(Plant(workspace, scene), 2, "ada", WHY)
     put(policy_sha256=VerdictRow.get(scene, newest - 1).policy_sha256, subject_sha256="0" * 64)
     with pytest.raises(InputError, match="judged another export"):
-        override(workspace, scene, 2, "ada", WHY)
+        override(Plant(workspace, scene), 2, "ada", WHY)
     put(subject_sha256=VerdictRow.get(scene, newest - 1).subject_sha256, against=None)
     with pytest.raises(InputError, match="against no champion, but candidate:1 is champion now"):
-        override(workspace, scene, 2, "ada", WHY)
+        override(Plant(workspace, scene), 2, "ada", WHY)
     with pytest.raises(InputError, match="candidate 1 is release 1 already, and was not held"):
-        override(workspace, scene, 1, "ada", WHY)
+        override(Plant(workspace, scene), 1, "ada", WHY)
     assert recorded(scene) == []
 
 
@@ -158,7 +158,7 @@ def test_what_changed_since_it_was_judged_is_looked_at_again(workspace: Workspac
 
     def refused(words: str) -> None:
         with pytest.raises(InputError, match=f"candidate:2 would be held now for what no person overrides: .*{words}"):
-            override(workspace, scene, 2, "ada", WHY)
+            override(Plant(workspace, scene), 2, "ada", WHY)
 
     licence(scene, "CC-BY-NC-4.0")
     refused("CC-BY-NC-4.0 100.0%.*'factory evaluate 2' judges it again")
@@ -173,7 +173,7 @@ def test_what_changed_since_it_was_judged_is_looked_at_again(workspace: Workspac
     refused("Its training went wrong: loss_spike at step 4")
     with scene.begin() as tx:
         tx.execute(anomalies.delete())
-    assert recorded(scene) == [] and override(workspace, scene, 2, "ada", WHY) == 2
+    assert recorded(scene) == [] and override(Plant(workspace, scene), 2, "ada", WHY) == 2
 
 
 def licence(ledger: Ledger, name: str) -> None:
@@ -189,18 +189,18 @@ def test_whoever_approves_licences_and_anomalies_of_now_count(workspace: Workspa
     words = "candidate:2 would be held now: 100.0% .*CC-BY-NC-4.0.* 'factory evaluate 2' judges it again"
     for by in ("ada", None):
         with pytest.raises(OutOfDate, match=words):
-            release(workspace, scene, verdict, approved_by=by)
+            release(Plant(workspace, scene), verdict, approved_by=by)
         approval(workspace, "automatic")
     approval(workspace, "manual")
-    version = register_candidate(workspace, scene, 2)
+    version = register_candidate(Plant(workspace, scene), 2)
     client = open_client(workspace)
     client.set_model_version_tag(MODEL, version, "approval", "approved")
-    [line] = ApprovalAnswers(workspace, scene, SILENT).look()
+    [line] = ApprovalAnswers(Plant(workspace, scene)).look()
     assert "was refused" in line and "CC-BY-NC-4.0" in line
     decided = scene.rows(sa.select(events).where(events.c.kind == "approved"))
     assert decided == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
     licence(scene, "MIT")
-    assert release(workspace, scene, verdict, approved_by="ada") == 2
+    assert release(Plant(workspace, scene), verdict, approved_by="ada") == 2
 
 
 @pytest.mark.parametrize("state", ["decided", "aliased"])
@@ -215,36 +215,36 @@ def test_what_is_finished_later_is_looked_at_again(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(releases._Saga, "_publish" if state == "aliased" else "_register", killed)
-        override(workspace, scene, 2, "ada", WHY)
+        override(Plant(workspace, scene), 2, "ada", WHY)
     row = ReleaseRow.first(scene, "WHERE candidate = 2")
     assert row is not None and row.state == state
     licence(scene, "CC-BY-NC-4.0")
     with pytest.raises(OutOfDate, match="candidate:2 would be held now: .*CC-BY-NC-4.0"):
-        override(workspace, scene, 2, "ada", WHY)
-    assert "release 2 cannot be finished: candidate:2 would be held now" in reconcile(workspace, scene)[0]
-    assert reconcile(workspace, scene) == [], "MLflow shows what is"
+        override(Plant(workspace, scene), 2, "ada", WHY)
+    assert "release 2 cannot be finished: candidate:2 would be held now" in reconcile(Plant(workspace, scene))[0]
+    assert reconcile(Plant(workspace, scene)) == [], "MLflow shows what is"
     assert ReleaseRow.first(scene, "WHERE candidate = 2") is None and len(recorded(scene)) == 1
     client = open_client(workspace)
     [tags] = [dict(one.tags) for one in client.search_model_versions(f"name = '{MODEL}'") if str(one.version) == "2"]
     assert not {"release", "overridden_by", "override_reason"} & tags.keys() and tags.get("approval", "") == ""
     assert str(client.get_model_version_by_alias(MODEL, "champion").version) == "1"
-    assert ApprovalAnswers(workspace, scene, SILENT).look() == []
+    assert ApprovalAnswers(Plant(workspace, scene)).look() == []
     assert listed(scene)[1]["state"] == "held" and listed(scene)[1]["override"] is None
     licence(scene, "MIT")
     with pytest.raises(InputError, match="is 'hold', not 'promote'"):
-        release(workspace, scene, verdict)  # an override that was withdrawn is none
-    number = override(workspace, scene, 2, "bob", "again")
+        release(Plant(workspace, scene), verdict)  # an override that was withdrawn is none
+    number = override(Plant(workspace, scene), 2, "bob", "again")
     assert [one["override"] and one["override"]["by"] for one in listed(scene)] == [None, "bob"]
     licence(scene, "CC-BY-NC-4.0")
-    assert reconcile(workspace, scene) == [] and override(workspace, scene, 2, "bob", "again") == number
+    assert reconcile(Plant(workspace, scene)) == [] and override(Plant(workspace, scene), 2, "bob", "again") == number
     best = champion(scene)
     assert best is not None and best.number == number
 
 
 def test_what_a_person_rejected_is_not_said_to_be_approvable(workspace: Workspace, scene: Ledger) -> None:
-    reject(workspace, scene, add_judged(scene, 2, evidence(), against=1), "eve", "it swears")
+    reject(Plant(workspace, scene), add_judged(scene, 2, evidence(), against=1), "eve", "it swears")
     with pytest.raises(InputError, match="candidate:2 was rejected by eve: it swears; no override of it counts"):
-        override(workspace, scene, 2, "ada", WHY)
+        override(Plant(workspace, scene), 2, "ada", WHY)
 
 
 @pytest.mark.parametrize("name", ["", " ", "\n", "a\x1b[31mda"])
@@ -256,10 +256,10 @@ def test_who_decides_has_a_name_that_can_be_shown(name: str, monkeypatch: pytest
 
 def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scene: Ledger) -> None:
     add_judged(scene, 2, HELD, against=1)
-    override(workspace, scene, 2, "ada", WHY)
+    override(Plant(workspace, scene), 2, "ada", WHY)
     again = add_judged(scene, 2, replace(HELD, look=2), against=1)
     with pytest.raises(InputError, match="is 'hold', not 'promote'"):
-        release(workspace, scene, again)
+        release(Plant(workspace, scene), again)
 
 
 def test_the_command(workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> int:
     trace, seen = _trace(-1)
     sys.settrace(trace)
     try:
-        override(workspace, ledger, 2, "ada", WHY)
+        override(Plant(workspace, ledger), 2, "ada", WHY)
     finally:
         sys.settrace(None)
     return seen[0]
@@ -339,15 +339,15 @@ def test_killed_anywhere_it_is_released_once_or_not_at_all(tmp_path: Path, lines
         for engine in [known for known in gc.get_objects() if isinstance(known, sa.Engine)]:
             engine.dispose(close=False)  # SQLite connections must not be used across a fork
         sys.settrace(_trace(1 + part * (lines - 1) // KILLS)[0])
-        override(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url), 2, "ada", WHY)
+        override(Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url)), 2, "ada", WHY)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     decided = ReleaseRow.first(ledger, "WHERE candidate = 2")
     assert bool(recorded(ledger)) == (decided is not None), "the override and the release, or neither"
-    reconcile(workspace, ledger)  # the daemon finishes what was decided
+    reconcile(Plant(workspace, ledger))  # the daemon finishes what was decided
     after = champion(ledger)
     assert after is not None and after.number == (2 if decided else 1)
-    assert override(workspace, ledger, 2, "ada", WHY) == 2 and recorded(ledger) == [("verdict:2", f"ada: {WHY}")]
+    assert override(Plant(workspace, ledger), 2, "ada", WHY) == 2 and recorded(ledger) == [("verdict:2", f"ada: {WHY}")]
     assert [row["state"] for row in ledger.rows(releases_table.select())] == ["published", "published"]
-    assert reconcile(workspace, ledger) == []
+    assert reconcile(Plant(workspace, ledger)) == []

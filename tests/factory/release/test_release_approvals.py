@@ -13,6 +13,7 @@ from factory.core.workspace import Workspace
 from factory.daemon import observe
 from factory.ledger.decisions import undecided
 from factory.ledger.ledger import Ledger, candidates
+from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import ReleaseRow, champion
 from factory.release.answering import ApprovalAnswers
@@ -38,7 +39,7 @@ class Person:
 
     def __init__(self, workspace: Workspace, ledger: Ledger) -> None:
         self.client: MlflowClient = open_client(workspace)
-        self.answers = ApprovalAnswers(workspace, ledger, Said())
+        self.answers = ApprovalAnswers(Plant(workspace, ledger, Said()))
 
     def says(self, version: str, **tags: str) -> list[str]:
         for key, value in tags.items():
@@ -70,24 +71,25 @@ def test_killed_behind_the_version_a_candidate_that_waits_is_shown_as_waiting_by
 
     with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
         during.setattr(MlflowClient, step, killed)
-        register_candidate(workspace, ledger, 1)
+        register_candidate(Plant(workspace, ledger), 1)
     assert person.reads("1", "verdict_id") == "1" and person.reads("1", "approval") == ""
-    assert reconcile(workspace, ledger) == ["candidate 1 is shown in MLflow"]
+    assert reconcile(Plant(workspace, ledger)) == ["candidate 1 is shown in MLflow"]
     assert person.reads("1", "approval") == "pending" and (workspace.reports / "candidate-1.html").exists()
     assert (
-        person.client.get_model_version_by_alias(MODEL, "candidate").version == 1 and reconcile(workspace, ledger) == []
+        person.client.get_model_version_by_alias(MODEL, "candidate").version == 1
+        and reconcile(Plant(workspace, ledger)) == []
     )
 
 
 def test_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledger: Ledger, person: Person) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
     with pytest.raises(ApprovalNeeded, match="candidate 1 waits for approval: 'factory releases approve 1'"):
-        release(workspace, ledger, verdict)
+        release(Plant(workspace, ledger), verdict)
     assert champion(ledger) is None
-    register_candidate(workspace, ledger, 1)
+    register_candidate(Plant(workspace, ledger), 1)
     assert person.reads("1", "approval") == "pending" and "factory releases approve 1" in person.reads("1")
     approve(ledger, verdict, "ada")
-    assert release(workspace, ledger, verdict) == 1
+    assert release(Plant(workspace, ledger), verdict) == 1
     row = champion(ledger)
     assert row and row.approved_by == "ada"
     assert (person.reads("1", "approval"), person.reads("1")) == ("approved", "released as 1, approved by ada")
@@ -97,7 +99,7 @@ def test_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledg
     approve(ledger, later, "ada")
     (workspace.exports / "candidate-2" / "config.json").write_text("changed after the approval")
     with pytest.raises(InputError, match="is not what was recorded"):
-        release(workspace, ledger, later, approved_by="ada")
+        release(Plant(workspace, ledger), later, approved_by="ada")
 
 
 def test_any_candidate_that_waits_is_approved_or_rejected_in_mlflow(
@@ -105,7 +107,7 @@ def test_any_candidate_that_waits_is_approved_or_rejected_in_mlflow(
 ) -> None:
     """Not the newest one alone; each word once, with its answer, its reason and who gave it."""
     verdicts = [add_verdict(ledger, add_candidate(workspace, ledger)) for _ in range(3)]
-    versions = [register_candidate(workspace, ledger, number) for number in (1, 2, 3)]
+    versions = [register_candidate(Plant(workspace, ledger), number) for number in (1, 2, 3)]
     assert person.answers.look() == [] and [row.id for row in undecided(ledger)] == verdicts
     said = person.says(versions[2], approval="rejected", approval_reason="it swears")
     assert said == [f"version 3 of {MODEL}: rejected by mlflow: it swears"] and person.answers.look() == []
@@ -116,7 +118,7 @@ def test_any_candidate_that_waits_is_approved_or_rejected_in_mlflow(
     assert person.says(versions[1], approval=" Approved ", approval_by="ada") == [
         f"version 2 of {MODEL}: released as 1, approved by ada (mlflow)"
     ]
-    assert person.answers.look() == [] and reconcile(workspace, ledger) == []
+    assert person.answers.look() == [] and reconcile(Plant(workspace, ledger)) == []
     row = champion(ledger)
     assert row and (row.candidate, row.approved_by) == (2, "ada (mlflow)")
     assert (person.reads(versions[1], "approval"), person.reads(versions[1], "release")) == ("approved", "1")
@@ -133,28 +135,28 @@ def test_what_was_rejected_is_not_released_by_an_approval_of_that_verdict(
     workspace: Workspace, ledger: Ledger, person: Person
 ) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
-    version = register_candidate(workspace, ledger, 1)
-    reject(workspace, ledger, verdict, "bob", "too early")
-    reject(workspace, ledger, verdict, "bob", "too early")
+    version = register_candidate(Plant(workspace, ledger), 1)
+    reject(Plant(workspace, ledger), verdict, "bob", "too early")
+    reject(Plant(workspace, ledger), verdict, "bob", "too early")
     assert len(said_in(ledger, "rejected")) == 1
     with pytest.raises(InputError, match="was rejected by bob: too early"):
-        release(workspace, ledger, verdict, approved_by="ada")
+        release(Plant(workspace, ledger), verdict, approved_by="ada")
     with pytest.raises(InputError, match="was rejected by bob"):
         approve(ledger, verdict, "ada")
     assert "was rejected by bob: too early" in person.says(version, approval="approved")[0]
     assert ReleaseRow.select(ledger) == []
     # By policy alone nothing happens to it either, also under a new verdict; a person may approve that one.
     approval(workspace, "automatic")
-    assert observe(workspace, ledger).unreleased_promotion is None
+    assert observe(Plant(workspace, ledger)).unreleased_promotion is None
     again = add_verdict(ledger, 1)
-    assert observe(workspace, ledger).unreleased_promotion is None
+    assert observe(Plant(workspace, ledger)).unreleased_promotion is None
     with pytest.raises(ApprovalNeeded):
-        release(workspace, ledger, again)
-    register_candidate(workspace, ledger, 1)
+        release(Plant(workspace, ledger), again)
+    register_candidate(Plant(workspace, ledger), 1)
     assert person.reads(version, "approval") == "pending"
     assert person.says(version, approval="approved") == [f"version 1 of {MODEL}: released as 1, approved by mlflow"]
     with pytest.raises(InputError, match="candidate 1 is release 1 already: 'factory releases rollback N'"):
-        reject(workspace, ledger, again, "bob", "")
+        reject(Plant(workspace, ledger), again, "bob", "")
     assert "is release 1 already" in person.says(version, approval="rejected")[0]
 
 
@@ -163,7 +165,7 @@ def test_forged_approvals_are_refused_by_name(workspace: Workspace, ledger: Ledg
     add_verdict(ledger, held, "hold")
     add_verdict(ledger, waits)
     for number in (held, waits):
-        register_candidate(workspace, ledger, number)
+        register_candidate(Plant(workspace, ledger), number)
     source = person.client.get_model_version(MODEL, "2").source
     real = dict(person.client.get_model_version(MODEL, "2").tags)
 
@@ -191,12 +193,12 @@ def test_forged_approvals_are_refused_by_name(workspace: Workspace, ledger: Ledg
     assert (
         "verdict 2 on candidate:2 is out of date: verdict 3 says 'promote'" in person.says("2", approval="approved")[0]
     )
-    register_candidate(workspace, ledger, waits)
+    register_candidate(Plant(workspace, ledger), waits)
     assert person.reads("2", "approval") == "pending"
     # A word that came before MLflow showed the new verdict is about the older one.
     person.client.set_model_version_tag(MODEL, "2", "approval", "approved")
     add_verdict(ledger, waits)
-    assert reconcile(workspace, ledger) == ["candidate 2 is shown in MLflow"]
+    assert reconcile(Plant(workspace, ledger)) == ["candidate 2 is shown in MLflow"]
     assert person.reads("2", "approval") == "pending" and person.answers.look() == []
     # The export on disk is another one; the ledger's row was changed with it.
     (workspace.exports / "candidate-2" / "config.json").write_text("{}")
@@ -210,9 +212,9 @@ def test_forged_approvals_are_refused_by_name(workspace: Workspace, ledger: Ledg
 def test_it_is_answered_while_the_main_thread_works(workspace: Workspace, ledger: Ledger, person: Person) -> None:
     """A thread of its own, an own ledger: as in the daemon, which trains for hours. An error of MLflow ends nothing."""
     add_verdict(ledger, add_candidate(workspace, ledger))
-    version = register_candidate(workspace, ledger, 1)
+    version = register_candidate(Plant(workspace, ledger), 1)
     said = Said()
-    answers = ApprovalAnswers(workspace, Ledger.open(workspace.ledger_url), said)
+    answers = ApprovalAnswers(Plant(workspace, Ledger.open(workspace.ledger_url), said))
     database = workspace.root / "mlflow.db"
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)

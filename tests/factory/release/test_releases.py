@@ -18,6 +18,7 @@ from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.ledger import releases as releases_table
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, champion
 from factory.release import registry, releases, serving
 from factory.release.approvals import register_candidate
@@ -55,7 +56,7 @@ def test_release_moves_alias_link_and_ledger_once(workspace: Workspace, ledger: 
     add_shard(ledger)
     assert champion(ledger) is None
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
-    assert release(workspace, ledger, verdict) == release(workspace, ledger, verdict) == 1
+    assert release(Plant(workspace, ledger), verdict) == release(Plant(workspace, ledger), verdict) == 1
     row = best(ledger)
     assert (row.number, row.state, row.approved_by, row.mlflow_version) == (1, "published", "policy", "1")
     assert in_mlflow(workspace) == ([("1", "promote")], {"champion": "1", "candidate": "1"})
@@ -71,23 +72,23 @@ def test_release_moves_alias_link_and_ledger_once(workspace: Workspace, ledger: 
     assert {"model", "report.html", "samples.json"} <= files
     model = workspace.mlflow_artifacts / "candidates" / version.run_id / "artifacts" / "model"
     assert (model / "MLmodel").is_file() and version.source == model.as_uri()
-    assert reconcile(workspace, ledger) == []
+    assert reconcile(Plant(workspace, ledger)) == []
 
 
 def test_the_second_release_and_back(workspace: Workspace, ledger: Ledger) -> None:
     first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
-    release(workspace, ledger, add_verdict(ledger, first))
-    assert release(workspace, ledger, add_verdict(ledger, second, against=first)) == 2
+    release(Plant(workspace, ledger), add_verdict(ledger, first))
+    assert release(Plant(workspace, ledger), add_verdict(ledger, second, against=first)) == 2
     assert in_mlflow(workspace)[1] == {"champion": "2", "candidate": "2"}
-    rollback(workspace, ledger, 1)
-    rollback(workspace, ledger, 1)
+    rollback(Plant(workspace, ledger), 1)
+    rollback(Plant(workspace, ledger), 1)
     assert best(ledger).number == 1
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"}
     assert (serving.served(workspace) or {})["release"] == 1
     assert kinds(ledger).count("rolled_back") == 1 and "repaired" not in kinds(ledger)
-    assert reconcile(workspace, ledger) == []
+    assert reconcile(Plant(workspace, ledger)) == []
     with pytest.raises(InputError, match="no release 7; there are: 1, 2"):
-        rollback(workspace, ledger, 7)
+        rollback(Plant(workspace, ledger), 7)
 
 
 @pytest.mark.parametrize("outcome", ["hold", "reject"])
@@ -96,16 +97,16 @@ def test_only_a_promotion_is_released_but_every_judged_candidate_is_shown(
 ) -> None:
     candidate = add_candidate(workspace, ledger)
     with pytest.raises(InputError, match="not judged yet"):
-        register_candidate(workspace, ledger, candidate)
+        register_candidate(Plant(workspace, ledger), candidate)
     verdict = add_verdict(ledger, candidate, outcome)
     with pytest.raises(InputError, match=f"'{outcome}', not 'promote'"):
-        release(workspace, ledger, verdict)
-    assert reconcile(workspace, ledger) == [f"candidate {candidate} is shown in MLflow"]
-    assert register_candidate(workspace, ledger, candidate) == "1"
+        release(Plant(workspace, ledger), verdict)
+    assert reconcile(Plant(workspace, ledger)) == [f"candidate {candidate} is shown in MLflow"]
+    assert register_candidate(Plant(workspace, ledger), candidate) == "1"
     assert in_mlflow(workspace) == ([("1", outcome)], {"candidate": "1"})
     assert champion(ledger) is None and ledger.rows(releases_table.select()) == []
     with pytest.raises(InputError, match="no verdict 99"):
-        release(workspace, ledger, 99)
+        release(Plant(workspace, ledger), 99)
 
 
 def test_what_was_not_judged_is_not_released(workspace: Workspace, ledger: Ledger) -> None:
@@ -115,70 +116,70 @@ def test_what_was_not_judged_is_not_released(workspace: Workspace, ledger: Ledge
     weights = (export / "model.safetensors").read_bytes()
     (export / "model.safetensors").write_bytes(weights[:-1] + b"!")
     with pytest.raises(InputError, match="is not what was recorded"):
-        release(workspace, ledger, verdict)
+        release(Plant(workspace, ledger), verdict)
     (export / "model.safetensors").write_bytes(weights)
     (export / "extra.json").symlink_to("/etc/passwd")
     with pytest.raises(InputError, match="plain files only"):
-        release(workspace, ledger, verdict)
+        release(Plant(workspace, ledger), verdict)
     (export / "extra.json").unlink()
     with ledger.begin() as tx:  # the candidate's row was changed after it was judged
         (export / "config.json").write_text("{}")
         tx.execute(candidates.update().values(export_sha256=folder_sha256(export)))
     with pytest.raises(InputError, match="judged another export"):
-        release(workspace, ledger, verdict)
+        release(Plant(workspace, ledger), verdict)
     assert ledger.rows(releases_table.select()) == [] and kinds(ledger) == []
 
 
 def test_a_verdict_that_is_out_of_date_is_not_released(workspace: Workspace, ledger: Ledger) -> None:
     first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
     old = add_verdict(ledger, second)  # against no champion
-    release(workspace, ledger, add_verdict(ledger, first))
+    release(Plant(workspace, ledger), add_verdict(ledger, first))
     with pytest.raises(InputError, match="against no champion, but candidate:1 is champion now"):
-        release(workspace, ledger, old)
+        release(Plant(workspace, ledger), old)
     promoted = add_verdict(ledger, second, against=first)
     held = add_verdict(ledger, second, "hold", against=first)
     with pytest.raises(InputError, match=f"out of date: verdict {held} says 'hold'"):
-        release(workspace, ledger, promoted)
+        release(Plant(workspace, ledger), promoted)
 
 
 def test_a_half_release_whose_export_changed_stops_nothing_and_shows_nothing(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = add_candidate(workspace, ledger)
-    release(workspace, ledger, add_verdict(ledger, first))
+    release(Plant(workspace, ledger), add_verdict(ledger, first))
     second = add_candidate(workspace, ledger)
     with monkeypatch.context() as broken, pytest.raises(RuntimeError):
         broken.setattr(serving, "publish", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
-        release(workspace, ledger, add_verdict(ledger, second, against=first))
+        release(Plant(workspace, ledger), add_verdict(ledger, second, against=first))
     assert in_mlflow(workspace)[1]["champion"] == "2", "the alias had moved already"
     (workspace.exports / "candidate-2" / "config.json").write_text("changed")
-    done = reconcile(workspace, ledger)
+    done = reconcile(Plant(workspace, ledger))
     assert any("release 2 cannot be finished" in line for line in done)
     assert in_mlflow(workspace)[1]["champion"] == "1" and best(ledger).number == 1
 
 
 def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: Workspace, ledger: Ledger) -> None:
     first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
-    release(workspace, ledger, add_verdict(ledger, first))
+    release(Plant(workspace, ledger), add_verdict(ledger, first))
     add_verdict(ledger, second, "reject", against=first)
-    register_candidate(workspace, ledger, second)
+    register_candidate(Plant(workspace, ledger), second)
     client = open_client(workspace)
     client.set_registered_model_alias(MODEL, "champion", "2")
     (workspace.exports / "champion").unlink()
-    done = reconcile(workspace, ledger)
+    done = reconcile(Plant(workspace, ledger))
     assert len(done) == 2 and "published again" in done[0] and "put back" in done[1]
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"} and kinds(ledger)[-1] == "repaired"
     client.delete_model_version(MODEL, "1")
-    reconcile(workspace, ledger)
+    reconcile(Plant(workspace, ledger))
     assert in_mlflow(workspace)[1]["champion"] == "3" and best(ledger).mlflow_version == "3"
-    assert reconcile(workspace, ledger) == []
+    assert reconcile(Plant(workspace, ledger)) == []
 
 
 def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
     approval(workspace, "manul")
     with pytest.raises(ConfigError, match="release.yaml: key 'approval'.*got 'manul'"):
-        release(workspace, ledger, verdict)
+        release(Plant(workspace, ledger), verdict)
 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def _scene(root: Path) -> tuple[Workspace, Ledger, int]:
     approval(workspace, "automatic")
     ledger = Ledger.create(workspace.ledger_url)
     first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
-    release(workspace, ledger, add_verdict(ledger, first))
+    release(Plant(workspace, ledger), add_verdict(ledger, first))
     return workspace, ledger, add_verdict(ledger, second, against=first)
 
 
@@ -220,7 +221,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     trace, seen = _count_lines(0, kill=False)
     sys.settrace(trace)
     try:
-        release(workspace, ledger, verdict)
+        release(Plant(workspace, ledger), verdict)
     finally:
         sys.settrace(None)
     return root, seen[0]
@@ -237,7 +238,7 @@ def test_killed_anywhere_there_is_one_release_and_one_version(template: tuple[Pa
         for engine in [known for known in gc.get_objects() if isinstance(known, sa.Engine)]:
             engine.dispose(close=False)  # SQLite connections must not be used across a fork
         sys.settrace(_count_lines(at, kill=True)[0])
-        release(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url), verdict)
+        release(Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url)), verdict)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -245,26 +246,26 @@ def test_killed_anywhere_there_is_one_release_and_one_version(template: tuple[Pa
     assert shown is None or shown["release"] in (1, 2)
     assert (workspace.exports / "champion" / "config.json").exists(), "a whole model is served at every moment"
 
-    reconcile(workspace, ledger)
-    assert release(workspace, ledger, verdict) == 2
+    reconcile(Plant(workspace, ledger))
+    assert release(Plant(workspace, ledger), verdict) == 2
     assert [row["state"] for row in ledger.rows(releases_table.select())] == ["published", "published"]
     assert in_mlflow(workspace) == ([("1", "promote"), ("2", "promote")], {"champion": "2", "candidate": "2"})
     assert kinds(ledger).count("promoted") == 2 and best(ledger).number == 2
     assert (serving.served(workspace) or {})["release"] == 2
-    assert reconcile(workspace, ledger) == []
+    assert reconcile(Plant(workspace, ledger)) == []
 
 
 def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> None:
     """Runs open as training runs, everything says what it is, and a version's page has the numbers that decide, one reason a line."""
     first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
-    release(workspace, ledger, add_verdict(ledger, first))
+    release(Plant(workspace, ledger), add_verdict(ledger, first))
     verdict = add_verdict(ledger, second, "hold", against=first)
     measured = {"gain": 0.2, "error": 0.01, "clusters": 12, "effective": 12.0}
     evidence = {"target": measured, "guards": {"code": measured, "a|b": measured | {"gain": -0.1}}, "releasable": 0.5}
     reasons = ["code: 1 → 2.", "**chat** <b>worse</b> | a cell"]
     with ledger.begin() as tx:
         tx.execute(verdicts.update().where(verdicts.c.id == verdict).values(evidence=evidence, reasons=reasons))
-    reconcile(workspace, ledger)
+    reconcile(Plant(workspace, ledger))
     client = open_client(workspace)
     kinds_by_name = {one.name: one.tags for one in client.search_experiments() if one.name != "Default"}
     assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == {
@@ -307,5 +308,5 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     }
     # Judged again: the page follows.
     add_verdict(ledger, second, "reject", against=first)
-    reconcile(workspace, ledger)
+    reconcile(Plant(workspace, ledger))
     assert (client.get_model_version(MODEL, "2").description or "").startswith("REJECT: candidate 2")

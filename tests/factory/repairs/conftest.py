@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from factory.backups.backups import make_ledger
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_arrived
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.training.exporting import export_candidate
 from tests.support.plants.trained_plant import (
     lenient_plant,
@@ -28,9 +28,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Pa
     ledger = make_ledger(workspace)
     write_shards(workspace.inbox)
     for path in sorted(workspace.inbox.iterdir()):
-        ingest_arrived(workspace, ledger, path, SILENT)
+        ingest_arrived(Plant(workspace, ledger), path)
     train_trunk(workspace, ledger)
-    export_candidate(workspace, ledger, train_anneal(workspace, ledger))
+    export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     return workspace.root
 
 

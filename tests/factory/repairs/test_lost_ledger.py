@@ -21,6 +21,7 @@ from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_arrived
 from factory.ledger.journal import ABOUT, BACKUPS, LONG, NAME, about, backups_of, damage_of, folders_of, next_name
 from factory.ledger.ledger import Ledger, metadata, record
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.lost_ledger import restore
 from kernels.contract.files import put_in_place
@@ -57,9 +58,9 @@ def test_a_copied_workspace_opens_and_goes_on_anywhere(saved: Path, copied: Copy
 @pytest.mark.parametrize("lost", ["gone", "empty", "truncated", "bytes", "no database"])
 def test_a_lost_ledger_is_the_same_again(copied: Copy, lost: str) -> None:
     workspace, ledger = copied()
-    make_backup(workspace, ledger)
+    make_backup(Plant(workspace, ledger))
     (workspace.inbox / "late.jsonl").write_text(json.dumps({"text": "A late document. " * 30, "domain": "docs"}) + "\n")
-    ingest_arrived(workspace, ledger, workspace.inbox / "late.jsonl", SILENT)
+    ingest_arrived(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
     with ledger.begin() as tx:
         record(tx, "promoted", "release:1", {"candidate": 1})
         tx.exec_driver_sql("DELETE FROM tracked_runs")
@@ -102,7 +103,7 @@ def test_a_restore_that_is_killed_loses_no_commit(
 ) -> None:
     """The last commits of a daemon that was killed are in SQLite's log alone."""
     workspace, ledger = copied()
-    make_backup(workspace, ledger)
+    make_backup(Plant(workspace, ledger))
     for number in range(3):
         with ledger.begin() as tx:
             record(tx, "important", f"x:{number}")
@@ -157,7 +158,7 @@ def test_without_any_backup_the_folders_tell(copied: Copy) -> None:
 
     for number in (1, 2):
         assert SegmentRow.get(again, number).state == "planned"
-        run_segment(workspace, again, number, SILENT)
+        run_segment(Plant(workspace, again), number)
     assert again.read("SELECT id, segment, step FROM checkpoints ORDER BY id") == checkpoints
 
 
@@ -170,7 +171,7 @@ def test_a_new_ledger_never_takes_an_old_segment_folder_as_its_own(copied: Copy)
     # by force
     ledger = Ledger.create(workspace.ledger_url)
     for path in sorted((workspace.shards / "raw").iterdir()):
-        ingest_arrived(workspace, ledger, path, SILENT)
+        ingest_arrived(Plant(workspace, ledger), path)
     old = (workspace.segments / "00001-trunk" / "metrics.jsonl").read_bytes()
     train_trunk(workspace, ledger)
     assert (workspace.segments / "00001-trunk" / "metrics.jsonl").read_bytes() != old
@@ -213,11 +214,11 @@ def test_a_torn_line_of_the_journal_costs_nothing(copied: Copy) -> None:
 def test_the_newest_backups_stay_and_a_damaged_one_is_passed_over(copied: Copy, tmp_path: Path) -> None:
     workspace, ledger = copied()
     first = backups_of(workspace.root)[0]
-    made = [make_backup(workspace, ledger)[0] for _ in range(KEPT)]
+    made = [make_backup(Plant(workspace, ledger))[0] for _ in range(KEPT)]
     assert backups_of(workspace.root) == made and not first.exists()
-    other, _ = make_backup(workspace, ledger, tmp_path / "disk")
+    other, _ = make_backup(Plant(workspace, ledger), tmp_path / "disk")
     with pytest.raises(InputError, match="is not empty"):
-        make_backup(workspace, ledger, tmp_path / "disk")
+        make_backup(Plant(workspace, ledger), tmp_path / "disk")
     with pytest.raises(InputError, match="no backup 'nowhere'.* holds: 2"):
         restore(workspace.root, "nowhere", SILENT)
     before = rows_of(workspace)
@@ -231,7 +232,7 @@ def test_the_newest_backups_stay_and_a_damaged_one_is_passed_over(copied: Copy, 
 
 def test_a_backup_whose_description_is_damaged_is_passed_over_and_its_journal_is_not(copied: Copy) -> None:
     workspace, ledger = copied()
-    make_backup(workspace, ledger)
+    make_backup(Plant(workspace, ledger))
     with ledger.begin() as tx:
         record(tx, "noted", "daemon", {"in": "its journal"})
     broken = backups_of(workspace.root)[-1]
@@ -245,7 +246,7 @@ def test_a_backup_whose_description_is_damaged_is_passed_over_and_its_journal_is
     ledger.engine.dispose()
     (workspace.root / "ledger.db").unlink()
     assert restore(workspace.root, "", SILENT) and rows_of(workspace) == before
-    assert back_up_daily(workspace, Ledger.open(workspace.ledger_url)) == "", "restoring made one"
+    assert back_up_daily(Plant(workspace, Ledger.open(workspace.ledger_url))) == "", "restoring made one"
 
 
 def test_a_journal_goes_on_in_the_order_of_the_backups(copied: Copy) -> None:
@@ -254,7 +255,7 @@ def test_a_journal_goes_on_in_the_order_of_the_backups(copied: Copy) -> None:
     first = backups_of(workspace.root)[-1]
     first.rename(first.with_name("2037-01-01T00-00-00"))
     for _ in range(10):
-        made, _ = make_backup(workspace, ledger)
+        made, _ = make_backup(Plant(workspace, ledger))
     assert made.name == "2037-01-01T00-00-00-10"
     with ledger.begin() as tx:
         record(tx, "noted", "daemon", {"in": "the last journal"})
@@ -268,7 +269,7 @@ def test_a_journal_goes_on_in_the_order_of_the_backups(copied: Copy) -> None:
 
 def test_a_damaged_line_of_a_journal_is_said(copied: Copy) -> None:
     workspace, ledger = copied()
-    made, _ = make_backup(workspace, ledger)
+    made, _ = make_backup(Plant(workspace, ledger))
     for number in range(3):
         with ledger.begin() as tx:
             record(tx, "noted", "daemon", {"number": number})
@@ -302,7 +303,7 @@ def test_a_whole_ledger_without_a_backup_is_not_thrown_away(copied: Copy) -> Non
 def test_a_backup_restores_a_workspace_on_a_new_disk(copied: Copy, tmp_path: Path) -> None:
     """What lay in the old one is gone: segments are taken up again once it is back."""
     workspace, ledger = copied()
-    make_backup(workspace, ledger, tmp_path / "kept")
+    make_backup(Plant(workspace, ledger), tmp_path / "kept")
     new = tmp_path / "new" / "plant"
     done = factory("restore", str(tmp_path / "kept"), "--workspace", str(new))
     assert done.returncode == 0, done.stderr
@@ -342,7 +343,7 @@ def test_killed_while_the_oldest_backup_is_removed_no_half_one_bears_the_name_of
 ) -> None:
     workspace, ledger = copied()
     while len(backups_of(workspace.root)) < KEPT:
-        make_backup(workspace, ledger)
+        make_backup(Plant(workspace, ledger))
 
     def half(path: Path) -> None:
         if path.exists():
@@ -351,12 +352,12 @@ def test_killed_while_the_oldest_backup_is_removed_no_half_one_bears_the_name_of
 
     with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
         during.setattr(backups, "remove", half)
-        make_backup(workspace, ledger)
+        make_backup(Plant(workspace, ledger))
     assert len(folders_of(workspace.root)) == KEPT
     assert not [
         path for path in folders_of(workspace.root) if backups.database_damage(path / "ledger.db") or not about(path)
     ]
-    make_backup(workspace, ledger)
+    make_backup(Plant(workspace, ledger))
     assert len([path for path in (workspace.root / BACKUPS).iterdir() if path.is_dir()]) == KEPT
 
 
@@ -368,5 +369,5 @@ def test_a_damaged_ledger_is_not_backed_up(copied: Copy) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:5000] + b"\xa5" * 90_000 + whole[95_000:])
     with pytest.raises(WorkspaceError, match="damaged"):
-        make_backup(workspace, ledger)
+        make_backup(Plant(workspace, ledger))
     assert backups_of(workspace.root) == kept and not list((workspace.root / "backups").glob(".backup-*"))

@@ -15,11 +15,11 @@ import pytest
 from factory import actions, daemon
 from factory.core.errors import FactoryError
 from factory.core.exports import folder_sha256
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.gates.release.gate import decide
 from factory.ingest.chat_template import OLDER_TEMPLATES, PLAIN_TEMPLATE
 from factory.ledger.ledger import Ledger, candidates, events
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow
 from factory.repairs import mending
 from factory.repairs.checkpoints import export_again, replay_checkpoint
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_now_says_nothing_about_what_is_damaged(copied: Copy
             read_manifest(Path(last_checkpoint(ledger, 1)["path"]))
 
     with pytest.raises(OSError, match="Too many open files"):
-        with_mending(workspace, ledger, said, act)
+        with_mending(Plant(workspace, ledger, said), act)
     assert not path.exists() and not said.lines
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_token_shard_is_made_again_from_its_raw_shard(copied: Copy, da
             flip(folder / damage)
         assert token_shard_fault(folder, deep=True)
         said = Said()
-        assert rebuild_token_shard(workspace, ledger, row["id"], said) == ""
+        assert rebuild_token_shard(Plant(workspace, ledger, said), row["id"]) == ""
         assert file_hashes(folder) == before
         assert len(list((workspace.root / "set-aside").glob(f"*-{folder.name}"))) == (damage != "gone")
 
@@ -91,16 +91,18 @@ def test_a_token_shard_that_cannot_be_made_again_says_why(copied: Copy) -> None:
     policy.write_text(old.replace("min_chars: 80\n", "min_chars: 9000\n"))
     assert policy.read_text() != old
     shutil.rmtree(row["path"])
-    assert rebuild_token_shard(workspace, ledger, row["id"], Said()) == "", "a backup has the policy of then"
+    assert rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"]) == "", "a backup has the policy of then"
     shutil.rmtree(row["path"])
     shutil.rmtree(workspace.root / "backups")
-    assert "it is another one" in rebuild_token_shard(workspace, ledger, row["id"], Said())
+    assert "it is another one" in rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"])
     policy.write_text(old)
     raw = next((workspace.shards / "raw").glob("*-shard-0.jsonl"))
     flip(raw)
-    assert f"{raw} is not the file that it was made of" in rebuild_token_shard(workspace, ledger, row["id"], Said())
+    assert f"{raw} is not the file that it was made of" in rebuild_token_shard(
+        Plant(workspace, ledger, Said()), row["id"]
+    )
     raw.unlink()
-    assert "is gone too: put that file" in rebuild_token_shard(workspace, ledger, row["id"], Said())
+    assert "is gone too: put that file" in rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"])
     assert not list(workspace.shards.glob(".again-*"))
 
 
@@ -110,10 +112,10 @@ def test_training_goes_on_over_a_token_shard_that_was_damaged(copied: Copy, dama
     folder = Path(token_shards(ledger)[0]["path"])
     shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # in its length
     said = Said()
-    number = with_mending(workspace, ledger, said, lambda: plan_trunk(workspace, ledger, 4))
+    number = with_mending(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
     assert f"token shard {folder.name} is whole again" in said.text
     shutil.rmtree(folder)
-    actions.train(workspace, ledger, number, said)
+    actions.train(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done"
     assert said.text.count(f"token shard {folder.name} is whole again") == 2
 
@@ -124,15 +126,17 @@ def test_a_token_that_changed_is_never_trained_on(copied: Copy, monkeypatch: pyt
     hashed: list[str] = []
     look = mending.token_shard_fault
     monkeypatch.setattr(mending, "token_shard_fault", lambda path, deep: hashed.append(path.name) or look(path, deep))
-    first, said = plan_trunk(workspace, ledger, 4), Said()
-    assert not mend_inputs(workspace, ledger, first, said, every=False) and set(hashed) == {one.name for one in folders}
-    assert not mend_inputs(workspace, ledger, first, said, every=False) and len(hashed) == len(folders)
+    first, said = plan_trunk(Plant(workspace, ledger), 4), Said()
+    assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and set(hashed) == {
+        one.name for one in folders
+    }
+    assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders)
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
-    actions.train(workspace, ledger, first, said)
+    actions.train(Plant(workspace, ledger, said), first)
     assert f"token shard {folders[0].name} is whole again" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
-    assert not mend_inputs(workspace, ledger, first, said, every=False) and len(hashed) == len(folders) + 1
+    assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
 
 
 def test_a_champions_export_that_was_touched_is_made_again_and_the_next_candidate_is_judged(copied: Copy) -> None:
@@ -141,7 +145,7 @@ def test_a_champions_export_that_was_touched_is_made_again_and_the_next_candidat
     assert row is not None
     (Path(row.export_path) / "README.md").write_text("# Ours")
     said = Said()
-    with_mending(workspace, ledger, said, lambda: decide(workspace, ledger, row.id, SILENT))
+    with_mending(Plant(workspace, ledger, said), lambda: decide(Plant(workspace, ledger), row.id))
     assert f"export {row.id} is whole again" in said.text and folder_sha256(Path(row.export_path)) == row.export_sha256
 
 
@@ -152,15 +156,15 @@ def test_an_older_factorys_export_is_made_again_as_that_one_made_it(copied: Copy
     assert row is not None
     export = Path(row.export_path)
     (workspace.tokenizer / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
-    make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), export, as_it_was=True)
+    make_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, as_it_was=True)
     with ledger.begin() as tx:
         tx.execute(candidates.update().values(export_sha256=folder_sha256(export)))
         tx.execute(events.update().where(events.c.kind == "candidate").values(detail={"segment": row.segment}))
     flip(export / "model.safetensors", -9)
-    assert export_again(workspace, ledger, row.id, SILENT) == ""
+    assert export_again(Plant(workspace, ledger), row.id) == ""
     assert folder_sha256(export) == CandidateRow.get(ledger, row.id).export_sha256
     assert (export / "chat_template.jinja").read_text() == OLDER_TEMPLATES[0]
-    make_export(workspace, ledger, SegmentRow.get(ledger, row.segment), export)
+    make_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export)
     assert (export / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
 
 
@@ -168,9 +172,9 @@ def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> N
     workspace, ledger = copied()
     before, path = weights(ledger, 1), Path(last_checkpoint(ledger, 1)["path"])
     flip(path / "model.safetensors", -5)
-    number = plan_anneal(workspace, ledger)
+    number = plan_anneal(Plant(workspace, ledger))
     said = Said()
-    actions.train(workspace, ledger, number, said)
+    actions.train(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done" and SegmentRow.get(ledger, number).attempts == 0
     assert "segment 1 is replayed from step " in said.text and "the same weights, to the bit" in said.text
     assert weights(ledger, 1) == before and find_fault(path) == ""
@@ -185,9 +189,9 @@ def test_a_segment_is_replayed_from_its_beginning_and_its_parent_before_it(copie
     for number in (1, 2):
         shutil.rmtree(Path(SegmentRow.get(ledger, number).folder) / "checkpoints")
     shutil.rmtree(token_shards(ledger)[1]["path"])
-    assert rebuild_token_shard(workspace, ledger, token_shards(ledger)[1]["id"], Said()) == ""
+    assert rebuild_token_shard(Plant(workspace, ledger, Said()), token_shards(ledger)[1]["id"]) == ""
     said = Said()
-    assert replay_checkpoint(workspace, ledger, 2, said) == ""
+    assert replay_checkpoint(Plant(workspace, ledger, said), 2) == ""
     assert "segment 1 is replayed from step 0" in said.text and "not comparable" in said.text
     assert [weights(ledger, number) for number in (1, 2)] == before
     assert not list((workspace.root / "replays").glob("*-*/*"))
@@ -229,7 +233,7 @@ def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
 
 def test_every_file_is_looked_at_and_a_sample_is_hashed(copied: Copy) -> None:
     workspace, ledger = copied()
-    kinds = {one.kind: one for one in examine_work(workspace, ledger, False, Said())}
+    kinds = {one.kind: one for one in examine_work(Plant(workspace, ledger, Said()), False)}
     assert {name: one.count for name, one in kinds.items()} == {
         "tokenizer": 1, "token shards": 2, "raw shards": 2, "checkpoints": 2, "exports": 1, "segments": 2, "served": 0, "orphans": 0,
     }  # fmt: skip
@@ -238,7 +242,7 @@ def test_every_file_is_looked_at_and_a_sample_is_hashed(copied: Copy) -> None:
     (workspace.segments / "00001-trunk" / "owner.json").unlink()
     (workspace.segments / "00044-trunk").mkdir()
     shutil.rmtree(workspace.exports / "segment-00002")
-    kinds = {one.kind: one for one in examine_work(workspace, ledger, False, Said())}
+    kinds = {one.kind: one for one in examine_work(Plant(workspace, ledger, Said()), False)}
     assert {name for name, one in kinds.items() if one.faults} == {"token shards", "segments", "exports", "orphans"}
 
 
@@ -247,4 +251,4 @@ def test_what_cannot_be_mended_is_said_and_raised(copied: Copy) -> None:
     shutil.rmtree(token_shards(ledger)[0]["path"])
     shutil.rmtree(workspace.shards / "raw")
     with pytest.raises(FactoryError, match=r"shard-0.jsonl, which it was made of, is gone too: put that file into"):
-        daemon.reconcile(workspace, ledger, Said(), settle=0.0, endless=True)
+        daemon.reconcile(Plant(workspace, ledger, Said()), settle=0.0, endless=True)

@@ -16,6 +16,7 @@ from factory.ingest.inbox import take
 from factory.ingest.tokenizer import FILES
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.repairs.mending import repair_all, with_mending
 from factory.repairs.tokenizer_files import tokenizer_fault
 from factory.retrying.pausing import PausedError, pause
@@ -37,15 +38,15 @@ def test_doctor_puts_the_recorded_tokenizer_back(copied: Copy, damage: str, sour
     workspace, ledger = copied()
     before = file_hashes(workspace.tokenizer)
     if source == "backup":
-        make_backup(workspace, ledger)
+        make_backup(Plant(workspace, ledger))
         shutil.rmtree(workspace.exports)
         workspace.exports.mkdir()
     DAMAGE[damage](workspace)
-    assert str(workspace.tokenizer) in tokenizer_fault(workspace, ledger)
+    assert str(workspace.tokenizer) in tokenizer_fault(Plant(workspace, ledger))
     lines = repair_all(workspace, False, Said())
     assert any(line.startswith("tokenizer: mended") for line in lines), lines
     assert file_hashes(workspace.tokenizer) == before and set(before) == set(FILES)
-    assert not tokenizer_fault(workspace, ledger)
+    assert not tokenizer_fault(Plant(workspace, ledger))
 
 
 @pytest.mark.sample("gone")
@@ -58,7 +59,7 @@ def test_the_daemon_ingests_on_and_no_shard_is_held(copied: Copy, damage: str) -
     said = Said()
     pause(ledger, "training", "ada")
     with pytest.raises(PausedError):
-        reconcile(workspace, ledger, said, settle=0.0)
+        reconcile(Plant(workspace, ledger, said), settle=0.0)
     assert "tokenizer  is whole again" not in said.text and "tokenizer is whole again" in said.text
     assert not held(ledger) and not list(workspace.inbox.iterdir())
     assert ledger.read("SELECT state FROM shards WHERE name = 'later.jsonl'") == [{"state": "ingested"}]
@@ -72,6 +73,7 @@ def test_a_tokenizer_without_any_copy_says_what_to_do_and_blames_no_shard(copied
     (workspace.inbox / "later.jsonl").write_text(json.dumps({"text": "One more line of text for a model. " * 9}) + "\n")
     with pytest.raises(FactoryError, match=r"no backup and no export holds it: put its files into .*tokenizer again"):
         with_mending(
-            workspace, ledger, Said(), lambda: take(workspace, ledger, workspace.inbox / "later.jsonl", Said())
+            Plant(workspace, ledger, Said()),
+            lambda: take(Plant(workspace, ledger, Said()), workspace.inbox / "later.jsonl"),
         )
     assert not held(ledger) and (workspace.inbox / "later.jsonl").exists()

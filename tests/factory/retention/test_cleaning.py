@@ -34,6 +34,7 @@ from factory.ledger.ledger import (
     events,
     verdicts,
 )
+from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning
 from factory.retention.cleaning import REMOVED, clean, examine
@@ -97,7 +98,7 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
         window = ledger.read(
             "SELECT detail FROM events WHERE kind = 'audit_drawn' AND subject = :s", s=str(Subject("segment", number))
         )[-1]["detail"]
-        needed[f"audit of {number}"] = [kept(workspace, ledger, row, window[end]) for end in ("first", "last")]
+        needed[f"audit of {number}"] = [kept(Plant(workspace, ledger), row, window[end]) for end in ("first", "last")]
         needed[f"audit of the whole of {number}"] = [Path(last_checkpoint(ledger, number)["path"])]
         if row.parent:
             needed[f"audit of the whole of {number}"].append(Path(last_checkpoint(ledger, row.parent)["path"]))
@@ -142,8 +143,8 @@ def test_nothing_that_an_action_opens_goes(tmp_path: Path, code: Path, seed: int
         ledger.read(f"SELECT * FROM {table}")
         for table in ("segments", "checkpoints", "candidates", "verdicts", "releases")
     ]
-    gone = clean(workspace, ledger).gone()
-    hard = clean(workspace, ledger, hard=True).gone()
+    gone = clean(Plant(workspace, ledger)).gone()
+    hard = clean(Plant(workspace, ledger), hard=True).gone()
     assert gone or hard
     lost = {action: [str(p) for p in paths if not os.path.lexists(p)] for action, paths in needed.items()}
     assert {action: paths for action, paths in lost.items() if paths} == {}
@@ -157,7 +158,7 @@ def test_nothing_that_an_action_opens_goes(tmp_path: Path, code: Path, seed: int
     for choice in (*gone, *hard):
         assert not os.path.lexists(choice.what.path)
     assert {c.what.path.relative_to(workspace.root).as_posix() for c in (*gone, *hard)} == retired(ledger)
-    assert clean(workspace, ledger, hard=True).gone() == [], "what can go goes at once"
+    assert clean(Plant(workspace, ledger), hard=True).gone() == [], "what can go goes at once"
 
 
 def test_the_policy_keeps_what_it_says(tmp_path: Path, code: Path) -> None:
@@ -167,12 +168,12 @@ def test_the_policy_keeps_what_it_says(tmp_path: Path, code: Path) -> None:
     trunk = None
     for _ in range(5):
         trunk = history.segment("trunk", trunk, "done", trunk.last_step if trunk else 0)
-    clean(workspace, ledger)
+    clean(Plant(workspace, ledger))
     left = {row.id: len(list((Path(row.folder) / "checkpoints").glob("step-*"))) for row in SegmentRow.select(ledger)}
     assert left == {1: 0, 2: 0, 3: 4, 4: 4, 5: 4}  # trunk_segments: 3
     ladders = sorted(int(path.name) for path in (workspace.root / "ladder").iterdir())
     assert ladders == [2, 3, 4, 5]
-    clean(workspace, ledger, hard=True)
+    clean(Plant(workspace, ledger), hard=True)
     left = {row.id: len(list((Path(row.folder) / "checkpoints").glob("step-*"))) for row in SegmentRow.select(ledger)}
     assert left == {1: 0, 2: 0, 3: 0, 4: 0, 5: 4} and not list((workspace.root / "ladder").iterdir())
 
@@ -198,7 +199,7 @@ def test_what_is_gone_on_from_stays_though_newer_segments_are_there(tmp_path: Pa
             )
         )  # fmt: skip
     history.segment("trunk", None, "done", 0)  # begun anew by a person
-    clean(workspace, ledger, hard=True)
+    clean(Plant(workspace, ledger), hard=True)
     left = {
         row.id: [p.name for p in (Path(row.folder) / "checkpoints").glob("step-*")] for row in SegmentRow.select(ledger)
     }
@@ -209,7 +210,7 @@ def test_what_a_disk_did_not_let_a_diagnosis_remove_goes_later(tmp_path: Path, c
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
     left = checkout(workspace.repository, live_commit(workspace.repository), workspace.worktrees / "diagnosis-1")
     assert left.is_dir() and left.name in git(workspace.repository, "worktree", "list")
-    clean(workspace, ledger)
+    clean(Plant(workspace, ledger))
     assert not left.exists() and left.name not in git(workspace.repository, "worktree", "list")
 
 
@@ -217,9 +218,9 @@ def test_a_folder_that_no_row_names_is_left_to_a_person(tmp_path: Path, code: Pa
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
     foreign = workspace.segments / "00099-trunk" / "checkpoints" / step_name(5)
     foreign.mkdir(parents=True)
-    clean(workspace, ledger, hard=True)
+    clean(Plant(workspace, ledger), hard=True)
     assert foreign.exists()
-    (choice,) = [one for one in examine(workspace, ledger) if one.what.path == foreign]
+    (choice,) = [one for one in examine(Plant(workspace, ledger)) if one.what.path == foreign]
     assert choice.why == "no segment of the ledger has its number: a person decides"
 
 
@@ -229,7 +230,9 @@ def test_killed_between_ledger_and_folder_the_next_call_finishes(
 ) -> None:
     workspace, ledger = make(tmp_path / "w", code, 5)
     whole = cleaning.remove
-    first = next(one.what.path for one in examine(workspace, ledger) if one.goes and one.what.kind == "checkpoint")
+    first = next(
+        one.what.path for one in examine(Plant(workspace, ledger)) if one.goes and one.what.kind == "checkpoint"
+    )
 
     class Killed(BaseException):
         pass
@@ -245,10 +248,10 @@ def test_killed_between_ledger_and_folder_the_next_call_finishes(
 
     monkeypatch.setattr(cleaning, "remove", kill)
     with pytest.raises(Killed):
-        clean(workspace, ledger)
+        clean(Plant(workspace, ledger))
     monkeypatch.undo()
     assert first.relative_to(workspace.root).as_posix() in retired(ledger), "the ledger comes first"
-    clean(workspace, ledger)
+    clean(Plant(workspace, ledger))
     assert not first.exists() and not list(workspace.root.rglob(f"{REMOVED}*"))
 
 
@@ -256,13 +259,15 @@ def test_a_disk_that_is_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code:
     """Not a byte is free. What goes makes room for its own record."""
     with small_disk(tmp_path / "disk", "64m") as disk:
         workspace, ledger = make(disk / "w", code, 5)
-        going = [one.what.path for one in examine(workspace, ledger, hard=True) if one.goes and one.what.kind != "run"]
+        going = [
+            one.what.path for one in examine(Plant(workspace, ledger), hard=True) if one.goes and one.what.kind != "run"
+        ]
         (next(path for path in going if path.is_dir()) / "padding").write_bytes(b"x" * 1_000_000)
         fill(disk)
         with pytest.raises(sa.exc.DBAPIError) as raised, ledger.begin() as tx:
             tx.execute(events.insert(), [{"at": 0.0, "kind": "x" * 10000, "subject": "x"}] * 100)
         assert is_full(raised.value)
-        clean(workspace, ledger, hard=True)
+        clean(Plant(workspace, ledger), hard=True)
         assert not [path for path in going if os.path.lexists(path)]
         assert {path.relative_to(workspace.root).as_posix() for path in going} <= retired(ledger)
 
@@ -272,7 +277,9 @@ def test_what_went_before_a_folder_that_cannot_go_is_recorded(
 ) -> None:
     """The ledger had no room for its record at first."""
     workspace, ledger = make(tmp_path / "w", code, 5)
-    going = [one.what.path for one in examine(workspace, ledger, hard=True) if one.goes and one.what.kind != "run"]
+    going = [
+        one.what.path for one in examine(Plant(workspace, ledger), hard=True) if one.goes and one.what.kind != "run"
+    ]
     full, tell, rename = [True], cleaning._tell, os.rename
 
     def told(*given: Any) -> None:
@@ -289,7 +296,7 @@ def test_what_went_before_a_folder_that_cannot_go_is_recorded(
     monkeypatch.setattr(cleaning, "_tell", told)
     monkeypatch.setattr(cleaning.os, "rename", renamed)
     with pytest.raises(OSError, match="Input/output error"):
-        clean(workspace, ledger, hard=True)
+        clean(Plant(workspace, ledger), hard=True)
     gone = {path.relative_to(workspace.root).as_posix() for path in going if not os.path.lexists(path)}
     assert len(gone) >= 2 and gone <= retired(ledger)
 
@@ -318,7 +325,7 @@ def test_a_dry_run_changes_nothing_and_says_why(tmp_path: Path, code: Path) -> N
     assert "would go  " in said.stdout and " MB would be freed" in said.stdout and "segment 16 is failed" in said.stdout
     listed = json.loads(factory("clean", "--dry-run", "--json", *home).stdout)
     goes = {row["path"] for row in listed if row["goes"]}
-    assert goes and {str(one.what.path) for one in examine(workspace, ledger) if one.goes} == goes
+    assert goes and {str(one.what.path) for one in examine(Plant(workspace, ledger)) if one.goes} == goes
     done = factory("clean", *home)
     assert done.returncode == 0 and "MB freed: " in done.stdout
     assert not any(os.path.lexists(path) for path in goes)
@@ -330,6 +337,6 @@ def test_the_code_loop_at_work_keeps_its_worktrees(tmp_path: Path, code: Path) -
     workspace, ledger = make(tmp_path / "w", code, 9)
     (workspace.root / "policies" / "retention.yaml").write_text("worktrees: 0\n")
     with workspace.lock("code-loop"):
-        cleaned = clean(workspace, ledger)
+        cleaned = clean(Plant(workspace, ledger))
         assert not any(one.goes for one in cleaned.choices if one.what.kind in ("worktree", "compiled"))
-    assert any(one.what.kind == "worktree" for one in clean(workspace, ledger).gone())
+    assert any(one.what.kind == "worktree" for one in clean(Plant(workspace, ledger)).gone())

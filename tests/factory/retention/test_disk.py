@@ -12,6 +12,7 @@ from factory.core.workspace import Config, Workspace
 from factory.daemon import Action, World, next_action
 from factory.ledger.files import low_disk
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, Room, hours_left, note, samples
 from factory.retention.watching import filled, training_waits
 from tests.support.failing.nights import fill, small_disk
@@ -32,15 +33,15 @@ def test_below_the_floor_training_waits_and_says_so_once(plant: tuple[Workspace,
     workspace, ledger = plant
     said = Said()
     set_floor(workspace, 0)
-    assert not training_waits(workspace, ledger, said) and said.lines == []
+    assert not training_waits(Plant(workspace, ledger, said)) and said.lines == []
     set_floor(workspace, 1 << 60)
-    assert training_waits(workspace, ledger, said) and training_waits(workspace, ledger, said)
+    assert training_waits(Plant(workspace, ledger, said)) and training_waits(Plant(workspace, ledger, said))
     (line,) = said.lines
     assert line.startswith("  training waits: ") and "and the floor is 1152921504.61 GB (floor_bytes" in line
     assert "'factory clean --dry-run' says what for" in line
     assert (low_disk(ledger) or {})["floor"] == 1 << 60
     set_floor(workspace, 0)
-    assert not training_waits(workspace, ledger, said) and said.about("on the disk again: training goes on")
+    assert not training_waits(Plant(workspace, ledger, said)) and said.about("on the disk again: training goes on")
     assert low_disk(ledger) is None and len(said.lines) == 2
 
 

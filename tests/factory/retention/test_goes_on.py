@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from factory.actions import train
-from factory.core.progress import SILENT
 from factory.ledger.files import retired
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import examine_work
 from factory.retention.cleaning import clean
@@ -21,22 +21,22 @@ from tests.support.plants.trained_plant import make_plant, train_anneal
 @pytest.mark.slow("five real segments and two exports")
 def test_after_cleaning_every_action_is_still_possible(tmp_path: Path, code_repository: Path) -> None:
     workspace, ledger = make_plant(tmp_path, code_repository)
-    first = export_candidate(workspace, ledger, train_anneal(workspace, ledger))
-    train(workspace, ledger, plan_trunk(workspace, ledger, 10), SILENT)
-    gone = clean(workspace, ledger, hard=True).gone()
+    first = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
+    train(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
+    gone = clean(Plant(workspace, ledger), hard=True).gone()
     assert any(one.what.kind == "checkpoint" and one.what.number == 1 for one in gone) and retired(ledger)
-    train(workspace, ledger, plan_trunk(workspace, ledger, 10), SILENT)
-    number = plan_anneal(workspace, ledger)
-    train(workspace, ledger, number, SILENT)
-    clean(workspace, ledger, hard=True)
-    second = export_candidate(workspace, ledger, number)
-    clean(workspace, ledger, hard=True)
+    train(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
+    number = plan_anneal(Plant(workspace, ledger))
+    train(Plant(workspace, ledger), number)
+    clean(Plant(workspace, ledger), hard=True)
+    second = export_candidate(Plant(workspace, ledger), number)
+    clean(Plant(workspace, ledger), hard=True)
     assert {row.state for row in SegmentRow.select(ledger)} == {"done"} and second > first
     for candidate in (first, second):  # neither is judged: both are open
         assert os.listdir(
             ledger.read("SELECT export_path FROM candidates WHERE id = :id", id=candidate)[0]["export_path"]
         )
     examined = [
-        kind for kind in examine_work(workspace, ledger, True, SILENT) if kind.kind != "raw shards"
+        kind for kind in examine_work(Plant(workspace, ledger), True) if kind.kind != "raw shards"
     ]  # the plant keeps none
     assert [fault for kind in examined for fault in kind.faults] == []

@@ -13,6 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger, exchanges
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.cleaning import clean
 from factory.tracking.tracking import Tracking
@@ -27,7 +28,7 @@ def aged(ledger: Ledger, segment: int, days: float) -> None:
 def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, code_repository: Path) -> None:
     workspace = Workspace.create(tmp_path / "plant", Config(repository=str(code_repository)))
     ledger = Ledger.create(workspace.ledger_url)
-    history, tracking = History(workspace, ledger, 1), Tracking.open(workspace, ledger)
+    history, tracking = History(workspace, ledger, 1), Tracking.open(Plant(workspace, ledger))
     runs, parent = [], None
     for days in (400.0, 200.0, 30.0, 1.0):
         parent = history.segment("trunk", parent, "done", parent.last_step if parent else 0)
@@ -35,7 +36,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
         runs.append(tracking.segment_run(parent))
         tracking.client.log_metric(runs[-1], "loss", 3.0, step=1)
     history.candidate(parent)
-    gone = [one for one in clean(workspace, ledger).gone() if one.what.kind == "run"]
+    gone = [one for one in clean(Plant(workspace, ledger)).gone() if one.what.kind == "run"]
     assert [one.what.path.name for one in gone] == runs[:2]
     assert "segment 1 ended 400.0 days ago (run_days: 180)" in gone[0].why
     for run in runs[:2]:
@@ -43,7 +44,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
             tracking.client.get_run(run)
     with closing(sqlite3.connect(workspace.root / "mlflow.db")) as store:
         assert {row[0] for row in store.execute("SELECT run_uuid FROM metrics")} == set(runs[2:])
-    assert all(one.what.kind != "run" for one in clean(workspace, ledger).gone())
+    assert all(one.what.kind != "run" for one in clean(Plant(workspace, ledger)).gone())
     tracking.delete_runs(runs[:1])  # whoever was killed behind MLflow's removal does it again
     assert len(SegmentRow.select(ledger)) == 4
 
@@ -67,5 +68,5 @@ def test_old_logs_of_ranks_and_of_exchanges_go_once_mlflow_has_them(tmp_path: Pa
     long_ago = time.time() - 91 * DAY
     for name in ("old", "unsent", "ranks"):
         os.utime(paths[name], (long_ago, long_ago))
-    clean(workspace, ledger)
+    clean(Plant(workspace, ledger))
     assert {name for name, path in paths.items() if path.exists()} == {"new", "unsent"}

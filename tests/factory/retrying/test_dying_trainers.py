@@ -16,10 +16,10 @@ import yaml
 
 from factory.actions import Action
 from factory.core.errors import SegmentError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY
 from factory.retrying.tries import TrainerDiedError, abandon
@@ -34,12 +34,12 @@ from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import make_plant
 
-Plant = tuple[Workspace, Ledger]
+Opened = tuple[Workspace, Ledger]
 STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     """A trunk of 20 steps, whose next segments have a checkpoint every fourth step."""
     root = tmp_path_factory.mktemp("dying")
     code = make_target(root / "code")
@@ -49,10 +49,10 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
 
 
 @pytest.fixture
-def segment(plant: Plant) -> Iterator[int]:
+def segment(plant: Opened) -> Iterator[int]:
     """A planned one of twenty steps; afterwards nothing is parked or open, and the policy is the shipped one."""
     workspace, ledger = plant
-    number = plan_trunk(workspace, ledger, STEPS)
+    number = plan_trunk(Plant(workspace, ledger), STEPS)
     yield number
     (workspace.root / "policies" / "retries.yaml").unlink(missing_ok=True)
     for path in Path(SegmentRow.get(ledger, number).folder).glob("*-*-*"):
@@ -60,7 +60,7 @@ def segment(plant: Plant) -> Iterator[int]:
     if SegmentRow.get(ledger, number).state == "failed":
         abandon(ledger, number, "ada")
     elif SegmentRow.get(ledger, number).state == "planned":
-        run_segment(workspace, ledger, number, SILENT)
+        run_segment(Plant(workspace, ledger), number)
 
 
 def policy(workspace: Workspace, **keys: float) -> None:
@@ -77,7 +77,7 @@ def steps_of(ledger: Ledger, segment: int) -> list[int]:
 
 
 @pytest.mark.slow("a trainer that dies five times before its segment is done")
-def test_a_segment_whose_every_try_makes_progress_comes_to_its_end(plant: Plant, segment: int) -> None:
+def test_a_segment_whose_every_try_makes_progress_comes_to_its_end(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
     first = first_of(ledger, segment)
     strike(ledger, segment, *(f"fault-kill-{first + step}" for step in (5, 9, 13, 17, 18)))
@@ -87,17 +87,17 @@ def test_a_segment_whose_every_try_makes_progress_comes_to_its_end(plant: Plant,
             rf"it goes on from its checkpoint at step {first + step}, after 1 of 3 tries without a new checkpoint"
         )
         with pytest.raises(TrainerDiedError, match=words):
-            run_segment(workspace, ledger, segment, SILENT)
+            run_segment(Plant(workspace, ledger), segment)
     with pytest.raises(TrainerDiedError, match=rf"checkpoint at step {first + 16}, after 2 of 3 tries"):
-        run_segment(workspace, ledger, segment, SILENT)
+        run_segment(Plant(workspace, ledger), segment)
     assert [death["how"] for death in deaths(ledger, segment)] == [KILLED] * 5
-    run_segment(workspace, ledger, segment, SILENT)
+    run_segment(Plant(workspace, ledger), segment)
     assert SegmentRow.get(ledger, segment).state == "done"
     assert steps_of(ledger, segment) == list(range(first, first + STEPS)), "each step once"
 
 
 @pytest.mark.slow("a trainer that dies three times at one step, and one that ends")
-def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Plant, segment: int) -> None:
+def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
     first = first_of(ledger, segment)
     folder = strike(ledger, segment, f"always-raise-{first + 7}")
@@ -105,10 +105,10 @@ def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Pl
         with pytest.raises(
             TrainerDiedError, match=rf"ended with exit 1: .*the weather is bad.* after {tries} of 3 tries"
         ):
-            run_segment(workspace, ledger, segment, SILENT)
+            run_segment(Plant(workspace, ledger), segment)
     with pytest.raises(TrainerDiedError, match="the weather is bad") as last:
-        run_segment(workspace, ledger, segment, SILENT)
-    assert last.value.parked and next_action(observe(workspace, ledger, endless=True)) is None
+        run_segment(Plant(workspace, ledger), segment)
+    assert last.value.parked and next_action(observe(Plant(workspace, ledger), endless=True)) is None
     before = ledger.read("SELECT count(*) AS n FROM segments")
     parked = (
         f"segment {segment} (trunk, steps {first}–{first + STEPS}) is parked at step {first + 4}: it ended with exit 1"
@@ -123,31 +123,31 @@ def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Pl
     (folder / f"always-raise-{first + 7}").unlink()
     done = factory("retry", str(segment), "--workspace", str(workspace.root))
     assert done.stdout == f"  segment {segment} goes on from step {first + 4} at the next pass\n"
-    assert next_action(observe(workspace, ledger)) == Action("train", segment)
-    run_segment(workspace, ledger, segment, SILENT)
+    assert next_action(observe(Plant(workspace, ledger))) == Action("train", segment)
+    run_segment(Plant(workspace, ledger), segment)
     assert steps_of(ledger, segment) == list(range(first, first + STEPS))
 
 
 @pytest.mark.slow("a trainer that says three times that the disk is full")
-def test_one_that_says_that_the_disk_is_full_while_there_is_room_is_parked(plant: Plant, segment: int) -> None:
+def test_one_that_says_that_the_disk_is_full_while_there_is_room_is_parked(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
     strike(ledger, segment, f"always-full-{first_of(ledger, segment) + 1}")
     for parked in (False, False, True):
         with pytest.raises(
             TrainerDiedError, match="says that the disk is full, but there is room for its checkpoints"
         ) as died:
-            run_segment(workspace, ledger, segment, SILENT)
+            run_segment(Plant(workspace, ledger), segment)
         assert died.value.parked == parked
 
 
 @pytest.mark.slow("a trainer that hangs twice, and one that ends")
-def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: Plant, segment: int) -> None:
+def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
     first = first_of(ledger, segment)
     policy(workspace, hung_seconds=8.0, start_seconds=600.0)
     strike(ledger, segment, f"fault-hang-{first + 5}")
     with pytest.raises(TrainerDiedError, match="hung: no step for") as hung:
-        run_segment(workspace, ledger, segment, SILENT)
+        run_segment(Plant(workspace, ledger), segment)
     words = str(hung.value)
     assert (
         f"segment {segment} hung: no step for" in words and f"goes on from its checkpoint at step {first + 4}" in words
@@ -156,12 +156,12 @@ def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: P
     assert not psutil.pid_exists(number) and deaths(ledger, segment)[-1]["how"] == HUNG
     begun = ledger.read("SELECT detail FROM events WHERE kind = 'trainer_begun' ORDER BY id DESC LIMIT 1")[0]["detail"]
     assert begun["process"] == number and begun["seconds"] > 0
-    run_segment(workspace, ledger, segment, SILENT)
+    run_segment(Plant(workspace, ledger), segment)
     assert steps_of(ledger, segment) == list(range(first, first + STEPS))
 
 
 @pytest.mark.long("a trainer that hangs before its first step")
-def test_a_trainer_that_never_begins_is_killed_too(plant: Plant, segment: int) -> None:
+def test_a_trainer_that_never_begins_is_killed_too(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
     first = first_of(ledger, segment)
     with ledger.begin() as tx:  # as if no trainer had ever begun here: nothing is known but the policy
@@ -171,7 +171,7 @@ def test_a_trainer_that_never_begins_is_killed_too(plant: Plant, segment: int) -
     with pytest.raises(
         TrainerDiedError, match=r"hung: no first step for .*, the limit is 20 s\).*goes on from its beginning"
     ):
-        run_segment(workspace, ledger, segment, SILENT)
+        run_segment(Plant(workspace, ledger), segment)
 
 
 def limited_group() -> Path | None:
@@ -193,7 +193,7 @@ def limited_group() -> Path | None:
 
 
 @pytest.mark.slow("a trainer that eats three gigabytes and is killed for it by the kernel")
-def test_the_oom_killer_is_named(plant: Plant, segment: int) -> None:
+def test_the_oom_killer_is_named(plant: Opened, segment: int) -> None:
     group = limited_group()
     if group is None:
         pytest.skip("no control group with a memory limit can be made here")

@@ -13,9 +13,9 @@ import pytest
 
 from factory.actions import train
 from factory.backups.backups import back_up_daily
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.disk import Room
 from factory.training.planning import last_checkpoint, plan_trunk
@@ -40,7 +40,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Work
 @pytest.mark.slow("a segment whose disk is full for some seconds")
 def test_a_segment_goes_on_when_there_is_room_again(plant: tuple[Path, Workspace, Ledger]) -> None:
     disk, workspace, ledger = plant
-    number = plan_trunk(workspace, ledger, 20)
+    number = plan_trunk(Plant(workspace, ledger), 20)
     folder = strike(ledger, number, "always-linger-26")
     listener = Listener()
 
@@ -72,12 +72,12 @@ def test_what_nothing_needs_makes_room_for_a_checkpoint(tmp_path: Path, code_rep
         workspace, ledger = make_plant(disk, code_repository)
         policy, most = workspace.root / "policies" / "retention.yaml", "trunk_segments: 100\nladders: 100\n"
         policy.write_text(f"floor_bytes: 1000\n{most}")
-        train(workspace, ledger, plan_trunk(workspace, ledger, 10), SILENT)
+        train(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
         old = Path(last_checkpoint(ledger, 1)["path"])
         size = sum(path.stat().st_size for path in old.rglob("*"))
         (old / "padding").write_bytes(b"x" * (8 << 20))  # checkpoints of a plant are small beside what else grows
-        back_up_daily(workspace, ledger)
-        number = plan_trunk(workspace, ledger, 10)
+        back_up_daily(Plant(workspace, ledger))
+        number = plan_trunk(Plant(workspace, ledger), 10)
         with open(disk / "ballast", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, Room.of(workspace).free - size // 2)
         listener = Listener()

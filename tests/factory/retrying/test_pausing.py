@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import observe, run
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.pausing import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
 from factory.training.planning import plan_trunk
@@ -29,7 +29,7 @@ from tests.support.plants.trained_plant import make_plant
 
 
 def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspace, ledger: Ledger) -> None:
-    assert pause_of(ledger) is None and observe(workspace, ledger).paused == ""
+    assert pause_of(ledger) is None and observe(Plant(workspace, ledger)).paused == ""
     with pytest.raises(InputError, match="nothing is paused"):
         resume(ledger, "bo")
     with pytest.raises(InputError, match="cannot pause 'lunch'"):
@@ -41,11 +41,11 @@ def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspac
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
     assert str(found) == f"training is paused by ada since {since} (the GPU is lent); 'factory resume' goes on"
     pause(ledger, EVERYTHING, "bo")
-    assert observe(workspace, ledger).paused == EVERYTHING
+    assert observe(Plant(workspace, ledger)).paused == EVERYTHING
     with pytest.raises(PausedError, match="everything is paused by bo since"):
-        run(workspace, ledger, SILENT, once=True)
+        run(Plant(workspace, ledger), once=True)
     assert resume(ledger, "ada").by == "bo" and pause_of(ledger) is None
-    run(workspace, ledger, SILENT, once=True)
+    run(Plant(workspace, ledger), once=True)
 
 
 def test_the_commands(workspace: Workspace, ledger: Ledger) -> None:
@@ -83,7 +83,7 @@ def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) ->
     code = make_target(tmp_path / "code")
     make_mortal(code)
     workspace, ledger = make_plant(tmp_path, code)
-    number = plan_trunk(workspace, ledger, 12)
+    number = plan_trunk(Plant(workspace, ledger), 12)
     folder = Path(SegmentRow.get(ledger, number).folder)
     strike(ledger, number, "always-linger-25")
     where = ("--workspace", str(workspace.root))
@@ -111,7 +111,7 @@ def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its
     code = make_target(tmp_path / "code")
     make_mortal(code)
     workspace, ledger = make_plant(tmp_path, code)
-    number = plan_trunk(workspace, ledger, 12)
+    number = plan_trunk(Plant(workspace, ledger), 12)
     folder = Path(SegmentRow.get(ledger, number).folder)
     strike(ledger, number, "always-linger-25")
     daemon, log = running(workspace, tmp_path / "said")

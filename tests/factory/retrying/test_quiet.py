@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import SegmentError
+from factory.ledger.plant import Plant
 from factory.retrying.quiet import activity, killed_when_quiet
 from factory.training.exporting import export_candidate
 from factory.training.live_code import LiveCode
@@ -79,4 +80,4 @@ def test_an_export_that_hangs_is_killed_and_said(tmp_path: Path, code_repository
     with ledger.begin() as tx:
         tx.exec_driver_sql("UPDATE segments SET code_commit = ?", (git(code, "rev-parse", "HEAD"),))
     with pytest.raises(SegmentError, match="it used no processor and wrote nothing for"):
-        export_candidate(workspace, ledger, number)
+        export_candidate(Plant(workspace, ledger), number)

@@ -20,6 +20,7 @@ from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forg
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.disk import Room
 from factory.retrying.endings import FAILED, KILLED, OUT_OF_MEMORY, ending_of
@@ -51,7 +52,7 @@ def test_a_disk_that_is_full_counts_no_try(tmp_path: Path) -> None:
         row = planned(workspace, ledger)
         fill(disk)
         with pytest.raises(DiskFullError, match=f"segment {row.id}: the disk is full"):
-            failed(workspace, ledger, row, EXIT_DISK_FULL, None)
+            failed(Plant(workspace, ledger), row, EXIT_DISK_FULL, None)
         assert SegmentRow.get(ledger, row.id).attempts == 0
 
 
@@ -67,7 +68,7 @@ def test_one_that_lies_is_parked(workspace: Workspace, ledger: Ledger, code: int
     (workspace.logs / f"segment-{row.id:05d}.log").write_text("trainer: no room\n")
     for parked in (False, False, True):
         with pytest.raises(TrainerDiedError, match=f"segment {row.id} {says}") as raised:
-            failed(workspace, ledger, SegmentRow.get(ledger, row.id), code, None)
+            failed(Plant(workspace, ledger), SegmentRow.get(ledger, row.id), code, None)
         assert raised.value.parked == parked
     assert [death["how"] for death in deaths(ledger, row.id)] == [how] * 2
 
@@ -76,7 +77,7 @@ def test_where_no_checkpoint_fits_no_trainer_starts(tmp_path: Path, code_reposit
     """Or one that says so would be believed, started again and again, and things removed for it each time."""
     with small_disk(tmp_path / "disk", "256m") as disk:
         workspace, ledger = make_plant(disk, code_repository)
-        number = plan_trunk(workspace, ledger, 10)
+        number = plan_trunk(Plant(workspace, ledger), 10)
         room = checkpoint_bytes(SegmentRow.get(ledger, number).recipe_json) // 2
         with open(disk / "ballast", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, Room.of(workspace).free - room)
@@ -84,11 +85,11 @@ def test_where_no_checkpoint_fits_no_trainer_starts(tmp_path: Path, code_reposit
             with pytest.raises(
                 DiskFullError, match=f"segment {number}: the disk is full: a checkpoint takes up to 0.0"
             ):
-                run_segment(workspace, ledger, number, SILENT)
+                run_segment(Plant(workspace, ledger), number)
         assert SegmentRow.get(ledger, number).attempts == 0
         assert not (workspace.logs / f"segment-{number:05d}.log").read_bytes(), "no trainer said anything"
         (disk / "ballast").unlink()
-        assert run_segment(workspace, ledger, number, SILENT)["last_step"] == SegmentRow.get(ledger, number).last_step
+        assert run_segment(Plant(workspace, ledger), number)["last_step"] == SegmentRow.get(ledger, number).last_step
 
 
 def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> None:

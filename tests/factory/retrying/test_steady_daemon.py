@@ -16,12 +16,12 @@ import pytest
 
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import run
 from factory.ingest.inbox import arrived, take
 from factory.ledger.files import SMALL_VOCABULARY, held
 from factory.ledger.ledger import Ledger, record, segments
+from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
 from factory.retrying.steady import Steady
 from factory.retrying.tries import retry
@@ -120,9 +120,9 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     path = workspace.inbox / "shard.txt"
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr("factory.ingest.inbox.file_away", fails)
-        take(workspace, ledger, path, SILENT)
-    assert not held(ledger) and list(arrived(workspace, ledger, 0)) == [path]
-    take(workspace, ledger, path, SILENT)
+        take(Plant(workspace, ledger), path)
+    assert not held(ledger) and list(arrived(Plant(workspace, ledger), 0)) == [path]
+    take(Plant(workspace, ledger), path)
     assert not list(workspace.inbox.iterdir())
 
 
@@ -131,7 +131,7 @@ def test_an_action_that_meets_a_lasting_fault_leaves_the_others_their_turn(
 ) -> None:
     """Its trainer says, pass after pass, that the disk is full. It comes first in each pass, and ends it."""
     now = [0.0]
-    steady, turns = Steady(workspace, ledger, SILENT), []
+    steady, turns = Steady(Plant(workspace, ledger)), []
     steady.backoff = Backoff(1.0, 600.0, lambda: now[0])
 
     def train() -> None:
@@ -155,7 +155,7 @@ def test_what_an_earlier_daemon_said_to_fail_is_known_to_work_again(workspace: W
     first.on[f"export {number} failed"] = enough
     run_until(workspace, ledger, first)
     assert [one["what"] for one in failing(ledger)] == [f"export {number}"]
-    steady = Steady(workspace, ledger, second := Listener())
+    steady = Steady(Plant(workspace, ledger, second := Listener()))
     assert steady.attempt(f"export {number}", lambda: None) and not failing(ledger)
     assert second.lines[-1] == f"  export {number} works again"
 
@@ -183,7 +183,7 @@ def test_an_error_that_nobody_expected_is_said_once_and_gone_on_from(workspace: 
     listener.on["unexpected error"] = lambda: threading.Timer(1.0, workspace.inbox.unlink).start()
     listener.on["a pass works again"] = enough
     with pytest.raises(OSError):
-        run(workspace, ledger, Listener(), once=True)
+        run(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
     assert listener.count("(traceback in ") >= 1 and listener.count("a pass works again") == 1, listener.lines
     assert [kind for kind, _ in events(ledger, "a pass")] == ["pass_failed", "works_again"]
@@ -199,7 +199,7 @@ def test_a_policy_that_cannot_be_read_holds_nothing_up_longer_than_it_lasts(
     listener.on["stepps"] = lambda: threading.Timer(0.5, policy.unlink).start()
     listener.on["a pass works again"] = enough
     with pytest.raises(ConfigError):
-        run(workspace, ledger, Listener(), once=True)
+        run(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
     assert len(listener.lines) == 2 and "did you mean 'steps'?" in listener.lines[0]
 

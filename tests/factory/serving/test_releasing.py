@@ -14,6 +14,7 @@ import pytest
 
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
 from factory.release.registry import CHAMPION, MODEL
 from factory.release.releases import release
@@ -75,7 +76,7 @@ def test_releases_and_rollbacks_beside_a_server_lose_no_request_and_all_agree(
     exports = [make_export(workspace.exports / str(seed), seed) for seed in (1, 2, 3)]
     for number, export in enumerate(exports, 1):
         assert add_candidate(workspace, ledger, export) == number
-    release(workspace, ledger, add_verdict(ledger, 1))
+    release(Plant(workspace, ledger), add_verdict(ledger, 1))
     add_verdict(ledger, 2, against=1)
 
     def daemon() -> None:

@@ -15,6 +15,7 @@ from factory.core.errors import InputError
 from factory.core.served import find_served
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.release.serving import MODEL_NAME
 from tests.support.factory.command import factory
 from tests.support.said import Said
@@ -41,7 +42,7 @@ def test_a_killed_router_leaves_nothing_and_comes_back_with_the_champion(workspa
     with served(workspace) as second:
         second.until("release 1 is served")
         assert find_served(workspace, "") == (second.address, MODEL_NAME, 1)
-        runs = AgentRuns.open(workspace, ledger, Said(), "kernel-engineer", AgentOptions("champion"))
+        runs = AgentRuns.open(Plant(workspace, ledger, Said()), "kernel-engineer", AgentOptions("champion"))
         assert runs.endpoint.name == "champion, release 1"
         asked = Request("hello", runs.policy.model, ({"role": "user", "content": "hi"},), reply_tokens=8)
         assert runs.endpoint.send(asked).usage

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_arrived
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.factory.exports import save_export, tiny_model, trained
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.plants.trained_plant import write_shards
@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_shards(workspace.inbox)
     random.setstate(before)
     for path in sorted(workspace.inbox.iterdir()):
-        ingest_arrived(workspace, ledger, path, SILENT)
+        ingest_arrived(Plant(workspace, ledger), path)
     tokenizer = Tokenizer.load(workspace.tokenizer)
     (shard,) = ledger.read("SELECT path FROM token_shards ORDER BY id LIMIT 1")
     threads = torch.get_num_threads()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.synthetic.generating import Generated, GenerationWish, generate
 from factory.synthetic.writers import WriterError
 
@@ -85,7 +85,7 @@ def asked(
     prompts.write_text("".join(f"{word} river\n" for word in answers))
     server.answers = answers
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    return generate(workspace, ledger, GenerationWish(endpoint=url, model="m", prompts=prompts), SILENT)
+    return generate(Plant(workspace, ledger), GenerationWish(endpoint=url, model="m", prompts=prompts))
 
 
 def test_what_never_ends_is_cut_off_and_the_rest_is_kept(

@@ -18,13 +18,13 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError, WorkspaceError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.document import Content, flat, written_by
 from factory.ingest.inbox import ingest_arrived
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
+from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
 from factory.release.serving import MODEL_NAME
 from factory.synthetic.generating import LOCK, Generated, GenerationWish, generate, plan
@@ -61,7 +61,7 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     )
     assert len(rows) == said["documents"] == 9 - said["ends"].get("empty", 0) == len({row["id"] for row in rows})
     tokenizer = Tokenizer.load(workspace.tokenizer)
-    planned = plan(workspace, ledger, SMALL).prompts
+    planned = plan(Plant(workspace, ledger), SMALL).prompts
     for row in rows:
         assert row["synthetic_by"] == said["written_by"]
         own = ledger.one(sa.select(documents).where(documents.c.key == row["opening_of"]))
@@ -76,9 +76,9 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     assert {"text", "messages"} <= {key for row in rows for key in row}
     # the same again, in another place; another seed, other words
     elsewhere, other = copied("again")
-    again = generate(elsewhere, other, SMALL, SILENT)
+    again = generate(Plant(elsewhere, other), SMALL)
     assert again.sha256 == said["sha256"] and again.path != Path(said["path"])
-    reseeded = plan(elsewhere, other, GenerationWish(**{**vars(SMALL), "seed": 1}))
+    reseeded = plan(Plant(elsewhere, other), GenerationWish(**{**vars(SMALL), "seed": 1}))
     assert {prompt.opening_of for prompt in reseeded.prompts} != {prompt.opening_of for prompt in planned}
     assert not list((elsewhere.root / "generated").glob(".*"))
 
@@ -129,7 +129,7 @@ def test_no_held_out_document_is_an_opening_nor_one_that_was_taken_out(copied: C
 @pytest.mark.slow("an engine comes up three times")
 def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> None:
     wish = GenerationWish(count=60, tokens=60, opening_tokens=10, temperature=1.0)
-    undisturbed = generate(*copied("undisturbed"), wish, SILENT)
+    undisturbed = generate(Plant(*copied("undisturbed")), wish)
     workspace, ledger = copied()
     words = ["--count", "60", "--tokens", "60", "--opening-tokens", "10", "--temperature", "1"]
     command = [sys.executable, "-m", "factory", "generate", *words, "-w", str(workspace.root)]
@@ -148,13 +148,13 @@ def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> Non
     assert 3 <= before < 60, "it was killed before its end"
     first = b"".join(whole.splitlines(keepends=True)[:3])
     answers.write_bytes(first + b'{"number": 59, "text": "torn')  # in the midst of what one request answered
-    assert plan(workspace, ledger, wish).began
+    assert plan(Plant(workspace, ledger), wish).began
     assert "go on" in command_here("generate", *words, "--dry-run", home=workspace).stdout
-    done = generate(workspace, ledger, wish, SILENT)
+    done = generate(Plant(workspace, ledger), wish)
     assert done.sha256 == undisturbed.sha256 and done.ends == undisturbed.ends
     assert 50 < done.documents == len({row["id"] for row in rows_of(done.path)})
     assert not folder.exists()
-    once_more = generate(workspace, ledger, wish, SILENT)
+    once_more = generate(Plant(workspace, ledger), wish)
     assert (once_more.sha256, once_more.ends) == (done.sha256, {})
 
 
@@ -166,7 +166,7 @@ def test_a_finished_shard_is_ingested_from_the_inbox_and_measures_nothing(copied
     (path,) = workspace.inbox.iterdir()
     assert f"inbox: {path}" in said and "(" in said
     written = len(rows_of(path))
-    ingest_arrived(workspace, ledger, path, SILENT)
+    ingest_arrived(Plant(workspace, ledger), path)
     rows = ledger.read("SELECT * FROM documents WHERE detail LIKE 'synthetic, by release 1 (weights %'")
     assert len(rows) == written and not any(row["releasable"] for row in rows)
     assert sum(row["fate"] == "train" for row in rows) > 20
@@ -181,11 +181,11 @@ def test_what_was_taken_out_meanwhile_is_no_opening_any_more(copied: Copy) -> No
     workspace, ledger = copied()
     with pytest.raises(FactoryError, match="cannot be started: Is a directory"):
         generate_without_engine(workspace, ledger, SMALL)
-    first = plan(workspace, ledger, SMALL)
+    first = plan(Plant(workspace, ledger), SMALL)
     assert first.began
     with ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.key == first.prompts[0].opening_of).values(fate="removed"))
-    made = generate(workspace, ledger, SMALL, SILENT)
+    made = generate(Plant(workspace, ledger), SMALL)
     assert made.ends["taken out"] == 1 and made.documents == 8 - made.ends.get("empty", 0) > 0
     assert first.prompts[0].opening_of not in {row["opening_of"] for row in rows_of(made.path)}
 
@@ -196,13 +196,13 @@ def test_a_licence_that_somebody_claims_meanwhile_counts(copied: Copy) -> None:
         tx.execute(documents.update().where(documents.c.fate == "train").values(license="MIT"))
     with pytest.raises(FactoryError, match="cannot be started"):
         generate_without_engine(workspace, ledger, SMALL)
-    first, second, third = [prompt.opening_of for prompt in plan(workspace, ledger, SMALL).prompts[:3]]
+    first, second, third = [prompt.opening_of for prompt in plan(Plant(workspace, ledger), SMALL).prompts[:3]]
     (row,) = ledger.read("SELECT shard, domain FROM documents WHERE key = :key", key=first)
     with ledger.begin() as tx:
         for number, (key, name) in enumerate({first: "proprietary", second: "CC-BY-NC-4.0"}.items()):
             copy = {"key": f"copy:{number}", "id": f"copy {number}", "row": number, "license": name, "matched": key}
             tx.execute(documents.insert().values(**row, **copy, fate="dropped", rule="exact_duplicate"))
-    made = generate(workspace, ledger, SMALL, SILENT)
+    made = generate(Plant(workspace, ledger), SMALL)
     named = {row["opening_of"]: row.get("license") for row in rows_of(made.path)}
     assert made.ends["taken out"] == 1 and first not in named
     assert named.get(second, "CC-BY-NC-4.0") == "CC-BY-NC-4.0" and named.get(third, "MIT") == "MIT"
@@ -220,7 +220,7 @@ def test_a_run_is_not_gone_on_with_by_other_weights(copied: Copy) -> None:
     }  # withdrawn, and its number given again
     (run / "plan.json").write_text(json.dumps(begun))
     with pytest.raises(InputError, match="begun by release 1 .weights 0000000000000000., .* delete it to begin again"):
-        generate(workspace, ledger, SMALL, SILENT)
+        generate(Plant(workspace, ledger), SMALL)
 
 
 def generate_without_engine(workspace: Workspace, ledger: Ledger, wish: GenerationWish) -> Generated:
@@ -228,7 +228,7 @@ def generate_without_engine(workspace: Workspace, ledger: Ledger, wish: Generati
     log = workspace.logs / "generate" / "serve-native-release-1.log"
     log.mkdir(parents=True)
     try:
-        return generate(workspace, ledger, wish, SILENT)
+        return generate(Plant(workspace, ledger), wish)
     finally:
         log.rmdir()
 
@@ -239,19 +239,19 @@ def test_killed_after_its_last_step_it_is_done(copied: Copy) -> None:
     with pytest.raises(FactoryError):
         generate_without_engine(workspace, ledger, SMALL)
     (run,) = folder.glob(".*")
-    place = folder / f"{plan(workspace, ledger, SMALL).name}.jsonl"
+    place = folder / f"{plan(Plant(workspace, ledger), SMALL).name}.jsonl"
     place.write_text('{"text": "whole"}\n')  # the shard was put in place, and then it was killed
     shutil.copytree(run, folder / f"{run.name}.part")  # one that was killed even before its beginning
-    assert generate(workspace, ledger, SMALL, SILENT).documents == 1 and not run.exists()
+    assert generate(Plant(workspace, ledger), SMALL).documents == 1 and not run.exists()
     place.unlink()
     run.mkdir()  # it was killed just before this was deleted
-    assert not plan(workspace, ledger, SMALL).began
+    assert not plan(Plant(workspace, ledger), SMALL).began
     with pytest.raises(FactoryError, match="cannot be started"):
         generate_without_engine(workspace, ledger, SMALL)
-    assert plan(workspace, ledger, SMALL).began and list(folder.glob(".*")) == [run]
+    assert plan(Plant(workspace, ledger), SMALL).began and list(folder.glob(".*")) == [run]
     (run / "plan.json").write_text("{")
     with pytest.raises(InputError, match="delete it to begin again"):
-        generate(workspace, ledger, SMALL, SILENT)
+        generate(Plant(workspace, ledger), SMALL)
 
 
 def test_an_answer_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, t
     with ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
         tx.execute(documents.update().where(documents.c.domain == "code").values(license="MIT"))
-    named = lambda wish: {(p.domain, p.license) for p in plan(workspace, ledger, wish).prompts}
+    named = lambda wish: {(p.domain, p.license) for p in plan(Plant(workspace, ledger), wish).prompts}
     own = {("docs", "CC-BY-NC-4.0"), ("code", "MIT"), ("chat", None)}
     assert named(GenerationWish(count=60, tokens=9, opening_tokens=10)) == own
     # who names a licence cannot make a stricter one laxer, nor give one to a text that has none
@@ -291,11 +291,11 @@ def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, t
     assert named(GenerationWish(count=60, tokens=9, opening_tokens=10, licence="CC-BY-NC-4.0")) == strict
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One", "license": "MIT"}\n{"prompt": "Two"}\n')
-    licences = lambda wish: [p.license for p in plan(workspace, ledger, wish).prompts]
+    licences = lambda wish: [p.license for p in plan(Plant(workspace, ledger), wish).prompts]
     assert licences(GenerationWish(prompts=path)) == ["MIT", None]
     assert licences(GenerationWish(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
     with pytest.raises(InputError, match="does not allow training"):
-        plan(workspace, ledger, GenerationWish(licence="proprietary"))
+        plan(Plant(workspace, ledger), GenerationWish(licence="proprietary"))
 
 
 @pytest.mark.slow("a router and its engine come up, and the judge's model beside them")
@@ -317,14 +317,14 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
             url = f"{here.client.base_url}/v1"
             wish = GenerationWish(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
             with pytest.raises(WriterError, match="401.*OPENAI_API_KEY"):
-                await asyncio.to_thread(generate, workspace, ledger, wish, SILENT)
+                await asyncio.to_thread(generate, Plant(workspace, ledger), wish)
             monkeypatch.setenv("OPENAI_API_KEY", "sesame")
             texts = tmp_path / "texts.jsonl"  # all are asked at once, and what is said of a chat has no advice
             texts.write_text(json.dumps(prompts[0]) + "\n")
             unknown = GenerationWish(endpoint=url, model="gpt", prompts=texts)
             with pytest.raises(WriterError, match="404.*there is no model 'gpt'.*answer chats alone"):
-                await asyncio.to_thread(generate, workspace, ledger, unknown, SILENT)
-            return await asyncio.to_thread(generate, workspace, ledger, wish, SILENT)
+                await asyncio.to_thread(generate, Plant(workspace, ledger), unknown)
+            return await asyncio.to_thread(generate, Plant(workspace, ledger), wish)
 
     made = asyncio.run(scene())
     one, two = rows_of(made.path)
@@ -388,11 +388,11 @@ def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
     add_release(workspace, ledger, export)
     (export / "generation_config.json").write_text("{}")
     with pytest.raises(InputError, match="is not what was released"):
-        generate(workspace, ledger, SMALL, SILENT)
-    assert generate(workspace, ledger, GenerationWish(**{**vars(SMALL), "release": 1}), SILENT).documents
+        generate(Plant(workspace, ledger), SMALL)
+    assert generate(Plant(workspace, ledger), GenerationWish(**{**vars(SMALL), "release": 1})).documents
 
 
 def test_two_at_once_do_not_write_the_same(copied: Copy) -> None:
     workspace, ledger = copied()
     with workspace.lock(LOCK), pytest.raises(WorkspaceError, match=r"holds generate.lock"):
-        generate(workspace, ledger, SMALL, SILENT)
+        generate(Plant(workspace, ledger), SMALL)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_arrived
 from factory.ledger.ledger import Ledger, record, releases, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject
 from factory.reports.provenance import of_document, of_release
 from factory.reports.release_report import release_report
@@ -22,7 +22,7 @@ from tests.support.plants.trained_plant import fill, lenient_plant, train_anneal
 
 def release(workspace: Workspace, ledger: Ledger) -> int:
     """Anneal, export, and the rows that gate and saga leave: the champion from now on."""
-    candidate = export_candidate(workspace, ledger, train_anneal(workspace, ledger))
+    candidate = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     judged = {"gate": "release", "subject": f"candidate:{candidate}", "outcome": "promote", "policy_sha256": "p"}
     with ledger.begin() as tx:
         row = verdicts.insert().values(**judged, subject_sha256="e", reasons=["better"], evidence={}, created_at=0.0)
@@ -42,7 +42,7 @@ def test_from_a_release_to_what_it_wrote_to_the_release_trained_on_it(tmp_path: 
     first = release(workspace, ledger)
     words = ["--count", "80", "--tokens", "22", "--opening-tokens", "8", "--temperature", "0.2", "--inbox"]
     said = json.loads(command_here("generate", *words, "--json", home=workspace).stdout)
-    ingest_arrived(workspace, ledger, Path(said["inbox"]), SILENT)
+    ingest_arrived(Plant(workspace, ledger), Path(said["inbox"]))
     kept = ledger.read("SELECT key, id FROM documents WHERE detail LIKE 'synthetic, by %' AND fate = 'train'")
     rules = ledger.read("SELECT rule, COUNT(*) AS n FROM documents WHERE detail LIKE 'synthetic, by %' GROUP BY rule")
     assert len(kept) > 3, rules

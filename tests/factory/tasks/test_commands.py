@@ -12,32 +12,32 @@ from typer.testing import CliRunner
 import factory.cli  # noqa: F401 - its commands
 from factory.cli.app import app, exit_code
 from tests.support.factory import published_files as published
-from tests.support.factory.exports import Plant
+from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import choice_items, programs, write_lm_eval_task, write_policy, write_task
 
 
 @pytest.fixture(scope="module")
-def candidate(plant: Plant, export: Path) -> int:
+def candidate(plant: FilledPlant, export: Path) -> int:
     return plant.add_candidate(export)
 
 
-def ran(plant: Plant, *words: str) -> str:
+def ran(plant: FilledPlant, *words: str) -> str:
     found = CliRunner().invoke(app, ["tasks", *words, "--workspace", str(plant.workspace.root)])
     assert found.exception is None, found.exception
     return found.output
 
 
-def as_json(plant: Plant, *words: str) -> Any:
+def as_json(plant: FilledPlant, *words: str) -> Any:
     return json.loads(ran(plant, *words, "--json"))
 
 
-def refused(plant: Plant, *words: str) -> str:
+def refused(plant: FilledPlant, *words: str) -> str:
     found = CliRunner().invoke(app, ["tasks", *words, "--workspace", str(plant.workspace.root)])
     assert found.exception and exit_code(found.exception) == 2
     return str(found.exception)
 
 
-def test_tasks_are_listed_checked_and_run(plant: Plant, candidate: int) -> None:
+def test_tasks_are_listed_checked_and_run(plant: FilledPlant, candidate: int) -> None:
     assert "no task file in" in ran(plant, "list")
     asked = write_task(plant.workspace, "asked", choice_items(), format="letter")
     write_task(plant.workspace, "broken", choice_items()[:2])
@@ -64,7 +64,7 @@ def test_tasks_are_listed_checked_and_run(plant: Plant, candidate: int) -> None:
     assert {row["task"]: row for row in as_json(plant, "list")}["asked"]["metrics"] == found["metrics"]
 
 
-def test_published_files_are_listed_and_proven_and_others_named(plant: Plant) -> None:
+def test_published_files_are_listed_and_proven_and_others_named(plant: FilledPlant) -> None:
     folder = plant.workspace.root / "policies" / "tasks"
     asked = published.write(folder / "HumanEval.jsonl.gz", published.human_eval())
     published.write(folder / "unknown.jsonl", [{"prompt": "x"}])
@@ -80,7 +80,7 @@ def test_published_files_are_listed_and_proven_and_others_named(plant: Plant) ->
     assert "9 items of 9 sources: sound" in said and "unknown.jsonl: kept out of training data" in said
 
 
-def test_what_lm_eval_itself_says_is_shown(plant: Plant, candidate: int) -> None:
+def test_what_lm_eval_itself_says_is_shown(plant: FilledPlant, candidate: int) -> None:
     pytest.importorskip("lm_eval")
     write_lm_eval_task(plant.workspace, "theirs", choice_items())
     totals = as_json(plant, "run", "theirs", "--candidate", str(candidate))["totals"]
@@ -88,7 +88,7 @@ def test_what_lm_eval_itself_says_is_shown(plant: Plant, candidate: int) -> None
     assert shown in " ".join(ran(plant, "run", "theirs", "--candidate", str(candidate)).split())
 
 
-def test_a_new_baseline_is_taken_and_another_way_is_told(plant: Plant, candidate: int) -> None:
+def test_a_new_baseline_is_taken_and_another_way_is_told(plant: FilledPlant, candidate: int) -> None:
     write_task(plant.workspace, "fixed", choice_items())
     ran(plant, "run", "fixed", "--candidate", str(candidate), "--baseline")
     write_task(plant.workspace, "fixed", choice_items(), format="letter")
@@ -97,7 +97,7 @@ def test_a_new_baseline_is_taken_and_another_way_is_told(plant: Plant, candidate
     assert as_json(plant, "run", "fixed", "--candidate", str(candidate), "--baseline")["held"] == ""
 
 
-def test_check_holds_tests_to_their_solutions(plant: Plant) -> None:
+def test_check_holds_tests_to_their_solutions(plant: FilledPlant) -> None:
     good = write_task(plant.workspace, "code", programs(), kind="code")
     assert "sound" in ran(plant, "check", str(good))
     wrong = [*programs()[:7], {**programs()[7], "solution": "    return x\n"}]

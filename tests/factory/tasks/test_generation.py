@@ -13,7 +13,7 @@ from factory.tasks.model import Drawing, TaskModel
 from factory.tasks.policy import TaskLimits, TasksPolicy
 from factory.tasks.task_file import load_task
 from factory.tasks.verifiers import check_programs, check_solutions
-from tests.support.factory.exports import Plant
+from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import programs, sums, write_task
 
 LIMITS = TaskLimits(code_cpu_seconds=1, code_seconds=30.0, code_printed_kib=64)
@@ -123,7 +123,7 @@ def test_no_program_passes_where_none_can(monkeypatch: pytest.MonkeyPatch) -> No
         check_programs([("", "")], LIMITS.model_copy(update={"code_memory_mib": 1}))
 
 
-def test_a_drawn_text_depends_on_its_seed_and_not_on_its_batch(plant: Plant, export: Path) -> None:
+def test_a_drawn_text_depends_on_its_seed_and_not_on_its_batch(plant: FilledPlant, export: Path) -> None:
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
     how = Drawing(24, temperature=1.0)
     prompts = ["def f(x):\n", "import os\n", "class A:\n    def", "x"]
@@ -136,7 +136,7 @@ def test_a_drawn_text_depends_on_its_seed_and_not_on_its_batch(plant: Plant, exp
     assert (stopped.text, stopped.ended) == (together[0].text.split(together[0].text[2:4])[0], True)
 
 
-def test_tokens_are_drawn_as_often_as_the_model_says(plant: Plant, export: Path) -> None:
+def test_tokens_are_drawn_as_often_as_the_model_says(plant: FilledPlant, export: Path) -> None:
     import torch
 
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
@@ -150,7 +150,7 @@ def test_tokens_are_drawn_as_often_as_the_model_says(plant: Plant, export: Path)
     assert 0.02 < expected < 0.98
 
 
-def test_a_task_of_each_kind_counts_its_answers(plant: Plant, export: Path) -> None:
+def test_a_task_of_each_kind_counts_its_answers(plant: FilledPlant, export: Path) -> None:
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
     maths = write_task(
         plant.workspace, "sums", sums(), kind="maths", max_tokens=8, samples=3, temperature=1.0, pass_at=[1, 3]

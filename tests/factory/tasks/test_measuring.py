@@ -13,7 +13,6 @@ import sqlalchemy as sa
 import torch
 
 from factory.core.errors import DamagedExportError, InputError
-from factory.core.progress import SILENT
 from factory.evals.tasks import EvalItem
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
@@ -26,7 +25,7 @@ from factory.tasks.measuring import measure, measured_items, trained_on
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import load_task
 from tests.support.factory import published_files as published
-from tests.support.factory.exports import Plant, save_export, tiny_model
+from tests.support.factory.exports import FilledPlant, save_export, tiny_model
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
 from tests.support.gates.release_evidence import evidence
 
@@ -34,19 +33,19 @@ POLICY = TasksPolicy()
 
 
 @pytest.fixture(scope="module")
-def candidate(plant: Plant, export: Path) -> int:
+def candidate(plant: FilledPlant, export: Path) -> int:
     return plant.add_candidate(export)
 
 
-def recorded(plant: Plant) -> int:
+def recorded(plant: FilledPlant) -> int:
     return len(plant.ledger.rows(sa.select(evaluations.c.id)))
 
 
-def test_items_and_scores_are_recorded_once(plant: Plant, candidate: int) -> None:
+def test_items_and_scores_are_recorded_once(plant: FilledPlant, candidate: int) -> None:
     items = [{**item, "source": f"module {number % 5}"} for number, item in enumerate(choice_items(20))]
     task = load_task(write_task(plant.workspace, "asked", items), POLICY)
-    number = measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
-    assert measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT) == number
+    number = measure(plant, candidate, task, POLICY)
+    assert measure(plant, candidate, task, POLICY) == number
     rows = plant.ledger.rows(sa.select(eval_items).where(eval_items.c.evaluation == number))
     assert {(row["task"], row["domain"]) for row in rows} == {("asked/acc", "asked"), ("asked/acc_norm", "asked")}
     assert len(rows) == 40 and {row["cluster"] for row in rows} == {f"module {n}" for n in range(5)}
@@ -60,7 +59,7 @@ def test_items_and_scores_are_recorded_once(plant: Plant, candidate: int) -> Non
     )
     assert EvaluationRow.newest(plant.ledger, candidate) is None  # of held-out documents there is none
     other = load_task(write_task(plant.workspace, "asked", items[:-1]), POLICY)
-    assert measure(plant.workspace, plant.ledger, candidate, other, POLICY, SILENT) != number
+    assert measure(plant, candidate, other, POLICY) != number
 
 
 def test_scores_have_the_error_of_a_mean_over_clusters() -> None:
@@ -161,7 +160,7 @@ def test_what_a_candidate_answers_sets_no_task_aside(after: float) -> None:
         assert not set_aside(replace(of_size(40, 0.5, after), **nothing), 8), "of unknown size it stands"
 
 
-def test_a_model_without_finite_numbers_is_not_recorded(plant: Plant, tmp_path: Path) -> None:
+def test_a_model_without_finite_numbers_is_not_recorded(plant: FilledPlant, tmp_path: Path) -> None:
     huge = tiny_model(3, max_position_embeddings=256)
     with torch.no_grad():  # finite weights
         huge.model.norm.weight.fill_(3e38)
@@ -174,11 +173,11 @@ def test_a_model_without_finite_numbers_is_not_recorded(plant: Plant, tmp_path: 
     ]
     for path in tasks:
         with pytest.raises(TaskError, match=f"task {path.stem}: the model gives no finite log-probability"):
-            measure(plant.workspace, plant.ledger, overflow, load_task(path, POLICY), POLICY, SILENT)
+            measure(plant, overflow, load_task(path, POLICY), POLICY)
     assert recorded(plant) == before
 
 
-def test_what_cannot_be_measured_is_named_and_not_recorded(plant: Plant, candidate: int) -> None:
+def test_what_cannot_be_measured_is_named_and_not_recorded(plant: FilledPlant, candidate: int) -> None:
     before = recorded(plant)
     long = [{**item, "choices": [*item["choices"][:3], "word " * 400], "answer": 0} for item in choice_items()]
     cases = {
@@ -192,23 +191,23 @@ def test_what_cannot_be_measured_is_named_and_not_recorded(plant: Plant, candida
     }
     for path, words in cases.values():
         with pytest.raises(TaskError, match=words):
-            measure(plant.workspace, plant.ledger, candidate, load_task(path, POLICY), POLICY, SILENT)
+            measure(plant, candidate, load_task(path, POLICY), POLICY)
     task = load_task(write_task(plant.workspace, "asked", choice_items()), POLICY)
     with pytest.raises(InputError, match="no candidate 99"):
-        measure(plant.workspace, plant.ledger, 99, task, POLICY, SILENT)
+        measure(plant, 99, task, POLICY)
     assert recorded(plant) == before
 
 
-def test_an_export_that_changed_is_not_measured(plant: Plant, tmp_path: Path) -> None:
+def test_an_export_that_changed_is_not_measured(plant: FilledPlant, tmp_path: Path) -> None:
     changed = save_export(tiny_model(5), tmp_path / "changed", plant.tokenizer)
     number = plant.add_candidate(changed)
     (changed / "README.md").write_text("# Ours")
     task = load_task(write_task(plant.workspace, "asked", choice_items()), POLICY)
     with pytest.raises(DamagedExportError):
-        measure(plant.workspace, plant.ledger, number, task, POLICY, SILENT)
+        measure(plant, number, task, POLICY)
 
 
-def test_an_exam_that_was_trained_on_is_held(plant: Plant, candidate: int) -> None:
+def test_an_exam_that_was_trained_on_is_held(plant: FilledPlant, candidate: int) -> None:
     from factory.ingest.rules.policy import DataPolicy
     from factory.ingest.rules.task_items import item_ngrams
 
@@ -216,20 +215,20 @@ def test_an_exam_that_was_trained_on_is_held(plant: Plant, candidate: int) -> No
     items = [{**item, "question": f"{words} {'x' * number}?"} for number, item in enumerate(choice_items(), 1)]
     items[1:] = choice_items()[1:]
     task = load_task(write_task(plant.workspace, "leaked", items), POLICY)
-    assert trained_on(plant.workspace, plant.ledger, task) == []
+    assert trained_on(plant, task) == []
     n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
     with plant.ledger.begin() as tx:
         gram = int(item_ngrams({"q": words}, n).astype(np.int64)[0])
         tx.execute(ngrams.insert().values(hash=gram, document=plant.documents[0].key, held_out=False))
-    assert trained_on(plant.workspace, plant.ledger, task) == [(0, plant.documents[0].key)]
+    assert trained_on(plant, task) == [(0, plant.documents[0].key)]
     with pytest.raises(TaskError, match=r"1 of 12 items stand in training data .* in document abab"):
-        measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+        measure(plant, candidate, task, POLICY)
     lenient = TasksPolicy(contaminated_max=0.1)
-    number = measure(plant.workspace, plant.ledger, candidate, task, lenient, SILENT)
+    number = measure(plant, candidate, task, lenient)
     assert EvaluationRow.get(plant.ledger, number).summary["contaminated"] == 1
 
 
-def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plant: Plant, candidate: int) -> None:
+def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plant: FilledPlant, candidate: int) -> None:
     """Exact match on generated text, totals as lm-eval computes them; a template that runs code reaches nothing."""
     pytest.importorskip("lm_eval")
     generated = {
@@ -243,7 +242,7 @@ def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plan
     }
     items = [{**item, "source": f"s{item['id'] // 2}"} for item in sums(12)]
     task = load_task(write_lm_eval_task(plant.workspace, "theirs", items, **generated), POLICY)
-    number = measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    number = measure(plant, candidate, task, POLICY)
     summary = EvaluationRow.get(plant.ledger, number).summary
     assert summary["metrics"]["theirs/exact_match"]["value"] == pytest.approx(summary["totals"]["exact_match,none"])
     assert (summary["items"], summary["clusters"], summary["kind"]) == (12, 6, "lm-eval")
@@ -252,10 +251,10 @@ def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plan
     spy = f"{{{{ cycler.__init__.__globals__.os.stat('{ledger}') }}}}"
     hostile = write_lm_eval_task(plant.workspace, "spy", items, **{**generated, "doc_to_text": spy})
     with pytest.raises(TaskError, match=f"lm-eval ended with code 1: FileNotFoundError: .*'{ledger}'"):
-        measure(plant.workspace, plant.ledger, candidate, load_task(hostile, POLICY), POLICY, SILENT)
+        measure(plant, candidate, load_task(hostile, POLICY), POLICY)
 
 
-def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: Plant, candidate: int) -> None:
+def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: FilledPlant, candidate: int) -> None:
     """As lm-eval counts them."""
     pytest.importorskip("lm_eval")
     without = [{key: value for key, value in item.items() if key != "answer"} for item in choice_items()]
@@ -268,23 +267,21 @@ def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: Plant, ca
     with pytest.raises(
         TaskError, match="task un: lm-eval ended with code 1: document 7 has no answer among its choices: '4'"
     ):
-        measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+        measure(plant, candidate, task, POLICY)
     assert recorded(plant) == before
 
 
-def test_items_of_a_published_set_that_are_the_same_count_as_one(plant: Plant, candidate: int) -> None:
+def test_items_of_a_published_set_that_are_the_same_count_as_one(plant: FilledPlant, candidate: int) -> None:
     """lm-eval measures each, and so are the totals that are compared with published ones; a choice that stands twice is theirs to mend, too."""
     pytest.importorskip("lm_eval")
     items = [*choice_items(), {**choice_items()[1], "id": "again"}]
     items[7] |= {"choices": ["yes", "no", "yes", "perhaps"], "answer": 2}
     task = load_task(write_lm_eval_task(plant.workspace, "published", items), POLICY)
-    summary = EvaluationRow.get(
-        plant.ledger, measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
-    ).summary
+    summary = EvaluationRow.get(plant.ledger, measure(plant, candidate, task, POLICY)).summary
     assert (summary["items"], summary["clusters"]) == (13, 12)
 
 
-def test_bits_per_byte_of_lm_eval_is_a_cost(plant: Plant, candidate: int) -> None:
+def test_bits_per_byte_of_lm_eval_is_a_cost(plant: FilledPlant, candidate: int) -> None:
     pytest.importorskip("lm_eval")
     texts = [{"text": document.content["text"]} for document in plant.documents if document.domain == "docs"][:9]
     keys = {
@@ -292,7 +289,7 @@ def test_bits_per_byte_of_lm_eval_is_a_cost(plant: Plant, candidate: int) -> Non
         "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
     }  # fmt: skip
     task = load_task(write_lm_eval_task(plant.workspace, "texts", texts, **keys), POLICY)
-    number = measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    number = measure(plant, candidate, task, POLICY)
     summary = EvaluationRow.get(plant.ledger, number).summary
     assert summary["costs"] == ["texts/bits_per_byte"] and set(summary["metrics"]) == {"texts/bits_per_byte"}
     assert summary["metrics"]["texts/bits_per_byte"]["value"] == pytest.approx(summary["totals"]["bits_per_byte,none"])

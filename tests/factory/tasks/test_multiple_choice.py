@@ -14,7 +14,7 @@ from factory.tasks.model import Scored, TaskModel
 from factory.tasks.multiple_choice import choose
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import load_task
-from tests.support.factory.exports import Plant
+from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import LM_EVAL, choice_items, write_lm_eval_task, write_task
 
 POLICY = TasksPolicy()
@@ -38,7 +38,7 @@ def with_its_own_model(export: Path, tasks: list[Path]) -> dict[str, list[dict[s
 
 
 def test_ours_and_lm_evals_with_our_model_equal_lm_eval_with_its_own(
-    plant: Plant, export: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plant: FilledPlant, export: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     items = choice_items(24)
@@ -71,7 +71,7 @@ def test_ours_and_lm_evals_with_our_model_equal_lm_eval_with_its_own(
     assert 0 < right["cloze"] < 1
 
 
-def test_log_probabilities_equal_those_of_lm_eval(plant: Plant, export: Path) -> None:
+def test_log_probabilities_equal_those_of_lm_eval(plant: FilledPlant, export: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -106,7 +106,7 @@ def test_log_probabilities_equal_those_of_lm_eval(plant: Plant, export: Path) ->
 
 
 @pytest.mark.parametrize("format", ["cloze", "letter"])
-def test_choices_that_share_the_highest_log_probability_share_the_item(plant: Plant, format: str) -> None:
+def test_choices_that_share_the_highest_log_probability_share_the_item(plant: FilledPlant, format: str) -> None:
     """A model that tells none apart scores chance wherever the right ones stand, also at the first place."""
     items = [{**item, "answer": 0} for item in choice_items(12)]
     task = load_task(write_task(plant.workspace, "ties", items, format=format), POLICY)

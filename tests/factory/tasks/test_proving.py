@@ -16,20 +16,20 @@ from factory.tasks.measuring import measure
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.proving import EVENT, empty_programs, is_proven, prove
 from factory.tasks.task_file import load_task
-from tests.support.factory.exports import Plant
+from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
 
 POLICY = TasksPolicy()
 
 
-def refusal(plant: Plant, items: list[dict[str, Any]], **keys: Any) -> str:
+def refusal(plant: FilledPlant, items: list[dict[str, Any]], **keys: Any) -> str:
     """In words, of a task that is not proven, or not even read."""
     with pytest.raises(TaskError) as found:
         prove(plant.ledger, load_task(write_task(plant.workspace, "asked", items, **keys), POLICY), POLICY, SILENT)
     return str(found.value)
 
 
-def test_what_is_right_scores_1_and_what_tells_nothing_scores_chance(plant: Plant) -> None:
+def test_what_is_right_scores_1_and_what_tells_nothing_scores_chance(plant: FilledPlant) -> None:
     choices = choice_items(12, 4)
     for keys in ({}, {"format": "letter"}):
         found = prove(
@@ -75,7 +75,7 @@ TESTS = [
 ]
 
 
-def test_tests_that_test_nothing_are_refused_with_their_item(plant: Plant) -> None:
+def test_tests_that_test_nothing_are_refused_with_their_item(plant: FilledPlant) -> None:
     whole = load_task(write_task(plant.workspace, "asked", programs(), kind="code"), POLICY)
     for tests in TESTS:
         task = replace(whole, items=(whole.items[3].model_copy(update={"tests": tests}),))
@@ -83,7 +83,7 @@ def test_tests_that_test_nothing_are_refused_with_their_item(plant: Plant) -> No
             prove(plant.ledger, task, POLICY, SILENT)
 
 
-def test_tests_that_are_run_are_proven(plant: Plant) -> None:
+def test_tests_that_are_run_are_proven(plant: FilledPlant) -> None:
     main = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add3(1), 4)\nunittest.main()\n"
     called = "def check(candidate):\n    assert candidate(1) == 5\ncheck(add4)\n"
     items = [{**item, "tests": {"add3": main, "add4": called}.get(item["id"], item["tests"])} for item in programs()]
@@ -122,7 +122,7 @@ def test_empty_programs_are_programs() -> None:
     ],
 )  # fmt: skip
 def test_what_could_not_tell_models_apart_is_refused(
-    plant: Plant, keys: dict[str, Any], items: list[dict[str, Any]], says: str
+    plant: FilledPlant, keys: dict[str, Any], items: list[dict[str, Any]], says: str
 ) -> None:
     assert says in refusal(plant, items, **keys)
 
@@ -131,7 +131,7 @@ def copies(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**item, "id": f"copy of {item['id']}", "question": f" {item['question'].upper()} "} for item in items]
 
 
-def test_an_example_that_is_a_tested_item_is_refused_by_content(plant: Plant) -> None:
+def test_an_example_that_is_a_tested_item_is_refused_by_content(plant: FilledPlant) -> None:
     """Also a copy under another id, in other letters; whoever reads the task, not the check alone."""
     for shown in (
         sums(),
@@ -155,7 +155,7 @@ def test_an_example_that_is_a_tested_item_is_refused_by_content(plant: Plant) ->
         load_task(write_task(plant.workspace, "asked", choice_items(), examples="shown.jsonl", shots=1), POLICY)
 
 
-def test_a_record_of_lm_eval_that_could_be_shown_to_itself_is_refused(plant: Plant) -> None:
+def test_a_record_of_lm_eval_that_could_be_shown_to_itself_is_refused(plant: FilledPlant) -> None:
     items = choice_items()
     write_task(plant.workspace, "train", [{**item, "id": f"t{item['id']}"} for item in items[3:]])
     split = {
@@ -177,12 +177,14 @@ def test_a_record_of_lm_eval_that_could_be_shown_to_itself_is_refused(plant: Pla
         (["1", "2", "0"], [1, 0, 2], "the answer of record 1, 1, names '2' as a place from 0 and '1' as the text of a choice"),
     ],
 )  # fmt: skip
-def test_answers_of_a_file_are_read_in_one_way(plant: Plant, choices: list[str], answers: list[Any], says: str) -> None:
+def test_answers_of_a_file_are_read_in_one_way(
+    plant: FilledPlant, choices: list[str], answers: list[Any], says: str
+) -> None:
     asked = [{"id": n, "question": f"{n}?", "choices": choices, "answer": answers[n % 3]} for n in range(9)]
     assert says in refusal(plant, asked)
 
 
-def test_what_reads_one_way_alone_is_taken(plant: Plant) -> None:
+def test_what_reads_one_way_alone_is_taken(plant: FilledPlant) -> None:
     """A letter that is a choice's text somewhere, and numbers that are no place."""
     for choices, answers, right in (
         (["A", "B", "C"], ["A", "C", "B"], [0, 2, 1]),
@@ -195,15 +197,15 @@ def test_what_reads_one_way_alone_is_taken(plant: Plant) -> None:
         assert [item.right for item in items] == right * 3
 
 
-def test_a_task_is_proven_once_before_it_is_first_measured(plant: Plant, export: Path) -> None:
+def test_a_task_is_proven_once_before_it_is_first_measured(plant: FilledPlant, export: Path) -> None:
     candidate = plant.add_candidate(export)
     count = lambda: len(
         plant.ledger.rows(sa.select(events).where(events.c.kind == EVENT, events.c.subject == "task:once"))
     )
     task = load_task(write_task(plant.workspace, "once", choice_items()), POLICY)
-    measure(plant.workspace, plant.ledger, candidate, task, POLICY, SILENT)
+    measure(plant, candidate, task, POLICY)
     assert count() == 1 and is_proven(plant.ledger, task)
-    measure(plant.workspace, plant.ledger, plant.add_candidate(export), task, POLICY, SILENT)
+    measure(plant, plant.add_candidate(export), task, POLICY)
     assert count() == 1
     other = load_task(write_task(plant.workspace, "once", choice_items()[:9]), POLICY)
     assert not is_proven(plant.ledger, other)
@@ -212,4 +214,4 @@ def test_a_task_is_proven_once_before_it_is_first_measured(plant: Plant, export:
         POLICY,
     )
     with pytest.raises(TaskError, match="task once is not sound: all 10 items have the answer '5'"):
-        measure(plant.workspace, plant.ledger, candidate, same, POLICY, SILENT)
+        measure(plant, candidate, same, POLICY)

@@ -12,6 +12,7 @@ import pytest
 from factory.core.workspace import Workspace
 from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.tasks.generation import _prompt as generation_prompt
 from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.libraries import refuse_missing_libraries
@@ -264,7 +265,7 @@ def test_math_is_read_from_its_folder_of_numbered_files(workspace: Workspace, le
     assert "What is $10 + " in prompts(task)[10] and len(task.items) == 12  # by number, not by name
     (folder / "other.yaml").write_text("published: math\nitems: MATH/test/prealgebra\n")
     assert load_named(workspace, "other", POLICY).items == task.items and not look_into(folder).others
-    assert (hold_task_items(workspace, ledger, 13), hold_task_items(workspace, ledger, 13)) == (
+    assert (hold_task_items(Plant(workspace, ledger), 13), hold_task_items(Plant(workspace, ledger), 13)) == (
         1,
         0,
     )  # two folders of one content

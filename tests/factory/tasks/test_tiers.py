@@ -9,19 +9,18 @@ import pytest
 import sqlalchemy as sa
 import torch
 
-from factory.core.progress import SILENT
 from factory.gates.release.gate import decide
 from factory.ledger.ledger import eval_items, evaluations, record, releases
 from factory.ledger.rows import VerdictRow
 from factory.tasks.policy import TasksPolicy, Tier
 from factory.tasks.task_file import load_named
 from factory.tasks.tiers import baseline, measure_due, take_baseline
-from tests.support.factory.exports import Plant, save_export, tiny_model, trained
+from tests.support.factory.exports import FilledPlant, save_export, tiny_model, trained
 from tests.support.factory.task_files import choice_items, write_policy, write_task
 
 
 @pytest.fixture(scope="module")
-def line(plant: Plant) -> tuple[int, int]:
+def line(plant: FilledPlant) -> tuple[int, int]:
     """(the champion, a better candidate)."""
     weak, better = (
         plant.add_candidate(
@@ -29,7 +28,7 @@ def line(plant: Plant) -> tuple[int, int]:
         )
         for name, steps in (("weak", 15), ("better", 60))
     )
-    first = decide(plant.workspace, plant.ledger, weak, SILENT)
+    first = decide(plant, weak)
     with plant.ledger.begin() as tx:
         tx.execute(releases.insert().values(number=1, candidate=weak, verdict=first, state="published", created_at=0.0))
         record(tx, "promoted", "release:1")
@@ -37,7 +36,7 @@ def line(plant: Plant) -> tuple[int, int]:
 
 
 @pytest.fixture(autouse=True)
-def no_tasks(plant: Plant) -> Iterator[None]:
+def no_tasks(plant: FilledPlant) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny matrices
     yield
@@ -51,13 +50,13 @@ def no_tasks(plant: Plant) -> Iterator[None]:
         tx.execute(evaluations.delete().where(evaluations.c.suite_sha256.startswith("task:")))
 
 
-def measured(plant: Plant) -> list[tuple[int, str]]:
+def measured(plant: FilledPlant) -> list[tuple[int, str]]:
     rows = plant.ledger.rows(sa.select(evaluations).where(evaluations.c.suite_sha256.startswith("task:")))
     return sorted((row["candidate"], row["summary"]["task"]) for row in rows)
 
 
-def verdict(plant: Plant, candidate: int) -> VerdictRow:
-    return VerdictRow.get(plant.ledger, decide(plant.workspace, plant.ledger, candidate, SILENT))
+def verdict(plant: FilledPlant, candidate: int) -> VerdictRow:
+    return VerdictRow.get(plant.ledger, decide(plant, candidate))
 
 
 def sources(count: int) -> list[dict[str, Any]]:
@@ -80,7 +79,7 @@ def test_a_tier_says_when() -> None:
 
 
 def test_dear_tasks_are_measured_only_before_a_promotion_and_each_holds_what_it_does_not_show(
-    plant: Plant, line: tuple[int, int]
+    plant: FilledPlant, line: tuple[int, int]
 ) -> None:
     weak, better = line
     for name in ("cheap", "dear", "by_hand"):
@@ -106,7 +105,7 @@ def test_dear_tasks_are_measured_only_before_a_promotion_and_each_holds_what_it_
     )
 
 
-def test_a_task_that_cannot_be_measured_holds_by_name(plant: Plant, line: tuple[int, int]) -> None:
+def test_a_task_that_cannot_be_measured_holds_by_name(plant: FilledPlant, line: tuple[int, int]) -> None:
     path = write_task(plant.workspace, "broken", sources(24)[:1])
     held = verdict(plant, line[1])
     assert held.outcome == "hold"
@@ -123,7 +122,7 @@ def test_a_task_that_cannot_be_measured_holds_by_name(plant: Plant, line: tuple[
 
 
 def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
-    plant: Plant, line: tuple[int, int]
+    plant: FilledPlant, line: tuple[int, int]
 ) -> None:
     weak, better = line
     write_policy(plant.workspace, others={"margin": 1.0})
@@ -139,7 +138,7 @@ def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
     assert "multiple choice in cloze format, 0 shots → multiple choice in letter format, 0 shots" in held.reasons[1]
     assert "factory tasks run asked --baseline" in held.reasons[0]
     task = load_named(plant.workspace, "asked", policy)
-    assert take_baseline(plant.workspace, plant.ledger, task, policy, "ann", SILENT)
+    assert take_baseline(plant, task, policy, "ann")
     promoted = verdict(plant, better)
     assert promoted.outcome == "promote" and any("asked/acc:" in reason for reason in promoted.reasons)
     write_task(plant.workspace, "asked", sources(20), format="letter", prompt="{question} {choices} The answer is")
@@ -148,12 +147,14 @@ def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
         tx.execute(sa.text("DELETE FROM events WHERE kind = 'task_baseline'"))
 
 
-def test_without_a_champion_a_task_is_measured_and_compared_with_nothing(plant: Plant, line: tuple[int, int]) -> None:
+def test_without_a_champion_a_task_is_measured_and_compared_with_nothing(
+    plant: FilledPlant, line: tuple[int, int]
+) -> None:
     write_task(plant.workspace, "asked", sources(12))
     with plant.ledger.begin() as tx:
         tx.execute(sa.text("UPDATE events SET kind = 'was' WHERE kind = 'promoted'"))
     try:
-        found = measure_due(plant.workspace, plant.ledger, line[1], SILENT, would_promote=True)
+        found = measure_due(plant, line[1], would_promote=True)
     finally:
         with plant.ledger.begin() as tx:
             tx.execute(sa.text("UPDATE events SET kind = 'promoted' WHERE kind = 'was'"))

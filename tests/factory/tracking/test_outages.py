@@ -15,6 +15,7 @@ import pytest
 from factory.backups.backups import make_backup
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, champion
 from factory.release.registry import CHAMPION, MODEL
 from factory.release.releases import reconcile, release, rollback
@@ -63,7 +64,7 @@ def test_a_server_that_does_not_answer_costs_one_limit_and_is_left_alone(
     monkeypatch.setitem(outages._servers, uri, outages.TrackingServer(limit=1.0))
     workspace = replace(workspace, config=replace(workspace.config, mlflow_uri=uri))
     number = add_candidate(workspace, ledger)
-    tracking, said = Tracking.open(workspace, ledger), Said()
+    tracking, said = Tracking.open(Plant(workspace, ledger)), Said()
     for _ in range(20):
         assert shown(said.line, lambda: tracking.candidate_run(number)) is None
     assert len(taken) == 1, "asked once; then it rests"
@@ -90,12 +91,12 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     workspace: Workspace, ledger: Ledger
 ) -> None:
     approval(with_store(workspace), "automatic")
-    make_backup(workspace, ledger)
+    make_backup(Plant(workspace, ledger))
     first = add_candidate(workspace, ledger)
     verdict = add_verdict(ledger, first)
     damage(workspace)
     said = Said()
-    number = release(workspace, ledger, verdict, said)
+    number = release(Plant(workspace, ledger, said), verdict)
     row = ReleaseRow.get(ledger, number)
     assert (row.state, row.mlflow_version) == ("published", None)
     best = champion(ledger)
@@ -106,7 +107,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
         and "its database is damaged: 'factory doctor --repair' (stop 'factory run' first) puts its backup back"
         in outage[0]
     )
-    assert reconcile(workspace, ledger, said) == []
+    assert reconcile(Plant(workspace, ledger, said)) == []
     assert len([line for line in said.lines if "Training and releases go on" in line]) == 1
     done = repair_all(workspace, False, said)
     assert any(line.startswith("mlflow: mended") for line in done), done
@@ -122,13 +123,13 @@ def test_a_version_that_does_not_say_its_release_is_told_later(workspace: Worksp
     """As a disk that was full when the release was registered leaves it."""
     approval(with_store(workspace), "automatic")
     candidate = add_candidate(workspace, ledger)
-    number = release(workspace, ledger, add_verdict(ledger, candidate), Said())
+    number = release(Plant(workspace, ledger, Said()), add_verdict(ledger, candidate))
     client = open_client(workspace)
     version = client.get_model_version_by_alias(MODEL, CHAMPION)
     client.delete_model_version_tag(MODEL, version.version, "release")
-    assert reconcile(workspace, ledger, Said()) == [f"candidate {candidate} is shown in MLflow"]
+    assert reconcile(Plant(workspace, ledger, Said())) == [f"candidate {candidate} is shown in MLflow"]
     assert client.get_model_version(MODEL, version.version).tags["release"] == str(number)
-    assert reconcile(workspace, ledger, Said()) == []
+    assert reconcile(Plant(workspace, ledger, Said())) == []
 
 
 def test_a_rollback_does_not_wait_for_mlflow(workspace: Workspace, ledger: Ledger) -> None:
@@ -138,9 +139,9 @@ def test_a_rollback_does_not_wait_for_mlflow(workspace: Workspace, ledger: Ledge
         best = champion(ledger)
         candidate = add_candidate(workspace, ledger)
         against = best.candidate if best else None
-        numbers.append(release(workspace, ledger, add_verdict(ledger, candidate, against=against)))
+        numbers.append(release(Plant(workspace, ledger), add_verdict(ledger, candidate, against=against)))
     damage(workspace)
-    rollback(workspace, ledger, numbers[0], Said())
+    rollback(Plant(workspace, ledger, Said()), numbers[0])
     best = champion(ledger)
     assert best and best.number == numbers[0] and (served(workspace) or {})["release"] == numbers[0]
 
@@ -150,14 +151,14 @@ def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, l
     number = add_candidate(workspace, ledger)
     with ledger.begin() as tx:
         tx.execute(segments.update().values(state="done"))
-    show_missed(workspace, ledger, Said().line)
-    run = Tracking.open(workspace, ledger).segment_run
+    show_missed(Plant(workspace, ledger), Said().line)
+    run = Tracking.open(Plant(workspace, ledger)).segment_run
     segment = SegmentRow.get(ledger, 1)
     first = run(segment)
     assert len(open_client(workspace).get_metric_history(first, "loss/all")) == 100
     damage(workspace)
     said = Said()
-    show_missed(workspace, ledger, said.line)
+    show_missed(Plant(workspace, ledger), said.line)
     assert said.lines == [], "what it has been shown is not looked for"
     (workspace.root / "backups").mkdir(exist_ok=True)
     repair_all(workspace, False, said)
@@ -170,7 +171,7 @@ def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, l
 
 def test_a_moved_workspace_has_its_artifacts(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     approval(with_store(workspace), "automatic")
-    number = release(workspace, ledger, add_verdict(ledger, add_candidate(workspace, ledger)))
+    number = release(Plant(workspace, ledger), add_verdict(ledger, add_candidate(workspace, ledger)))
     ledger.engine.dispose()
     shutil.move(workspace.root, tmp_path / "there")
     moved = Workspace.open(tmp_path / "there")
@@ -181,11 +182,11 @@ def test_a_moved_workspace_has_its_artifacts(workspace: Workspace, ledger: Ledge
     assert run.info.artifact_uri.startswith(moved.mlflow_artifacts.as_uri())
     assert "report.html" in {one.path for one in client.list_artifacts(version.run_id)}
     again = Ledger.open(moved.ledger_url, moved.root)
-    assert reconcile(moved, again) == [] and (served(moved) or {})["release"] == number
+    assert reconcile(Plant(moved, again)) == [] and (served(moved) or {})["release"] == number
 
 
 def test_other_errors_are_no_outage(workspace: Workspace, ledger: Ledger) -> None:
-    tracking = Tracking.open(with_store(workspace), ledger)
+    tracking = Tracking.open(Plant(with_store(workspace), ledger))
     act: Callable[[], object] = lambda: tracking.candidate_run(9)
     with pytest.raises(Exception, match="no candidate 9"):
         shown(print, act)

@@ -19,6 +19,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
+from factory.ledger.plant import Plant
 from factory.tracking.metrics_follower import metric_key, numbers
 from factory.tracking.mlflow_store import TrackingError, flush, open_client, waiting_lock
 from factory.tracking.tracking import SUBJECT, Tracking, flatten
@@ -40,7 +41,7 @@ print(Tracking.open(workspace, ledger).segment_run(SegmentRow.get(ledger, 1)))
 
 @pytest.fixture
 def tracking(workspace: Workspace, ledger: Ledger) -> Tracking:
-    return Tracking.open(with_store(workspace), ledger)
+    return Tracking.open(Plant(with_store(workspace), ledger))
 
 
 def test_who_flushes_the_store_keeps_its_locks(workspace: Workspace, ledger: Ledger, tracking: Tracking) -> None:
@@ -71,7 +72,7 @@ def test_processes_that_start_at_once_make_one_store_and_one_run(workspace: Work
         )  # fmt: skip
         for _ in range(2)
     ]
-    tracking = Tracking.open(workspace, ledger)
+    tracking = Tracking.open(Plant(workspace, ledger))
     ours = tracking.segment_run(segment)
     outputs = [process.communicate(timeout=PATIENCE_S) for process in started]
     assert outputs == [(f"{ours}\n", "")] * 2, "one run, and not a word on stderr"
@@ -95,7 +96,7 @@ def test_segment_run_carries_the_recipe_and_lineage_once(
 ) -> None:
     segment = add_segment(workspace, ledger)
     run = tracking.segment_run(segment)
-    assert tracking.segment_run(segment) == run == Tracking.open(workspace, ledger).segment_run(segment)
+    assert tracking.segment_run(segment) == run == Tracking.open(Plant(workspace, ledger)).segment_run(segment)
     data = tracking.client.get_run(run).data
     assert data.params["model.d_model"] == "64" and data.params["phases"] == "[0.5, 0.5]"
     assert data.tags["data_plan"] == "p" * 64 and data.tags["mlflow.source.git.commit"] == "c" * 40
@@ -109,7 +110,7 @@ def test_a_run_made_just_before_a_kill_is_found_again(tracking: Tracking, ledger
     run = tracking.segment_run(segment)
     with ledger.begin() as tx:  # as if killed between MLflow's commit and the ledger's
         tx.execute(tracked_runs.delete())
-    assert Tracking.open(workspace, ledger).segment_run(segment) == run
+    assert Tracking.open(Plant(workspace, ledger)).segment_run(segment) == run
 
 
 def test_a_deleted_store_gets_everything_again(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
@@ -117,7 +118,7 @@ def test_a_deleted_store_gets_everything_again(tracking: Tracking, ledger: Ledge
     tracking.candidate_run(candidate)
     elsewhere = Workspace(workspace.root, type(workspace.config)(mlflow_uri=f"sqlite:///{workspace.root}/other.db"))
     (workspace.root / "other.db").write_bytes((with_store(workspace).root / "mlflow.db").read_bytes())
-    again = Tracking.open(elsewhere, ledger)
+    again = Tracking.open(Plant(elsewhere, ledger))
     assert again.client.get_run(again.candidate_run(candidate)).data.metrics["bpb/code"] == 2.1
 
 
@@ -144,7 +145,7 @@ def test_follower_sees_lines_as_they_come_each_step_once(
     assert history(tracking, run) == [(s, json.loads(metrics_line(s))["loss"]) for s in range(4)]
 
     write_metrics(path, 4, 6)
-    restarted = Tracking.open(workspace, ledger).follow_segment(segment)
+    restarted = Tracking.open(Plant(workspace, ledger)).follow_segment(segment)
     assert restarted.poll() == 2, "a new process goes on where MLflow stands"
     assert [step for step, _ in history(tracking, run, "loss/docs")] == list(range(6))
 

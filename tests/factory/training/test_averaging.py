@@ -18,10 +18,10 @@ from safetensors.numpy import load_file
 from factory.actions import Action, judge, perform
 from factory.core.errors import InputError, SegmentError
 from factory.core.exports import folder_sha256
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe
 from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
 from factory.release.releases import release
@@ -34,22 +34,22 @@ from factory.training.training import run_segment
 from tests.support.factory.command import factory
 from tests.support.plants.trained_plant import make_plant, train_anneal, train_trunk
 
-Plant = tuple[Workspace, Ledger]
+Opened = tuple[Workspace, Ledger]
 SLOW = pytest.mark.slow("an average begun twice and made once for each moment; two moments are in the fast tier")
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Plant:
+def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Opened:
     made = make_plant(tmp_path_factory.mktemp("averaging"), code_repository, keep_checkpoints=3)
     train_trunk(*made, steps=6)
     return made
 
 
-def made_average(plant: Plant, *words: Any, **keywords: Any) -> tuple[int, dict[str, Any]]:
+def made_average(plant: Opened, *words: Any, **keywords: Any) -> tuple[int, dict[str, Any]]:
     """(candidate, what it was averaged from)."""
-    number = plan_average(*plant, *words, **keywords)
-    result = run_segment(*plant, number, SILENT)
-    return export_candidate(*plant, number), result["averaged"]
+    number = plan_average(Plant(*plant), *words, **keywords)
+    result = run_segment(Plant(*plant), number)
+    return export_candidate(Plant(*plant), number), result["averaged"]
 
 
 def weights_of(ledger: Ledger, candidate: int) -> dict[str, np.ndarray]:
@@ -60,7 +60,7 @@ def weights_of(ledger: Ledger, candidate: int) -> dict[str, np.ndarray]:
     return load_file(Path(row["path"]) / "model.safetensors")
 
 
-def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Plant) -> None:
+def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Opened) -> None:
     workspace, ledger = plant
     sources = choose(ledger, None, None)
     assert [source.step for source in sources] == [10, 15, 20, 25, 26]
@@ -68,7 +68,7 @@ def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Plant) -> 
     assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
 
 
-def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Plant) -> None:
+def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Opened) -> None:
     workspace, ledger = plant
     candidate, averaged = made_average(plant, "uniform", last=3)
     assert [part["step"] for part in averaged["sources"]] == [20, 25, 26]
@@ -76,11 +76,11 @@ def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Plant) -
     for name, found in weights_of(ledger, candidate).items():
         mean = np.mean([array[name].astype(np.float64) for array in arrays], axis=0).astype(np.float32)
         np.testing.assert_array_max_ulp(found, mean, maxulp=1)
-    assert next_action(observe(workspace, ledger)) == Action("judge", candidate)
-    verdict = judge(workspace, ledger, candidate, SILENT)
+    assert next_action(observe(Plant(workspace, ledger))) == Action("judge", candidate)
+    verdict = judge(Plant(workspace, ledger), candidate)
     row = ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict))
     assert row and row["outcome"] == "promote", row
-    made = release(workspace, ledger, verdict, SILENT)
+    made = release(Plant(workspace, ledger), verdict)
     found = of_release(ledger, made)
     assert [step["kind"] for step in found["segments"]] == ["trunk", "trunk", "average"]
     assert found["segments"][-1]["averaged"] == averaged and found["shards"]
@@ -90,7 +90,7 @@ def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Plant) -
     assert "average of 3 checkpoints (steps 20, 25, 26; uniform)" in "\n".join(screen(snapshot(workspace)))
 
 
-def test_the_same_average_is_the_same_candidate(plant: Plant) -> None:
+def test_the_same_average_is_the_same_candidate(plant: Opened) -> None:
     _, ledger = plant
     first, averaged = made_average(plant, "uniform", last=2)
     before = ledger.rows(sa.select(segments.c.id))
@@ -98,7 +98,7 @@ def test_the_same_average_is_the_same_candidate(plant: Plant) -> None:
     assert ledger.rows(sa.select(segments.c.id)) == before
 
 
-def test_weighted_by_held_out_loss(plant: Plant) -> None:
+def test_weighted_by_held_out_loss(plant: Opened) -> None:
     _, ledger = plant
     candidate, averaged = made_average(plant, "held-out-loss", segment=1)
     parts = averaged["sources"]
@@ -114,24 +114,24 @@ def test_weighted_by_held_out_loss(plant: Plant) -> None:
         np.testing.assert_array_max_ulp(found, mean.astype(np.float32), maxulp=1)
 
 
-def test_the_documents_that_weigh_are_not_those_that_judge(plant: Plant) -> None:
-    ruler = held_out_ruler(*plant)
+def test_the_documents_that_weigh_are_not_those_that_judge(plant: Opened) -> None:
+    ruler = held_out_ruler(Plant(*plant))
     judged = {document.key for document in training_suite(plant)}
     assert sum(ruler.shares.values()) == pytest.approx(1)
     assert judged and ruler.texts and not judged & {text.document.key for text in ruler.texts}
     assert set(ruler.documents) == set(ruler.shares) == {"chat", "code", "docs"}
 
 
-def training_suite(plant: Plant) -> Any:
+def training_suite(plant: Opened) -> Any:
     from factory.evals.evaluator import current_suite
 
-    return current_suite(*plant).documents
+    return current_suite(Plant(*plant)).documents
 
 
-def test_of_an_anneal_only_its_own_are_taken(plant: Plant) -> None:
+def test_of_an_anneal_only_its_own_are_taken(plant: Opened) -> None:
     workspace, ledger = plant
     number = train_anneal(workspace, ledger)
-    export_candidate(workspace, ledger, number)
+    export_candidate(Plant(workspace, ledger), number)
     assert [source.step for source in kept(ledger, SegmentRow.get(ledger, number))] == [30, 32]
 
 
@@ -161,39 +161,39 @@ def dies(*_: Any, **__: Any) -> Any:
     ],
 )
 def test_killed_anywhere_the_daemon_finishes_it(
-    plant: Plant, segment: int, last: int, rule: Any, before: str, monkeypatch: pytest.MonkeyPatch
+    plant: Opened, segment: int, last: int, rule: Any, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = plant
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(before, dies)
-        number = plan_average(workspace, ledger, rule, segment, last)
-        run_segment(workspace, ledger, number, SILENT)
-        export_candidate(workspace, ledger, number)
-    while (action := next_action(observe(workspace, ledger))) and action.kind in ("train", "export"):
+        number = plan_average(Plant(workspace, ledger), rule, segment, last)
+        run_segment(Plant(workspace, ledger), number)
+        export_candidate(Plant(workspace, ledger), number)
+    while (action := next_action(observe(Plant(workspace, ledger)))) and action.kind in ("train", "export"):
         assert action.subject == number
-        perform(workspace, ledger, action, SILENT)
+        perform(Plant(workspace, ledger), action)
     made = ledger.rows(sa.select(candidates).where(candidates.c.segment == number))
     assert len(made) == 1 and folder_sha256(Path(made[0]["export_path"])) == made[0]["export_sha256"]
     assert made_average(plant, rule, segment, last)[0] == made[0]["id"]
     assert not list(workspace.exports.glob(".writing-*")) and not list(workspace.segments.glob("*-average/export"))
 
 
-def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Plant, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened, tmp_path: Path) -> None:
     workspace, ledger = plant
-    number = plan_average(workspace, ledger, "held-out-loss", last=2)
+    number = plan_average(Plant(workspace, ledger), "held-out-loss", last=2)
     path = Path(averaging.planned(ledger, number)["sources"][0]["path"])
     shutil.copytree(path, tmp_path / "copy")
     blob = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(blob[:-4] + b"\0\0\0\1")
     try:
         with pytest.raises(SegmentError, match="model.safetensors"):
-            run_segment(workspace, ledger, number, SILENT)
+            run_segment(Plant(workspace, ledger), number)
     finally:
         shutil.rmtree(path)
         shutil.copytree(tmp_path / "copy", path)
-    world = observe(workspace, ledger)
+    world = observe(Plant(workspace, ledger))
     assert world.failed_segment is None and world.open_segment is None
-    assert plan_average(workspace, ledger, "held-out-loss", last=2) > number, "asked again, it is tried again"
+    assert plan_average(Plant(workspace, ledger), "held-out-loss", last=2) > number, "asked again, it is tried again"
     averaging.give_up(ledger, SegmentRow.get(ledger, number + 1), "test")
 
 
@@ -204,13 +204,15 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Plant,
         ({"segment": 1, "last": 9}, "have those of steps: 10, 15, 20"),
     ],
 )
-def test_too_few_checkpoints_are_refused_with_a_list_of_them(plant: Plant, keywords: dict[str, int], said: str) -> None:
+def test_too_few_checkpoints_are_refused_with_a_list_of_them(
+    plant: Opened, keywords: dict[str, int], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
-        plan_average(*plant, "uniform", **keywords)
+        plan_average(Plant(*plant), "uniform", **keywords)
 
 
 @pytest.mark.long("three commands in processes of their own, one of which makes an average")
-def test_the_command_speaks_json_and_repeats_safely(plant: Plant) -> None:
+def test_the_command_speaks_json_and_repeats_safely(plant: Opened) -> None:
     words = ("average", "--last", "2", "--segment", "1", "--json", "-w", str(plant[0].root))
     first, again = factory(*words), factory(*words)
     assert first.returncode == 0, first.stderr

@@ -17,10 +17,10 @@ import sqlalchemy as sa
 
 from factory.actions import Action
 from factory.core.errors import InputError, SegmentError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.daemon import next_action, observe, reconcile
 from factory.ledger.ledger import Ledger, events, segments, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import screen, snapshot
 from factory.training import certificate_runs
@@ -86,21 +86,21 @@ class Site:
         return commit_edit(self.code, path, old, new)
 
     def plan(self) -> int:
-        return plan_trunk(self.workspace, self.ledger, STEPS + 2)
+        return plan_trunk(Plant(self.workspace, self.ledger), STEPS + 2)
 
     def run(self, number: int) -> dict[str, Any]:
-        return run_segment(self.workspace, self.ledger, number, SILENT)
+        return run_segment(Plant(self.workspace, self.ledger), number)
 
     def certify(self, number: int) -> VerdictRow:
         """The verdict, whatever it is."""
         with contextlib.suppress(NotCertified):
-            ensure_certified(self.workspace, self.ledger, SegmentRow.get(self.ledger, number), SILENT)
+            ensure_certified(Plant(self.workspace, self.ledger), SegmentRow.get(self.ledger, number))
         found = certificate_of(self.ledger, number)
         assert found is not None
         return found
 
     def action(self) -> Action | None:
-        return next_action(observe(self.workspace, self.ledger, settle=0))
+        return next_action(observe(Plant(self.workspace, self.ledger), settle=0))
 
 
 @pytest.fixture(scope="module")
@@ -289,17 +289,17 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     number = site.plan()
     for _ in range(2):  # the second pass does not try again
         with pytest.raises(NotCertified, match=f"--accept {number}"):
-            reconcile(site.workspace, site.ledger, SILENT, settle=0)
+            reconcile(Plant(site.workspace, site.ledger), settle=0)
     assert len([row for row in every_certificate(site.ledger) if row["segment"] == number]) == 1
     words = "\n".join(screen(snapshot(site.workspace)))
     assert "uncertified" in words and f"factory certify --accept {number}" in words and "Outside seed noise" in words
     with pytest.raises(InputError, match=f"those that do: {number}"):
-        accept(site.workspace, site.ledger, 1, "somebody")
+        accept(Plant(site.workspace, site.ledger), 1, "somebody")
 
     bad = git(site.code, "rev-parse", "HEAD")
     git(site.code, "revert", "--no-edit", "HEAD")
     assert site.action() != Action("train", number)
-    assert observe(site.workspace, site.ledger).failed_segment is None, "other code is live: training goes on"
+    assert observe(Plant(site.workspace, site.ledger)).failed_segment is None, "other code is live: training goes on"
     git(site.code, "reset", "--quiet", "--hard", bad)
 
     done = factory("certify", "--accept", str(number), "--json", "-w", str(site.workspace.root))
@@ -336,7 +336,7 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
     again = site.certify(number)
     assert (again.outcome, again.reasons) == ("reject", first.reasons) and again.id != first.id
     with pytest.raises(InputError, match=f"was replaced by segment {number}"):
-        accept(site.workspace, site.ledger, number - 1, "somebody")
+        accept(Plant(site.workspace, site.ledger), number - 1, "somebody")
 
 
 @pytest.mark.slow("the factory killed within ten runs, and started again")

@@ -11,10 +11,10 @@ import pytest
 
 from factory.core import devices
 from factory.core.errors import WorkspaceError
-from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.git.repository import live_commit
 from factory.ledger.ledger import Ledger, data_plans, proposals, segments
+from factory.ledger.plant import Plant
 from factory.training import compile_cache
 from factory.training.compile_cache import begin_cache
 from factory.training.live_code import LiveCode
@@ -83,7 +83,7 @@ class History:
         return devices.compiled(self.workspace.root, commit)
 
     def begins(self, commit: str) -> Path | None:
-        return begin_cache(self.workspace, self.ledger, commit)
+        return begin_cache(Plant(self.workspace, self.ledger), commit)
 
 
 @pytest.fixture()
@@ -94,7 +94,7 @@ def history(tmp_path: Path) -> Iterator[History]:
 def test_a_merged_patch_begins_with_what_the_code_before_compiled(history: History) -> None:
     first = history.trained(live_commit(history.code))
     merged = history.patch()
-    LiveCode.of(history.workspace, history.ledger, merged, SILENT)
+    LiveCode.of(Plant(history.workspace, history.ledger), merged)
     own = history.compiled(merged)
     names = ["inductor/fxgraph/ab/entry", "triton/kernel.cubin"]
     assert sorted(str(path.relative_to(own)) for path in own.rglob("*") if path.is_file()) == names

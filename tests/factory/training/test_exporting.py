@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from factory.ledger.plant import Plant
 from factory.training.exporting import export_candidate
 from tests.support.git import git
 from tests.support.plants.trained_plant import make_plant, train_anneal
@@ -25,7 +26,7 @@ def test_an_anneal_of_code_from_before_contract_is_exported_by_its_own_exporter(
     workspace, ledger = make_plant(tmp_path, code)
     number = train_anneal(workspace, ledger)
     git(code, "revert", "--no-edit", "HEAD")  # the factory was upgraded before the export
-    export_candidate(workspace, ledger, number)
+    export_candidate(Plant(workspace, ledger), number)
     export = workspace.exports / f"segment-{number:05d}"
     assert json.loads((export / "config.json").read_text())["made_by"] == "old"
     assert (export / "model.safetensors").is_file() and (export / "tokenizer.json").is_file()
@@ -45,6 +46,6 @@ def test_a_file_of_the_exporters_older_name_is_not_the_exporter(tmp_path: Path, 
     git(code, "commit", "--quiet", "-m", "a merged patch")
     workspace, ledger = make_plant(tmp_path, code)
     number = train_anneal(workspace, ledger)
-    export_candidate(workspace, ledger, number)
+    export_candidate(Plant(workspace, ledger), number)
     export = workspace.exports / f"segment-{number:05d}"
     assert "made_by" not in json.loads((export / "config.json").read_text())

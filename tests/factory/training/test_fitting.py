@@ -9,12 +9,12 @@ import sqlalchemy as sa
 import yaml
 
 from factory.core.errors import ConfigError
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.diagnosis import by_hand
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, segments, tokenizers
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import next_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
@@ -36,7 +36,7 @@ def trained(plant: Workspace) -> tuple[Workspace, Ledger]:
     ledger = Ledger.open(plant.ledger_url)
     change_recipe(plant, model=PLAIN)
     ingested(plant, ledger, code=40 * STEP)
-    run_segment(plant, ledger, plan_trunk(plant, ledger, 2), SILENT)
+    run_segment(Plant(plant, ledger), plan_trunk(Plant(plant, ledger), 2))
     return plant, ledger
 
 
@@ -56,7 +56,7 @@ def test_a_changed_shape_on_a_live_trunk_is_refused_with_the_ways_on(trained: tu
         change_recipe(workspace, model=model)
         for plan in plans:
             with pytest.raises(ConfigError) as refused:
-                plan(workspace, ledger)
+                plan(Plant(workspace, ledger))
             line = str(refused.value)
             assert line.startswith(str(own)) and said in line and "\n" not in line and "accept_changes" not in line
             assert "Take the change back" in line and f"'factory rewind 1 -w {workspace.root}'" in line
@@ -68,8 +68,8 @@ def test_the_second_way_trains_anew_on_the_same_data(trained: tuple[Workspace, L
     workspace, ledger = trained
     change_recipe(workspace, model={"d_model": 64})
     by_hand.rewind(ledger, 1, "ann")
-    number = plan_trunk(workspace, ledger, 2)
-    run_segment(workspace, ledger, number, SILENT)
+    number = plan_trunk(Plant(workspace, ledger), 2)
+    run_segment(Plant(workspace, ledger), number)
     row = SegmentRow.get(ledger, number)
     assert row.state == "done" and row.parent is None and row.recipe_json["model"]["d_model"] == 64
 
@@ -87,13 +87,13 @@ def test_another_function_of_the_same_shape_goes_on_only_by_its_name(
     (row_of_trunk,) = ledger.rows(sa.select(segments))
     change_recipe(workspace, model=model)
     with pytest.raises(ConfigError) as refused:
-        plan_trunk(workspace, ledger)
+        plan_trunk(Plant(workspace, ledger))
     assert all(f"model.{key} " in str(refused.value) for key in model)
     named = str(refused.value).partition("accept_changes: [")[2].partition("]")[0].split(", ")
     assert sorted(named) == sorted(model)
     accept(workspace, named)
     said = Said()
-    number = plan_trunk(workspace, ledger, 2, progress=said)
+    number = plan_trunk(Plant(workspace, ledger, said), 2)
     for key in model:
         assert any(line.startswith(f"  accepted by the recipe: model.{key} ") for line in said.lines)
     assert any("accepted by the recipe" in note for note in last_event(ledger)["notes"])
@@ -104,7 +104,7 @@ def test_another_function_of_the_same_shape_goes_on_only_by_its_name(
     change_recipe(workspace, model={key: row_of_trunk["recipe_json"]["model"][key] for key in model})
     accept(workspace, named)
     again = Said()
-    plan_trunk(workspace, ledger, 2, progress=again)
+    plan_trunk(Plant(workspace, ledger, again), 2)
     assert any("which did not change: take it out of" in line for line in again.lines), (
         "it would accept a later slip too"
     )
@@ -122,10 +122,10 @@ def test_the_first_segment_needs_the_vocabulary_of_the_data_policy(plant: Worksp
     ingested(plant, ledger, code=40 * STEP)
     use_vocabulary(plant, size)
     if fits:
-        plan_trunk(plant, ledger)
+        plan_trunk(Plant(plant, ledger))
         return
     with pytest.raises(ConfigError) as refused:
-        plan_trunk(plant, ledger)
+        plan_trunk(Plant(plant, ledger))
     line = str(refused.value)
     assert (
         f"tiny.yaml: model.vocab_size is 512, {plant.root}/policies/data.yaml: tokenizer.vocab_size is {size}" in line
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_is_frozen_counts(plant: Workspace) -> None:
         ConfigError,
         match=r"model\.vocab_size is 512, .*tokenizer\.json has 700 entries and stays: write model\.vocab_size: 768",
     ):
-        plan_trunk(plant, ledger)
+        plan_trunk(Plant(plant, ledger))
 
 
 def test_no_tokenizer_is_frozen_that_the_recipe_has_no_room_for(plant: Workspace) -> None:
@@ -153,8 +153,8 @@ def test_no_tokenizer_is_frozen_that_the_recipe_has_no_room_for(plant: Workspace
     shard = plant.inbox / "shard.jsonl"
     shard.write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match="model.vocab_size is 512, .*tokenizer.vocab_size is 4096"):
-        ingest_shard(plant, ledger, shard, SILENT, workers=0)
+        ingest_shard(Plant(plant, ledger), shard, workers=0)
     assert ledger.rows(sa.select(tokenizers)) == [] and not (plant.tokenizer / "tokenizer.json").exists()
     use_vocabulary(plant, 512)
-    assert ingest_shard(plant, ledger, shard, SILENT, workers=0).state == "ingested"
+    assert ingest_shard(Plant(plant, ledger), shard, workers=0).state == "ingested"
     assert Tokenizer.load(plant.tokenizer).vocab_size <= 512

@@ -18,6 +18,7 @@ from factory.core.errors import IsolationError, SegmentError
 from factory.core.left_files import DEPTH, count_lines, read_tail, sweep
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.live_code import LiveCode, isolation
 from factory.training.segment_folder import result_of
@@ -147,11 +148,11 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
 ) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     policy = lambda name: replace(workspace, config=replace(workspace.config, training_sandbox=name))
-    assert isolation(workspace, ledger) == (True, "")
+    assert isolation(Plant(workspace, ledger)) == (True, "")
     without_a_sandbox(monkeypatch)
     with pytest.raises(IsolationError, match="training_sandbox is 'required'.*none-such.*factory doctor"):
-        isolation(policy("required"), ledger)
-    assert isolation(workspace, ledger)[0] is False
+        isolation(Plant(policy("required"), ledger))
+    assert isolation(Plant(workspace, ledger))[0] is False
     merged = {
         "agent": "kernels",
         "target": "loss_head",
@@ -162,14 +163,17 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
     }
     with ledger.begin() as tx:
         tx.execute(proposals.insert().values(number=7, state="rejected", created_at=0.0, **merged))
-    assert isolation(workspace, ledger)[0] is False
+    assert isolation(Plant(workspace, ledger))[0] is False
     with ledger.begin() as tx:
         tx.execute(sa.update(proposals).values(state="approved"))
     with pytest.raises(
         IsolationError, match="holds proposal 7, which an agent wrote.*none-such.*training_sandbox: off"
     ):
-        isolation(workspace, ledger)
-    assert isolation(policy("off"), ledger) == (False, f"training_sandbox is off in {workspace.root / 'factory.yaml'}")
+        isolation(Plant(workspace, ledger))
+    assert isolation(Plant(policy("off"), ledger)) == (
+        False,
+        f"training_sandbox is off in {workspace.root / 'factory.yaml'}",
+    )
     row = next(row for row in doctor.examine(policy("off")) if row["check"] == "training")
     assert row["ok"] is False and "NOT in the sandbox" in row["detail"]
 
@@ -177,7 +181,7 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
 def test_what_a_launcher_starts_is_not_isolated_and_the_factory_says_so(workspace: Workspace) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     several = replace(workspace, config=replace(workspace.config, launcher="srun torchrun", ranks=2))
-    isolated, why = isolation(several, ledger)
+    isolated, why = isolation(Plant(several, ledger))
     assert not isolated and "launcher" in why
 
 

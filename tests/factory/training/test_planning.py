@@ -12,6 +12,7 @@ from factory.core.workspace import Workspace
 from factory.data.settling import settle
 from factory.ingest.rules.claims import CONFLICT
 from factory.ledger.ledger import Ledger, documents, record, segments, token_shards
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
 from kernels.contract.machine import here
@@ -35,7 +36,7 @@ def test_how_a_segment_is_computed_stands_in_its_row_and_a_slow_precision_is_war
     probe = precision.Probe("cpu", {"fp32": 2.0, "bf16": 1.0}, rates)
     monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: probe)
     said = Said()
-    row = ledger.one(sa.select(segments).where(segments.c.id == plan_trunk(workspace, ledger, progress=said)))
+    row = ledger.one(sa.select(segments).where(segments.c.id == plan_trunk(Plant(workspace, ledger, said))))
     assert row is not None and row["recipe_json"]["precision"] == "fp32", "a precision by name is obeyed"
     assert row["computing"]["precision"]["probe"]["seconds"] == {"fp32": 2.0, "bf16": 1.0}
     assert row["computing"]["machine"]["name"] == here("cpu").name
@@ -46,7 +47,7 @@ def test_how_a_segment_is_computed_stands_in_its_row_and_a_slow_precision_is_war
 def test_domains_that_have_not_arrived_are_left_out_and_recorded(planned: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = planned
     ingested(workspace, ledger, code=40 * STEP)
-    number = plan_trunk(workspace, ledger)
+    number = plan_trunk(Plant(workspace, ledger))
     assert plan_of(ledger, SegmentRow.get(ledger, number))["weights"] == {"code": 0.6, "*": 0.1}
     planned_so = {"kind": "trunk", "steps": [0, 20], "domains_not_arrived": ["chat", "docs"]}
     assert last_event(ledger) == planned_so | {"notes": last_event(ledger)["notes"]}
@@ -56,7 +57,7 @@ def test_all_that_has_arrived_is_in_the_plan(planned: tuple[Workspace, Ledger]) 
     workspace, ledger = planned
     ingested(workspace, ledger, code=40 * STEP)
     ingested(workspace, ledger, docs=40 * STEP, chat=40 * STEP, wiki=STEP)
-    number = plan_trunk(workspace, ledger)
+    number = plan_trunk(Plant(workspace, ledger))
     assert plan_of(ledger, SegmentRow.get(ledger, number))["weights"] == load_recipe(workspace).mixture.weights
     assert last_event(ledger)["domains_not_arrived"] == []
 
@@ -66,12 +67,12 @@ def test_a_mixture_without_documents_is_refused(planned: tuple[Workspace, Ledger
     ingested(workspace, ledger, wiki=40 * STEP)
     change_recipe(workspace, mixture={"weights": {"code": 1.0}})
     with pytest.raises(ConfigError, match="recipe tiny .*weights: no shard holds a document of code; .*hold: wiki"):
-        plan_trunk(workspace, ledger)
+        plan_trunk(Plant(workspace, ledger))
     phases = [{"from_step": 10, "weights": {"maths": 1.0}}]
     change_recipe(workspace, mixture={"weights": {"wiki": 1.0}, "phases": phases})
     with pytest.raises(ConfigError, match="phases.0.weights: no shard holds a document of maths"):
-        plan_trunk(workspace, ledger)
-    plan_trunk(workspace, ledger, steps=10)  # ends where the phase begins
+        plan_trunk(Plant(workspace, ledger))
+    plan_trunk(Plant(workspace, ledger), steps=10)  # ends where the phase begins
     assert last_event(ledger)["domains_not_arrived"] == ["maths"]
 
 
@@ -84,7 +85,7 @@ def test_steps_are_counted_through_the_batchs_warmup(planned: tuple[Workspace, L
     )
     # 8 steps of 2 rows are 2 steps of 8; an anneal of 6 steps is kept back
     ingested(workspace, ledger, code=(2 + 4 + 6) * STEP + STEP // 2)
-    trunk = next_trunk(workspace, ledger)
+    trunk = next_trunk(Plant(workspace, ledger))
     assert (trunk.steps, trunk.missing_tokens) == (8 + 4, 0)
 
 
@@ -95,11 +96,11 @@ def test_what_is_missing_is_the_first_step_and_the_anneal_off_it(planned: tuple[
         batch={"warmup": [{"until_step": 8, "sequences": 2}]},
         mixture={"weights": {"*": 1.0}, "max_epochs": 1},
     )
-    assert next_trunk(workspace, ledger).missing_tokens == 7 * 2 * 32
+    assert next_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32
     ingested(workspace, ledger, code=100)
-    assert next_trunk(workspace, ledger).missing_tokens == 7 * 2 * 32 - 100
+    assert next_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32 - 100
     with pytest.raises(InputError, match="too little to train on"):
-        plan_trunk(workspace, ledger)
+        plan_trunk(Plant(workspace, ledger))
 
 
 def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tuple[Workspace, Ledger]) -> None:
@@ -107,10 +108,10 @@ def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tupl
     ingested(workspace, ledger, code=80 * STEP)
     change_recipe(workspace, batch={"packing": "document", "max_padding": 0.0})
     with pytest.raises(ConfigError, match="batch.max_padding .*model.context"):
-        plan_trunk(workspace, ledger)
+        plan_trunk(Plant(workspace, ledger))
     assert ledger.one(sa.select(segments)) is None
     change_recipe(workspace, batch={"packing": "document", "max_padding": 0.5})
-    plan_trunk(workspace, ledger)
+    plan_trunk(Plant(workspace, ledger))
 
 
 def test_what_came_later_under_a_licence_that_does_not_allow_training_carries_no_loss(
@@ -119,7 +120,7 @@ def test_what_came_later_under_a_licence_that_does_not_allow_training_carries_no
     workspace, ledger = planned
     ingested(workspace, ledger, code=40 * STEP)
     (shard,) = ledger.rows(sa.select(token_shards))
-    masked = lambda: plan_of(ledger, SegmentRow.get(ledger, plan_trunk(workspace, ledger, 2))).get("masked", [])
+    masked = lambda: plan_of(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 2))).get("masked", [])
     kept = str(TokenShard(shard["path"]).documents["key"][0])
     rows: list[dict[str, Any]] = [
         {"key": kept, "fate": "train", "license": "MIT", "token_shard": shard["id"]},

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import screen, snapshot
 from factory.training import preflight_runs
@@ -144,12 +144,12 @@ class Hangar:
         commit_edit(self.code, path, old, new)
 
     def plan(self) -> SegmentRow:
-        return SegmentRow.get(self.ledger, plan_trunk(self.workspace, self.ledger, 4))
+        return SegmentRow.get(self.ledger, plan_trunk(Plant(self.workspace, self.ledger), 4))
 
     def fly(self, *parts: Any) -> tuple[str, str]:
         """(outcome, first reason) of a preflight of the live commit."""
         policy = PreflightPolicy(parts=list(parts), steps=STEPS)
-        evidence = preflight_runs.fly(self.workspace, self.ledger, self.plan(), policy, SILENT)
+        evidence = preflight_runs.fly(Plant(self.workspace, self.ledger), self.plan(), policy)
         found = judge_preflight(policy, evidence)
         return found.outcome, found.reasons[0]
 
@@ -267,7 +267,7 @@ def test_what_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, s
 def test_what_ranks_do_wrong_is_found(hangar: Hangar, fault: tuple[str, str, str], words: str) -> None:
     hangar.edit(*fault)
     policy = PreflightPolicy(parts=["ranks"], steps=STEPS)
-    evidence = preflight_runs.fly(hangar.workspace, hangar.ledger, hangar.plan(), policy, SILENT)
+    evidence = preflight_runs.fly(Plant(hangar.workspace, hangar.ledger), hangar.plan(), policy)
     found = judge_preflight(policy, evidence)
     assert found.outcome == "reject" and any(words in reason for reason in found.reasons), found.reasons
 
@@ -288,7 +288,7 @@ def test_a_commit_that_is_refused_does_not_train_until_a_person_takes_it(hangar:
     hangar.edit(*DENOMINATOR)
     number = hangar.plan().id
     with pytest.raises(NotCertified, match=f"Preflight: accumulation .* at step {LEAD} .*certify --accept {number}"):
-        run_segment(hangar.workspace, hangar.ledger, number, SILENT)
+        run_segment(Plant(hangar.workspace, hangar.ledger), number)
     folder = Path(SegmentRow.get(hangar.ledger, number).folder)
     assert SegmentRow.get(hangar.ledger, number).state == "uncertified" and not (folder / "segment.json").exists()
     found = verdicts_of(hangar.ledger, number)
@@ -298,8 +298,8 @@ def test_a_commit_that_is_refused_does_not_train_until_a_person_takes_it(hangar:
     assert "its code is not certified: Preflight: accumulation" in words and words.count("is not certified") == 1
     shown = factory("certify", "-w", str(hangar.workspace.root)).stdout
     assert "NOT CERTIFIED  (preflight of" in shown and "Preflight: accumulation" in shown
-    accept(hangar.workspace, hangar.ledger, number, "ada")
-    run_segment(hangar.workspace, hangar.ledger, number, SILENT)
+    accept(Plant(hangar.workspace, hangar.ledger), number, "ada")
+    run_segment(Plant(hangar.workspace, hangar.ledger), number)
     assert SegmentRow.get(hangar.ledger, number).state == "done"
 
 
@@ -316,7 +316,7 @@ def test_another_layout_or_environment_is_preflighted_once(hangar: Hangar, monke
         return SegmentRow.get(hangar.ledger, row.id)
 
     def certify(row: SegmentRow) -> VerdictRow | None:
-        ensure_certified(hangar.workspace, hangar.ledger, row, SILENT)
+        ensure_certified(Plant(hangar.workspace, hangar.ledger), row)
         return certificate_of(hangar.ledger, row.id)
 
     assert certify(changed()) is None, "as the trunk was trained"

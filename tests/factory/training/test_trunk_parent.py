@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, sa, segments, shards, token_shards
+from factory.ledger.plant import Plant
 from factory.training.planning import load_recipe, plan_anneal, plan_trunk, trunk_parent
 from factory.training.training import run_segment
 from tests.support.trainer.segments import TINY, make_documents
@@ -99,14 +99,14 @@ def test_wsd_s_goes_on_from_the_annealed_weights(plant: Workspace, tmp_path: Pat
     steps = {"first": 8, "later": 6}
     with_schedule(plant, continue_from="anneal", rewarmup_steps=3, anneal_steps=4, shape="linear", trunk_steps=steps)
     first = put_shard(ledger, tmp_path / "tokens", 1)
-    planned = [plan_trunk(plant, ledger)]
-    run_segment(plant, ledger, planned[0], SILENT)
-    planned.append(plan_anneal(plant, ledger))
-    run_segment(plant, ledger, planned[1], SILENT)
+    planned = [plan_trunk(Plant(plant, ledger))]
+    run_segment(Plant(plant, ledger), planned[0])
+    planned.append(plan_anneal(Plant(plant, ledger)))
+    run_segment(Plant(plant, ledger), planned[1])
     second = put_shard(ledger, tmp_path / "tokens", 2)
-    planned.append(plan_trunk(plant, ledger))
-    run_segment(plant, ledger, planned[2], SILENT)
-    planned.append(plan_anneal(plant, ledger))
+    planned.append(plan_trunk(Plant(plant, ledger)))
+    run_segment(Plant(plant, ledger), planned[2])
+    planned.append(plan_anneal(Plant(plant, ledger)))
 
     rows = [segment(ledger, number) for number in planned]
     assert [(r["kind"], r["parent"], r["first_step"], r["last_step"]) for r in rows] == [

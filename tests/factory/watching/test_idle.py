@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from factory.cli.config import change
-from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.daemon import reconcile
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.watching.status import facts
 from tests.support.factory.made_up_text import prose, use_small_vocabulary
 
@@ -35,7 +35,7 @@ def ingest(workspace: Workspace, ledger: Ledger, first: int, count: int) -> None
     path = workspace.root / f"{first}.jsonl"
     rows = ({"id": f"d{i}", "text": prose(i), "source": f"s{i}", "license": "MIT"} for i in range(first, first + count))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ingest_shard(workspace, ledger, path, SILENT)
+    ingest_shard(Plant(workspace, ledger), path)
 
 
 def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path) -> None:
@@ -46,18 +46,18 @@ def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path
     ingest(workspace, ledger, 0, 20)
     watching[:] = [workspace.shards]
     try:
-        assert reconcile(workspace, ledger, SILENT, endless=True) == 0
+        assert reconcile(Plant(workspace, ledger), endless=True) == 0
         first, events = len(opened), ledger.read("SELECT COUNT(*) AS n FROM events")
         assert first > 0, "the first look opens them"
         for _ in range(5):
-            assert reconcile(workspace, ledger, SILENT, endless=True) == 0
+            assert reconcile(Plant(workspace, ledger), endless=True) == 0
         assert opened[first:] == [] and ledger.read("SELECT COUNT(*) AS n FROM events") == events
         missing = facts(workspace)["data_ahead"]["missing_tokens"]
         assert missing > 0
         watching.clear()
         ingest(workspace, ledger, 20, 10)
         watching.append(workspace.shards)
-        assert reconcile(workspace, ledger, SILENT, endless=True) == 0 and len(opened) > first, "something changed"
+        assert reconcile(Plant(workspace, ledger), endless=True) == 0 and len(opened) > first, "something changed"
         assert 0 < facts(workspace)["data_ahead"]["missing_tokens"] < missing
     finally:
         watching.clear()

@@ -10,20 +10,20 @@ import pytest
 import sqlalchemy as sa
 
 from factory.code_loop import approvals
-from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace, code_root
 from factory.gates.release.judge import Verdict
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, events, proposals, verdicts
+from factory.ledger.plant import Plant
 from tests.support.git import git
 
 FILES = {"kernels/ops.py": "x = 1\n", "kernels/new.txt.py": "z = 1\n", "README.md": "# target\n"}
 NEW = {"kernels/ops.py": "x = 2\n", "kernels/fused.py": "y = 1\n"}
 
 
-class Plant:
+class PatchPlant(Plant):
     """A repository of three files, a workspace, and a proposal that the gate judged."""
 
     def __init__(self, folder: Path, mlflow_uri: str = "") -> None:
@@ -34,10 +34,8 @@ class Plant:
         git(folder, "init", "-q", "-b", "main", str(self.target))
         git(self.target, "add", "-A")
         git(self.target, "commit", "-q", "-m", "base")
-        self.workspace = Workspace.create(
-            folder / "workspace", Config(repository=str(self.target), mlflow_uri=mlflow_uri)
-        )
-        self.ledger = Ledger.create(self.workspace.ledger_url)
+        workspace = Workspace.create(folder / "workspace", Config(repository=str(self.target), mlflow_uri=mlflow_uri))
+        super().__init__(workspace, Ledger.create(workspace.ledger_url))
         self.base = self.head()
 
     def head(self) -> str:
@@ -80,7 +78,7 @@ class Plant:
         return [(event["kind"].removeprefix("proposal_"), event["detail"]["by"]) for event in found]
 
     def approve(self, number: int = 1) -> str | None:
-        return approvals.approve(self.workspace, self.ledger, number, "ada", SILENT)
+        return approvals.approve(self, number, "ada")
 
     def files(self) -> dict[str, str]:
         """Of the checkout, as they are; git must agree that nothing differs from HEAD."""
@@ -92,10 +90,10 @@ def given_verdict(monkeypatch: pytest.MonkeyPatch, outcome: str) -> list[tuple[i
     """Instead of the gate's minutes; what it was asked to judge is kept: (number, base, hash of the patch)."""
     judged = []
 
-    def decide(_gate: Any, _workspace: Workspace, ledger: Ledger, number: int, applied: Any, *_: Any, **__: Any) -> Any:
+    def decide(_gate: Any, plant: Plant, number: int, applied: Any, *_: Any, **__: Any) -> Any:
         judged.append((number, applied.base, applied.patch_sha256))
         evidence = {"stages": {}}
-        with ledger.begin() as tx:
+        with plant.ledger.begin() as tx:
             key = tx.execute(
                 verdicts.insert().values(
                     gate="patch", subject=f"proposal:{number}", policy_sha256="", subject_sha256=applied.patch_sha256,

@@ -43,6 +43,7 @@ from factory.ledger.ledger import (
     shards,
     tokenizers,
 )
+from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from tests.support.text.library import library
 from trainer.contract.checkpoint.export import generation_config
@@ -86,13 +87,12 @@ def corpus() -> list[Document]:
     return found
 
 
-@dataclass
-class Plant:
-    workspace: Workspace
-    ledger: Ledger
-    tokenizer: Tokenizer
-    shard: TokenShard
-    documents: list[Document]
+class FilledPlant(Plant):
+    def __init__(
+        self, workspace: Workspace, ledger: Ledger, tokenizer: Tokenizer, shard: TokenShard, documents: list[Document]
+    ) -> None:
+        super().__init__(workspace, ledger)
+        self.tokenizer, self.shard, self.documents = tokenizer, shard, documents
 
     def add_candidate(self, export: Path) -> int:
         """Record an export folder as a candidate of a finished anneal segment; returns its id."""
@@ -122,7 +122,7 @@ class Plant:
         return number
 
 
-def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
+def build_plant(workspace: Workspace, ledger: Ledger) -> FilledPlant:
     """Fill a fresh workspace and ledger."""
     every = corpus()
     texts = [d.content.get("text") or "\n".join(m["content"] for m in d.content["messages"]) for d in every]
@@ -181,7 +181,7 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> Plant:
             "seed": 0,
         }
         tx.execute(data_plans.insert().values(id="plan", plan=plan, created_at=0.0))
-    return Plant(workspace, ledger, tokenizer, shard, every)
+    return FilledPlant(workspace, ledger, tokenizer, shard, every)
 
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -252,7 +252,7 @@ def save_export(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | Non
 
 
 @contextlib.contextmanager
-def plant_of_one_thread(root: Path) -> Iterator[Plant]:
+def plant_of_one_thread(root: Path) -> Iterator[FilledPlant]:
     """A plant in a workspace of its own; while the block runs torch works in one thread, as its matrices are tiny."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

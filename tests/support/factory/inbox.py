@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import arrived, take, tend
 from factory.ledger.ledger import Ledger, documents
+from factory.ledger.plant import Plant
 from tests.support.factory.made_up_text import prose
 from tests.support.said import Said
 
@@ -42,7 +43,7 @@ def exactly(count: int) -> Counter[str]:
 def one_pass(workspace: Workspace, ledger: Ledger, said: Said | None = None, settle: float = 2.0) -> Said:
     """As the daemon makes one, of the inbox alone."""
     said = said or Said()
-    tend(workspace, ledger, said, settle)
-    while path := next(arrived(workspace, ledger, settle), None):
-        take(workspace, ledger, path, said)
+    tend(Plant(workspace, ledger, said), settle)
+    while path := next(arrived(Plant(workspace, ledger), settle), None):
+        take(Plant(workspace, ledger, said), path)
     return said

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from factory.code_loop.approvals import approve
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace, code_root
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, verdicts
+from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.training.certifying import GATE, PREFLIGHT
@@ -55,14 +55,14 @@ def merge_patch(
                 state="judged", verdict=verdict[0], created_at=time.time(),
             )
         )  # fmt: skip
-    commit = approve(workspace, ledger, number, "ada", SILENT)
+    commit = approve(Plant(workspace, ledger), number, "ada")
     assert commit is not None
     return commit
 
 
 def plan_certified(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> int:
     """The next trunk segment, whose code counts as certified: for tests that are about what comes after. Returns its id."""
-    number = plan_trunk(workspace, ledger, steps)
+    number = plan_trunk(Plant(workspace, ledger), steps)
     row = SegmentRow.get(ledger, number)
     with ledger.begin() as tx:
         for gate in (GATE, PREFLIGHT):

@@ -18,6 +18,7 @@ from factory.core.progress import Silent
 from factory.core.workspace import Workspace
 from factory.daemon import run
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.patience import PATIENCE_S
 
 
@@ -54,7 +55,7 @@ def run_until(workspace: Workspace, ledger: Ledger, listener: Listener, first: f
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(PATIENCE_S)
     try:
-        run(workspace, ledger, listener, every=0.02)
+        run(Plant(workspace, ledger, listener), every=0.02)
     except EnoughSaid:
         return
     except TooLongError:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import current_suite
 from factory.evals.parity import CHECKS
@@ -16,11 +15,12 @@ from factory.evals.suite import TASK_VERSIONS, HeldOutDocument, Suite
 from factory.evals.tasks import DEV, EvalItem, ratio_bits
 from factory.gates.release.gate import decide
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record, releases
-from tests.support.factory.exports import Plant, build_plant, save_export, tiny_model
+from factory.ledger.plant import Plant
+from tests.support.factory.exports import FilledPlant, build_plant, save_export, tiny_model
 from tests.support.factory.task_files import choice_items, write_policy, write_task
 
 
-def released_plant(root: Path, tasks: bool = False) -> Plant:
+def released_plant(root: Path, tasks: bool = False) -> FilledPlant:
     """Release 1 is a first release, release 2 was compared with it and is champion; with ``tasks`` on a multiple choice too."""
     workspace = Workspace.create(root / "workspace")
     if tasks:
@@ -31,7 +31,7 @@ def released_plant(root: Path, tasks: bool = False) -> Plant:
         export = save_export(tiny_model(number), workspace.exports / f"candidate-{number}", plant.tokenizer)
         evaluated(plant, plant.add_candidate(export), bits)
     for number in (1, 2):  # of the release and of its candidate
-        verdict = decide(workspace, plant.ledger, number, SILENT)
+        verdict = decide(Plant(workspace, plant.ledger), number)
         with plant.ledger.begin() as tx:
             row = {
                 "number": number,
@@ -45,9 +45,9 @@ def released_plant(root: Path, tasks: bool = False) -> Plant:
     return plant
 
 
-def evaluated(plant: Plant, candidate: int, bits: float) -> None:
+def evaluated(plant: FilledPlant, candidate: int, bits: float) -> None:
     """An evaluation on the suite as it is, of a model with about so many bits per byte."""
-    suite = current_suite(plant.workspace, plant.ledger)
+    suite = current_suite(plant)
     items = [*_scored("bpb", suite.documents, bits), *_scored(DEV, suite.dev, bits), *_cloze(suite)]
     cloze = [item.value for item in items if item.task == "cloze"]
     summary: dict[str, Any] = {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.training.planning import plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.support.git import git
@@ -122,21 +122,21 @@ def fill(workspace: Workspace) -> Ledger:
     write_shards(workspace.inbox)
     random.setstate(before)
     for path in sorted(workspace.inbox.iterdir()):
-        ingest_shard(workspace, ledger, path, SILENT)
+        ingest_shard(Plant(workspace, ledger), path)
         path.unlink()
     train_trunk(workspace, ledger)
     return ledger
 
 
 def train_trunk(workspace: Workspace, ledger: Ledger, steps: int | None = None) -> int:
-    number = plan_trunk(workspace, ledger, steps)
-    run_segment(workspace, ledger, number, SILENT)
+    number = plan_trunk(Plant(workspace, ledger), steps)
+    run_segment(Plant(workspace, ledger), number)
     return number
 
 
 def train_anneal(workspace: Workspace, ledger: Ledger) -> int:
-    number = plan_anneal(workspace, ledger)
-    run_segment(workspace, ledger, number, SILENT)
+    number = plan_anneal(Plant(workspace, ledger))
+    run_segment(Plant(workspace, ledger), number)
     return number
 
 
