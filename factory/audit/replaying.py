@@ -27,9 +27,10 @@ from factory.gates.patch.training import for_one_rank
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
+from factory.runs.folders import write_spec
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
-from factory.training.segment_folder import spec_of, write_spec
+from factory.training.segment_folder import spec_of
 from kernels.contract.choice import resolved_text
 from kernels.contract.files import write_atomically
 from trainer.contract.checkpoint.format import name_of

@@ -23,7 +23,7 @@ from factory.audit.replaying import WindowReplay
 from factory.core.removal import remove
 from factory.diagnosis.joined import joined_in
 from factory.gates.patch.held_out import reference_model
-from factory.training.segment_folder import write_spec
+from factory.runs.folders import write_spec
 from kernels.contract.files import write_atomically
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, name_of

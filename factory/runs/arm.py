@@ -1,13 +1,13 @@
 """An arm: one way to train some steps, by what it is. Two that are the same have one key, whoever asks for them.
 
-    >>> plan = {"token_shards": [{"id": "a", "path": "shards/a"}], "seed": 1}
-    >>> base = {"kind": "trunk", "recipe": {"precision": "fp32", "optimizer": {"lr": 0.1}}, "data_plan": plan, "first_step": 0, "last_step": 20,
-    ...         "initial_checkpoint": None}
-    >>> low = Arm("low rate", base, code="c0ffee", recipe={"optimizer.lr": 0.01})
-    >>> low.spec()["recipe"]
-    {'precision': 'fp32', 'optimizer': {'lr': 0.01}}
-    >>> low.key == Arm("another name", base, code="c0ffee", recipe={"optimizer.lr": 0.01}).key != Arm("", base, code="c0ffee").key
-    True
+>>> plan = {"token_shards": [{"id": "a", "path": "shards/a"}], "seed": 1}
+>>> base = {"kind": "trunk", "recipe": {"precision": "fp32", "optimizer": {"lr": 0.1}}, "data_plan": plan, "first_step": 0, "last_step": 20,
+...         "initial_checkpoint": None}
+>>> low = Arm("low rate", base, code="c0ffee", recipe={"optimizer.lr": 0.01})
+>>> low.spec()["recipe"]
+{'precision': 'fp32', 'optimizer': {'lr': 0.01}}
+>>> low.key == Arm("another name", base, code="c0ffee", recipe={"optimizer.lr": 0.01}).key != Arm("", base, code="c0ffee").key
+True
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Arm:
             "start": self.start and self.start.name, "first": self.first, "last": self.last, "seed": self.seed, "precision": self.precision,
             "kernels": self.kernels, "ranks": self.ranks, "environment": self.environment, "repeat": self.repeat,
         }  # fmt: skip
-        return {key: value for key, value in found.items() if value not in (None, "", {}, 0) or key in ("first", "last")}
+        return {
+            key: value for key, value in found.items() if value not in (None, "", {}, 0) or key in ("first", "last")
+        }
 
 
 def refuse_impossible(arms: Sequence[Arm]) -> None:

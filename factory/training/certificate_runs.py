@@ -32,18 +32,11 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog
+from factory.runs.folders import checkpoint_bytes, clear, folder_lock, refuse_full, result_of, write_spec
+from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Series, Trace
-from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.training.planning import plan_of
-from factory.training.segment_folder import (
-    checkpoint_bytes,
-    clear,
-    folder_lock,
-    refuse_full,
-    result_of,
-    spec_of,
-    write_spec,
-)
+from factory.training.segment_folder import spec_of
 from kernels.contract.files import write_atomically
 
 if TYPE_CHECKING:

@@ -20,9 +20,10 @@ from factory.core.left_files import parse_object, read_object, read_text
 from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
+from factory.runs.folders import result_of
+from factory.runs.live_code import LiveCode
 from factory.training.certificate import PreflightPolicy
 from factory.training.certificate_runs import Spec, train_all
-from factory.training.live_code import LiveCode
 from factory.training.planning import plan_of
 from factory.training.preflight import (
     LEAD,
@@ -34,7 +35,6 @@ from factory.training.preflight import (
     Way,
     small_recipe,
 )
-from factory.training.segment_folder import result_of
 from trainer.contract.recipe import Recipe, with_keys
 
 if TYPE_CHECKING:

@@ -61,7 +61,7 @@ ONLY_TIME = {
     ("factory/diagnosis/diagnosing.py", "compiled.rename(cache)"): "a compile cache",
     ("factory/diagnosis/diagnosing.py", "cache.rename(compiled)"): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
-    ("factory/training/compile_cache.py", "aside.rename(own)"): "a compile cache",
+    ("factory/runs/compile_cache.py", "aside.rename(own)"): "a compile cache",
     ("factory/retrying/steady.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
 }
 INGEST, RELEASE, MERGE, SEGMENT, STORE = (Cut(name) for name in ("ingest", "release", "merge", "segment", "store"))

@@ -25,10 +25,11 @@ from factory.ledger.rows import SegmentRow
 from factory.retention.disk import Room
 from factory.retrying.endings import FAILED, KILLED, OUT_OF_MEMORY, ending_of
 from factory.retrying.tries import TrainerDiedError
+from factory.runs.folders import checkpoint_bytes
 from factory.sandbox.live import Running
 from factory.training import certificate_runs
 from factory.training.planning import plan_trunk
-from factory.training.segment_folder import checkpoint_bytes, failed
+from factory.training.segment_folder import failed
 from factory.training.training import run_segment
 from tests.support.failing.deaths import deaths, plan_row
 from tests.support.failing.nights import fill, small_disk

@@ -28,10 +28,10 @@ from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.quiet import killed_when_quiet
+from factory.runs.compile_cache import begin_cache
 from factory.sandbox import live
 from factory.sandbox.live import Running
 from factory.sandbox.view import cache_variables
-from factory.training.compile_cache import begin_cache
 from trainer.contract import stopping
 
 
