@@ -64,10 +64,10 @@ class Arm:
         """The checkpoint that it finds as its own, as a segment does that was stopped."""
         return self.start if self.first > self.base["first_step"] else None
 
-    def spec(self, kernels: str | None = None) -> Spec:
+    def spec(self, kernels: Path | str | None = None) -> Spec:
         """segment.json. ``kernels``: where the text lies."""
         keys = dict(self.recipe) | ({} if self.precision is None else {"precision": self.precision})
-        spec: Spec = json.loads(json.dumps(dict(self.base) | {"kernels": kernels}))
+        spec: Spec = json.loads(json.dumps(dict(self.base) | {"kernels": kernels and str(kernels)}))
         spec["recipe"] = with_keys(spec["recipe"], keys)
         spec["data_plan"] |= self.plan
         if self.seed is not None:

@@ -11,7 +11,7 @@ distance of a run that goes on from the copy is the least that another distance 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -68,11 +68,28 @@ def distance(a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: 
     """Of ``b`` from ``a``, in fp64. ``begun``: the weights that they began with; ``other``: those that ``b`` did, if they are not the same."""
     unlike = unlike_tensors(a, b)
     return Distance(
-        dict(_apart(a.model, b.model, begun, begun if other is None else other)),
-        dict(_apart(a.optimizer, b.optimizer, None, None)),
+        apart(a.model, b.model, begun, other),
+        apart(a.optimizer, b.optimizer),
         unlike,
         not unlike and _same(a.model, b.model) and _same(a.optimizer, b.optimizer),
     )
+
+
+def apart(a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None) -> dict[str, Apart]:
+    """``distance`` of some tensors alone."""
+    found = {}
+    other = begun if other is None else other
+    for name in sorted((a.keys() | b.keys()) - {RANDOM}):
+        one, two = a.get(name), b.get(name)
+        lost = begun is not None and other is not None and (name not in begun or name not in other)
+        if one is None or two is None or one.shape != two.shape or lost:
+            found[name] = Apart(math.inf, 1.0)
+            continue
+        way, others = one.double(), two.double()
+        if begun is not None and other is not None:
+            way, others = way - begun[name].double(), others - other[name].double()
+        found[name] = Apart(float((others - way).norm()), float(way.norm()))
+    return found
 
 
 def unlike_tensors(a: Checkpoint, b: Checkpoint) -> tuple[str, ...]:
@@ -133,19 +150,6 @@ def shares_of(values: Sequence[float | None], others: Sequence[float | None]) ->
 def kind_of(moment: str) -> str:
     """``exp_avg`` of ``exp_avg.embedding``."""
     return moment.partition(".")[0]
-
-
-def _apart(a: Tensors, b: Tensors, begun: Tensors | None, other: Tensors | None) -> Iterator[tuple[str, Apart]]:
-    for name in sorted((a.keys() | b.keys()) - {RANDOM}):
-        one, two = a.get(name), b.get(name)
-        lost = begun is not None and other is not None and (name not in begun or name not in other)
-        if one is None or two is None or one.shape != two.shape or lost:
-            yield name, Apart(math.inf, 1.0)
-            continue
-        way, others = one.double(), two.double()
-        if begun is not None and other is not None:
-            way, others = way - begun[name].double(), others - other[name].double()
-        yield name, Apart(float((others - way).norm()), float(way.norm()))
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +23,14 @@ LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on
 
 def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
+
+
+def reveal(folder: int, spec: Mapping[str, Any]) -> None:
+    """Write a run's ``segment.json`` into its folder, a descriptor, where code in the sandbox writes too. Raises: OSError."""
+    handle = os.open("segment.json.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    with os.fdopen(handle, "w") as out:
+        json.dump(dict(spec), out)
+    os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)
 
 
 @contextmanager
