@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,36 +43,19 @@ class Apart:
 
 @dataclass(frozen=True)
 class Distance:
-    """By the tensor's name. A tensor that only one has, or of another shape or dtype, is infinitely far, and named in ``unlike``."""
+    """By the tensor's name. A tensor that only one has, or of another shape, is infinitely far."""
 
-    weights: Mapping[str, Apart] = field(default_factory=dict)
-    moments: Mapping[str, Apart] = field(default_factory=dict)
-    unlike: tuple[str, ...] = ()
-    same_bits: bool = False  # weights and moments, and the generator of random numbers
+    weights: Mapping[str, Apart]
+    moments: Mapping[str, Apart]
 
     def shares(self) -> dict[str, float]:
         """Of all tensors."""
         return {name: one.share for name, one in (*self.weights.items(), *self.moments.items())}
 
-    def whole(self) -> Apart:
-        """Of the weights together."""
-        return together(self.weights.values())
-
-    def by_kind(self) -> dict[str, Apart]:
-        """Of the moments together, by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), as their sizes are unrelated."""
-        kinds = sorted({kind_of(name) for name in self.moments})
-        return {kind: together(one for name, one in self.moments.items() if kind_of(name) == kind) for kind in kinds}
-
 
 def distance(a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: Tensors | None = None) -> Distance:
     """Of ``b`` from ``a``, in fp64. ``begun``: the weights that they began with; ``other``: those that ``b`` did, if they are not the same."""
-    unlike = unlike_tensors(a, b)
-    return Distance(
-        apart(a.model, b.model, begun, other),
-        apart(a.optimizer, b.optimizer),
-        unlike,
-        not unlike and _same(a.model, b.model) and _same(a.optimizer, b.optimizer),
-    )
+    return Distance(apart(a.model, b.model, begun, other), apart(a.optimizer, b.optimizer))
 
 
 def apart(a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None) -> dict[str, Apart]:
@@ -92,19 +75,38 @@ def apart(a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors |
     return found
 
 
-def unlike_tensors(a: Checkpoint, b: Checkpoint) -> tuple[str, ...]:
-    """The names of tensors that have no counterpart of their shape and dtype."""
-    return tuple(
-        name
+def by_kind(moments: Mapping[str, Apart]) -> dict[str, Apart]:
+    """Of moments together, by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), as their sizes are unrelated."""
+    kinds = sorted({name.partition(".")[0] for name in moments})
+    return {kind: together(one for name, one in moments.items() if name.partition(".")[0] == kind) for kind in kinds}
+
+
+def unlike(a: Checkpoint, b: Checkpoint) -> str:
+    """The first tensor that has no counterpart of its shape and dtype; '': none."""
+    for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer)):
+        for name in sorted(ours.keys() | theirs.keys()):
+            one, two = ours.get(name), theirs.get(name)
+            if one is None or two is None or one.shape != two.shape or one.dtype != two.dtype:
+                return name
+    return ""
+
+
+def same_bits(a: Checkpoint, b: Checkpoint) -> bool:
+    """Are weights and moments equal? What was written down is not asked: a diagnosis may round otherwise where its numbers lie otherwise
+    in memory."""
+    pairs = [
+        (ours[name], theirs[name])
         for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer))
-        for name in sorted(ours.keys() | theirs.keys())
-        if not _alike(ours.get(name), theirs.get(name))
-    )
+        for name in ours
+        if name in theirs
+    ]
+    return not unlike(a, b) and all(torch.equal(one, two) for one, two in pairs)
 
 
 def weights_apart(a: Tensors, b: Tensors) -> list[str]:
     """The names of weights that are not the same to the bit in both."""
-    return sorted(name for name in a.keys() | b.keys() if not _same_tensor(a.get(name), b.get(name)))
+    same = lambda name: name in a and name in b and a[name].equal(b[name])
+    return sorted(name for name in a.keys() | b.keys() if not same(name))
 
 
 def sizes(tensors: Tensors) -> dict[str, float]:
@@ -145,23 +147,6 @@ def shares_of(values: Sequence[float | None], others: Sequence[float | None]) ->
         other = others[at] if at < len(others) else None
         found.append(math.inf if value is None or other is None else share(abs(value - other), abs(value)))
     return found
-
-
-def kind_of(moment: str) -> str:
-    """``exp_avg`` of ``exp_avg.embedding``."""
-    return moment.partition(".")[0]
-
-
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and torch.equal(a, b)
-
-
-def _same(a: Tensors, b: Tensors) -> bool:
-    return all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 # -- what rounding does ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from factory.core.removal import remove
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, RunRow, Subject
@@ -19,6 +21,7 @@ from factory.runs.live import Trained, train
 from factory.runs.live_code import LiveCode
 from factory.runs.sandboxed import Ended, SandboxedTrainer
 from factory.runs.trace import Trace
+from kernels.contract.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,21 @@ class Runs:
         with self._noted([arm]) as ends:
             found = trainer.train(arm, wall_seconds)
             ends[arm.key] = found.failed
+        return found
+
+    def alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> Ended:
+        """Train an arm in a sandbox of its own, in a folder of this name; one that ended well is not trained again. Raises: IsolationError."""
+        output, done = self.folder(arm), self.home / f"{arm.key}.json"
+        if done.exists():
+            return Ended(output / name, **json.loads(done.read_text()))
+        remove(output)  # of a process that was killed here
+        trainer = SandboxedTrainer(output, code, [name])
+        try:
+            found = self.sandboxed(trainer, arm, wall_seconds)
+        finally:
+            trainer.close()
+        if not found.failed:
+            write_atomically(done, json.dumps({"seconds": found.seconds}))
         return found
 
     @contextmanager
