@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import yaml
 
-from agents.loss_doctor.arms import AGAIN, AnomalyCase, Arm, ArmOutcome, BudgetSpent, DocumentScore, Joined, Start
+from agents.loss_doctor.arms import AGAIN, AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, Joined, ReplayArm, Start
 from agents.loss_doctor.curves import StepPoint, Symptom, points, quantity_of
 from factory.audit.keeping import copy_checkpoint
 from factory.core.removal import remove
 from factory.diagnosis.joined import joined_in
 from factory.gates.patch.held_out import reference_model
-from factory.runs import arm as runs
+from factory.runs.arm import Arm
 from factory.runs.sandboxed import Ended
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
@@ -31,7 +31,7 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import Piece, Stream, generation_of
 from trainer.contract.recipe import Recipe
 
-Runner = Callable[[runs.Arm], Ended]  # trains an arm
+Runner = Callable[[Arm], Ended]  # trains an arm
 USUAL_STEPS = 32  # before the onset that say what is usual
 SAMPLE = 200  # documents of the shards before that are scored, for comparison
 
@@ -63,7 +63,7 @@ class Episode:
     end: Path | None = None  # the newest checkpoint of the segment, after the window
     environment_changed: str = ""  # what of it differs from the segment before
 
-    def code_of(self, arm: runs.Arm) -> Path:
+    def code_of(self, arm: Arm) -> Path:
         """Where the code of one of its arms lies."""
         return self.previous_code if self.previous_code and arm.code == self.previous_commit else self.code
 
@@ -128,7 +128,7 @@ class WindowBench:
         )
 
     # -- replays -------------------------------------------------------------------------------------------------------
-    def run(self, arm: Arm) -> ArmOutcome:
+    def run(self, arm: ReplayArm) -> ArmOutcome:
         """Raises: BudgetSpent; IsolationError."""
         name = hashlib.sha256(repr(arm).encode()).hexdigest()[:12]
         done = self.folder / f"{name}.json"
@@ -160,7 +160,7 @@ class WindowBench:
             first, start = self.episode.newest
             if first == self.episode.onset:
                 return ArmOutcome("approach", None)
-            outcome = self._replay(Arm("approach"), first, start, self.episode.onset)
+            outcome = self._replay(ReplayArm("approach"), first, start, self.episode.onset)
             _store(done, outcome)
         return outcome
 
@@ -186,7 +186,7 @@ class WindowBench:
         assert older is not None
         return graft(older[1], at_onset if at_onset.exists() else episode.newest[1], self.folder / "grafted")
 
-    def _replay(self, arm: Arm, first: int, start: Path, until: int) -> ArmOutcome:
+    def _replay(self, arm: ReplayArm, first: int, start: Path, until: int) -> ArmOutcome:
         episode = self.episode
         ended = self.run_trainer(self._arm(arm, first, start, until))
         steps = until - first
@@ -208,7 +208,7 @@ class WindowBench:
         whole = arm.start == "newest" or first == episode.newest[0]
         return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
 
-    def _arm(self, arm: Arm, first: int, start: Path, until: int) -> runs.Arm:
+    def _arm(self, arm: ReplayArm, first: int, start: Path, until: int) -> Arm:
         """A trunk's rate does not depend on where it ends: an arm of it ends with the window, and its trainer goes on to the next."""
         episode, base = self.episode, dict(self.episode.spec)
         if base["kind"] == "trunk":
@@ -220,7 +220,7 @@ class WindowBench:
             plan |= {"weights": dict(episode.previous_weights), "phases": []}
         kernels = dict.fromkeys(episode.kernels, "reference") if arm.reference_kernels else dict(episode.kernels)
         goes_on = first > base["first_step"] or start != episode.newest[1] or base["initial_checkpoint"] is not None
-        return runs.Arm(
+        return Arm(
             arm.name, base, episode.previous_commit if arm.previous_commit and episode.previous_code else base["code_commit"],
             recipe={"checkpoint_every": until, "keep_checkpoints": 2, **arm.recipe}, plan=plan, start=start if goes_on else None, until=until,
             kernels=yaml.safe_dump({episode.device: kernels}) if kernels else "", environment=self.before if arm.previous_environment else "",

@@ -26,7 +26,7 @@ from factory.runs.running import Runs
 from factory.runs.trace import Series, Trace, read_checkpoint
 from factory.training.certificate import PreflightPolicy
 from factory.training.planning import plan_of
-from factory.training.preflight import LEAD, NUDGED, ROUNDING, WAYS, Apart, PreflightEvidence, Way, small_recipe
+from factory.training.preflight import LEAD, NUDGED, ROUNDING, WAYS, FromStraight, PreflightEvidence, Way, small_recipe
 from trainer.contract.checkpoint.format import name_of
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe, with_keys
@@ -161,7 +161,7 @@ def compare(
             other, left = trace(run), read_checkpoint(began(run)).model if run in NUDGED else None
             values = values_of(other)
             shares = {name: shares_of(series[name], values[name]) for name in SERIES}
-            apart[run] = Apart(shares, distance(straight.left, other.left, begun, left).shares())
+            apart[run] = FromStraight(shares, distance(straight.left, other.left, begun, left).shares())
         born: dict[str, list[str]] = {}
         if ranks:
             first = trace(run := BORN + "1 rank").left.model

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from agents.loss_doctor.arms import AGAIN, OLDER, Arm, BudgetSpent
+from agents.loss_doctor.arms import AGAIN, OLDER, BudgetSpent, ReplayArm
 from agents.loss_doctor.curves import points
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import shards_kind, suspects
 from factory.diagnosis.bench import Episode, WindowBench, graft, moments_are_lost
 from factory.diagnosis.ladder import NEWEST, LadderKeeper, rungs
-from factory.runs import arm as runs
+from factory.runs.arm import Arm
 from factory.runs.live import prepare
 from factory.runs.sandboxed import Ended
 from tests.support.trainer.segment_runs import result
@@ -71,7 +71,7 @@ class Live:
     def bench(self, name: str, budget: int = 500) -> WindowBench:
         return WindowBench(self.episode(), self.root / name, self.replay, budget)
 
-    def replay(self, arm: runs.Arm) -> Ended:
+    def replay(self, arm: Arm) -> Ended:
         self.runs += 1
         home = self.root / "runs"
         home.mkdir(exist_ok=True)
@@ -149,7 +149,7 @@ def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> No
     grafted = graft(older[1], episode.newest[1], tmp_path)
     a, b, c = (checkpoints.load(path) for path in (grafted, older[1], episode.newest[1]))
     assert a.state == c.state and all(torch.equal(a.model[key], b.model[key]) for key in b.model)
-    outcome = live.bench("older").run(Arm(OLDER, start="older weights"))
+    outcome = live.bench("older").run(ReplayArm(OLDER, start="older weights"))
     assert [point.step for point in outcome.curve] == list(
         range(episode.newest[0], episode.until)
     ) and not outcome.failed
