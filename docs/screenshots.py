@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.decisions import undecided
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.answering import BY_TAG, ApprovalAnswers
 from factory.release.approvals import REASON_TAG
@@ -178,7 +178,7 @@ def say_a_word(workspace: Workspace, by: str = "ada") -> None:
     version = client.get_model_version_by_alias(MODEL, CHAMPION).version
     for key, value in ((APPROVAL_TAG, "rejected"), (REASON_TAG, "it swears"), (BY_TAG, by)):
         client.set_model_version_tag(MODEL, version, key, value)
-    ApprovalAnswers(workspace, Ledger.open(workspace.ledger_url), SILENT).look()
+    ApprovalAnswers(Plant(workspace, Ledger.open(workspace.ledger_url))).look()
 
 
 def small(png: bytes) -> bytes:

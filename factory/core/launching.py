@@ -15,10 +15,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from factory.core.errors import ConfigError
 from factory.core.left_files import read_tail
 from factory.core.workspace import Workspace
+from trainer.contract.errors import TrainerError
+
+if TYPE_CHECKING:
+    from trainer.contract.recipe import Recipe
 
 EXIT_STOPPED = 75  # the trainer was stopped, and goes on from its newest checkpoint
 EXIT_DISK_FULL = 74
@@ -36,6 +41,16 @@ def ranks(workspace: Workspace) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
+
+
+def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
+    """Raises: ConfigError when as many ranks as would be started now cannot share the recipe's work."""
+    count = ranks(workspace)
+    try:
+        recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
+    except TrainerError as error:
+        hint = f"{count} ranks train ('ranks' in {workspace.root / 'factory.yaml'}, by default one for each GPU)"
+        raise ConfigError(f"recipe {recipe.name}: {error}; {hint}") from error
 
 
 def launcher(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from factory.computing import computing
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import ConfigError, InputError
-from factory.core.launching import ranks
+from factory.core.launching import check_ranks
 from factory.core.workspace import Workspace
 from factory.ingest.rules.claims import CONFLICT, counted
 from factory.ingest.rules.policy import DataPolicy, Licences
@@ -154,16 +154,6 @@ def _with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
         return type(recipe).parse(with_keys(recipe.model_dump(mode="json"), keys))
     except TrainerError as error:
         raise ConfigError(f"recipe {recipe.name} with {dict(keys)}: {error}") from error
-
-
-def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
-    """Raises: ConfigError when as many ranks as would be started now cannot share the recipe's work."""
-    count = ranks(workspace)
-    try:
-        recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
-    except TrainerError as error:
-        hint = f"{count} ranks train ('ranks' in {workspace.root / 'factory.yaml'}, by default one for each GPU)"
-        raise ConfigError(f"recipe {recipe.name}: {error}; {hint}") from error
 
 
 @contextmanager

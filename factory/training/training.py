@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from factory.computing.computing import write_kernels
 from factory.core.errors import SegmentError, WaitingError
 from factory.core.faults import is_of_the_machine
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, exit_code, forget_exit
 from factory.core.left_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -27,7 +27,6 @@ from factory.retrying.watchdog import Watchdog, record_begun, usual_of
 from factory.runs.folders import clear, folder_lock, refuse_full, result_of, write_spec
 from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.sandbox.live import Running
-from factory.training.planning import check_ranks
 from factory.training.segment_folder import claim, failed, record_done, spec_of
 
 POLL_SECONDS = 1.0

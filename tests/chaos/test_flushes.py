@@ -44,9 +44,10 @@ from pathlib import Path
 from factory.core.workspace import Workspace
 from factory.backups.backups import make_backup
 from factory.ledger.ledger import Ledger, record
+from factory.ledger.plant import Plant
 workspace = Workspace.open(Path({root!r}))
 ledger = Ledger.open(workspace.ledger_url)
-make_backup(workspace, ledger)
+make_backup(Plant(workspace, ledger))
 with ledger.begin() as tx:
     record(tx, "after the backup", "daemon")
 ledger.engine.dispose()
@@ -55,16 +56,16 @@ SPLIT = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ingest.filing import return_changed
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 workspace = Workspace.open(Path({root!r}))
 ledger = Ledger.open(workspace.ledger_url)
 (filed,) = (workspace.shards / "raw").iterdir()
 with open(filed, "ab") as late:  # and never flushed by who wrote it
     late.write({row!r})
-return_changed(workspace, ledger, SILENT)
+return_changed(Plant(workspace, ledger))
 ledger.engine.dispose()
 """
 TOGETHER = """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from factory.core.errors import ConfigError
+from factory.core.launching import check_ranks
 from factory.gates.case import PatchCase, StageResult, failed, missing, passed
 from factory.gates.patch.source_rules import problems
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import Changes, recipe_changes, unused_recipes
-from factory.training.planning import check_ranks
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 

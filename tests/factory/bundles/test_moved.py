@@ -24,9 +24,10 @@ import sys
 from pathlib import Path
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.release.releases import reconcile
 workspace = Workspace.open(Path(sys.argv[1]))
-assert reconcile(workspace, Ledger.open(workspace.ledger_url))
+assert reconcile(Plant(workspace, Ledger.open(workspace.ledger_url)))
 """
 
 

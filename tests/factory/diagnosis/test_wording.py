@@ -208,12 +208,12 @@ def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
 WORD = """
 import sys
 from pathlib import Path
-from factory.core.progress import SILENT
+from factory.ledger.plant import Plant
 from factory.core.workspace import Workspace
 from factory.diagnosis.wording import word_waiting
 from factory.ledger.ledger import Ledger
 workspace = Workspace.open(Path(sys.argv[1]))
-word_waiting(workspace, Ledger.open(workspace.ledger_url), SILENT)
+word_waiting(Plant(workspace, Ledger.open(workspace.ledger_url)))
 """
 
 

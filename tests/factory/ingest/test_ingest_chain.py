@@ -268,10 +268,10 @@ import sys
 from pathlib import Path
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
-from factory.core.progress import SILENT
+from factory.ledger.plant import Plant
 from factory.core.workspace import Workspace
 workspace = Workspace.open(Path(sys.argv[1]))
-ingest_shard(workspace, Ledger.open(workspace.ledger_url), workspace.inbox / "a.jsonl", SILENT, workers=2)
+ingest_shard(Plant(workspace, Ledger.open(workspace.ledger_url)), workspace.inbox / "a.jsonl", workers=2)
 """
 
 

@@ -149,7 +149,7 @@ def test_what_an_archive_has_beside_its_documents_is_said(workspace: Workspace, 
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from factory.core.progress import SILENT
+from factory.ledger.plant import Plant
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_path
 from factory.ledger.ledger import Ledger
@@ -160,7 +160,7 @@ def ingested(report):
     if len(seen) == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
 workspace = Workspace.open(Path(sys.argv[1]))
-ingest_path(workspace, Ledger.open(workspace.ledger_url, workspace.root), Path(sys.argv[2]), SILENT, workers=0, ingested=ingested)
+ingest_path(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)), Path(sys.argv[2]), workers=0, ingested=ingested)
 """
 
 

@@ -231,12 +231,12 @@ if first:
 DELIVERS = """
 import sys
 from pathlib import Path
-from factory.core.progress import SILENT
+from factory.ledger.plant import Plant
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.notifying.delivery import Notifier
 workspace = Workspace.open(Path(sys.argv[1]))
-Notifier(workspace, Ledger.open(workspace.ledger_url, workspace.root), SILENT).look()
+Notifier(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))).look()
 """
 
 

@@ -30,12 +30,13 @@ OPENER = """
 import sys
 from pathlib import Path
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.tracking.tracking import Tracking
 from factory.core.workspace import Workspace
 workspace = Workspace.open(Path(sys.argv[1]))
 ledger = Ledger.open(workspace.ledger_url)
 from factory.ledger.rows import SegmentRow
-print(Tracking.open(workspace, ledger).segment_run(SegmentRow.get(ledger, 1)))
+print(Tracking.open(Plant(workspace, ledger)).segment_run(SegmentRow.get(ledger, 1)))
 """
 
 

@@ -54,7 +54,7 @@ JUDGE = """
 import json
 import sys
 from factory.code_loop.submitting import submit
-from factory.core.progress import SILENT
+from factory.ledger.plant import Plant
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, verdicts
 from factory.ledger.rows import SegmentRow
@@ -65,7 +65,7 @@ from pathlib import Path
 workspace = Workspace.open(Path(sys.argv[1]))
 edits = tuple(Edit(path, text) for path, text in json.loads(Path(sys.argv[2]).read_text()).items())
 drafted = Proposal("x", "x", "Judged elsewhere", "h", 1.1, edits)
-number = submit(workspace, Ledger.open(workspace.ledger_url), SILENT, drafted, repository.live_commit(workspace.repository))
+number = submit(Plant(workspace, Ledger.open(workspace.ledger_url)), drafted, repository.live_commit(workspace.repository))
 print(number)
 """
 
