@@ -47,7 +47,7 @@ def train(plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], ti
     many in turn, without a new result, as ``policies/retries.yaml`` has tries.
     """
     home.mkdir(parents=True, exist_ok=True)
-    count = next(iter(arms.values())).ranks
+    (count,) = {arm.ranks for arm in arms.values()}
     alone = (ranks(plant.workspace) if count is None else count) == 1
     lanes = _lanes(arms, len(devices.names()) if alone and len(arms) > 1 else 1)
     with folder_lock(home) as lock:  # a trainer of a killed factory may still write its last checkpoint

@@ -58,7 +58,7 @@ class SandboxedTrainer:
 
     def train(self, arm: Arm, wall_seconds: float) -> Ended:
         """Until there is a checkpoint of the arm's last step. Raises: IsolationError; OSError for a fault of the machine."""
-        spec, began = arm.spec(), time.monotonic()
+        spec = arm.spec()
         shards = [shard["path"] for shard in spec["data_plan"]["token_shards"]]
         reads = {Path(path) for path in (*shards, spec["initial_checkpoint"]) if path}
         if self._process is None or not self._process.waits or not reads <= self._reads:
@@ -75,6 +75,8 @@ class SandboxedTrainer:
             return Ended(folder, failed=f"it could not be begun: {error.strerror}")
         if not process.began:
             process.begin(self, arm, wall_seconds)
+            process.holds.wait()  # a device, which others may hold for long
+        began = time.monotonic()
         goes_on = arm.last < spec["last_step"]
         there = process.wait_for(folder / ("checkpoints" if goes_on else ""), arm, began + wall_seconds)
         seconds, late = time.monotonic() - began, not process.over.is_set()
@@ -105,7 +107,8 @@ class _Process:
     """One process, and the folders that it was told of."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders, self.began, self.over = list(folders), False, threading.Event()
+        self.folders, self.began = list(folders), False
+        self.holds, self.over = threading.Event(), threading.Event()
         self._revealed, self._enough = 0, threading.Event()
         self._result: Result | None = None
         self._error: BaseException | None = None
@@ -146,6 +149,7 @@ class _Process:
         def work() -> None:
             try:
                 with devices.one():
+                    self.holds.set()
                     self._result = sandbox.run(
                         of.command(self.folders), output=of.output, readonly=of.readonly(), cwd=of.code, limits=limits, enough=self._enough
                     )  # fmt: skip
@@ -153,6 +157,7 @@ class _Process:
                 self._error = error
             finally:
                 self.over.set()
+                self.holds.set()
 
         self.began = True
         context = contextvars.copy_context()  # with a device that the caller holds

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +213,31 @@ def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs,
         trainer.close()
     assert [path.name for path in victim.iterdir()] == ["secret"]
     assert RunRow.get(runs.plant.ledger, replace(arm, start=start).key).state == "failed"
+
+
+QUICK = """
+import pathlib, sys
+(pathlib.Path(sys.argv[1]) / "result.json").write_text("{}")
+"""
+
+
+def test_the_time_until_a_device_is_free_does_not_count(
+    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code" / "trainer").mkdir(parents=True)
+    (tmp_path / "code" / "trainer" / "__main__.py").write_text(QUICK)
+    clock, found = [0.0], list[Ended]()
+    monkeypatch.setattr(sandboxed, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    trainer = SandboxedTrainer(runs.home, tmp_path / "code", ["1"])
+    waiting = threading.Thread(target=lambda: found.append(trainer.train(arm, 1.0)))
+    with devices.one():
+        waiting.start()
+        while not (runs.home / "1" / "segment.json").exists():
+            pass
+        clock[0] = 1000.0
+    waiting.join(PATIENCE_S)
+    trainer.close()
+    assert [(one.failed, one.seconds) for one in found] == [("", 0.0)]
 
 
 def test_one_that_is_too_slow_is_stopped_and_one_that_ended_well_is_kept(
