@@ -207,7 +207,7 @@ def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs,
         for read in (lambda: trace.left, lambda: trace.lines, lambda: trace.result):
             with pytest.raises(UntrustedFileError):
                 read()
-        second = runs.sandboxed(trainer, replace(arm, start=start), PATIENCE_S)
+        second = runs.sandboxed(trainer, replace(arm, start=start), 2.0)
         assert second == Ended(runs.home / "trainer" / "2", failed="it could not be begun: File exists")
     finally:
         trainer.close()
