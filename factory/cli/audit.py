@@ -24,7 +24,6 @@ def audit(
     The daemon does this by itself when there is nothing else to do; while it runs, it does what is asked for here in its next pass. A difference
     opens a proposal that undoes the patch.
     """
-    from factory.actions import Action
     from factory.audit.auditing import audit_and_show
     from factory.audit.policy import AuditPolicy
     from factory.audit.reverts import open_reverts
@@ -38,7 +37,7 @@ def audit(
     numbers = waiting(ledger, AuditPolicy.load(workspace.policy("gates/audit.yaml"))) if segment is None else [segment]
     if numbers:
         with ExitStack() as held:
-            wanted = [Action("audit", SegmentRow.get(ledger, number).id) for number in numbers]
+            wanted = [f"audit {SegmentRow.get(ledger, number).id}" for number in numbers]
             if said := hold_or_ask(held, Plant(workspace, ledger), wanted):
                 print_json({"segments": numbers, "says": said}) if as_json else terminal.line(f"  {said}")
                 return

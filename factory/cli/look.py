@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 
@@ -50,6 +50,18 @@ def _watch(shown: Callable[[], str]) -> NoReturn:
                 live.update(Text(shown()), refresh=True)
             except WorkspaceError as error:  # locked, or in the middle of an upgrade
                 live.update(Text(str(error)), refresh=True)
+
+
+@app.command()
+def duties(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """What the daemon does, in its order: what is due now, what holds it, what rests after a failure, and when each was last done."""
+    from factory.duties.listing import facts, lines
+    from factory.ledger.plant import Plant
+    from factory.watching.moments import with_iso
+
+    workspace, ledger, _ = open_workspace(where)
+    found = facts(Plant(workspace, ledger))
+    print_json(with_iso(found)) if as_json else print("\n".join(lines(found)))
 
 
 @app.command()

@@ -139,7 +139,9 @@ def _judged(ledger: Ledger, number: int) -> ProposalRow:
 
 
 def _state(row: ProposalRow) -> str:
-    return {"failed": "failed (it was never judged)", "drafted": "being judged"}.get(row.state) or str(row.state)
+    return {"failed": "failed (it was never judged)", "drafted": "being judged", "written": "not judged yet"}.get(
+        row.state
+    ) or str(row.state)
 
 
 def _check_patch(workspace: Workspace, row: ProposalRow) -> None:

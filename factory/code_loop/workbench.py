@@ -35,6 +35,7 @@ from factory.gates.training_start import Start
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, Change, problems
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -63,7 +64,13 @@ class LiveWorkbench:
     progress: Progress
     spent: float = 0.0  # seconds of measuring
     count: int = 1  # proposals that it serves; each may measure for the policy's seconds
+    profile: int | None = None  # the id of the line profile to work from; None: one is made
+    closed: frozenset[int] = frozenset()  # proposals whose targets are left alone
     written: dict[str, list[AgentLines]] = field(default_factory=dict)  # by path: who wrote what, once it was asked for
+
+    @property
+    def plant(self) -> Plant:
+        return Plant(self.workspace, self.ledger, self.progress)
 
     @cached_property
     def agents(self) -> AgentsPolicy:
@@ -233,7 +240,9 @@ class LiveWorkbench:
         """Judged proposals on a target, or on all targets of a kind (``quality:``), oldest first."""
         of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
         return [
-            Attempt(patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title)
+            Attempt(
+                patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title, row.number in self.closed
+            )
             for row, patch_id in history(self.ledger)
             if of_kind(row.target)
         ]

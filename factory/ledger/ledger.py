@@ -311,7 +311,7 @@ proposals = sa.Table(
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    # 'drafted' (→ 'written': waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
     C("state", T, nullable=False),
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),

@@ -7,6 +7,7 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.gates.patch.policy import PatchPolicy
 from factory.ledger.anomalies import ASKED, DEV_ALONE, DIAGNOSED, REWOUND, AnomalyRow
 from factory.ledger.decisions import OVERRIDDEN, REFUSED, REJECTED, undecided
 from factory.ledger.files import DISK_LOW, DISK_WELL
@@ -15,8 +16,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import how_to_answer, waits
 from factory.retrying.tries import FAILED, STUMBLED, ways_on, why_parked
-from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 from factory.watching.moments import iso
+from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 
 LONGEST = 4000  # characters of a text
 
@@ -88,6 +89,7 @@ def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> tupl
         "withdrawn": ("release", f"{name} is withdrawn", why),
         REJECTED: ("release", f"{name} was rejected by {detail.get('by')}", why),
         OVERRIDDEN: ("release", f"{name} is released though it was held, by {detail.get('by')}", why),
+        "proposal_approved": ("verdict", f"{name} is merged", f"approved by {detail.get('by')}"),
         REFUSED: ("approval", f"{detail.get('word')!r} for {name} was refused", why),
         DIAGNOSED: ("anomaly", f"{name}: {' or '.join(map(str, detail.get('causes') or []))}", why),
         DEV_ALONE: ("anomaly", f"{name}: better on the dev half alone", why),
@@ -119,6 +121,11 @@ def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> tuple[tuple[str
             f"{title}, and waits for approval",
             "\n".join([how_to_answer(verdict.number), *lines]),
         )
+    if verdict.gate != "release" and verdict.outcome == "promote" and name.startswith("proposal "):
+        approval = PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval
+        if approval == "manual":
+            text = "\n".join([f"factory proposals approve {verdict.number}", *lines])
+            return (*kinds, "approval"), f"{title}, and waits for approval", text
     return kinds, title, "\n".join(lines)
 
 

@@ -60,7 +60,7 @@ ONLY_TIME = {
     ("factory/gates/patch/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
     ("factory/runs/compile_cache.py", "aside.rename(own)"): "a compile cache",
-    ("factory/retrying/steady.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
+    ("factory/retrying/backoff.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
 }
 INGEST, RELEASE, MERGE, SEGMENT, STORE = (Cut(name) for name in ("ingest", "release", "merge", "segment", "store"))
 SHARD = "trainer/contract/data/token_shard.py"

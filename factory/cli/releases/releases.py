@@ -24,7 +24,7 @@ SHOWN_COMMITS = 20
 def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """Every release, and every candidate that is none: what became of it, the verdict, the gain over the champion of then."""
     from factory.reports.release_facts import listed
-    from factory.retrying.pausing import local
+    from factory.retrying.asking import local
 
     _, ledger, terminal = open_workspace(where)
     found = listed(ledger)

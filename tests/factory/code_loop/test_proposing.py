@@ -105,8 +105,7 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
     made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = branches(made)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
+    monkeypatch.setenv("FACTORY_BWRAP", str(tmp_path / "bwrap"))
     text = (
         (made.target / "policies" / "kernels.yaml")
         .read_text()

@@ -17,10 +17,8 @@ import yaml
 from typer.testing import CliRunner
 
 from agents.llm.policy import LlmPolicy
-from factory.actions import Action, perform
 from factory.cli.app import app
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
 from factory.diagnosis import report
 from factory.diagnosis.acting import act
 from factory.diagnosis.diagnosing import diagnose_and_act
@@ -33,6 +31,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.tracking.tracking import DIAGNOSIS_SHOWN
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.engineer import recorded
+from tests.support.factory.errands import do, next_due
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import make_plant
@@ -128,8 +127,8 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     assert "still to be asked" in page.read_text() and "still to be asked" in show(workspace, number)
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
-        assert next_action(observe(Plant(workspace, ledger))) == Action("word", number)
-        perform(Plant(workspace, ledger), Action("word", number))
+        assert next_due(Plant(workspace, ledger)) == f"word {number}"
+        do(Plant(workspace, ledger), f"word {number}")
         word_waiting(Plant(workspace, ledger))
         assert len(server.requests) == 1 and unworded(ledger) is None
     said = words_about(ledger, number)

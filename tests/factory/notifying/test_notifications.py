@@ -20,7 +20,7 @@ import pytest
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
-from factory.daemon import run
+from factory.duties.runner import run
 from factory.ledger.ledger import Ledger, anomalies, record
 from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
@@ -28,8 +28,7 @@ from factory.ledger.rows import Subject
 from factory.notifying.delivery import Notifier
 from factory.notifying.policy import NotificationPolicy
 from factory.release.approvals import reject
-from factory.retrying.waiting import ACTION_FAILED
-from factory.watching.waiting import waiting
+from factory.watching.waiting import ACTION_FAILED, waiting
 from tests.support.paths import ROOT
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval
 from tests.support.said import Said

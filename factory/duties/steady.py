@@ -1,41 +1,51 @@
-"""Goes on whatever fails: an action that failed rests, longer each time, while the others go on; a fault of the machine ends the pass.
+"""Goes on whatever fails: what failed rests, longer each time, while the others go on; a fault of the machine ends the pass.
 
 What failed is said once and recorded as an event, again when its words change, and when it works again. An exception that nobody expected
 leaves its traceback in ``logs/errors.log``. Waits are kept in memory: a daemon that was started again tries at once.
+
+Things that the daemon does beside its work (``beside``) and its start (``patiently``) go on likewise.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import threading
 import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
-from factory.core.errors import FactoryError, WaitingError
-from factory.core.faults import LOCKED, Fault, fault_of
+from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
+from factory.core.faults import LOCKED, Fault, fault_of, is_of_no_file
+from factory.core.workspace import Workspace
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
-from factory.retrying.backoff import Backoff, Resting, in_words
+from factory.retrying.backoff import Backoff, Resting, in_words, keep_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.rewound import RewoundError
 from factory.retrying.tries import ASKED, TrainerDiedError
-from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
+from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
 
 PASS = "a pass"  # as a whole, among the keys
 FAULT_SECONDS = 60.0  # at most, between two passes while a fault of the machine lasts
 TURN = 1.5  # times as long the action rests that met it, so that a pass comes in which the others have their turn
+START_SECONDS = 1.0  # between the first two tries to start
+END_SECONDS = 1.0  # that the last turn of a thread may take; then it ends with the process
 MOST_UNRECORDED = 100
-LOG_BYTES = 4 << 20  # of errors.log, which is then renamed errors.old.log
+T = TypeVar("T")
 
 
 class Attempts(Protocol):
-    """What ``reconcile`` hands each action to."""
+    """What a pass hands each errand to. A key is an errand as text."""
 
     def resting(self) -> frozenset[str]:
-        """Keys of actions that are not tried now."""
+        """Keys of what is not tried now."""
+
+    def failing(self) -> frozenset[str]:
+        """Keys of what failed and has not worked since."""
+
+    def rests(self) -> Mapping[str, Resting]:
+        """How what failed rests, by key."""
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
         """Was it done? False: it failed, and rests now."""
@@ -49,6 +59,11 @@ class Once:
 
     def resting(self) -> frozenset[str]:
         return frozenset()
+
+    failing = resting
+
+    def rests(self) -> Mapping[str, Resting]:
+        return {}
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
         try:
@@ -83,6 +98,12 @@ class Steady:
     def resting(self) -> frozenset[str]:
         self._rested = self.backoff.resting()
         return self._rested
+
+    def failing(self) -> frozenset[str]:
+        return frozenset({*self.backoff.known(), *self._told})
+
+    def rests(self) -> Mapping[str, Resting]:
+        return self.backoff.known()
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
         """Raises: what a fault of the machine made of it: nothing else would work either."""
@@ -153,10 +174,7 @@ class Steady:
     def _words(self, error: Exception, key: str) -> str:
         if isinstance(error, FactoryError):
             return str(error)
-        log = self.workspace.logs / "errors.log"
-        with contextlib.suppress(OSError):
-            keep_traceback(log, key, error)
-        return f"unexpected error, {type(error).__name__}: {str(error)[:300]} (traceback in {log})"
+        return _unexpected(self.workspace, key, error)
 
     def _works(self, key: str) -> None:
         before = self.backoff.succeeded(key)
@@ -201,9 +219,71 @@ def words_of(fault: Fault) -> str:
     return f"{fault.says}: {fault.do}. The factory waits, looks again at least every {FAULT_SECONDS:.0f} s and goes on by itself"
 
 
-def keep_traceback(log: Path, what: str, error: BaseException) -> None:
-    """Append it to a log, which is renamed when it is long. Raises: OSError."""
-    if log.exists() and log.stat().st_size > LOG_BYTES:
-        os.replace(log, log.with_name("errors.old.log"))
-    with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {what}\n{''.join(traceback.format_exception(error))}\n")
+def _unexpected(workspace: Workspace, what: str, error: Exception) -> str:
+    log = workspace.logs / "errors.log"
+    with contextlib.suppress(OSError):
+        keep_traceback(log, what, error)
+    return f"unexpected error, {type(error).__name__}: {str(error)[:300]} (traceback in {log})"
+
+
+@contextmanager
+def beside(plant: Plant, name: str, every: float, act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` in a thread, at once and then every so many seconds, while the block runs: neither waits for the other.
+
+    What it raises is said once, until it works again, and ends nothing; what nobody expected leaves its traceback in ``logs/errors.log``.
+    """
+    over = threading.Event()
+
+    def turns() -> None:
+        said = ""
+        while True:
+            words = _failure(plant.workspace, name, act)
+            if words != said:
+                said = words
+                with contextlib.suppress(OSError, ValueError):  # a full disk takes no log, a terminal may be gone
+                    plant.say(f"  {name} {f'failed: {words}; it is tried again' if words else 'works again'}")
+            if over.wait(every):
+                return
+
+    thread = threading.Thread(target=turns, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(END_SECONDS)
+
+
+def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
+    """In words; empty: it worked."""
+    try:
+        act()
+    except FactoryError as error:
+        return str(error)
+    except Exception as error:
+        fault = fault_of(error)
+        return f"{fault.says}: {fault.do}" if fault else _unexpected(workspace, name, error)
+    return ""
+
+
+def patiently(act: Callable[[], T], say: Callable[[str], object]) -> T:
+    """``act()``, again and again while a fault of the machine makes it fail: one that was just started may lack a disk. Each fault is said once.
+
+    Raises: whatever else ``act`` does; ConfigError and InputError, too, where what is set caused the fault: a port that only root may listen
+    on, and not where no setting can, as when factory.yaml cannot be read because no file handle is left.
+    """
+    waits = Backoff(START_SECONDS, FAULT_SECONDS)
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            fault = fault_of(error)
+            mistake = isinstance(error, ConfigError | InputError) and not is_of_no_file(error)
+            if fault is None or mistake:
+                raise
+            rest, news = waits.failed("start", fault.says)
+            if news:
+                if isinstance(error, FactoryError):  # it knows more: which server, say
+                    say(f"  {error}")
+                say(f"  {words_of(fault)}")
+        time.sleep(rest.seconds)

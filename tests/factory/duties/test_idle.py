@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from factory.cli.config import change
 from factory.core.workspace import Config, Workspace
-from factory.daemon import reconcile
+from factory.duties.runner import work
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -46,18 +47,21 @@ def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path
     ingest(workspace, ledger, 0, 20)
     watching[:] = [workspace.shards]
     try:
-        assert reconcile(Plant(workspace, ledger), endless=True) == 0
+        assert work(Plant(workspace, ledger), endless=True) == 0
         first, events = len(opened), ledger.read("SELECT COUNT(*) AS n FROM events")
         assert first > 0, "the first look opens them"
+        statements: list[str] = []
+        sa.event.listen(ledger.engine, "before_cursor_execute", lambda *values: statements.append(values[2]))
         for _ in range(5):
-            assert reconcile(Plant(workspace, ledger), endless=True) == 0
+            assert work(Plant(workspace, ledger), endless=True) == 0
+        assert 0 < len(statements) <= 5 * 67, "a pass that finds nothing to do reads no more of the ledger than it did"
         assert opened[first:] == [] and ledger.read("SELECT COUNT(*) AS n FROM events") == events
         missing = facts(workspace)["data_ahead"]["missing_tokens"]
         assert missing > 0
         watching.clear()
         ingest(workspace, ledger, 20, 10)
         watching.append(workspace.shards)
-        assert reconcile(Plant(workspace, ledger), endless=True) == 0 and len(opened) > first, "something changed"
+        assert work(Plant(workspace, ledger), endless=True) == 0 and len(opened) > first, "something changed"
         assert 0 < facts(workspace)["data_ahead"]["missing_tokens"] < missing
     finally:
         watching.clear()

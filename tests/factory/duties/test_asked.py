@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from factory import daemon
-from factory.actions import Action
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe, reconcile
+from factory.duties.asked import ASKED
+from factory.duties.duty import Duty
+from factory.duties.runner import work
+from factory.duties.table import DUTIES
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
 from factory.ledger.ledger import Ledger, candidates, verdicts
@@ -29,6 +32,7 @@ from factory.training.planning import plan_trunk
 from factory.training.segment_folder import record_done
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
+from tests.support.factory.errands import next_due
 from tests.support.failing.limits import few_handles
 from tests.support.plants.saved_plant import KINDS, diagnosed, note
 from tests.support.said import Said
@@ -118,13 +122,17 @@ def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
     assert ledger.read("SELECT * FROM releases") == []
 
 
+def only_asked(doing: Callable[[Duty], Duty]) -> tuple[Duty, ...]:
+    """What else there is to do is not of interest."""
+    others = (doing(duty) for duty in DUTIES if not duty.each and duty is not ASKED)
+    return (ASKED, *(replace(duty, due=lambda look: ()) for duty in others))
+
+
 # -- what needs the daemon's hand: it is asked ------------------------------------------------------------------------------
-def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
-    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     candidate, anomaly = candidate_of(ledger, 1), note(ledger, 1, 12)
-    before = next_action(observe(Plant(workspace, ledger)))
+    before = next_due(Plant(workspace, ledger))
     home = ("-w", str(workspace.root))
     with at_work(workspace) as process:
         said = factory("evaluate", "1", *home)
@@ -142,13 +150,14 @@ def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(
     facts = json.loads(command_here("status", "--json", home=workspace).stdout)["asked"]
     assert [one["action"] for one in facts] == list(wanted)
 
-    done: list[tuple[Action, object]] = []
-    monkeypatch.setattr(daemon, "perform", lambda plant, action, **how: done.append((action, how["replayed_steps"])))
-    monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)  # what else there is to do is not of interest
-    reconcile(Plant(workspace, ledger))
-    assert done == [(Action("judge", 1), None), (Action("diagnose", anomaly), 7), (Action("audit", 1), None)]
-    monkeypatch.undo()
-    assert not asked(ledger) and next_action(observe(Plant(workspace, ledger))) == before
+    done: list[tuple[str, object, object]] = []
+
+    def doing(duty: Duty) -> Duty:
+        return replace(duty, do=lambda _, subject, **how: done.append((duty.name, subject, how)))
+
+    work(Plant(workspace, ledger), duties=only_asked(doing))
+    assert done == [("judge", 1, {}), ("diagnose", anomaly, {"replayed_steps": 7}), ("audit", 1, {})]
+    assert not asked(ledger) and next_due(Plant(workspace, ledger)) == before
     assert "asked" not in command_here("status", home=workspace).stdout
 
 
@@ -172,34 +181,29 @@ def test_what_was_asked_for_again_while_it_was_done_is_done_again(ledger: Ledger
     assert not asked(ledger)
 
 
-def test_what_cannot_be_done_any_more_is_said_once(
-    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_done_any_more_is_said_once(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
-    ask(ledger, ["audit 1"], "ann")
-    monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)
+    ask(ledger, ["audit 1", "jugde 1", "judge one"], "ann")
     said = Said()
-    reconcile(Plant(workspace, ledger, said))
-    assert [line for line in said.lines if "audit" in line] == [
-        "  audit 1 is not done: segment 1 is not audited: no window of it was drawn while it trained"
+    work(Plant(workspace, ledger, said), duties=only_asked(lambda duty: duty))
+    assert said.lines == [
+        "  'jugde 1' was asked for, and no duty is called 'jugde': 'factory duties' lists them",
+        "  'judge one' was asked for, and 'one' is no number",
+        "  audit 1 is not done: segment 1 is not audited: no window of it was drawn while it trained",
     ]
     assert not asked(ledger)
 
 
-def test_a_request_is_not_lost_to_a_fault_of_the_machine(
-    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_not_lost_to_a_fault_of_the_machine(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     ask(ledger, ["judge 1"], "ann")
 
-    def perform(*_: object, **__: object) -> None:
+    def fails(*_: object) -> None:
         with few_handles():
             Tokenizer.load(workspace.tokenizer)
 
-    monkeypatch.setattr(daemon, "perform", perform)
-    monkeypatch.setattr(daemon, "next_action", lambda world: world.asked)
     with pytest.raises(InputError, match="Too many open files"):
-        reconcile(Plant(workspace, ledger))
+        work(Plant(workspace, ledger), duties=only_asked(lambda duty: replace(duty, do=fails)))
     assert list(asked(ledger)) == ["judge 1"]
 
 

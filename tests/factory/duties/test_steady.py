@@ -11,21 +11,23 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from factory.core import faults
-from factory.core.errors import ConfigError, DiskFullError
+from factory.core.errors import ConfigError, DiskFullError, FactoryError
 from factory.core.workspace import Workspace
-from factory.daemon import run
+from factory.duties.duty import Duty, always
+from factory.duties.runner import run, work
+from factory.duties.steady import Steady
 from factory.ingest.inbox import arrived, take
 from factory.ledger.files import SMALL_VOCABULARY, held
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
-from factory.retrying.steady import Steady
 from factory.retrying.tries import retry
-from factory.retrying.waiting import failing, lines_of, what_waits
+from factory.watching.waiting import failing, lines_of, what_waits
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 
@@ -87,7 +89,7 @@ def test_an_action_that_always_fails_stops_no_other(workspace: Workspace, ledger
         assert listener.count(f"traceback in {log}") == 2
         assert [kind for kind, _ in events(ledger, f"export {number}")] == ["action_failed", "works_again"]
     assert log.read_text().count("IndexError: list index out of range") > 2, "of each try"
-    assert "last_checkpoint(ledger, segment)" in log.read_text() and not failing(ledger)
+    assert "last_checkpoint(plant.ledger, segment)" in log.read_text() and not failing(ledger)
 
 
 def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
@@ -101,7 +103,7 @@ def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
     listener = Listener()
     listener.on["shard.txt: 1 documents"] = enough
     run_until(workspace, ledger, listener)
-    assert listener.count("making the daily backup failed: no backup was made: the disk is full") == 1, listener.lines
+    assert listener.count("back_up failed: no backup was made: the disk is full") == 1, listener.lines
     assert not list((workspace.root / "backups").glob(".*"))
 
 
@@ -180,28 +182,82 @@ def test_an_error_that_nobody_expected_is_said_once_and_gone_on_from(workspace: 
     workspace.inbox.rmdir()
     workspace.inbox.write_text("")
     listener = Listener()
-    listener.on["unexpected error"] = lambda: threading.Timer(1.0, workspace.inbox.unlink).start()
-    listener.on["a pass works again"] = enough
+    listener.on["looking what is due of ingest failed: unexpected error"] = lambda: threading.Timer(
+        1.0, workspace.inbox.unlink
+    ).start()
+    listener.on["looking what is due of ingest works again"] = enough
     with pytest.raises(OSError):
         run(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
-    assert listener.count("(traceback in ") >= 1 and listener.count("a pass works again") == 1, listener.lines
-    assert [kind for kind, _ in events(ledger, "a pass")] == ["pass_failed", "works_again"]
+    assert [listener.count(f"{name} failed: ") for name in ("tend_inbox", "looking what is due of ingest")] == [1, 1], (
+        listener.lines
+    )
+    assert [kind for kind, _ in events(ledger, "looking what is due of ingest")] == ["action_failed", "works_again"]
 
 
-def test_a_policy_that_cannot_be_read_holds_nothing_up_longer_than_it_lasts(
+def test_a_policy_that_cannot_be_read_holds_up_what_needs_it_and_no_longer_than_it_lasts(
     workspace: Workspace, ledger: Ledger
 ) -> None:
     policy = workspace.root / "policies" / "anomalies.yaml"
     policy.parent.mkdir(exist_ok=True)
     policy.write_text("stepps: 4\n")
     listener = Listener()
-    listener.on["stepps"] = lambda: threading.Timer(0.5, policy.unlink).start()
-    listener.on["a pass works again"] = enough
+    listener.on["stepps"] = lambda: drop(workspace, "shard.txt")
+    listener.on["shard.txt: 1 documents"] = lambda: threading.Timer(0.5, policy.unlink).start()
+    listener.on["looking what is due of diagnose works again"] = enough
     with pytest.raises(ConfigError):
         run(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
-    assert len(listener.lines) == 2 and "did you mean 'steps'?" in listener.lines[0]
+    assert listener.count(" failed: ") == 1 and "did you mean 'steps'?" in listener.lines[0], listener.lines
+
+
+def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_others_go_on(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    """Whether it raises when it is asked what is due, or when it is done."""
+    turns: list[str] = []
+    passes = [0]
+
+    def raises(*_: object) -> Any:
+        raise RuntimeError("it is broken")
+
+    def once_a_pass(name: str) -> Duty:
+        do = lambda _, subject: turns.append(f"{name} {subject}")
+        return Duty(name, "", lambda look: [passes[0]] if f"{name} {passes[0]}" not in turns else [], do)
+
+    table = (
+        Duty("tidy", "", always, raises, each="pass"),
+        Duty("sort", "", raises, raises),
+        once_a_pass("cook"),
+        Duty("wash", "", lambda look: [1, 2], raises),
+        once_a_pass("serve"),
+    )
+    now = [0.0]
+    steady = Steady(Plant(workspace, ledger, listener := Listener()))
+    steady.backoff = Backoff(10.0, 600.0, lambda: now[0])
+    for _ in range(12):
+        now[0] += 5.0
+        passes[0] += 1
+        assert work(Plant(workspace, ledger), attempts=steady, duties=table) == 2
+        steady.passed()
+    assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
+    names = ["tidy", "looking what is due of sort", "wash 1", "wash 2"]
+    assert [line.partition(" failed: ")[0].strip() for line in listener.lines] == names, "each is said once"
+    assert all("unexpected error, RuntimeError: it is broken (traceback in" in line for line in listener.lines)
+    tries = (workspace.logs / "errors.log").read_text()
+    assert [tries.count(f" {name}\n") for name in names] == [3] * 4, (
+        "at 5, 15 and 35 s of sixty: it rests longer each time"
+    )
+    with pytest.raises(RuntimeError):
+        work(Plant(workspace, ledger), duties=table)
+
+
+def test_a_duty_that_comes_up_again_without_effect_is_refused(workspace: Workspace, ledger: Ledger) -> None:
+    done: list[object] = []
+    table = (Duty("spin", "", lambda look: [4], lambda _, subject: done.append(subject)),)
+    with pytest.raises(FactoryError, match="^no progress on spin 4: run 'factory doctor'$"):
+        work(Plant(workspace, ledger), duties=table)
+    assert done == [4, 4, 4]
 
 
 def test_a_locked_ledger_is_waited_for(workspace: Workspace, ledger: Ledger) -> None:
