@@ -30,9 +30,9 @@ from factory.ledger.ledger import profiles, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import insert
-from factory.training.live_code import LiveCode
+from factory.runs.folders import clear
+from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment
-from factory.training.segment_folder import clear
 
 PROGRESS = "profile: "  # how the profiler's lines of progress begin
 USER_ERROR = 2  # the profiler's exit code for an error that its user can correct

@@ -28,10 +28,10 @@ from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import killed_when_quiet
+from factory.runs.compile_cache import begin_cache
 from factory.sandbox import live
 from factory.sandbox.live import Running
 from factory.sandbox.view import cache_variables
-from factory.training.compile_cache import begin_cache
 from trainer.contract import stopping
 
 
@@ -184,13 +184,14 @@ def start_trainer(
 ) -> Running:
     """``-m trainer …`` of that code, with its output in ``out``; ``lock`` is held as long as it lives.
 
-    ``count``: so many ranks, on this machine; else those that the workspace trains with.
+    ``count``: so many ranks, on this machine; else those that the workspace trains with. A caller that holds one device keeps it to that.
 
     Raises: ConfigError when the launcher cannot be started; IsolationError.
     """
     environment = {
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS) + 1),  # then it kills its ranks
+        **devices.environment(),
     }
     if (started := count or ranks(workspace)) > 1:  # torchrun would give each rank one thread
         threads = str(max(1, len(os.sched_getaffinity(0)) // started))

@@ -15,9 +15,9 @@ from factory.core.workspace import Config, Workspace
 from factory.git.repository import live_commit
 from factory.ledger.ledger import Ledger, data_plans, proposals, segments
 from factory.ledger.plant import Plant
-from factory.training import compile_cache
-from factory.training.compile_cache import begin_cache
-from factory.training.live_code import LiveCode
+from factory.runs import compile_cache
+from factory.runs.compile_cache import begin_cache
+from factory.runs.live_code import LiveCode
 from tests.support.factory.code_loop import make_target
 from tests.support.plants.trained_plant import git
 
