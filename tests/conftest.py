@@ -92,6 +92,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what collection made stays to the end: half a million objects less to walk at each full collection of garbage
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A run that left out what needs a server says so where nobody overlooks it."""
+    why = postgres_server.missing()
+    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if why and why in str(report.longrepr)]
+    if skipped:
+        terminalreporter.section("PostgreSQL", red=True, bold=True)
+        terminalreporter.line(
+            f"{len(skipped)} PostgreSQL tests did not run: {why}; 'make setup-dev' brings a server", red=True, bold=True
+        )
+
+
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     return Workspace.create(tmp_path / "workspace")

@@ -160,6 +160,19 @@ def test_no_circle_between_folders() -> None:
     assert not circle(graph)
 
 
+def test_no_decision_shows() -> None:
+    """MLflow, pages and notifications are made from the ledger, by whoever stands above what decides: it imports nothing of them."""
+    may = ("show", "cli", "demo", "duties", "comparing", "__main__")
+    found = [
+        f"{name} imports {imported}"
+        for name, path in modules("factory").items()
+        if name.split(".")[1:2] != [] and name.split(".")[1] not in may
+        for imported in imports(path)
+        if imported.startswith("factory.show")
+    ]
+    assert not found
+
+
 def test_a_large_folder_or_file_is_told() -> None:
     """A reader's sense decides: a file is one idea, whole."""
     folders = (*MAY_IMPORT, "tests", "benchmarks", "policies", "docs")
@@ -292,11 +305,11 @@ def test_what_judges_imports_nothing_that_agents_may_patch() -> None:
 
 
 def test_tests_import_no_test() -> None:
-    """What tests share lies in tests/support; tests/chaos and tests/night are programs of their own."""
+    """What tests share lies in tests/support; tests/chaos, tests/mutants and tests/night are programs of their own."""
     for path in (ROOT / "tests").rglob("*.py"):
         for imported in imports(path):
             last = imported.split(".")
-            shared = last[0] != "tests" or last[1:2] in ([], ["support"], ["chaos"], ["night"])
+            shared = last[0] != "tests" or last[1:2] in ([], ["support"], ["chaos"], ["mutants"], ["night"])
             assert shared and not last[0].startswith("test_"), f"{path.relative_to(ROOT)} imports {imported}"
 
 

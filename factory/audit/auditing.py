@@ -45,21 +45,6 @@ from trainer.contract.checkpoint.format import load, manifest_sha256
 from trainer.contract.errors import TrainerError
 
 
-def audit_and_show(plant: Plant, segment: int) -> VerdictRow | None:
-    """``audit``, and its verdict in MLflow, which may fail: the verdict is in the ledger."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
-
-    verdict = audit(plant, segment)
-    if verdict is not None:
-        try:
-            with waiting_lock(plant.workspace, "tracking"):
-                Tracking.open(plant).segment_audited(verdict)
-        except FactoryError as error:
-            plant.progress.line(f"  MLflow does not show the audit of segment {segment}: {error}")
-    return verdict
-
-
 def audit(plant: Plant, segment: int) -> VerdictRow | None:
     """Audit the window that was drawn for a segment; returns its verdict. None where no window of it could be kept.
 

@@ -33,7 +33,7 @@ from factory.ledger.anomalies import rewound_in
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
-from factory.release.registry import check_export
+from factory.release.checks import check_export
 from kernels.contract.files import finite_json, put_in_place
 
 # ``--traces``: what the training left: metrics of every segment, and the checkpoints that are kept of it.

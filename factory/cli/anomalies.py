@@ -28,7 +28,6 @@ def diagnose(
 
     The daemon does this by itself after a segment that had one; while it runs, it does this in its next pass.
     """
-    from factory.actions import Action
     from factory.cli.core.beside_daemon import hold_or_ask
     from factory.core.progress import SILENT
     from factory.diagnosis.diagnosing import diagnose_and_act
@@ -43,7 +42,7 @@ def diagnose(
         print_json({}) if as_json else terminal.line("  no anomaly waits for a diagnosis")
         return
     with ExitStack() as held:
-        wanted = [Action("diagnose", AnomalyRow.get(ledger, number).id)]
+        wanted = [f"diagnose {AnomalyRow.get(ledger, number).id}"]
         if said := hold_or_ask(held, Plant(workspace, ledger), wanted, replayed_steps=steps):
             print_json({"anomaly": number, "says": said}) if as_json else terminal.line(f"  {said}")
             return

@@ -24,7 +24,7 @@ def clean_up(
     as_json: AsJson = False,
 ) -> None:
     """Remove checkpoints, exports, worktrees and logs that policies/retention.yaml no longer keeps. The daemon does this after each segment."""
-    from factory.daemon import LOCK
+    from factory.core.workspace import MODEL_LOOP
     from factory.retention.cleaning import Cleaned, clean, describe, examine
 
     workspace, ledger, terminal = open_workspace(where)
@@ -32,7 +32,7 @@ def clean_up(
         choices = examine(Plant(workspace, ledger), hard=hard)
         cleaned = Cleaned(choices, 0)
     else:
-        with workspace.lock(LOCK):
+        with workspace.lock(MODEL_LOOP):
             cleaned = clean(Plant(workspace, ledger), hard=hard)
     sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
     if as_json:

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 
@@ -53,6 +53,18 @@ def _watch(shown: Callable[[], str]) -> NoReturn:
 
 
 @app.command()
+def duties(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+    """What the daemon does, in its order: what is due now, what holds it, what rests after a failure, and when each was last done."""
+    from factory.duties.listing import facts, lines
+    from factory.ledger.plant import Plant
+    from factory.watching.moments import with_iso
+
+    workspace, ledger, _ = open_workspace(where)
+    found = facts(Plant(workspace, ledger))
+    print_json(with_iso(found)) if as_json else print("\n".join(lines(found)))
+
+
+@app.command()
 def log(
     where: Where = DEFAULT,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the newest.")] = 40,
@@ -88,10 +100,10 @@ def ui(
 ) -> None:
     """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
     from factory.core.listening import listen
-    from factory.release.start_pages import start_pages
-    from factory.tracking.login import is_loopback, login
-    from factory.tracking.names import in_brackets, reached_as
-    from factory.tracking.tracking import ui_command
+    from factory.show.mlflow.login import is_loopback, login
+    from factory.show.mlflow.names import in_brackets, reached_as
+    from factory.show.mlflow.registry import start_pages
+    from factory.show.mlflow.store import ui_command
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):
@@ -152,9 +164,13 @@ def doctor(
     progress = SILENT if as_json else Terminal()
     done: list[str] = []
     if mend and workspace:
+        from factory.ledger.ledger import Ledger
+        from factory.ledger.plant import Plant
         from factory.repairs.mending import repair_all
+        from factory.show.catching_up import catch_up
 
         done = repair_all(workspace, deep, progress)
+        catch_up(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
         for line in () if as_json else done:
             print(f"  {line}")
     found = examine(workspace, deep, progress)

@@ -98,8 +98,8 @@ def run(
 ) -> None:
     """The daemon: ingest what lands in the inbox, train, evaluate, gate, release; again and again. Stop it with Ctrl-C, kill it at will."""
     from factory.core.console import Terminal
-    from factory.daemon import run as run_daemon
-    from factory.retrying.starting import patiently
+    from factory.duties.runner import run as run_daemon
+    from factory.duties.steady import patiently
     from factory.watching.log import LoggedProgress
     from factory.watching.metrics import serving
 
@@ -124,16 +124,17 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of this segment (default: the recipe's).")] = None,
 ) -> None:
     """Train the trunk for one more segment over all ingested shards."""
-    from factory.actions import train as train_segment
-    from factory.daemon import LOCK, observe
+    from factory.core.workspace import MODEL_LOOP
+    from factory.duties.training import train as train_segment
     from factory.repairs.mending import with_mending
-    from factory.retrying.pausing import refuse_paused
+    from factory.retrying.asking import refuse_paused
+    from factory.retrying.tries import open_segment
     from factory.training.planning import plan_trunk
 
     workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(LOCK):
+    with workspace.lock(MODEL_LOOP):
         refuse_paused(ledger)
-        waiting = observe(Plant(workspace, ledger)).open_segment
+        waiting = open_segment(ledger)
         if waiting:
             terminal.line(f"  segment {waiting} was interrupted: it is finished first")
             train_segment(Plant(workspace, ledger, terminal), waiting)
@@ -187,22 +188,22 @@ def certify(
 @app.command()
 def anneal(where: Where = DEFAULT) -> None:
     """Branch off the trunk with a decaying rate: yields a candidate."""
-    from factory.actions import train as train_segment
-    from factory.daemon import LOCK, observe
+    from factory.core.workspace import MODEL_LOOP
+    from factory.duties.releasing import unexported
+    from factory.duties.training import train as train_segment
     from factory.repairs.mending import with_mending
-    from factory.retrying.pausing import refuse_paused
+    from factory.retrying.asking import refuse_paused
+    from factory.retrying.tries import open_segment
     from factory.training.exporting import export_candidate
     from factory.training.planning import plan_anneal
 
     workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(LOCK):
+    with workspace.lock(MODEL_LOOP):
         refuse_paused(ledger)
-        waiting = observe(Plant(workspace, ledger)).open_segment
+        waiting = open_segment(ledger)
         if waiting:
             train_segment(Plant(workspace, ledger, terminal), waiting)
-        number = observe(
-            Plant(workspace, ledger)
-        ).unexported_anneal  # an anneal that was cut short is finished, not done twice
+        number = next(iter(unexported(ledger)), None)  # an anneal that was cut short is finished, not done twice
         if number is None:
             plan = lambda: plan_anneal(Plant(workspace, ledger, terminal))
             number = with_mending(Plant(workspace, ledger, terminal), plan)
@@ -226,15 +227,15 @@ def average(
     as_json: AsJson = False,
 ) -> None:
     """Average kept checkpoints of one run: yields a candidate, like an anneal does, without training. Safe to repeat."""
-    from factory.actions import train as make
     from factory.core.progress import SILENT
-    from factory.daemon import LOCK
+    from factory.core.workspace import MODEL_LOOP
+    from factory.duties.training import train as make
     from factory.ledger.rows import SegmentRow
     from factory.training.averaging import plan_average
     from factory.training.exporting import export_candidate
 
     workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(LOCK):
+    with workspace.lock(MODEL_LOOP):
         number = plan_average(
             Plant(workspace, ledger), "held-out-loss" if by_held_out_loss else "uniform", segment, last
         )
@@ -254,18 +255,21 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion. While the daemon runs, it does so in its next pass."""
-    from factory.actions import Action, judge
     from factory.cli.core.beside_daemon import hold_or_ask
     from factory.core.progress import SILENT
+    from factory.duties.releasing import judge
     from factory.ledger.rows import EvaluationRow, VerdictRow
+    from factory.show.catching_up import catch_up
 
     workspace, ledger, terminal = open_workspace(where)
+    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
     number = _candidate(ledger, candidate)
     with ExitStack() as held:
-        if said := hold_or_ask(held, Plant(workspace, ledger), [Action("judge", number)]):
+        if said := hold_or_ask(held, Plant(workspace, ledger), [f"judge {number}"]):
             print_json({"candidate": number, "says": said}) if as_json else terminal.line(f"  {said}")
             return
-        verdict = judge(Plant(workspace, ledger, SILENT if as_json else terminal), number)
+        verdict = judge(plant, number)
+        catch_up(plant)
     if as_json:
         evaluation, row = EvaluationRow.newest(ledger, number), VerdictRow.get(ledger, verdict)
         shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(ledger)}
@@ -298,9 +302,10 @@ def release(
     from factory.bundles.wish import Wish
     from factory.cli.releases.bundle import write as write_bundle
     from factory.ledger.rows import champion
-    from factory.release.registry import newest_verdict
+    from factory.release.checks import newest_verdict
     from factory.release.releases import release as release_verdict
     from factory.release.releases import rollback as roll_back
+    from factory.show.catching_up import catch_up
 
     asked = [
         name for name, value in (("CANDIDATE", candidate), ("--rollback", rollback), ("--bundle", bundle)) if value is not None
@@ -318,10 +323,12 @@ def release(
         return
     if rollback is not None:
         roll_back(Plant(workspace, ledger), rollback)
+        catch_up(Plant(workspace, ledger, terminal))
         terminal.line(f"  release {rollback} is champion again")
         return
     verdict = newest_verdict(ledger, _candidate(ledger, candidate))
     done = release_verdict(Plant(workspace, ledger, terminal), verdict.id, approved_by=person())
+    catch_up(Plant(workspace, ledger, terminal))
     best = champion(ledger)
     state = "is champion" if best and best.number == done else "is published, but another one is champion (--rollback)"
     terminal.line(f"  release {done} {state}")

@@ -22,10 +22,10 @@ def pause(
     as_json: AsJson = False,
 ) -> None:
     """Hold training: the trainer writes a checkpoint and ends, and none is started until 'factory resume'. Survives a restart."""
-    from factory.retrying import pausing
+    from factory.retrying import asking
 
     _, ledger, terminal = open_workspace(where)
-    found = pausing.pause(ledger, pausing.EVERYTHING if everything else pausing.TRAINING, person(), why)
+    found = asking.pause(ledger, asking.EVERYTHING if everything else asking.TRAINING, person(), why)
     if as_json:
         print_json(vars(found))
         return
@@ -36,10 +36,10 @@ def pause(
 @app.command()
 def resume(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """Go on after 'factory pause'."""
-    from factory.retrying import pausing
+    from factory.retrying import asking
 
     _, ledger, terminal = open_workspace(where)
-    ended = pausing.resume(ledger, person())
+    ended = asking.resume(ledger, person())
     if as_json:
         print_json({"resumed": vars(ended)})
         return

@@ -74,8 +74,7 @@ QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementa
 def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     """Time every line of the live code's training step; returns the profile's id.
 
-    Raises: RepositoryError, ConfigError, InputError; ProfileError when the profiler fails; TrackingError, once the profile
-    is recorded.
+    Raises: RepositoryError, ConfigError, InputError; ProfileError when the profiler fails.
     """
     recipe = plant.workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, plant.workspace)
     commit = repository.live_commit(plant.workspace.repository)
@@ -100,9 +99,6 @@ def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     with plant.ledger.begin() as tx:
         number = insert(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
         record(tx, "profiled", Subject("profile", number), {"commit": commit})
-    from factory.tracking.tracking import Tracking
-
-    Tracking.open(plant).profile_run(number)
     return number
 
 

@@ -1,6 +1,6 @@
 """``factory demo``: the whole factory once, on real text, through the same code as the daemon, in the minutes given.
 
-Only the arrival of the shards is scripted: the reconcile loop and the code loop decide what happens to them, and every number
+Only the arrival of the shards is scripted, and that the code loop begins after them: the daemon's duties decide what happens, and every number
 of the last screen is read from the ledger. The size of the model, the steps and how much is measured follow from measurements
 of this machine (``demo_size``). After a kill the same command goes on where it was.
 """
@@ -16,22 +16,23 @@ from typing import Any
 
 import yaml
 
-from factory import daemon
 from factory.backups.backups import make_ledger
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.launching import run_python
-from factory.core.workspace import Config, Workspace, code_root
+from factory.core.workspace import MODEL_LOOP, Config, Workspace, code_root
 from factory.demo import demo_size
 from factory.demo.demo_size import LADDER, DemoShape, Seen, Size
 from factory.demo.summary import summary
+from factory.duties.runner import work
 from factory.git.repository import fork, live_commit
 from factory.ingest.inbox import arrived, ingest_arrived
-from factory.ledger.ledger import proposals, sa, shards
+from factory.ledger.ledger import sa, shards
 from factory.ledger.plant import Plant
 from factory.ledger.status import snapshot
+from kernels.contract.files import write_atomically
 
 MARK = ".demo"  # --fresh removes only a folder with this file
 BAD_SHARD = "surprise-00.jsonl"
@@ -54,7 +55,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
             raise WorkspaceError(f"{root} has files that no demo made: name another folder with --workspace")
         if fresh:
             if (root / "factory.yaml").exists():
-                with Workspace.open(root).lock(daemon.LOCK):  # no demo may be running in it
+                with Workspace.open(root).lock(MODEL_LOOP):  # no demo may be running in it
                     pass
             shutil.rmtree(root)
     terminal.heading("1  A workspace, and a corpus: the standard library of this Python")
@@ -63,7 +64,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     workspace = Workspace.create(root, Config(repository=CODE))
     _write_data_policy(workspace)
     ledger = make_ledger(workspace)
-    with workspace.lock(daemon.LOCK):
+    with workspace.lock(MODEL_LOOP):
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
         terminal.heading("2  First shards arrive: ingest")
@@ -75,7 +76,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
             terminal.heading("3  How fast is this machine? The model and its steps are chosen to fit")
             _fit(workspace, terminal, minutes, began, time.monotonic() - ingesting)
         terminal.heading("4  Train, evaluate, gate, release")
-        daemon.reconcile(Plant(workspace, ledger, terminal), settle=0.0)
+        work(Plant(workspace, ledger, terminal), settle=0.0)
         terminal.heading(
             "5  New shards arrive, one of them bad: training goes on from the trunk, candidate 2 meets the champion"
         )
@@ -83,14 +84,17 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
             Plant(workspace, ledger),
             [path for path in corpus if path not in first] + [_bad_shard(Plant(workspace, ledger))],
         )
-        daemon.reconcile(Plant(workspace, ledger, terminal), settle=0.0)
-    terminal.heading("6  The code loop: time every line of the training step, propose one patch, measure it, judge it")
-    failure: FactoryError | None = None
-    try:
-        _code_loop(Plant(workspace, ledger), terminal)
-    except FactoryError as error:  # for example without a sandbox; the earlier results stay
-        failure = error
-        terminal.line(f"  the code loop could not run: {error}")
+        work(Plant(workspace, ledger, terminal), settle=0.0)
+        terminal.heading(
+            "6  Nothing else is to be done: the factory improves itself. It times every line of the training step, proposes a patch, judges it"
+        )
+        failure: FactoryError | None = None
+        try:
+            _improve_when_idle(workspace)
+            work(Plant(workspace, ledger, terminal), settle=0.0)
+        except FactoryError as error:  # for example without a sandbox; the earlier results stay
+            failure = error
+            terminal.line(f"  the code loop could not run: {error}")
     terminal.heading("7  What happened")
     for line in summary(workspace, snapshot(workspace), time.monotonic() - began):
         terminal.line(line)
@@ -212,7 +216,10 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
     own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {
         "evals.yaml": size.evals,
-        "agents.yaml": {"measure_seconds": size.measure_seconds},
+        "agents.yaml": {
+            "measure_seconds": size.measure_seconds,
+            "improve": {"when": "off", "agents": ["search"], "per_day": {"device_seconds": size.improve_seconds}},
+        },
         "gates/patch.yaml": {"training": size.patch},
     }
     for name, values in changes.items():
@@ -276,9 +283,9 @@ def _arrive(plant: Plant, files: list[Path]) -> None:
             os.replace(aside, plant.workspace.inbox / path.name)
 
 
-def _code_loop(plant: Plant, terminal: Terminal) -> None:
-    from factory.code_loop.proposing import propose
+def _improve_when_idle(workspace: Workspace) -> None:
+    """From now on the daemon improves the factory whenever it has nothing else to do, and so does every 'factory run' here."""
+    from agents.core.yaml_edit import set_value
 
-    if plant.ledger.one(sa.select(proposals.c.number).where(proposals.c.verdict.is_not(None))) is None:
-        with plant.workspace.lock("code-loop"):
-            propose(plant.reporting_to(terminal), agent="search")
+    path = workspace.root / "policies" / "agents.yaml"
+    write_atomically(path, set_value(path.read_text("utf-8"), ("improve", "when"), "when-idle"))

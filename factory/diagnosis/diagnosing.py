@@ -6,7 +6,7 @@ Killed at any moment, the same call goes on: replays that ended are read again.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.diagnosis import acting, report
+from factory.diagnosis import acting
 from factory.diagnosis.bench import Episode, Runner, WindowBench
 from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.diagnosis.ladder import ladder_of
@@ -47,11 +47,13 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 
 PATIENCE_SECONDS = 600.0  # beyond many times what the longest replay took
+AROUND = 40  # steps before the onset, and after the last step, that are drawn
+CURVES = 4  # of arms, besides the live run's
 NEW_FOR = 16  # steps after a change in which an anomaly's onset may be its effect
 
 
 def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dict[str, Any]:
-    """Diagnose the episode of an anomaly, record it, write its report, and do what the policy says; returns what was recorded.
+    """Diagnose the episode of an anomaly, record it, and do what the policy says; returns what was recorded.
 
     What cannot be replayed is recorded as ``unknown`` with the reason, so that a person is asked and the daemon does not begin again.
     ``steps``: another budget than the policy's. Raises: InputError for an anomaly that there is not, or is not of the loss; ConfigError;
@@ -122,8 +124,8 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
         "to_word": has_endpoint(plant.workspace),
     }  # fmt: skip
     undo = _blamed(plant, segment, detail["causes"])
-    page = report.write(plant, lead, detail, lines, found)
-    detail |= {"report": plant.ledger.inside(page), "undo": undo}
+    page = plant.workspace.reports / f"anomaly-{lead}.html"
+    detail |= {"report": plant.ledger.inside(page), "drawn": _drawn(detail, lines, found), "undo": undo}
     with plant.ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail))
         if undo:
@@ -131,7 +133,6 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
-    show_in_mlflow(plant, segment, detail, page)
     done = _done(plant.ledger, policy, detail | {"lead": lead}, plant.progress)
     if found is not None:
         remove(folder)
@@ -162,18 +163,14 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
         return []
 
 
-def show_in_mlflow(plant: Plant, segment: SegmentRow, detail: Mapping[str, Any], page: Path) -> None:
-    """The page at the segment's run, and the causes as a tag. It may fail: the diagnosis is in the ledger."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
-
-    try:
-        with waiting_lock(plant.workspace, "tracking"):
-            newest = plant.ledger.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=DIAGNOSED)[0]["id"]
-            event = detail.get("event", newest)
-            Tracking.open(plant).segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
-    except FactoryError as error:
-        plant.progress.line(f"  MLflow does not show the diagnosis of segment {segment.id}: {error}")
+def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnosis | None) -> dict[str, Any]:
+    """The curves of its page: (step, value) of the live run around the window, and of some arms without the anomaly."""
+    live = [point for point in lines if detail["onset"] - AROUND <= point.step <= detail["last"] + AROUND]
+    loss = {"live": [(float(p.step), p.loss) for p in live]}
+    for outcome in found.outcomes if found else ():
+        if outcome.curve and len(loss) <= CURVES and outcome.fires is not True:
+            loss[outcome.arm] = [(float(p.step), p.loss) for p in outcome.curve]
+    return {"loss": loss, "grad_norm": {"live": [(float(p.step), p.grad_norm) for p in live]}}
 
 
 def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:

@@ -19,6 +19,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from agents.core.improve_policy import ImprovePolicy
 from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
 from factory.core.policy_file import Count, StrictPolicy, load_policy
@@ -110,6 +111,7 @@ class AgentsPolicy(StrictPolicy):
     """Of all files of a patch together."""
     measure_seconds: float = Field(default=60.0, gt=0)
     """Seconds that an agent may spend on measuring implementations before it proposes."""
+    improve: ImprovePolicy = ImprovePolicy()
     llm: LlmPolicy = LlmPolicy()
 
     @classmethod

@@ -39,9 +39,8 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import FATE, erased_shards
 from factory.ledger.writing import record_once
-from factory.retrying.backoff import in_words
+from factory.retrying.backoff import in_words, keep_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.steady import keep_traceback
 from factory.retrying.tries import newest_asked
 
 if TYPE_CHECKING:

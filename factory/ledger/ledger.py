@@ -255,7 +255,7 @@ releases = sa.Table(
     C("number", N, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False, unique=True),
     C("verdict", N, sa.ForeignKey("verdicts.id"), nullable=False),
-    C("state", T, nullable=False),  # 'decided' → 'registered' → 'aliased' → 'published'
+    C("state", T, nullable=False),  # 'decided' → 'published'
     C("mlflow_version", T),
     C("report", T),
     C("approved_by", T),
@@ -296,7 +296,7 @@ proposals = sa.Table(
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    # 'drafted' (→ 'written': waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
     C("state", T, nullable=False),
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),

@@ -1,22 +1,94 @@
-"""What a person asks of a daemon that runs: one of its actions, as 'judge 3', which it does in its next pass, once. An event of the ledger each
-way.
+"""What a person asks of a daemon that runs: events of the ledger.
+
+``factory pause`` and ``factory resume`` hold it until a person takes the pause back. 'judge 3' is one of its duties on one subject, which it does
+in its next pass, once.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from factory.core.errors import InputError, WaitingError
 from factory.ledger.rows import Reads
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
 
 ASKED, ANSWERED = "action_asked", "action_answered"
+PAUSED, RESUMED = "paused", "resumed"
+TRAINING, EVERYTHING = "training", "everything"
+
+
+class PausedError(WaitingError):
+    """What was asked for is paused: it did not fail, and goes on after 'factory resume'."""
+
+    exit_code = 6
+
+
+@dataclass(frozen=True)
+class Pause:
+    what: str  # TRAINING: whatever starts a trainer; EVERYTHING: the inbox too
+    by: str
+    at: float  # seconds since 1970
+    why: str
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.what} is paused by {self.by} since {local(self.at)}{why}; 'factory resume' goes on"
+
+
+def local(at: float) -> str:
+    """A moment (seconds since 1970) in this machine's time zone, for a person."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def pause_of(db: Reads) -> Pause | None:
+    """The pause that is in force."""
+    found = db.read(
+        f"SELECT kind, at, detail FROM events WHERE kind IN ('{PAUSED}', '{RESUMED}') ORDER BY id DESC LIMIT 1"
+    )
+    if not found or found[0]["kind"] == RESUMED:
+        return None
+    detail = found[0]["detail"]
+    return Pause(detail["what"], detail["by"], found[0]["at"], detail.get("why", ""))
+
+
+def pause(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
+    """Hold the daemon from now on; replaces a pause that is in force. Raises: InputError."""
+    from factory.ledger.ledger import record
+
+    if what not in (TRAINING, EVERYTHING):
+        raise InputError(f"cannot pause {what!r}: name {TRAINING!r} or {EVERYTHING!r}")
+    with ledger.begin() as tx:
+        record(tx, PAUSED, "daemon", {"what": what, "by": by, "why": why})
+    found = pause_of(ledger)
+    assert found is not None
+    return found
+
+
+def resume(ledger: Ledger, by: str) -> Pause:
+    """Take the pause back; returns it. Raises: InputError when nothing is paused."""
+    from factory.ledger.ledger import record
+
+    found = pause_of(ledger)
+    if found is None:
+        raise InputError("nothing is paused")
+    with ledger.begin() as tx:
+        record(tx, RESUMED, "daemon", {"by": by})
+    return found
+
+
+def refuse_paused(db: Reads) -> None:
+    """Raises: PausedError while training is paused."""
+    if found := pause_of(db):
+        raise PausedError(str(found))
 
 
 def ask(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
-    """``how``: what the actions are done with, as ``asked`` gives it."""
+    """``how``: what they are done with, as ``asked`` gives it."""
     from factory.ledger.ledger import record
 
     with ledger.begin() as tx:

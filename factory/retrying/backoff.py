@@ -1,13 +1,17 @@
-"""How long what failed rests: twice as long after each failure, by a clock that no jump of the date moves. Pure but for that clock."""
+"""What failed: how long it rests (twice as long after each failure, by a clock that no jump of the date moves), and where its traceback goes."""
 
 from __future__ import annotations
 
+import os
 import re
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 NUMBERS = re.compile(r"\d+(\.\d+)?")
+LOG_BYTES = 4 << 20  # of errors.log, which is then renamed errors.old.log
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class Backoff:
         """The keys of all that it is too early for."""
         return frozenset(key for key in self._rests if self.rests(key))
 
+    def known(self) -> dict[str, Resting]:
+        """All that failed and has not succeeded since, resting or not."""
+        return dict(self._rests)
+
     def succeeded(self, key: str) -> Resting | None:
         """Forget it; returns how it rested, if it had failed."""
         return self._rests.pop(key, None)
@@ -65,3 +73,11 @@ def in_words(seconds: float) -> str:
     ('7 s', '6.67 min')
     """
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+
+
+def keep_traceback(log: Path, what: str, error: BaseException) -> None:
+    """Append it to a log, which is renamed when it is long. Raises: OSError."""
+    if log.exists() and log.stat().st_size > LOG_BYTES:
+        os.replace(log, log.with_name("errors.old.log"))
+    with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {what}\n{''.join(traceback.format_exception(error))}\n")

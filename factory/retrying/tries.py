@@ -92,6 +92,12 @@ def _steps_at_deaths(db: Reads, segment: int) -> list[int]:
     return steps
 
 
+def open_segment(db: Reads) -> int | None:
+    """The oldest that is planned and not done."""
+    row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
+    return row.id if row else None
+
+
 def parked(db: Reads) -> SegmentRow | None:
     """The newest segment that trains, if it is parked: a person decides about it before anything else trains."""
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")

@@ -1,5 +1,5 @@
-"""Notices a trainer that makes no more steps (it waits for a rank that is gone, a driver, a lock, for ever), and workers of ingest that
-make no more chunks.
+"""Notices what hangs: a trainer that makes no more steps (it waits for a rank that is gone, a driver, a lock, for ever), and workers of ingest that
+make no more chunks; a tool of live code (an export, an average, a profile) that uses no processor and writes nothing, which is ended.
 
 How long a step takes is measured: by this process's own clock, from the steps themselves, and before the first from this machine's
 earlier segments. Time in which the trainer wanted to run and got no core does not count, so that a busy machine is not taken for
@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from trainer.contract import stopping
 BEGUN = "trainer_begun"  # event: a trainer made its first step, so many seconds after it was started
 REMEMBERED = 1000  # steps whose time is
 STARTS = 20  # of earlier trainers
+POLL_SECONDS = 5.0  # between two looks at a tool
 
 
 @dataclass(frozen=True)
@@ -161,3 +164,44 @@ def size_of(folder: Path) -> tuple[int, int]:
                 size += os.lstat(os.path.join(place, name)).st_size
                 files += 1
     return files, size
+
+
+@contextmanager
+def killed_when_quiet(process: int, seconds: float) -> Iterator[list[str]]:
+    """Kill ``process`` and all that it started once they did nothing for so many seconds. Yields a list: what is in it then says so."""
+    over, said = threading.Event(), list[str]()
+
+    def watch() -> None:
+        pause, quiet = min(POLL_SECONDS, seconds / 4), 0.0
+        before: tuple[int, ...] = ()
+        while not over.wait(pause):
+            now = activity(process)
+            quiet, before = quiet + pause if now == before else 0.0, now
+            if quiet >= seconds and not over.is_set():
+                said.append(f"killed: it used no processor and wrote nothing for {in_words(quiet)} (hung_seconds)")
+                stopping.kill([process])
+                return
+
+    thread = threading.Thread(target=watch, name="quiet", daemon=True)
+    thread.start()
+    try:
+        yield said
+    finally:
+        over.set()
+        thread.join()
+
+
+def activity(process: int) -> tuple[int, ...]:
+    """(number of processes, processor time in ticks, bytes written) of a process and all that it started."""
+    count = ticks = written = 0
+    pending = [process]
+    while pending:
+        one = pending.pop()
+        pending += stopping.children(one)
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it ended
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+            count += 1
+            lines = Path(f"/proc/{one}/io").read_text().split("\n")
+            written += sum(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+    return count, ticks, written

@@ -27,7 +27,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.quiet import killed_when_quiet
+from factory.retrying.watchdog import killed_when_quiet
 from factory.sandbox import live
 from factory.sandbox.live import Running
 from factory.sandbox.view import cache_variables

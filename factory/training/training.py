@@ -19,8 +19,8 @@ from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, ex
 from factory.core.left_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
+from factory.retrying.asking import refuse_paused
 from factory.retrying.endings import FAILED, HUNG, Ending, oom_kills
-from factory.retrying.pausing import refuse_paused
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.rewound import refuse_rewound
 from factory.retrying.watchdog import Watchdog, record_begun, usual_of

@@ -1,10 +1,9 @@
 """What a person, a log and a monitor see of a running factory.
 
-``log``          logs/daemon.log, and what the daemon is doing now
-``moments``      times as people and programs read them
-``trunk_ahead``  what the data allows next, and what is missing
-``running``      whether the daemon runs, and how far its segment is
-``status``       the facts of ``factory status``: the ledger's, and those of this machine; ``screen`` shows them
-``waiting``      what waits for a person, and the command to give
-``metrics``      the same as numbers, for Prometheus
+``log``      logs/daemon.log, and what the daemon is doing now
+``moments``  times as people and programs read them
+``running``  whether the daemon runs, and how far its segment is
+``status``   the facts of ``factory status``: the ledger's, and those of this machine; ``screen`` shows them
+``waiting``  what waits for a person, and the command to give
+``metrics``  the same as numbers, for Prometheus
 """

@@ -18,7 +18,7 @@ from typing import Any
 from factory.core.left_files import read_tail
 from factory.core.progress import Progress, Task
 from factory.core.workspace import Workspace
-from factory.retrying.pausing import local
+from factory.retrying.asking import local
 from factory.watching.moments import iso, span
 from factory.watching.running import DOING
 

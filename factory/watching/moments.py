@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 MOMENTS = frozenset(
-    {"at", "created_at", "finished_at", "since", "doing_since", "ingested_at"}
+    {"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until"}
 )  # keys whose values are moments
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from factory.code_loop import improvements
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
@@ -14,11 +15,10 @@ from factory.ledger.reader import Reader
 from factory.ledger.rows import Reads
 from factory.releasable.recorded import newest
 from factory.retention.disk import FLOOR_BYTES, Room, hours_left, samples
-from factory.retrying.pausing import local
-from factory.retrying.waiting import ACTION_FAILED, PASS_FAILED, lines_of, what_waits
+from factory.retrying.asking import local
 from factory.watching.moments import span
 from factory.watching.running import daemon, segment_now
-from factory.watching.waiting import open_verdicts, waiting
+from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
 
 AHEAD = "trunk_ahead"  # {steps, new_shards, wanted, missing_tokens}: what the data allows, whenever that changes
 DAY = 86_400
@@ -42,6 +42,7 @@ def facts(workspace: Workspace) -> dict[str, Any]:
             "releasable": newest(workspace, db),
             "disk": disk(workspace, db, now),
             "spend": spend(db, now),
+            "improve": improvements.facts(db, improvements.as_written(workspace), now),
         }
     )
 
@@ -94,6 +95,7 @@ def screen(found: dict[str, Any]) -> list[str]:
         lines.append(f"waits     for you: {one['what']} → {one['command']}")
     lines += _releasable_lines(found)
     lines += lines_of(found | {"parked": None, "paused": None})  # these are among what waits
+    lines += improvements.lines(found["improve"], found["daemon"]["running"])
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest
 

@@ -1,8 +1,11 @@
-"""What waits for a person, each with the command to give. Read from the ledger and the names in the inbox."""
+"""What waits, and for what: for a person, each with the command to give; a pause, a parked segment, what failed and is tried again, what was
+asked of the daemon. Read from the ledger and the names in the inbox.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.ingest.rules.task_folder import not_read
@@ -10,9 +13,11 @@ from factory.ledger.anomalies import ASKED, CLOSED, newest_about
 from factory.ledger.decisions import undecided
 from factory.ledger.files import held, low_disk
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.retrying.pausing import pause_of
-from factory.retrying.tries import parked, ways_on, why_parked
+from factory.retrying.asking import Pause, asked, local, pause_of
+from factory.retrying.tries import describe_parked, parked, ways_on, why_parked
 from factory.watching.notified import FILE, read_positions
+
+ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works_again"
 
 
 def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
@@ -108,7 +113,50 @@ def open_verdicts(db: Reads) -> list[str]:
         outcome = outcomes.get(str(Subject("candidate", row.id)), "not judged yet")
         if outcome != "reject":
             found.append(f"candidate {row.id}: {outcome}")
-    for one in ProposalRow.select(db, "WHERE state IN ('drafted', 'judged') ORDER BY number"):
+    for one in ProposalRow.select(db, "WHERE state IN ('drafted', 'written', 'judged') ORDER BY number"):
         if one.outcome != "reject":
             found.append(f"proposal {one.number}: {one.outcome or 'not judged yet'}")
     return found
+
+
+def what_waits(db: Reads) -> dict[str, Any]:
+    """The facts, for programs."""
+    pause, row = pause_of(db), parked(db)
+    return {
+        "paused": vars(pause) if pause else None,
+        "parked": {"segment": row.id, "says": describe_parked(db, row)} if row else None,
+        "failing": failing(db),
+        "asked": [{key: one[key] for key in ("action", "by", "at")} for one in asked(db).values()],
+    }
+
+
+def lines_of(facts: dict[str, Any]) -> list[str]:
+    """The facts, for people; none when nothing waits."""
+    lines = [f"paused    {Pause(**facts['paused'])}"] if facts["paused"] else []
+    lines += [f"parked    {facts['parked']['says']}"] if facts["parked"] else []
+    for one in facts["failing"]:
+        lines.append(f"failing   {one['what']} since {local(one['since'])}: {one['error']}")
+    for one in facts["asked"]:
+        lines.append(
+            f"asked     {one['action']}, by {one['by']} {local(one['at'])}: 'factory run' does it in its next pass"
+        )
+    return lines
+
+
+def failing(db: Reads) -> list[dict[str, Any]]:
+    """What failed and has not worked since, oldest first: ``what``, ``error``, ``failures`` when it was recorded, ``since``."""
+    found: dict[str, dict[str, Any]] = {}
+    kinds = ", ".join(f"'{kind}'" for kind in (ACTION_FAILED, PASS_FAILED, WORKS_AGAIN))
+    for row in db.read(f"SELECT kind, at, detail FROM events WHERE kind IN ({kinds}) ORDER BY id"):
+        what = row["detail"].get("what")
+        if row["kind"] == WORKS_AGAIN:
+            found.pop(what, None)
+        elif what is not None:  # an older factory's says only the error
+            since = found[what]["since"] if what in found else row["at"]
+            found[what] = {
+                "what": what,
+                "error": row["detail"]["error"],
+                "failures": row["detail"]["failures"],
+                "since": since,
+            }
+    return list(found.values())

@@ -275,6 +275,14 @@ def test_documents_that_many_of_their_shard_are_like_are_not_quarantined(
     assert found.causes == causes and bool(found.guilty) == (causes == ("bad data",))
 
 
+def test_a_bad_document_beside_others_of_the_shards_kind_is_guilty_alone() -> None:
+    """Many of the shard are like four of the window; that one which is like none of it is to blame."""
+    for joined in (True, False):
+        scores = [DocumentScore("bad", 20.0, 900.0, joined=joined), *new_form(0.5)]
+        found = diagnose(MadeUp(lambda arm: "bad" not in arm.masked, scores, facts={"generation_begins": 40}))
+        assert found.causes == ("bad data",) and found.guilty == ("bad",)
+
+
 def test_what_is_not_finite_may_come_of_a_document_that_does_not_stand_out() -> None:
     calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(30)]
     spike = Symptom.seen("non_finite", CALM, [StepPoint(40, math.inf, math.inf)])

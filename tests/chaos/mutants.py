@@ -62,7 +62,7 @@ ONLY_TIME = {
     ("factory/diagnosis/diagnosing.py", "cache.rename(compiled)"): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
     ("factory/training/compile_cache.py", "aside.rename(own)"): "a compile cache",
-    ("factory/retrying/steady.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
+    ("factory/retrying/backoff.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
 }
 INGEST, RELEASE, MERGE, SEGMENT, STORE = (Cut(name) for name in ("ingest", "release", "merge", "segment", "store"))
 SHARD = "trainer/contract/data/token_shard.py"
@@ -111,13 +111,13 @@ MUTANTS = (
     Mutant("factory/release/serving.py", "os.replace(new_link, folder / LINK)", RELEASE),
     Mutant("factory/release/serving.py", "sync_folder(folder)", RELEASE),
     Mutant(
-        "factory/tracking/mlflow_store.py",
+        "factory/show/mlflow/store.py",
         'return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0',
         SEGMENT,
         instead="return True",
     ),
     Mutant(
-        "factory/tracking/mlflow_store.py",
+        "factory/show/mlflow/store.py",
         "os.replace(aside, path)  # its name is flushed with what the ledger says that it holds ('flush')",
         STORE,
     ),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+from factory.duties.duty import Errand, Look
 from factory.ledger.plant import Plant
 from tests.chaos import starts
 from tests.chaos.starts import opened
@@ -23,15 +24,15 @@ from tests.chaos.starts import opened
 Commands = tuple[tuple[str, ...], ...]
 RUN: tuple[str, ...] = ("run", "--once")
 IMPORTED = (
-    "cli", "daemon", "actions", "audit", "backups", "code_loop", "core", "data", "diagnosis", "erasing", "gates.release", "git", "ingest",
-    "ledger", "notifying", "release", "repairs", "reports", "retention", "retrying", "tracking", "training", "watching",
+    "cli", "duties", "audit", "backups", "code_loop", "core", "data", "diagnosis", "erasing", "gates.release", "git", "ingest",
+    "ledger", "release", "repairs", "retention", "retrying", "show", "training", "watching",
 )  # fmt: skip
 DECISIONS = frozenset({"proposals", "releases"})  # commands that carry out a person's decision
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``kinds``: the daemon's actions that belong to it; others wait for the next scenario."""
+    """``kinds``: the daemon's duties that belong to it; others wait for the next scenario."""
 
     after: str  # the scenario whose end it starts from; '': an empty workspace
     kinds: frozenset[str] = frozenset()
@@ -55,16 +56,15 @@ def drive(name: str, site: Path) -> None:
 
 def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
     """The ``factory`` command. A person's decision that was carried out already is refused (2), which is as good."""
-    from factory import daemon
     from factory.cli.app import main
+    from factory.duties import runner
 
-    next_action = daemon.next_action
+    next_errands = runner.next_errands
 
-    def only(world: daemon.World) -> daemon.Action | None:
-        action = next_action(world)
-        return action if action and action.kind in kinds else None
+    def only(look: Look) -> list[Errand]:
+        return [errand for errand in next_errands(look) if errand.duty.each or errand.duty.name in kinds]
 
-    with mock.patch.object(daemon, "next_action", only), mock.patch.object(sys, "argv", ["factory", *words]):
+    with mock.patch.object(runner, "next_errands", only), mock.patch.object(sys, "argv", ["factory", *words]):
         try:
             main()
         except SystemExit as end:
@@ -90,7 +90,7 @@ def preload() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["USER"] = "ada"
-    from factory.tracking.mlflow_store import ENVIRONMENT
+    from factory.show.mlflow.store import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
     import git.cmd  # noqa: F401

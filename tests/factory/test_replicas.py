@@ -18,10 +18,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from factory.actions import Action, perform
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
 from factory.gates.release.policy import ReleasePolicy, Replicas
 from factory.gates.release.replicas import MEASURED, due, may_start, newest_measured, newest_noise
 from factory.ledger.ledger import Ledger, record, releases, segments
@@ -33,6 +31,7 @@ from factory.retention.needs import Needs
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
+from tests.support.factory.errands import do, next_due
 from tests.support.failing.deaths import make_mortal
 from tests.support.plants.release_scene import add_candidate, add_verdict
 from tests.support.plants.trained_plant import make_plant, train_anneal
@@ -71,7 +70,7 @@ def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
 
 
 TABLES = ("segments", "candidates", "checkpoints", "evaluations")
-REPLICATE = Action("replicate", 2)
+REPLICATE = "replicate 2"
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +78,11 @@ def undisturbed(plant: Opened) -> Path:
     """A copy of the folder of two replicas, which nothing disturbed, and which are measured now."""
     workspace, ledger = plant
     before = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
-    assert next_action(observe(Plant(workspace, ledger))) != REPLICATE, "12 steps are more than a fifth of 26"
+    assert next_due(Plant(workspace, ledger)) != REPLICATE, "12 steps are more than a fifth of 26"
     write_replicas(workspace, "from_release: 1, steps_max: 0.5")
     for _ in range(2):
-        assert next_action(observe(Plant(workspace, ledger))) == REPLICATE
-        perform(Plant(workspace, ledger), REPLICATE)
+        assert next_due(Plant(workspace, ledger)) == REPLICATE
+        do(Plant(workspace, ledger), REPLICATE)
         write_replicas(workspace, "from_release: 1")  # what has begun goes on
     folder, kept = folder_of(workspace) / "00002", workspace.root.parent / "undisturbed"
     shutil.copytree(folder, kept)
@@ -91,9 +90,9 @@ def undisturbed(plant: Opened) -> Path:
         result = json.loads((one / "result.json").read_text())
         result["checkpoint"] = str(one / "checkpoints" / Path(result["checkpoint"]).name)
         (one / "result.json").write_text(json.dumps(result))
-    assert newest_measured(ledger) is None and next_action(observe(Plant(workspace, ledger))) == REPLICATE
-    perform(Plant(workspace, ledger), REPLICATE)
-    assert not folder.exists() and next_action(observe(Plant(workspace, ledger))) != REPLICATE
+    assert newest_measured(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE
+    do(Plant(workspace, ledger), REPLICATE)
+    assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
     after = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
     assert after == before, "a replica is no segment and no candidate"
     return kept
@@ -172,7 +171,7 @@ def test_killed_anywhere_it_goes_on_to_the_bit(plant: Opened, undisturbed: Path)
     found = newest_measured(ledger)
     assert found is not None and found["release"] == 1
     assert found["runs"] == before["runs"], "the measured noise, to the bit"
-    assert not folder.exists() and next_action(observe(Plant(workspace, ledger))) != REPLICATE
+    assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
 
 
 def overflows(folder: Path) -> None:
@@ -196,7 +195,7 @@ def go_on(root: str) -> None:
     """As the daemon does, until the replicas are measured."""
     workspace = Workspace.open(Path(root))
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
-    while next_action(observe(Plant(workspace, ledger))) == REPLICATE:
+    while next_due(Plant(workspace, ledger)) == REPLICATE:
         replicate(Plant(workspace, ledger), 2)
 
 
@@ -251,6 +250,6 @@ def test_they_take_a_share_of_the_steps_at_most(workspace: Workspace, ledger: Le
 def test_what_is_left_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:
     left = folder_of(workspace) / "00007" / "1"
     left.mkdir(parents=True)
-    assert next_action(observe(Plant(workspace, ledger))) == Action("replicate", 7)
+    assert next_due(Plant(workspace, ledger)) == "replicate 7"
     replicate(Plant(workspace, ledger), 7)
-    assert not left.parent.exists() and next_action(observe(Plant(workspace, ledger))) is None
+    assert not left.parent.exists() and next_due(Plant(workspace, ledger)) == ""

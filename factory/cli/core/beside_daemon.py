@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from factory.cli.core.options import person
 from factory.core.errors import WorkspaceError
+from factory.core.workspace import MODEL_LOOP
 from factory.ledger.plant import Plant
 
-if TYPE_CHECKING:
-    from factory.actions import Action
 
+def hold_or_ask(held: ExitStack, plant: Plant, errands: Sequence[str], **how: Any) -> str:
+    """Hold the daemon's lock in ``held``; where a daemon has it, ask for the errands ('judge 3'). Returns what a person is told then; '': it
+    is held.
 
-def hold_or_ask(held: ExitStack, plant: Plant, actions: Sequence[Action], **how: Any) -> str:
-    """Hold the daemon's lock in ``held``; where a daemon has it, ask for the actions. Returns what a person is told then; '': it is held.
-
-    ``how``: what the actions are done with, as ``factory.retrying.asking.asked`` gives it.
+    ``how``: what the errands are done with, as ``factory.retrying.asking.asked`` gives it.
     """
-    from factory.daemon import LOCK
     from factory.retrying.asking import ask
     from factory.watching.running import daemon
 
     try:
-        held.enter_context(plant.workspace.lock(LOCK))
+        held.enter_context(plant.workspace.lock(MODEL_LOOP))
     except WorkspaceError as busy:
         command = daemon(plant.workspace).get("command", "").split()
         if command[:1] == ["factory"] and command[1:2] not in (["run"], ["demo"]):
             raise  # 'factory train', say, which does not look for what is asked
-        ask(plant.ledger, map(str, actions), person(), **how)
-        return f"{', '.join(map(str, actions))}: 'factory run' does it in its next pass ({str(busy).partition(';')[0]})"
+        ask(plant.ledger, errands, person(), **how)
+        return f"{', '.join(errands)}: 'factory run' does it in its next pass ({str(busy).partition(';')[0]})"
     return ""

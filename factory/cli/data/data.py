@@ -77,7 +77,7 @@ def remove_data(
     column, names = chosen[0]
     selection = by_name(ledger, names, fates_of(erase)) if column == "key" else by_value(ledger, column, names)
     found = look(ledger, selection, erase)
-    from factory.daemon import LOCK
+    from factory.core.workspace import MODEL_LOOP
     from factory.erasing.erasing import finish_removals, warnings
 
     said = [*found.lines(), *(warnings(Plant(workspace, ledger), selection) if erase else ())]
@@ -94,7 +94,7 @@ def remove_data(
         typer.confirm("  take them out?", abort=True)
     removal = remove(ledger, found, person(), why, erase)
     try:
-        with workspace.lock(LOCK):
+        with workspace.lock(MODEL_LOOP):
             done = finish_removals(Plant(workspace, ledger))
     except WorkspaceError:
         done = ["the daemon, which runs, erases the text in its next pass"] if erase else []

@@ -58,7 +58,7 @@ def ingest(
     """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. Look at a new kind of data with '--preview'
     first. While the daemon runs, put shards into the inbox instead; '--again' has it try what is in quarantine/ in its next pass. A file
     that cannot be read keeps none of the others out; the exit code is 2 if nothing at all was taken."""
-    from factory.daemon import LOCK
+    from factory.core.workspace import MODEL_LOOP
     from factory.ingest.filing import ask_again, quarantined_files
     from factory.ingest.gathering import gather
     from factory.ingest.inbox import ingested_before
@@ -82,7 +82,7 @@ def ingest(
         raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
     with ExitStack() as held:
         try:
-            held.enter_context(workspace.lock(LOCK))
+            held.enter_context(workspace.lock(MODEL_LOOP))
         except WorkspaceError as busy:
             files = gather(Plant(workspace, ledger), paths).files if paths else quarantined_files(workspace)
             if not again or any(path.resolve().parent != workspace.quarantine.resolve() for path in files):

@@ -43,7 +43,7 @@ def relabel_data(
     release gate at once; domains in every segment that is planned from then on; groups in the next evaluation. Stop 'factory run' first.
     """
     from factory.core.errors import nearest
-    from factory.daemon import LOCK
+    from factory.core.workspace import MODEL_LOOP
     from factory.data.relabelling import Filter, NewLabels, look, relabel
     from factory.ingest.rules.split import KINDS
 
@@ -62,7 +62,7 @@ def relabel_data(
         for line in () if as_json else found.said:
             terminal.line(f"  {line}")
         return
-    with workspace.lock(LOCK):
+    with workspace.lock(MODEL_LOOP):
         found = look(Plant(workspace, ledger), chosen, change)
         if not as_json:
             for line in found.said:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from factory.actions import Action, perform, train
 from factory.audit.auditing import audit
 from factory.audit.drawing import AuditWindow, agreed, note
 from factory.audit.keeping import folder_of
@@ -25,13 +24,15 @@ from factory.cli.app import app
 from factory.code_loop.approvals import approve
 from factory.code_loop.revalidating import AUDIT
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
+from factory.duties.training import train
 from factory.git import repository
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import screen, snapshot
-from factory.tracking.tracking import Tracking
+from factory.show.catching_up import catch_up
+from factory.show.mlflow.runs import Tracking
+from tests.support.factory.errands import do, next_due
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
 from tests.support.paths import ROOT
 from tests.support.plants.saved_plant import SavedPlant, saved_plant
@@ -120,8 +121,8 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     site.merge(2, RUN, STEP, DOUBLED)
     segment = site.trained()
     workspace, ledger = site.workspace, site.ledger
-    assert next_action(observe(Plant(workspace, ledger))) != Action("audit", segment)  # an anneal comes first
-    perform(Plant(workspace, ledger), Action("audit", segment))
+    assert next_due(Plant(workspace, ledger)) != f"audit {segment}"  # an anneal comes first
+    do(Plant(workspace, ledger), f"audit {segment}")
     verdict = site.audited(segment)
     assert verdict.outcome == "reject", verdict
     evidence = verdict.evidence(ledger)
@@ -131,6 +132,7 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     opened = row.number
     assert (row.gate, row.outcome, row.state, row.target) == (AUDIT, "promote", "judged", "undo:2")
     assert open_reverts(Plant(workspace, ledger)) == []
+    catch_up(Plant(workspace, ledger))
     tracking = Tracking.open(Plant(workspace, ledger))
     tags = tracking.client.get_run(tracking.segment_run(SegmentRow.get(ledger, segment))).data.tags
     assert tags["audit"] == "reject" and tags["audit.reasons"]

@@ -27,7 +27,7 @@ from factory.ingest.rules.policy import Licence, Licences
 from factory.ledger.ledger import checkpoints, documents, events, releases, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow
-from factory.reports.provenance import documents_of_release, of_release
+from factory.show.pages.provenance import documents_of_release, of_release
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.exports import SHARD, FilledPlant
 

@@ -20,8 +20,8 @@ from factory.cli.app import exit_code
 from factory.core import faults, file_lock
 from factory.core.faults import Fault
 from factory.core.workspace import Workspace
+from factory.duties import steady
 from factory.ledger.ledger import Ledger
-from factory.retrying import starting
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
 from tests.support.paths import ROOT
@@ -164,7 +164,7 @@ def test_for_its_lock_it_waits(
             raise SystemExit
 
     monkeypatch.setattr(file_lock.os, "open", refuses)
-    monkeypatch.setattr(starting.time, "sleep", sleep)
+    monkeypatch.setattr(steady.time, "sleep", sleep)
     said = command_here("run", home=workspace).output
     monkeypatch.undo()
     assert waits == [1.0, 2.0, 4.0]

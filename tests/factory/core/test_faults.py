@@ -24,13 +24,13 @@ from factory.core.faults import Fault, fault_of, is_of_no_file, is_of_the_machin
 from factory.core.left_files import open_file
 from factory.core.workspace import Workspace, load_yaml
 from factory.doctor import examine
+from factory.duties import steady
+from factory.duties.steady import words_of
 from factory.gates.untrusted_files import UntrustedFileError, read_bytes
 from factory.git.git_store import RepositoryError
 from factory.git.git_store import git as factory_git
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.reader import Reader
-from factory.retrying import starting
-from factory.retrying.steady import words_of
 from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
 from tests.support.failing.nights import impatient
@@ -291,7 +291,7 @@ def test_a_daemon_whose_ledger_is_locked_when_it_starts_waits(workspace: Workspa
 
 def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A server that does not answer is named; a port that only root may have is a mistake in factory.yaml, whatever the system called it."""
-    monkeypatch.setattr(starting, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(steady, "START_SECONDS", 0.0)
     said: list[str] = []
     left = [
         WorkspaceError("the ledger at host a cannot be read"),
@@ -303,7 +303,7 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
             raise left.pop() from OSError(errno.EIO, "Input/output error")
         return "began"
 
-    assert starting.patiently(start, said.append) == "began"
+    assert steady.patiently(start, said.append) == "began"
     assert said == ["  the ledger at host a cannot be read", f"  {words_of(faults.BROKEN)}"]
 
     def unread() -> object:
@@ -311,7 +311,7 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
             return load_yaml(tmp_path / "factory.yaml")
 
     (tmp_path / "factory.yaml").write_text("recipe: tiny\n")
-    assert starting.patiently(unread, said.append) == {"recipe": "tiny"}
+    assert steady.patiently(unread, said.append) == {"recipe": "tiny"}
     assert said[2].endswith(f"{tmp_path / 'factory.yaml'}'") and "The factory waits" in said[3] and not said[4:]
 
     def mistaken() -> None:
@@ -320,4 +320,4 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
         )
 
     with pytest.raises(ConfigError):
-        starting.patiently(mistaken, said.append)
+        steady.patiently(mistaken, said.append)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from factory.actions import Action
 from factory.audit.reverts import open_reverts
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
 from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and_rewind, reject
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import live_commit
@@ -26,6 +24,7 @@ from factory.ledger.writing import record_verdict
 from factory.release.releases import release
 from factory.training.overrides import RecipeOverride, override_of
 from factory.training.planning import load_recipe, next_trunk, plan_anneal, plan_of, plan_trunk
+from tests.support.factory.errands import due_of, next_due, stuck
 from tests.support.factory.merged_patch import merge_patch
 from tests.support.git import git
 from tests.support.plants.saved_plant import KINDS, diagnosed, note
@@ -153,12 +152,12 @@ def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(
             tx, "release", Subject("candidate", 1), against=None, policy_sha256="", subject_sha256="e", outcome="promote",
             reasons=[], evidence={},
         )  # fmt: skip
-    assert observe(Plant(workspace, ledger)).unreleased_promotion == verdict
+    assert due_of(Plant(workspace, ledger), "release") == [verdict]
     number = note(ledger, 1, 12, "grad_norm_jump")  # of a kind that holds nothing: 'factory diagnose' was asked for
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     diagnosed(ledger, number, 1, ["bad data"], [key])
     act(ledger, AnomalyPolicy(), number)
-    assert observe(Plant(workspace, ledger)).unreleased_promotion is None
+    assert due_of(Plant(workspace, ledger), "release") == []
     with pytest.raises(InputError, match="segment 1 was rewound"):
         release(Plant(workspace, ledger), verdict, approved_by="ada")
 
@@ -169,12 +168,12 @@ def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tu
     failed = plan_anneal(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == failed).values(state="failed"))
-    assert observe(Plant(workspace, ledger)).failed_segment == failed
+    assert stuck(Plant(workspace, ledger)) == failed
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
     accept(ledger, number, "ada")
-    assert observe(Plant(workspace, ledger)).failed_segment is None
-    assert next_action(observe(Plant(workspace, ledger))) == Action("plan_trunk")
+    assert stuck(Plant(workspace, ledger)) is None
+    assert next_due(Plant(workspace, ledger)) == "plan_trunk"
 
 
 def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:

@@ -18,7 +18,6 @@ from agents.loss_doctor.curves import KINDS as KINDS_OF_A_CURVE
 from factory.cli.app import app
 from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
 from factory.diagnosis import diagnosing
 from factory.diagnosis.acting import accept
 from factory.diagnosis.diagnosing import diagnose_and_act
@@ -38,6 +37,7 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
 from factory.training.planning import plan_of, plan_trunk
 from factory.training.segment_folder import record_done
+from tests.support.factory.errands import next_due
 from tests.support.failing.limits import few_handles
 from tests.support.git import git
 from tests.support.paths import ROOT
@@ -53,7 +53,7 @@ HOSTILE = {
 def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     early, slow = note(ledger, 1, 3), note(ledger, 1, 15, "throughput_drop")
-    assert undiagnosed(ledger, KINDS) == early and next_action(observe(Plant(workspace, ledger))).kind == "diagnose"  # type: ignore[union-attr]
+    assert undiagnosed(ledger, KINDS) == early and next_due(Plant(workspace, ledger)) == f"diagnose {early}"
     with pytest.raises(ConfigError, match="a budget of 0 replayed steps"):
         diagnose_and_act(Plant(workspace, ledger), early, steps=0)
     with pytest.raises(InputError, match="no anomaly 99"):

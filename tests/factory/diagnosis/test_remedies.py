@@ -11,8 +11,8 @@ import yaml
 
 from factory.audit.reverts import open_reverts
 from factory.code_loop.approvals import approve
-from factory.daemon import reconcile
 from factory.diagnosis.diagnosing import diagnose_and_act
+from factory.duties.runner import work
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import live_commit
 from factory.ledger.anomalies import every_anomaly, open_anomalies, undiagnosed
@@ -55,14 +55,14 @@ def test_a_rate_that_is_too_high_is_lowered_for_the_steps_that_it_spoiled(tmp_pa
     policy = (ROOT / "policies" / "anomalies.yaml").read_text()
     policy = policy.replace("rate: ask ", "rate: automatic ").replace("rate_steps: 100", "rate_steps: 6")
     (workspace.root / "policies" / "anomalies.yaml").write_text(policy)
-    reconcile(Plant(workspace, ledger), settle=0.0)
+    work(Plant(workspace, ledger), settle=0.0)
 
     path = workspace.root / "policies" / "recipes" / "tiny.yaml"  # a person raises the rate, and takes clipping away
     recipe = yaml.safe_load(path.read_text())
     recipe["optimizer"]["lr"], recipe["stability"]["grad_clip"] = 100 * usual, 1e6
     path.write_text(yaml.safe_dump(recipe))
     write_more(workspace.inbox / "more.jsonl")
-    reconcile(Plant(workspace, ledger), settle=0.0)
+    work(Plant(workspace, ledger), settle=0.0)
 
     rows = SegmentRow.select(ledger, "WHERE id > 2 ORDER BY id")
     spoiled, again = rows[:2]

@@ -8,13 +8,13 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.workspace import Config, Workspace
-from factory.daemon import observe
 from factory.ledger.ledger import Ledger, record, releases, segments
 from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
 from factory.ledger.status import snapshot
 from factory.ledger.writing import insert, next_key, record_verdict
+from tests.support.factory.errands import due_of
 from tests.support.plants.release_scene import add_candidate, add_shard
 
 
@@ -74,6 +74,4 @@ def test_status_and_daemon_see_the_same_champion(workspace: Workspace, ledger: L
     assert best and best == champion(Reader(workspace))
     assert facts["champion"] == best.only("number candidate mlflow_version export_path created_at")
     assert [c["verdict"]["outcome"] for c in facts["candidates"]] == ["promote", "reject"]
-    (workspace.inbox / "next.jsonl").touch()  # something to do, so that no segment is planned
-    world = observe(Plant(workspace, ledger), settle=0)
-    assert (world.unjudged_candidate, world.unfinished_release, world.unreleased_promotion) == (None, None, None)
+    assert [due_of(Plant(workspace, ledger), name) for name in ("judge", "finish_release", "release")] == [[], [], []]

@@ -13,7 +13,7 @@ import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
-from factory.daemon import reconcile
+from factory.duties.runner import work
 from factory.ingest.chain import ShardReport
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -196,7 +196,7 @@ def test_the_daemon_looks_also_where_it_can_plan_nothing(workspace: Workspace, l
     """A recipe that does not fit ends a pass before its first action."""
     ingest(texts(0, 60))
     with pytest.raises(ConfigError, match="vocab_size"):
-        reconcile(Plant(workspace, ledger, Said()))
+        work(Plant(workspace, ledger, Said()))
     kept = newest(workspace, ledger)
     assert kept and [line["name"] for line in kept["lines"] if line["ok"] is False] == ["recipe"]
 

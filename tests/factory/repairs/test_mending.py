@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from factory import actions, daemon
 from factory.core.errors import FactoryError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
+from factory.duties.runner import work
+from factory.duties.training import train
 from factory.gates.release.gate import decide
 from factory.ingest.chat_template import OLDER_TEMPLATES, PLAIN_TEMPLATE
 from factory.ledger.ledger import Ledger, candidates, events
@@ -115,7 +116,7 @@ def test_training_goes_on_over_a_token_shard_that_was_damaged(copied: Copy, dama
     number = with_mending(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
     assert f"token shard {folder.name} is whole again" in said.text
     shutil.rmtree(folder)
-    actions.train(Plant(workspace, ledger, said), number)
+    train(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done"
     assert said.text.count(f"token shard {folder.name} is whole again") == 2
 
@@ -133,7 +134,7 @@ def test_a_token_that_changed_is_never_trained_on(copied: Copy, monkeypatch: pyt
     assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders)
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
-    actions.train(Plant(workspace, ledger, said), first)
+    train(Plant(workspace, ledger, said), first)
     assert f"token shard {folders[0].name} is whole again" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
     assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
@@ -174,7 +175,7 @@ def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> N
     flip(path / "model.safetensors", -5)
     number = plan_anneal(Plant(workspace, ledger))
     said = Said()
-    actions.train(Plant(workspace, ledger, said), number)
+    train(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done" and SegmentRow.get(ledger, number).attempts == 0
     assert "segment 1 is replayed from step " in said.text and "the same weights, to the bit" in said.text
     assert weights(ledger, 1) == before and find_fault(path) == ""
@@ -251,4 +252,4 @@ def test_what_cannot_be_mended_is_said_and_raised(copied: Copy) -> None:
     shutil.rmtree(token_shards(ledger)[0]["path"])
     shutil.rmtree(workspace.shards / "raw")
     with pytest.raises(FactoryError, match=r"shard-0.jsonl, which it was made of, is gone too: put that file into"):
-        daemon.reconcile(Plant(workspace, ledger, Said()), settle=0.0, endless=True)
+        work(Plant(workspace, ledger, Said()), settle=0.0, endless=True)

@@ -13,7 +13,7 @@ from factory.core.faults import fault_of
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.repairs.token_shards import HashedShards
-from factory.retrying.pausing import PausedError
+from factory.retrying.asking import PausedError
 from tests.support.factory.command import command_here
 
 Copy = Callable[[], tuple[Workspace, Ledger]]

@@ -11,7 +11,7 @@ import pytest
 from factory.backups.backups import make_backup
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
-from factory.daemon import reconcile
+from factory.duties.runner import work
 from factory.ingest.inbox import take
 from factory.ingest.tokenizer import FILES
 from factory.ledger.files import held
@@ -19,7 +19,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.repairs.mending import repair_all, with_mending
 from factory.repairs.tokenizer_files import tokenizer_fault
-from factory.retrying.pausing import PausedError, pause
+from factory.retrying.asking import PausedError, pause
 from tests.support.file_hashes import file_hashes
 from tests.support.said import Said
 
@@ -59,7 +59,7 @@ def test_the_daemon_ingests_on_and_no_shard_is_held(copied: Copy, damage: str) -
     said = Said()
     pause(ledger, "training", "ada")
     with pytest.raises(PausedError):
-        reconcile(Plant(workspace, ledger, said), settle=0.0)
+        work(Plant(workspace, ledger, said), settle=0.0)
     assert "tokenizer  is whole again" not in said.text and "tokenizer is whole again" in said.text
     assert not held(ledger) and not list(workspace.inbox.iterdir())
     assert ledger.read("SELECT state FROM shards WHERE name = 'later.jsonl'") == [{"state": "ingested"}]

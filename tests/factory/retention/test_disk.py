@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from factory.core.workspace import Config, Workspace
-from factory.daemon import Action, World, next_action
 from factory.ledger.files import low_disk
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -52,21 +51,6 @@ def test_a_full_disk_is_the_workspaces_or_another(tmp_path: Path, code_repositor
         assert not filled(workspace, full)
         fill(disk)
         assert filled(workspace, full) and not filled(workspace, OSError(errno.EIO, "Input/output error"))
-
-
-def test_what_fills_the_disk_waits_and_the_rest_goes_on() -> None:
-    full = {
-        "low_on_disk": True,
-        "open_segment": 3,
-        "unannealed_trunk": 2,
-        "trunk_steps": 5,
-        "waiting_audit": 1,
-        "unexported_anneal": 4,
-    }
-    assert next_action(World(**full)) is None  # type: ignore[arg-type]
-    assert next_action(World(**full, unreleased_promotion=7)) == Action("release", 7)  # type: ignore[arg-type]
-    assert next_action(World(**full, arrived=(Path("a"),))) == Action("ingest", Path("a"))  # type: ignore[arg-type]
-    assert next_action(World(**full | {"low_on_disk": False})) == Action("train", 3)  # type: ignore[arg-type]
 
 
 def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) -> None:

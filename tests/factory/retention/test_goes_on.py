@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.actions import train
+from factory.duties.training import train
 from factory.ledger.files import retired
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow

@@ -14,10 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from factory.actions import Action
 from factory.core.errors import SegmentError
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -29,6 +27,7 @@ from factory.training.segment_folder import folder_lock
 from factory.training.training import _kill, run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
+from tests.support.factory.errands import next_due
 from tests.support.failing.deaths import deaths, make_mortal, plan_row, strike
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
@@ -108,7 +107,7 @@ def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Op
             run_segment(Plant(workspace, ledger), segment)
     with pytest.raises(TrainerDiedError, match="the weather is bad") as last:
         run_segment(Plant(workspace, ledger), segment)
-    assert last.value.parked and next_action(observe(Plant(workspace, ledger), endless=True)) is None
+    assert last.value.parked and next_due(Plant(workspace, ledger), endless=True) == ""
     before = ledger.read("SELECT count(*) AS n FROM segments")
     parked = (
         f"segment {segment} (trunk, steps {first}–{first + STEPS}) is parked at step {first + 4}: it ended with exit 1"
@@ -123,7 +122,7 @@ def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Op
     (folder / f"always-raise-{first + 7}").unlink()
     done = factory("retry", str(segment), "--workspace", str(workspace.root))
     assert done.stdout == f"  segment {segment} goes on from step {first + 4} at the next pass\n"
-    assert next_action(observe(Plant(workspace, ledger))) == Action("train", segment)
+    assert next_due(Plant(workspace, ledger)) == f"train {segment}"
     run_segment(Plant(workspace, ledger), segment)
     assert steps_of(ledger, segment) == list(range(first, first + STEPS))
 

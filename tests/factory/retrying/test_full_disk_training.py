@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from factory.actions import train
 from factory.backups.backups import back_up_daily
 from factory.core.workspace import Workspace
+from factory.duties.training import train
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow

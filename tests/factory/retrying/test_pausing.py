@@ -14,11 +14,11 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.daemon import observe, run
+from factory.duties.runner import run
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.pausing import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
+from factory.retrying.asking import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
 from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
@@ -29,7 +29,7 @@ from tests.support.plants.trained_plant import make_plant
 
 
 def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspace, ledger: Ledger) -> None:
-    assert pause_of(ledger) is None and observe(Plant(workspace, ledger)).paused == ""
+    assert pause_of(ledger) is None
     with pytest.raises(InputError, match="nothing is paused"):
         resume(ledger, "bo")
     with pytest.raises(InputError, match="cannot pause 'lunch'"):
@@ -41,7 +41,6 @@ def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspac
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
     assert str(found) == f"training is paused by ada since {since} (the GPU is lent); 'factory resume' goes on"
     pause(ledger, EVERYTHING, "bo")
-    assert observe(Plant(workspace, ledger)).paused == EVERYTHING
     with pytest.raises(PausedError, match="everything is paused by bo since"):
         run(Plant(workspace, ledger), once=True)
     assert resume(ledger, "ada").by == "bo" and pause_of(ledger) is None

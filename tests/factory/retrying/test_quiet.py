@@ -13,7 +13,7 @@ import pytest
 
 from factory.core.errors import SegmentError
 from factory.ledger.plant import Plant
-from factory.retrying.quiet import activity, killed_when_quiet
+from factory.retrying.watchdog import activity, killed_when_quiet
 from factory.training.exporting import export_candidate
 from factory.training.live_code import LiveCode
 from tests.support.git import git

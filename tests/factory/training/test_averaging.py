@@ -15,23 +15,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from factory.actions import Action, judge, perform
 from factory.core.errors import InputError, SegmentError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe
+from factory.duties.releasing import judge
 from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
-from factory.release.releases import release
-from factory.reports.provenance import of_release
+from factory.retrying.tries import open_segment
+from factory.show.pages.provenance import of_release
 from factory.training import averaging
 from factory.training.averaging import choose, kept, plan_average, softmax_weights
 from factory.training.exporting import export_candidate
 from factory.training.held_out_loss import held_out_ruler
 from factory.training.training import run_segment
 from tests.support.factory.command import factory
+from tests.support.factory.errands import do, next_due, stuck
+from tests.support.factory.shown import release
 from tests.support.plants.trained_plant import make_plant, train_anneal, train_trunk
 
 Opened = tuple[Workspace, Ledger]
@@ -76,7 +77,7 @@ def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Opened) 
     for name, found in weights_of(ledger, candidate).items():
         mean = np.mean([array[name].astype(np.float64) for array in arrays], axis=0).astype(np.float32)
         np.testing.assert_array_max_ulp(found, mean, maxulp=1)
-    assert next_action(observe(Plant(workspace, ledger))) == Action("judge", candidate)
+    assert next_due(Plant(workspace, ledger)) == f"judge {candidate}"
     verdict = judge(Plant(workspace, ledger), candidate)
     row = ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict))
     assert row and row["outcome"] == "promote", row
@@ -169,9 +170,8 @@ def test_killed_anywhere_the_daemon_finishes_it(
         number = plan_average(Plant(workspace, ledger), rule, segment, last)
         run_segment(Plant(workspace, ledger), number)
         export_candidate(Plant(workspace, ledger), number)
-    while (action := next_action(observe(Plant(workspace, ledger)))) and action.kind in ("train", "export"):
-        assert action.subject == number
-        perform(Plant(workspace, ledger), action)
+    while (words := next_due(Plant(workspace, ledger))) in (f"train {number}", f"export {number}"):
+        do(Plant(workspace, ledger), words)
     made = ledger.rows(sa.select(candidates).where(candidates.c.segment == number))
     assert len(made) == 1 and folder_sha256(Path(made[0]["export_path"])) == made[0]["export_sha256"]
     assert made_average(plant, rule, segment, last)[0] == made[0]["id"]
@@ -191,8 +191,7 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened
     finally:
         shutil.rmtree(path)
         shutil.copytree(tmp_path / "copy", path)
-    world = observe(Plant(workspace, ledger))
-    assert world.failed_segment is None and world.open_segment is None
+    assert stuck(Plant(workspace, ledger)) is None and open_segment(ledger) is None
     assert plan_average(Plant(workspace, ledger), "held-out-loss", last=2) > number, "asked again, it is tried again"
     averaging.give_up(ledger, SegmentRow.get(ledger, number + 1), "test")
 

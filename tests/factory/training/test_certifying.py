@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from factory.actions import Action
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
-from factory.daemon import next_action, observe, reconcile
+from factory.duties.runner import work
 from factory.ledger.ledger import Ledger, events, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
@@ -29,6 +28,7 @@ from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
+from tests.support.factory.errands import next_due, stuck
 from tests.support.paths import ROOT
 from tests.support.plants.trained_plant import commit_edit, git, make_plant
 
@@ -99,8 +99,8 @@ class Site:
         assert found is not None
         return found
 
-    def action(self) -> Action | None:
-        return next_action(observe(Plant(self.workspace, self.ledger), settle=0))
+    def action(self) -> str:
+        return next_due(Plant(self.workspace, self.ledger))
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     number = site.plan()
     for _ in range(2):  # the second pass does not try again
         with pytest.raises(NotCertified, match=f"--accept {number}"):
-            reconcile(Plant(site.workspace, site.ledger), settle=0)
+            work(Plant(site.workspace, site.ledger), settle=0)
     assert len([row for row in every_certificate(site.ledger) if row["segment"] == number]) == 1
     words = "\n".join(screen(snapshot(site.workspace)))
     assert "uncertified" in words and f"factory certify --accept {number}" in words and "Outside seed noise" in words
@@ -298,8 +298,8 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
 
     bad = git(site.code, "rev-parse", "HEAD")
     git(site.code, "revert", "--no-edit", "HEAD")
-    assert site.action() != Action("train", number)
-    assert observe(Plant(site.workspace, site.ledger)).failed_segment is None, "other code is live: training goes on"
+    assert site.action() != f"train {number}"
+    assert stuck(Plant(site.workspace, site.ledger)) is None, "other code is live: training goes on"
     git(site.code, "reset", "--quiet", "--hard", bad)
 
     done = factory("certify", "--accept", str(number), "--json", "-w", str(site.workspace.root))
@@ -308,7 +308,7 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     assert shown["outcome"] == "reject" and shown["accepted"]["by"] and shown["accepted"]["at"]
     event = site.ledger.one(sa.select(events).where(events.c.kind == "certificate_accepted"))
     assert event and event["subject"] == f"segment:{number}"
-    assert site.action() == Action("train", number)
+    assert site.action() == f"train {number}"
     site.run(number)
     assert SegmentRow.get(site.ledger, number).state == "done"
     assert "accepted by" in factory("certify", "-w", str(site.workspace.root)).stdout

@@ -140,7 +140,7 @@ def test_the_same_code_outside_of_the_sandbox_reaches_all(
 
 
 def without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FACTORY_SANDBOX", "none-such")
+    monkeypatch.setenv("FACTORY_BWRAP", "/none-such/bwrap")
 
 
 def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(

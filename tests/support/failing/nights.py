@@ -16,7 +16,7 @@ import yaml
 
 from factory.core.progress import Silent
 from factory.core.workspace import Workspace
-from factory.daemon import run
+from factory.duties.runner import run
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.support.patience import PATIENCE_S

@@ -7,10 +7,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from factory.tracking import mlflow_store
+from factory.show.mlflow import store
 from tests.support.plants.kept import kept
 
-_create = mlflow_store._create_store
+_create = store._create_store
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def _make(folder: Path, artifacts: Path) -> None:
 
 
 def copy_store(path: Path, artifacts: Path) -> None:
-    """In place of ``mlflow_store._create_store``. Whoever opens it writes the workspace's addresses into it."""
+    """In place of ``store._create_store``. Whoever opens it writes the workspace's addresses into it."""
     if path.exists():
         return
     artifacts.mkdir(parents=True, exist_ok=True)
@@ -37,4 +37,4 @@ def copy_store(path: Path, artifacts: Path) -> None:
 
 def keep_one() -> None:
     """From now on this process copies each store."""
-    mlflow_store._create_store = copy_store
+    store._create_store = copy_store

@@ -27,7 +27,7 @@ from factory.ledger.ledger import (
 )
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import record_verdict
-from factory.tracking.mlflow_store import open_client
+from factory.show.mlflow.store import open_client
 from kernels.contract.files import finite
 
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"

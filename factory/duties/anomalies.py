@@ -1,0 +1,32 @@
+"""What went wrong while training: its cause is found before its candidate is judged, which is held if the segment is rewound."""
+
+from __future__ import annotations
+
+from factory.diagnosis.diagnosing import diagnose_and_act
+from factory.diagnosis.wording import word_diagnosis
+from factory.duties.duty import Duty, Look
+from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.ledger.anomalies import undiagnosed, unworded
+from factory.ledger.plant import Plant
+
+
+def _undiagnosed(look: Look) -> list[int]:
+    policy = AnomalyPolicy.load(look.plant.workspace.policy("anomalies.yaml"))
+    found = undiagnosed(look.db, policy.kinds, look.rests("diagnose")) if policy.diagnose == "automatic" else None
+    return [] if found is None else [found]
+
+
+def _diagnose(plant: Plant, anomaly: int, replayed_steps: int | None = None) -> None:
+    """``replayed_steps``: the budget, in place of the policy's."""
+    diagnose_and_act(plant, anomaly, replayed_steps)
+
+
+def _unworded(look: Look) -> list[int]:
+    found = unworded(look.db, look.rests("word"))
+    return [] if found is None else [found]
+
+
+DIAGNOSE = Duty(
+    "diagnose", "replay an anomaly until its cause is known, and act on it", _undiagnosed, _diagnose, trains=True, fills_disk=True
+)  # fmt: skip
+WORD = Duty("word", "have a language model say what a diagnosis shows", _unworded, word_diagnosis)

@@ -1,0 +1,120 @@
+"""``factory duties``: the list, with what is due, held or resting now, and when each was last done.
+
+What rests and what was done is noted in ``logs/duties.json`` by the daemon; the rest is looked at as the daemon does, and nothing is done.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from factory.core.faults import fault_of
+from factory.core.workspace import Workspace
+from factory.duties.duty import Duty, Errand, Look
+from factory.duties.table import DUTIES
+from factory.ledger.files import low_disk
+from factory.ledger.plant import Plant
+from factory.retrying.asking import local
+from factory.retrying.backoff import Resting
+from factory.watching.moments import span
+from factory.watching.waiting import failing
+from kernels.contract.files import write_atomically
+
+NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {errand: {"until", "failures"}}}
+MOST_SHOWN = 5  # errands of a duty
+
+
+def note(workspace: Workspace, rests: Mapping[str, Resting], done: Errand | None = None) -> None:
+    """Write down what rests, and what was done just now. A note for people: a full disk takes none, and holds nothing up."""
+    before, now = read(workspace), time.time()
+    known = before["rests"]
+    after = {
+        "done": before["done"] | ({done.duty.name: {"errand": str(done), "at": now}} if done else {}),
+        "rests": {
+            key: known[key] if known.get(key, {}).get("failures") == rest.failures else
+            {"until": now + rest.seconds, "failures": rest.failures}
+            for key, rest in rests.items()
+        },
+    }  # fmt: skip
+    if after != before:
+        with suppress(OSError):
+            write_atomically(workspace.logs / NAME, json.dumps(after, indent=1))
+
+
+def read(workspace: Workspace) -> dict[str, dict[str, Any]]:
+    """The note; nothing where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads((workspace.logs / NAME).read_text())
+        if isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in ("done", "rests")):
+            return found
+    return {"done": {}, "rests": {}}
+
+
+def facts(plant: Plant) -> list[dict[str, Any]]:
+    """Each duty: ``rank``, ``name``, ``does``, ``when`` it is looked at, ``due`` (errands, or why that cannot be told), ``held`` (why it
+    waits), ``rests`` (errands: until when, and why), ``done`` (the errand last done, and when). Moments are seconds since 1970."""
+    noted, now = read(plant.workspace), time.time()
+    errors = {one["what"]: one["error"] for one in failing(plant.ledger)}
+    with plant.ledger.snapshot() as db:
+        look = Look(plant, db, DUTIES, low_on_disk=low_disk(db) is not None, endless=True)
+        return [
+            {
+                "rank": rank,
+                "name": duty.name,
+                "does": duty.does,
+                "when": _when(duty),
+                "due": _due(duty, look),
+                "held": duty.held(look),
+                "rests": {
+                    key: rest | {"error": errors.get(key, "")}
+                    for key, rest in noted["rests"].items()
+                    if _of(duty, key) and rest["until"] > now
+                },
+                "done": noted["done"].get(duty.name),
+            }
+            for rank, duty in enumerate(DUTIES, 1)
+        ]
+
+
+def _when(duty: Duty) -> str:
+    if duty.beside:
+        return f"every {duty.beside:g} s, beside the others"
+    return {"pass": "once in each pass", "look": "before whatever follows", "": "when it is due"}[duty.each]
+
+
+def _due(duty: Duty, look: Look) -> list[str]:
+    if duty.beside or duty.each:
+        return []
+    try:
+        found = list(islice(duty.due(look), MOST_SHOWN))
+    except Exception as error:
+        if fault_of(error):
+            raise
+        return [f"cannot be told: {error}"]
+    return [str(one if isinstance(one, Errand) else Errand(duty, one)) for one in found]
+
+
+def _of(duty: Duty, key: str) -> bool:
+    return key in (duty.name, f"looking what is due of {duty.name}") or key.startswith(f"{duty.name} ")
+
+
+def lines(found: list[dict[str, Any]]) -> list[str]:
+    """The facts, for people: a line for each duty, and below it what there is to say of it now."""
+    width = max(len(one["name"]) for one in found)
+    shown = ["What the daemon does: the first that is due and not held, then the list is read again.", ""]
+    for one in found:
+        when = "" if one["when"] == "when it is due" else f" ({one['when']})"
+        shown.append(f"{one['rank']:>3}  {one['name']:<{width}}  {one['does']}{when}")
+        more = [f"due: {', '.join(one['due'])}"] if one["due"] else []
+        more += [f"waits: {one['held']}"] if one["held"] else []
+        for key, rest in one["rests"].items():
+            why = f": {rest['error']}" if rest["error"] else ""
+            more.append(f"{key} rests until {local(rest['until'])} after {rest['failures']} failures{why}")
+        if done := one["done"]:
+            more.append(f"last done: {done['errand']}, {span(time.time() - done['at'])} ago")
+        shown += [f"{'':>{width + 7}}{words}" for words in more]
+    return shown

@@ -1,0 +1,82 @@
+"""From a finished anneal to a release: exported, judged, released; a release that was begun is finished before all else."""
+
+from __future__ import annotations
+
+from factory.duties.duty import Duty, Look
+from factory.evals.evaluator import evaluate
+from factory.gates.release.gate import decide
+from factory.ledger.anomalies import rewound_in
+from factory.ledger.decisions import decision_on, rejected_before
+from factory.ledger.plant import Plant
+from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, SegmentRow, VerdictRow
+from factory.release.approvals import automatic, how_to_answer, waits
+from factory.release.releases import OutOfDate, release
+from factory.training.exporting import export_candidate
+
+
+def unexported(db: Reads) -> list[int]:
+    """Anneals and averages of which there is no candidate."""
+    none = "NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id)"
+    rows = SegmentRow.select(db, f"WHERE kind <> 'trunk' AND state = 'done' AND {none} ORDER BY id")
+    return [row.id for row in rows]
+
+
+def _unfinished(look: Look) -> list[int]:
+    """Releases whose saga has not reached 'published'."""
+    return [row.number for row in ReleaseRow.select(look.db, "WHERE state <> 'published' ORDER BY number")]
+
+
+def _unjudged(look: Look) -> list[int]:
+    none = (
+        "NOT EXISTS (SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id)"
+    )
+    return [row.id for row in CandidateRow.select(look.db, f"WHERE {none} ORDER BY id")]
+
+
+def _promoted(look: Look) -> list[int]:
+    """The newest verdict, when it says promote, nothing was released for it and the policy asks for no approval."""
+    verdict = VerdictRow.first(look.db, "WHERE gate = 'release' ORDER BY id DESC")
+    if verdict is None or verdict.outcome != "promote":
+        return []
+    if ReleaseRow.select(look.db, "WHERE verdict = :verdict", verdict=verdict.id):
+        return []
+    if rewound_in(look.db, CandidateRow.get(look.db, verdict.number).segment) or rejected_before(look.db, verdict):
+        return []
+    return [verdict.id] if automatic(look.plant.workspace) else []
+
+
+def _finish(plant: Plant, number: int) -> None:
+    release(plant, ReleaseRow.get(plant.ledger, number).verdict)
+
+
+def _release(plant: Plant, verdict: int) -> None:
+    try:
+        release(plant, verdict)
+    except OutOfDate as error:  # another champion since: what was promoted is judged again, against that one
+        plant.say(f"  {error}")
+        judge(plant, VerdictRow.get(plant.ledger, verdict).number)
+
+
+def judge(plant: Plant, candidate: int) -> int:
+    """Evaluate a candidate, judge it; returns the verdict's id."""
+    evaluate(plant, candidate)
+    verdict = decide(plant, candidate)
+    row = VerdictRow.get(plant.ledger, verdict)
+    plant.say(f"  candidate {candidate}: {row.outcome.upper()}")
+    for reason in row.reasons:
+        plant.say(f"    {reason}")
+    if decision_on(plant.ledger, row) is None and waits(plant, row):
+        plant.say(f"  {how_to_answer(candidate)}")
+    return verdict
+
+
+FINISH_RELEASE = Duty("finish_release", "finish a release that was begun", _unfinished, _finish)
+EXPORT = Duty(
+    "export",
+    "make a candidate of an anneal or an average",
+    lambda look: unexported(look.db),
+    export_candidate,
+    fills_disk=True,
+)
+RELEASE = Duty("release", "release what was promoted, where the policy asks for no approval", _promoted, _release)
+JUDGE = Duty("judge", "evaluate a candidate and judge it against the champion", _unjudged, judge)

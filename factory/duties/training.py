@@ -1,0 +1,122 @@
+"""The trunk, its anneals and their replicas: planned where nothing waits for a person, and trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from factory.audit.keeping import keeping
+from factory.diagnosis.ladder import climbing
+from factory.duties.duty import Duty, Look
+from factory.gates.release.policy import ReleasePolicy
+from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED
+from factory.ledger.plant import Plant
+from factory.ledger.removals import REMOVED, RETURNED, SHARD_ERASED
+from factory.ledger.rows import SegmentRow
+from factory.ledger.status import describe_average
+from factory.ledger.writing import record_once
+from factory.repairs.mending import mend_inputs
+from factory.replicas.replicating import replicate
+from factory.replicas.waiting import waits
+from factory.retention.cleaning import tidy
+from factory.show.mlflow.runs import Tracking
+from factory.training.planning import Trunk, next_trunk, plan_anneal, plan_trunk
+from factory.training.training import run_segment
+from factory.training.tuning import tune_if_new
+from factory.watching.status import AHEAD
+
+_computed: dict[Path, tuple[Any, Trunk]] = {}
+
+
+def train(plant: Plant, segment: int) -> None:
+    row = SegmentRow.get(plant.ledger, segment)
+    follower = Tracking.open(plant).follow_segment(row, plant.progress.line)
+    follower.begin()
+    try:
+        with keeping(plant, row), climbing(plant.workspace, row):
+            mend = lambda every: mend_inputs(plant, segment, every)
+            result = run_segment(plant, segment, follower, mend)
+    finally:
+        follower.finish()
+    tidy(plant)
+    loss = result.get("loss")
+    if row.kind == "average":
+        plant.say(f"  segment {segment}: {describe_average(result['averaged'])}")
+        return
+    plant.say(
+        f"  segment {segment} ({row.kind}): steps {row.first_step}–{row.last_step}, loss {loss:.3f}"
+        if isinstance(loss, float)
+        else f"  segment {segment} done"
+    )
+
+
+def _unannealed(look: Look) -> list[int]:
+    """The newest finished trunk segment, when no anneal branches off it."""
+    trunk = SegmentRow.first(look.db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
+    if trunk is None:
+        return []
+    which = "WHERE kind = 'anneal' AND parent = :trunk AND state NOT IN ('uncertified', 'rewound', 'abandoned')"
+    return [] if SegmentRow.first(look.db, which, trunk=trunk.id) else [trunk.id]
+
+
+def _unmeasured(look: Look) -> list[int]:
+    """The anneal of which the data order's noise is to be measured, while the checkpoint is there that it begins at."""
+    workspace = look.plant.workspace
+    found = waits(workspace, look.db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
+    return [] if found is None else [found]
+
+
+def _trunk(look: Look) -> Iterable[None]:
+    """There is a reason to go on, and enough data."""
+    if not look.db.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
+        return ()
+    trunk = trunk_ahead(look)
+    return (None,) if trunk.steps and (trunk.new_shards or (look.endless and trunk.steps == trunk.wanted)) else ()
+
+
+def trunk_ahead(look: Look) -> Trunk:
+    """What the data allows the trunk to do next, as ``next_trunk``. To compute it every token shard is opened, so it is computed when
+    something that it follows from changed; noted in the ledger, where ``factory status`` reads how much is missing. Raises: ConfigError."""
+    plant, follows_from = look.plant, _follows_from(look)
+    known = _computed.get(plant.workspace.root)
+    if known is None or known[0] != follows_from:
+        trunk = next_trunk(plant)
+        record_once(plant.ledger, AHEAD, "daemon", asdict(trunk))
+        known = _computed[plant.workspace.root] = (follows_from, trunk)
+    return known[1]
+
+
+def _follows_from(look: Look) -> Any:
+    """The token shards there are, the segments by state, the documents that are masked, and the recipe: each as little as tells a change."""
+    shards = look.db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
+    segments = look.db.read(
+        "SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state"
+    )
+    kinds = ", ".join(f"'{kind}'" for kind in (QUARANTINED, FREED, CLOSED, REMOVED, RETURNED, SHARD_ERASED))
+    masked = look.db.read(f"SELECT COUNT(*) AS n FROM events WHERE kind IN ({kinds})")
+    return shards, segments, masked, hashlib.sha256(look.plant.workspace.recipe_path().read_bytes()).hexdigest()
+
+
+def _plan_trunk(plant: Plant, _: None) -> None:
+    tune_if_new(plant.workspace, plant.progress)
+    plan_trunk(plant)
+
+
+TRAIN = Duty(
+    "train", "train a segment that is planned, from its newest checkpoint", lambda look: filter(None, [look.open_segment]), train,
+    trains=True, fills_disk=True,
+)  # fmt: skip
+PLAN_ANNEAL = Duty(
+    "plan_anneal", "branch off the trunk with a decaying rate", _unannealed, lambda plant, _: plan_anneal(plant),
+    trains=True, fills_disk=True, plans=True,
+)  # fmt: skip
+REPLICATE = Duty(
+    "replicate", "train a champion's anneal again on another order of the data, to measure its noise", _unmeasured, replicate,
+    trains=True, fills_disk=True, plans=True,
+)  # fmt: skip
+PLAN_TRUNK = Duty(
+    "plan_trunk", "plan the trunk's next segment, when there are data for it", _trunk, _plan_trunk, trains=True, fills_disk=True, plans=True
+)  # fmt: skip

@@ -1,0 +1,228 @@
+"""What a person decides while another process holds the workspace, and what the daemon does about it in its next pass."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from factory.core.errors import InputError
+from factory.core.workspace import Workspace
+from factory.duties.asked import ASKED
+from factory.duties.duty import Duty
+from factory.duties.runner import work
+from factory.duties.table import DUTIES
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
+from factory.ledger.ledger import Ledger, candidates, verdicts
+from factory.ledger.plant import Plant
+from factory.ledger.rows import SegmentRow
+from factory.release import releases
+from factory.release.releases import release
+from factory.retrying.asking import answer, ask, asked
+from factory.retrying.endings import FAILED, Ending
+from factory.retrying.rewound import RewoundError
+from factory.retrying.tries import record_death
+from factory.training import planning
+from factory.training.planning import plan_trunk
+from factory.training.segment_folder import record_done
+from tests.support.factory.at_work import at_work
+from tests.support.factory.command import command_here, factory
+from tests.support.factory.errands import next_due
+from tests.support.failing.limits import few_handles
+from tests.support.plants.saved_plant import KINDS, diagnosed, note
+from tests.support.said import Said
+
+HOW = "If it is 'factory run', stop it (Ctrl-C, or 'systemctl stop factory'), run this command, then start it again"
+
+
+def candidate_of(ledger: Ledger, segment: int) -> int:
+    """A candidate that was judged and held."""
+    with ledger.begin() as tx:
+        tx.execute(
+            candidates.insert().values(
+                id=1, segment=segment, checkpoint="c", export_path="e", export_sha256="e", created_at=0.0
+            )
+        )
+        tx.execute(
+            verdicts.insert().values(
+                gate="release", subject="candidate:1", policy_sha256="p", subject_sha256="e", outcome="hold", reasons=[], evidence={},
+                created_at=0.0,
+            )
+        )  # fmt: skip
+    return 1
+
+
+# -- one transaction: it needs no lock ---------------------------------------------------------------------------------
+def test_an_anomaly_is_accepted_another_rejected_and_a_segment_rewound(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
+    first, second = note(ledger, 1, 12), note(ledger, 1, 14)
+    diagnosed(ledger, first, 1, ["true plateau"], [])
+    diagnosed(ledger, second, 1, ["unknown"], [])
+    with at_work(workspace):
+        assert command_here("anomalies", "accept", str(first), home=workspace).stdout.startswith(
+            f"  anomaly {first}: closed"
+        )
+        done = factory("anomalies", "reject", str(second), "-w", str(workspace.root))
+        assert (done.returncode, done.stdout) == (0, f"  anomaly {second}: closed\n")
+        assert "rewound: segment 1" in factory("rewind", "1", "-w", str(workspace.root)).stdout
+    assert not open_anomalies(ledger, KINDS) and SegmentRow.get(ledger, 1).state == "rewound"
+    with pytest.raises(InputError, match="is closed: accepted by"):
+        raise command_here("anomalies", "accept", str(first), home=workspace).exception or AssertionError
+    assert newest_about(ledger, CLOSED)[first]["how"] == "accepted"
+
+
+# -- what the daemon was doing at that moment is given up -----------------------------------------------------------------
+def rewind_here(workspace: Workspace, segment: int) -> None:
+    done = command_here("rewind", str(segment), home=workspace)
+    assert done.exit_code == 0, done.exception
+
+
+def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
+    restored: tuple[Workspace, Ledger],
+) -> None:
+    workspace, ledger = restored
+    row = SegmentRow.get(ledger, 1)
+    number = plan_trunk(Plant(workspace, ledger))
+    planned = SegmentRow.get(ledger, number)
+    rewind_here(workspace, number)
+    with pytest.raises(RewoundError, match=f"segment {number} was rewound meanwhile"):
+        record_done(ledger, planned, Path(row.folder), dict(row.result or {}))
+    with pytest.raises(RewoundError):
+        record_death(ledger, planned, Ending(FAILED, "ended"), 1, 1, final=True)
+    assert SegmentRow.get(ledger, number).state == "rewound"
+
+
+def test_what_is_planned_while_a_person_decides_is_planned_again(
+    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = restored
+    monkeypatch.setattr(planning, "_refuse_padding", lambda *_: rewind_here(workspace, 1))  # in the midst of the plan
+    with pytest.raises(RewoundError, match="it is to be planned again"):
+        plan_trunk(Plant(workspace, ledger))
+    assert [row.state for row in SegmentRow.select(ledger)] == ["rewound"], "none was planned after it"
+    monkeypatch.undo()
+    assert SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger))).parent is None
+
+
+def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
+    restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, ledger = restored
+    candidate_of(ledger, 1)
+    with ledger.begin() as tx:
+        tx.execute(verdicts.update().values(outcome="promote"))
+    monkeypatch.setattr(releases, "check_judged", lambda *_: rewind_here(workspace, 1))  # the last before it is decided
+    with pytest.raises(InputError, match="segment 1 was rewound"):
+        release(Plant(workspace, ledger), 1, approved_by="ann")
+    assert ledger.read("SELECT * FROM releases") == []
+
+
+def only_asked(doing: Callable[[Duty], Duty]) -> tuple[Duty, ...]:
+    """What else there is to do is not of interest."""
+    others = (doing(duty) for duty in DUTIES if not duty.each and duty is not ASKED)
+    return (ASKED, *(replace(duty, due=lambda look: ()) for duty in others))
+
+
+# -- what needs the daemon's hand: it is asked ------------------------------------------------------------------------------
+def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
+    candidate, anomaly = candidate_of(ledger, 1), note(ledger, 1, 12)
+    before = next_due(Plant(workspace, ledger))
+    home = ("-w", str(workspace.root))
+    with at_work(workspace) as process:
+        said = factory("evaluate", "1", *home)
+        told = f"judge 1: 'factory run' does it in its next pass ({workspace.root} is in use: process {process} holds model-loop.lock)"
+        assert (said.returncode, said.stdout) == (0, f"  {told}\n")
+        assert json.loads(command_here("evaluate", "--json", home=workspace).stdout) == {"candidate": 1, "says": told}
+        assert "diagnose 1: 'factory run' does it" in factory("diagnose", "1", "--steps", "7", *home).stdout
+        assert "audit 1: 'factory run' does it" in command_here("audit", "--segment", "1", home=workspace).stdout
+        assert factory("diagnose", "9", *home).returncode == 2
+    wanted = asked(ledger)
+    assert list(wanted) == [f"judge {candidate}", f"diagnose {anomaly}", "audit 1"]
+    assert wanted[f"diagnose {anomaly}"]["replayed_steps"] == 7
+    shown = [line for line in command_here("status", home=workspace).stdout.splitlines() if line.startswith("asked")]
+    assert len(shown) == 3 and re.fullmatch(r"asked +judge 1, by .+: 'factory run' does it in its next pass", shown[0])
+    facts = json.loads(command_here("status", "--json", home=workspace).stdout)["asked"]
+    assert [one["action"] for one in facts] == list(wanted)
+
+    done: list[tuple[str, object, object]] = []
+
+    def doing(duty: Duty) -> Duty:
+        return replace(duty, do=lambda _, subject, **how: done.append((duty.name, subject, how)))
+
+    work(Plant(workspace, ledger), duties=only_asked(doing))
+    assert done == [("judge", 1, {}), ("diagnose", anomaly, {"replayed_steps": 7}), ("audit", 1, {})]
+    assert not asked(ledger) and next_due(Plant(workspace, ledger)) == before
+    assert "asked" not in command_here("status", home=workspace).stdout
+
+
+def test_a_command_that_is_no_daemon_is_not_asked(restored: tuple[Workspace, Ledger]) -> None:
+    """'factory train' does not look for it, and a daemon that begins weeks later is not to find it."""
+    workspace, ledger = restored
+    candidate_of(ledger, 1)
+    with at_work(workspace, "factory"):
+        said = command_here("evaluate", "1", home=workspace)
+    assert HOW in str(said.exception) and not asked(ledger)
+
+
+def test_what_was_asked_for_again_while_it_was_done_is_done_again(ledger: Ledger) -> None:
+    judge = "judge 3"
+    ask(ledger, [judge], "ann")
+    begun = asked(ledger)[judge]["event"]
+    ask(ledger, [judge], "bo")
+    answer(ledger, judge, begun)
+    assert asked(ledger)[judge]["by"] == "bo"
+    answer(ledger, judge, asked(ledger)[judge]["event"])
+    assert not asked(ledger)
+
+
+def test_what_cannot_be_done_any_more_is_said_once(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
+    ask(ledger, ["audit 1", "jugde 1", "judge one"], "ann")
+    said = Said()
+    work(Plant(workspace, ledger, said), duties=only_asked(lambda duty: duty))
+    assert said.lines == [
+        "  'jugde 1' was asked for, and no duty is called 'jugde': 'factory duties' lists them",
+        "  'judge one' was asked for, and 'one' is no number",
+        "  audit 1 is not done: segment 1 is not audited: no window of it was drawn while it trained",
+    ]
+    assert not asked(ledger)
+
+
+def test_a_request_is_not_lost_to_a_fault_of_the_machine(restored: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = restored
+    ask(ledger, ["judge 1"], "ann")
+
+    def fails(*_: object) -> None:
+        with few_handles():
+            Tokenizer.load(workspace.tokenizer)
+
+    with pytest.raises(InputError, match="Too many open files"):
+        work(Plant(workspace, ledger), duties=only_asked(lambda duty: replace(duty, do=fails)))
+    assert list(asked(ledger)) == ["judge 1"]
+
+
+# -- what is refused says what to do ------------------------------------------------------------------------------------------
+def test_a_file_is_put_into_the_inbox_in_place_of_ingest(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    for words in ([], ["--again"]):
+        with at_work(workspace) as process:
+            said = factory("ingest", str(tmp_path / "a.jsonl"), *words, "-w", str(workspace.root))
+        assert said.returncode == 3 and f"process {process} holds model-loop.lock" in said.stderr
+        assert said.stderr.endswith(
+            f"; a running 'factory run' ingests what is put into {workspace.inbox}: put it there\n"
+        )
+
+
+@pytest.mark.parametrize(
+    "words", [["train"], ["anneal"], ["average"], ["clean"], ["doctor", "--repair"], ["restore"], ["upgrade"]]
+)
+def test_a_command_that_is_refused_says_how_to_run_it(workspace: Workspace, ledger: Ledger, words: list[str]) -> None:
+    with at_work(workspace) as process:
+        said = command_here(*words, home=workspace)
+    assert f"process {process} holds model-loop.lock" in str(said.exception) and HOW in str(said.exception), said.output

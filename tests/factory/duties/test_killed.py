@@ -1,0 +1,164 @@
+"""Each duty is killed before it, in the midst of it and after it; the next pass ends as one that nothing disturbed.
+
+The daemon's process is a fork of this one. Its ends of transactions and its changes of names are counted, and at one of them it ends at once,
+as by SIGKILL. What it leaves is compared with what is left undisturbed as the chaos scenarios compare it (``tests.chaos.state``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import factory.backups.backups
+import factory.erasing.erasing
+import factory.repairs.mending
+import factory.retention.watching
+import factory.training.exporting  # noqa: F401 (before the forks)
+from factory.core.workspace import Workspace
+from factory.data.removing import look, remove
+from factory.data.selecting import by_name, fates_of
+from factory.duties.runner import work
+from factory.duties.table import DUTIES
+from factory.ingest.inbox import take
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.training.planning import plan_anneal, plan_trunk
+from factory.training.training import run_segment
+from tests.chaos.state import differences, state_of
+from tests.support.plants.saved_plant import SavedPlant
+
+ENDED, RENAMES = 9, ("os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir", "shutil.rmtree")
+
+
+def arrives(plant: Plant) -> None:
+    rows = (f'{{"id": "n{i}", "text": "{"a new sentence of its own " * 20}{i}", "source": "s{i}"}}\n' for i in range(9))
+    (plant.workspace.inbox / "new.jsonl").write_text("".join(rows))
+
+
+def ingested(plant: Plant) -> None:
+    arrives(plant)
+    take(plant, plant.workspace.inbox / "new.jsonl")
+
+
+def changed(plant: Plant) -> None:
+    """A shard that was filed is another file now."""
+    ingested(plant)
+    (filed,) = (plant.workspace.shards / "raw").iterdir()
+    filed.write_bytes(filed.read_bytes()[: filed.stat().st_size // 2])
+
+
+def taken_out(plant: Plant) -> None:
+    keys = plant.ledger.read("SELECT key FROM documents WHERE fate = 'train' AND domain = 'docs' ORDER BY key LIMIT 2")
+    chosen = look(plant.ledger, by_name(plant.ledger, [row["key"] for row in keys], fates_of(True)), True)
+    remove(plant.ledger, chosen, "ann", "law", erase=True)
+
+
+def annealed(plant: Plant) -> None:
+    run_segment(plant, plan_anneal(plant))
+
+
+# What makes a duty due in a plant with one trained trunk, and how many kills: each costs what the duty does.
+SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
+    "back_up": (lambda plant: None, 3),
+    "finish_removals": (taken_out, 6),
+    "tend_inbox": (changed, 4),
+    "ingest": (arrives, 6),
+    "plan_anneal": (lambda plant: None, 3),
+    "plan_trunk": (ingested, 3),
+    "train": (lambda plant: plan_trunk(plant, 2), 3),
+    "export": (annealed, 3),
+}
+SLOW = {"train": "four trainings, three of which are killed", "export": "an anneal, and four exports"}
+# What needs minutes for each kill, or another scene: where it is killed.
+ELSEWHERE = {
+    "notify": "tests/factory/show/telling/test_notifications.py",
+    "answer_approvals": "tests/factory/release/test_release_approvals.py",
+    "publish": "tests/factory/release/test_releases.py",
+    "show": "tests/factory/show/mlflow/test_tracking.py",
+    "open_reverts": "tests/chaos: audit",
+    "follow_approvals": "tests/factory/code_loop/test_approvals.py",
+    "judge_merged_again": "tests/chaos: merge",
+    "judge_held_again": "tests/chaos: merge",
+    "improve": "tests/factory/code_loop/test_improving.py",
+    "report_releasable": "one event, at once",
+    "finish_release": "tests/factory/release/test_releases.py",
+    "diagnose": "tests/factory/diagnosis/test_diagnosing.py",
+    "release": "tests/factory/release/test_releases.py",
+    "judge": "tests/chaos: judge",
+    "asked": "with the duty that it hands on",
+    "word": "tests/factory/diagnosis/test_wording.py",
+    "audit": "tests/factory/audit/test_auditing.py",
+    "replicate": "tests/factory/test_replicas.py",
+}
+
+
+def in_a_process(root: Path, act: Callable[[Plant], object], end_at: int | None = None) -> int:
+    """``act`` in a fork, ended at the so many-th effect; returns how many it made, or −1: it was ended."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        made, status = 0, 1
+
+        def effect(*_: Any) -> None:
+            nonlocal made
+            if made == end_at:
+                os._exit(ENDED)
+            made += 1
+
+        try:
+            workspace = Workspace.open(root)
+            ledger = Ledger.open(workspace.ledger_url, workspace.root)
+            dialect = ledger.engine.dialect
+            commit = dialect.do_commit
+            dialect.do_commit = lambda connection: (effect(), commit(connection), effect())  # type: ignore[method-assign, assign]
+            sys.addaudithook(lambda event, _: effect() if event in RENAMES else None)
+            act(Plant(workspace, ledger))
+            effect()
+            os.write(writes, str(made).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writes)
+    with os.fdopen(reads) as said:
+        count = said.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == (0 if count else ENDED), f"the process ended with {code}"
+    return int(count or -1)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow(SLOW[name]) if name in SLOW else ()) for name in SCENES]
+)
+def test_killed_at_any_moment_the_next_pass_finishes(name: str, saved_once: SavedPlant) -> None:
+    table = tuple(duty for duty in DUTIES if duty.name == name)
+    a_pass = lambda plant: work(plant, settle=0.0, duties=table)
+    site, root = saved_once.folder, saved_once.workspace.root
+    prepare, kills = SCENES[name]
+
+    with saved_once.restored():
+        in_a_process(root, prepare)
+        before = state_of(site)
+        effects = in_a_process(root, a_pass)
+        undisturbed = state_of(site)
+        assert effects > 1 and (name == "back_up" or undisturbed != before), "it was not done"
+    for which in range(kills):
+        with saved_once.restored():
+            in_a_process(root, prepare)
+            at = which * (effects - 1) // (kills - 1)
+            assert in_a_process(root, a_pass, at) == -1, "it came to its end before the kill"
+            in_a_process(root, a_pass)
+            assert not differences(undisturbed, state_of(site)), f"killed at effect {at} of {effects}"
+
+
+def test_every_duty_is_killed_somewhere() -> None:
+    assert {duty.name for duty in DUTIES} == SCENES.keys() | ELSEWHERE.keys()
+    for place in ELSEWHERE.values():
+        assert not place.endswith(".py") or "kill" in Path(place).read_text().lower(), place

@@ -1,0 +1,65 @@
+"""``factory duties``: what a newcomer reads, and what a program does."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from factory.core.workspace import Workspace
+from factory.duties.duty import Duty, Errand, always
+from factory.duties.listing import NAME, facts, note, read
+from factory.duties.table import DUTIES
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.retrying.asking import TRAINING, pause
+from factory.retrying.backoff import Backoff
+from tests.support.factory.command import command_here
+from tests.support.failing.deaths import plan_row
+
+
+def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspace, ledger: Ledger) -> None:
+    first, second = (plan_row(ledger, kind="anneal", state="done").id for _ in range(2))
+    number = plan_row(ledger).id
+    pause(ledger, TRAINING, "ada", "lunch")
+    backoff = Backoff(60.0, 600.0)
+    backoff.failed(f"export {first}", "its checkpoint is gone")
+    note(workspace, backoff.known(), Errand(next(duty for duty in DUTIES if duty.name == "judge"), 3))
+    policies = workspace.root / "policies"
+    policies.mkdir(exist_ok=True)
+    (policies / "anomalies.yaml").write_text("stepps: 4\n")
+
+    shown = command_here("duties", home=workspace).stdout.splitlines()
+    places = [next(n for n, line in enumerate(shown) if f"  {duty.name}  " in line) for duty in DUTIES]
+    assert places[:-1] == sorted(places[:-1]), "in the order of the table"
+    below = {duty.name: shown[at + 1].strip() for duty, at in zip(DUTIES, places)}
+    assert (
+        below["train"] == f"due: train {number}" and "waits: training is paused by ada since" in shown[places[14] + 2]
+    )
+    assert below["export"] == f"due: export {first}, export {second}"
+    assert f"export {first} rests until " in shown[places[15] + 2] and "after 1 failures" in shown[places[15] + 2]
+    assert below["diagnose"].startswith("due: cannot be told: ") and "did you mean 'steps'?" in below["diagnose"]
+    assert below["judge"].startswith("last done: judge 3, ")
+
+    found = {one["name"]: one for one in json.loads(command_here("duties", "--json", home=workspace).stdout)}
+    assert [one["rank"] for one in found.values()][:3] == [1, 2, 3] and found["notify"]["when"].startswith("every 2 s")
+    assert found["export"]["rests"][f"export {first}"]["until"][:2] == "20", "a moment, as other commands write it"
+    assert found["plan_trunk"]["held"] and not found["export"]["held"] and not found["back_up"]["due"]
+
+
+def test_a_note_changes_only_with_what_it_says(workspace: Workspace) -> None:
+    backoff = Backoff(60.0, 600.0)
+    backoff.failed("judge 3", "no")
+    note(workspace, backoff.known())
+    written = (workspace.logs / NAME).stat()
+    time.sleep(0.01)
+    note(workspace, backoff.known())
+    assert (workspace.logs / NAME).stat().st_ino == written.st_ino, "an idle pass writes nothing"
+    backoff.failed("judge 3", "no")
+    note(workspace, backoff.known())
+    assert read(workspace)["rests"]["judge 3"]["failures"] == 2
+    backoff.succeeded("judge 3")
+    note(workspace, backoff.known(), Errand(Duty("judge", "", always, always), 3))
+    assert read(workspace)["rests"] == {} and read(workspace)["done"]["judge"]["errand"] == "judge 3"
+    (workspace.logs / NAME).write_text("[")
+    assert read(workspace) == {"done": {}, "rests": {}}
+    assert facts(Plant(workspace, Ledger.create(workspace.ledger_url)))

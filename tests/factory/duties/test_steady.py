@@ -1,0 +1,371 @@
+"""Real faults under the daemon: it says each once, waits, goes on when it is gone, and never ends by itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.core import faults
+from factory.core.errors import ConfigError, DiskFullError, FactoryError
+from factory.core.workspace import Workspace
+from factory.duties.duty import Duty, always
+from factory.duties.runner import run, work
+from factory.duties.steady import Steady
+from factory.ingest.inbox import arrived, take
+from factory.ledger.files import SMALL_VOCABULARY, held
+from factory.ledger.ledger import Ledger, record, segments
+from factory.ledger.plant import Plant
+from factory.retrying.backoff import Backoff
+from factory.retrying.tries import retry
+from factory.watching.waiting import failing, lines_of, what_waits
+from tests.support.failing.deaths import plan_row
+from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
+
+TEXT = "A sentence that is long enough to be kept as a document of its own, and not the only one. " * 12
+
+
+@pytest.fixture(autouse=True)
+def _little_text_is_enough(ledger: Ledger) -> None:
+    allow_little_text(ledger)
+
+
+def allow_little_text(ledger: Ledger) -> None:
+    """A sentence or two trains the tokenizer here: a person said so."""
+    with ledger.begin() as tx:
+        record(tx, SMALL_VOCABULARY, "tokenizer", {"by": "ada"})
+
+
+def drop(workspace: Workspace, name: str, text: str = TEXT) -> None:
+    """A shard that has lain in the inbox for a while."""
+    path = workspace.inbox / name
+    path.write_text(f"{name}: {text}")
+    os.utime(path, (time.time() - 60,) * 2)
+
+
+def events(ledger: Ledger, what: str) -> list[tuple[str, str]]:
+    rows = ledger.read("SELECT kind, detail FROM events WHERE subject = 'daemon' ORDER BY id")
+    return [(row["kind"], row["detail"]["error"]) for row in rows if row["detail"].get("what") == what]
+
+
+def test_an_action_that_always_fails_stops_no_other(workspace: Workspace, ledger: Ledger) -> None:
+    """Two anneals whose checkpoints are gone: neither keeps the other, or a shard, from being tried."""
+    first, second = (plan_row(ledger, kind="anneal", state="done").id for _ in range(2))
+    listener = Listener()
+    listener.on[f"export {second} failed"] = lambda: drop(workspace, "shard.txt")
+
+    def mend() -> None:
+        assert [one["what"] for one in failing(ledger)] == [f"export {first}", f"export {second}"]
+        assert all(f"export {n}" in " ".join(lines_of(what_waits(ledger))) for n in (first, second))
+        threading.Timer(1.0, give_up).start()  # some tries later
+
+    def give_up() -> None:
+        with ledger.begin() as tx:
+            tx.execute(segments.update().values(state="rewound"))
+
+    listener.on["shard.txt: 1 documents"] = mend
+    left = {first, second}
+
+    def ended(number: int) -> None:
+        left.remove(number)
+        if not left:
+            enough()
+
+    listener.on[f"export {first} failed, and is no longer to be done"] = lambda: ended(first)
+    listener.on[f"export {second} failed, and is no longer to be done"] = lambda: ended(second)
+    run_until(workspace, ledger, listener)
+    log = workspace.logs / "errors.log"
+    for number in (first, second):
+        assert listener.count(f"export {number} failed: unexpected error, IndexError") == 1, listener.lines
+        assert listener.count(f"traceback in {log}") == 2
+        assert [kind for kind, _ in events(ledger, f"export {number}")] == ["action_failed", "works_again"]
+    assert log.read_text().count("IndexError: list index out of range") > 2, "of each try"
+    assert "last_checkpoint(plant.ledger, segment)" in log.read_text() and not failing(ledger)
+
+
+def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(workspace.root / "backups" / "ledger.db"))
+
+    monkeypatch.setattr("factory.backups.backups.copy_database", full)
+    drop(workspace, "shard.txt")
+    listener = Listener()
+    listener.on["shard.txt: 1 documents"] = enough
+    run_until(workspace, ledger, listener)
+    assert listener.count("back_up failed: no backup was made: the disk is full") == 1, listener.lines
+    assert not list((workspace.root / "backups").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError(errno.EACCES, "Permission denied", "shards/raw"), BlockingIOError(errno.EAGAIN, "fork"), MemoryError()],
+    ids=repr,
+)  # fmt: skip
+def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    drop(workspace, "shard.txt")
+    path = workspace.inbox / "shard.txt"
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr("factory.ingest.inbox.file_away", fails)
+        take(Plant(workspace, ledger), path)
+    assert not held(ledger) and list(arrived(Plant(workspace, ledger), 0)) == [path]
+    take(Plant(workspace, ledger), path)
+    assert not list(workspace.inbox.iterdir())
+
+
+def test_an_action_that_meets_a_lasting_fault_leaves_the_others_their_turn(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer says, pass after pass, that the disk is full. It comes first in each pass, and ends it."""
+    now = [0.0]
+    steady, turns = Steady(Plant(workspace, ledger)), []
+    steady.backoff = Backoff(1.0, 600.0, lambda: now[0])
+
+    def train() -> None:
+        raise DiskFullError("segment 1: the disk is full")
+
+    while now[0] < 3600:
+        now[0] += 5.0
+        if not steady.too_early():
+            try:
+                steady.attempt("train 1", train)
+                steady.attempt("judge 1", lambda: turns.append(now[0]))
+                steady.passed()
+            except DiskFullError as error:
+                steady.pass_failed(error)
+    assert len(turns) > 10, turns
+
+
+def test_what_an_earlier_daemon_said_to_fail_is_known_to_work_again(workspace: Workspace, ledger: Ledger) -> None:
+    number = plan_row(ledger, kind="anneal", state="done").id
+    first = Listener()
+    first.on[f"export {number} failed"] = enough
+    run_until(workspace, ledger, first)
+    assert [one["what"] for one in failing(ledger)] == [f"export {number}"]
+    steady = Steady(Plant(workspace, ledger, second := Listener()))
+    assert steady.attempt(f"export {number}", lambda: None) and not failing(ledger)
+    assert second.lines[-1] == f"  export {number} works again"
+
+
+def test_what_a_person_mended_is_tried_at_once(workspace: Workspace, ledger: Ledger) -> None:
+    number = plan_row(ledger, kind="anneal", state="done").id
+    listener = Listener()
+    listener.on[f"export {number} failed"] = lambda: threading.Timer(0.5, mend).start()
+
+    def mend() -> None:
+        with ledger.begin() as tx:
+            tx.execute(segments.update().values(state="rewound"))
+        assert retry(ledger, None, "ada") == "the daemon tries again now what waits after a failure"
+
+    listener.on["no longer to be done"] = enough
+    run_until(workspace, ledger, listener, 86400.0)
+    assert listener.count("is tried again in 1.44e+03 min, and the rest goes on") == 1
+
+
+def test_an_error_that_nobody_expected_is_said_once_and_gone_on_from(workspace: Workspace, ledger: Ledger) -> None:
+    """An inbox that is a file."""
+    workspace.inbox.rmdir()
+    workspace.inbox.write_text("")
+    listener = Listener()
+    listener.on["looking what is due of ingest failed: unexpected error"] = lambda: threading.Timer(
+        1.0, workspace.inbox.unlink
+    ).start()
+    listener.on["looking what is due of ingest works again"] = enough
+    with pytest.raises(OSError):
+        run(Plant(workspace, ledger, Listener()), once=True)
+    run_until(workspace, ledger, listener)
+    assert [listener.count(f"{name} failed: ") for name in ("tend_inbox", "looking what is due of ingest")] == [1, 1], (
+        listener.lines
+    )
+    assert [kind for kind, _ in events(ledger, "looking what is due of ingest")] == ["action_failed", "works_again"]
+
+
+def test_a_policy_that_cannot_be_read_holds_up_what_needs_it_and_no_longer_than_it_lasts(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    policy = workspace.root / "policies" / "anomalies.yaml"
+    policy.parent.mkdir(exist_ok=True)
+    policy.write_text("stepps: 4\n")
+    listener = Listener()
+    listener.on["stepps"] = lambda: drop(workspace, "shard.txt")
+    listener.on["shard.txt: 1 documents"] = lambda: threading.Timer(0.5, policy.unlink).start()
+    listener.on["looking what is due of diagnose works again"] = enough
+    with pytest.raises(ConfigError):
+        run(Plant(workspace, ledger, Listener()), once=True)
+    run_until(workspace, ledger, listener)
+    assert listener.count(" failed: ") == 1 and "did you mean 'steps'?" in listener.lines[0], listener.lines
+
+
+def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_others_go_on(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    """Whether it raises when it is asked what is due, or when it is done."""
+    turns: list[str] = []
+    passes = [0]
+
+    def raises(*_: object) -> Any:
+        raise RuntimeError("it is broken")
+
+    def once_a_pass(name: str) -> Duty:
+        do = lambda _, subject: turns.append(f"{name} {subject}")
+        return Duty(name, "", lambda look: [passes[0]] if f"{name} {passes[0]}" not in turns else [], do)
+
+    table = (
+        Duty("tidy", "", always, raises, each="pass"),
+        Duty("sort", "", raises, raises),
+        once_a_pass("cook"),
+        Duty("wash", "", lambda look: [1, 2], raises),
+        once_a_pass("serve"),
+    )
+    now = [0.0]
+    steady = Steady(Plant(workspace, ledger, listener := Listener()))
+    steady.backoff = Backoff(10.0, 600.0, lambda: now[0])
+    for _ in range(12):
+        now[0] += 5.0
+        passes[0] += 1
+        assert work(Plant(workspace, ledger), attempts=steady, duties=table) == 2
+        steady.passed()
+    assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
+    names = ["tidy", "looking what is due of sort", "wash 1", "wash 2"]
+    assert [line.partition(" failed: ")[0].strip() for line in listener.lines] == names, "each is said once"
+    assert all("unexpected error, RuntimeError: it is broken (traceback in" in line for line in listener.lines)
+    tries = (workspace.logs / "errors.log").read_text()
+    assert [tries.count(f" {name}\n") for name in names] == [3] * 4, (
+        "at 5, 15 and 35 s of sixty: it rests longer each time"
+    )
+    with pytest.raises(RuntimeError):
+        work(Plant(workspace, ledger), duties=table)
+
+
+def test_a_duty_that_comes_up_again_without_effect_is_refused(workspace: Workspace, ledger: Ledger) -> None:
+    done: list[object] = []
+    table = (Duty("spin", "", lambda look: [4], lambda _, subject: done.append(subject)),)
+    with pytest.raises(FactoryError, match="^no progress on spin 4: run 'factory doctor'$"):
+        work(Plant(workspace, ledger), duties=table)
+    assert done == [4, 4, 4]
+
+
+def test_a_locked_ledger_is_waited_for(workspace: Workspace, ledger: Ledger) -> None:
+    other = sqlite3.connect(workspace.root / "ledger.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    drop(workspace, "shard.txt")
+    listener = Listener()
+    listener.on["the ledger is locked by another process: end that process"] = lambda: threading.Timer(
+        1.5, other.rollback
+    ).start()
+    listener.on["a pass works again"] = enough
+    run_until(workspace, impatient(Ledger(workspace.ledger_url)), listener)
+    assert listener.count("is locked") == 1 and listener.count("shard.txt: 1 documents") == 1, listener.lines
+    assert [kind for kind, _ in events(ledger, "a pass")] == ["pass_failed", "works_again"]
+    assert not list(workspace.inbox.iterdir())
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "16m") as folder:
+        yield folder
+
+
+def test_a_full_disk_is_waited_for(disk: Path) -> None:
+    workspace = Workspace.create(disk / "workspace")
+    ledger = Ledger.create(workspace.ledger_url)
+    allow_little_text(ledger)
+    drop(workspace, "first.txt")
+    listener = Listener()
+    listener.on["first.txt: 1 documents"] = lambda: (drop(workspace, "shard.txt"), fill(disk))
+    listener.on["the disk is full"] = lambda: threading.Timer(1.0, (disk / "ballast").unlink).start()
+    listener.on["a pass works again"] = enough
+    run_until(workspace, ledger, listener)
+    said = [line for line in listener.lines if "the disk is full" in line]
+    assert (
+        len(said) == 1
+        and "free some space. The factory waits, looks again at least every 60 s and goes on by itself" in said[0]
+    )
+    assert listener.count("shard.txt: 1 documents") == 1 and not list(workspace.inbox.iterdir())
+    assert [(row["state"], row["rows"]) for row in ledger.read("SELECT state, rows FROM shards")] == [
+        ("ingested", 1)
+    ] * 2
+    assert events(ledger, "a pass")[-1][0] == "works_again"
+
+
+def test_a_read_only_folder_is_waited_for(workspace: Workspace, ledger: Ledger) -> None:
+    (workspace.shards / "raw").mkdir()
+    drop(workspace, "shard.txt")
+    folder = str(workspace.shards)
+    words = [["mount", "--bind", folder, folder], ["mount", "-o", "remount,bind,ro", folder]]
+    if any(subprocess.run(one, check=False, capture_output=True).returncode for one in words):
+        pytest.skip("this user may mount no folder")
+    listener = Listener()
+    free = lambda: subprocess.run(["umount", "--lazy", folder], check=True)
+    listener.on["there is no permission to write"] = lambda: threading.Timer(1.0, free).start()
+    listener.on["a pass works again"] = enough
+    run_until(workspace, ledger, listener)
+    assert listener.count(f"there is no permission to write ({folder}") == 1, listener.lines
+    assert listener.count("make it writable for this user. The factory waits") == 1
+    assert listener.count("shard.txt: 1 documents") == 1
+
+
+def test_too_few_file_handles_are_waited_for(workspace: Workspace, ledger: Ledger) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    listener = Listener()
+
+    def give() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    def take() -> None:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (3, limits[1])
+        )  # which 0, 1 and 2 have: no file can be opened any more
+
+    drop(workspace, "first.txt")
+    listener.on["first.txt: 1 documents"] = take
+    listener.on["too few file handles are left"] = lambda: threading.Timer(1.0, give).start()
+    listener.on["a pass works again"] = enough
+    try:
+        run_until(workspace, ledger, listener)
+    finally:
+        give()
+    assert listener.count("raise 'ulimit -n', or end other programs. The factory waits") == 1, listener.lines
+
+
+@pytest.mark.parametrize("jump", [-10 * 86400.0, 400 * 86400.0])
+def test_a_clock_that_jumps_stops_nothing(
+    workspace: Workspace, ledger: Ledger, jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = plan_row(ledger, kind="anneal", state="done").id
+    clock = time.time
+    listener = Listener()
+
+    def leap() -> None:
+        monkeypatch.setattr(time, "time", lambda: clock() + jump)
+        drop(workspace, "shard.txt")
+
+    def mend() -> None:
+        with ledger.begin() as tx:
+            tx.execute(segments.update().values(state="rewound"))
+
+    listener.on[f"export {number} failed"] = leap
+    listener.on["shard.txt: 1 documents"] = mend
+    listener.on["no longer to be done"] = enough
+    run_until(workspace, ledger, listener)
+    assert listener.count("failed") == 2, listener.lines
+
+
+def test_each_fault_has_words_of_its_own() -> None:
+    every = [one for one in vars(faults).values() if isinstance(one, faults.Fault)]
+    assert len({one.says for one in every}) == len(every) >= 9 and all(one.exit_code in range(71, 76) for one in every)
