@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from factory.core.workspace import Config, Workspace
-from factory.git.repository import live_commit, remove_worktree
+from factory.git.repository import checkout_live, live_commit, remove_worktree
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -123,7 +123,9 @@ def make_plant(root: Path, repository: Path, **recipe: object) -> tuple[Workspac
         close(workspace, fill(workspace))
 
     kept(("trained", live_commit(repository), recipe), root / "plant", make, {"code": repository})
-    return opened(root / "plant")
+    made = opened(root / "plant")
+    checkout_live(made[0])  # as its trainer left it
+    return made
 
 
 def close(workspace: Workspace, ledger: Ledger) -> None:
