@@ -27,7 +27,6 @@ from factory.show.mlflow.store import mlflow_errors
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
-EVERY_SECONDS = 15.0  # a word is answered within a minute
 BY_TAG = "approval_by"  # who gave the word, where MLflow has people log in
 IN_MLFLOW = "mlflow"
 REFUSED_WORD = "refused"

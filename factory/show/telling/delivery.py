@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from factory.core.errors import ConfigError, FactoryError
-from factory.core.progress import Progress
+from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff, in_words
@@ -19,7 +18,6 @@ from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy
 from factory.watching.notified import FILE, read_positions
 from kernels.contract.files import write_atomically
 
-EVERY_SECONDS = 2.0
 EVENTS_AT_ONCE = 200
 
 
@@ -108,11 +106,3 @@ def _positions(workspace: Workspace) -> dict[str, Any]:
             f"{path} cannot be read: remove it, and whoever is notified is told what happens from then on"
         )
     return found
-
-
-def last_look(notifier: Notifier, progress: Progress) -> None:
-    """Before a process ends: what fails is said, and delivered by the next one."""
-    try:
-        notifier.look()
-    except (FactoryError, OSError) as error:
-        progress.line(f"  notifying failed: {error}")
