@@ -18,9 +18,9 @@ import sqlalchemy as sa
 from factory.core.workspace import PATIENCE
 from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about
 from factory.ledger.files import MLFLOW_REMADE, RETIRED
-from factory.ledger.ledger import Ledger, exchanges
+from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.show.mlflow.outages import shown
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import AUDITED, CLOSED, DELETED, DIAGNOSIS_SHOWN, PROFILE_SHOWN, SHOWN, Tracking
@@ -34,38 +34,40 @@ class Showing:
     """``behind``: of what is not shown, numbers or the like, from the ledger alone. ``show``: one of them, safe to repeat."""
 
     name: str
-    behind: Callable[[Plant], Iterable[Any]]
+    behind: Callable[[Plant, Reads], Iterable[Any]]
     show: Callable[[Plant, Tracking, Any], object]
 
 
-def catch_up(plant: Plant, only: str = "") -> None:
-    """Show all that is not shown yet, or one showing's part of it. What MLflow cannot take now is said once, and shown by a later call.
+def catch_up(plant: Plant) -> None:
+    """Show all that is not shown yet. What MLflow cannot take now is said once, and shown by a later call.
 
     Raises: ConfigError, and what a fault of the machine makes of it.
     """
-    tracking, say = Tracking.open(plant), plant.progress.line
-    for showing in PAGES:
-        for one in showing.behind(plant):
+    tracking = Tracking.open(plant)
+    with plant.ledger.snapshot() as db:
+        pages, rest = ([(one, [*one.behind(plant, db)]) for one in showings] for showings in (PAGES, IN_MLFLOW))
+    for showing, behind in pages:
+        for one in behind:
             showing.show(plant, tracking, one)
-    shown(say, partial(_in_mlflow, plant, tracking, [one for one in IN_MLFLOW if only in ("", one.name)]))
+    if any(behind for _, behind in rest):
+        shown(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
 
 
-def _in_mlflow(plant: Plant, tracking: Tracking, showings: Sequence[Showing]) -> bool:
+def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[Showing, list[Any]]]) -> bool:
     """Raises: TrackingError; WorkspaceError while another process shows."""
-    for showing in showings:
-        if behind := [*showing.behind(plant)]:
-            with plant.workspace.lock("tracking", PATIENCE):  # two processes would send the same twice
-                check_writable(plant.workspace)
-                for one in behind:
-                    showing.show(plant, tracking, one)
+    with plant.workspace.lock("tracking", PATIENCE):  # two processes would send the same twice
+        check_writable(plant.workspace)
+        for showing, behind in rest:
+            for one in behind:
+                showing.show(plant, tracking, one)
     return True
 
 
 # -- pages --------------------------------------------------------------------------------------------------------------
-def _candidates_without_page(plant: Plant) -> list[int]:
+def _candidates_without_page(plant: Plant, db: Reads) -> list[int]:
     """Judged, and without a page, or with one from before the verdict or the release."""
-    judged, found = VerdictRow.select(plant.ledger, "WHERE gate = 'release' ORDER BY id"), []
-    released = {row.candidate: row for row in ReleaseRow.select(plant.ledger)} if judged else {}
+    judged, found = VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id"), []
+    released = {row.candidate: row for row in ReleaseRow.select(db)} if judged else {}
     for verdict in judged:
         page, release = release_report.page_of(plant, verdict.number), released.get(verdict.number)
         newest = max(verdict.created_at, release.created_at if release else 0.0)
@@ -74,35 +76,35 @@ def _candidates_without_page(plant: Plant) -> list[int]:
     return [*dict.fromkeys(found)]
 
 
-def _proposals_without_page(plant: Plant) -> list[int]:
+def _proposals_without_page(plant: Plant, db: Reads) -> list[int]:
     sql = "SELECT number FROM proposals WHERE verdict IS NOT NULL AND report IS NULL ORDER BY number"
-    return [row["number"] for row in plant.ledger.read(sql)]
+    return [row["number"] for row in db.read(sql)]
 
 
-def _diagnoses(plant: Plant) -> list[tuple[int, float, dict[str, Any]]]:
+def _diagnoses(db: Reads) -> list[tuple[int, float, dict[str, Any]]]:
     """(newest event about it or its words, when that was, what it says) of the newest diagnosis of each episode."""
     sql = (
         "SELECT MAX(id) AS id, MAX(at) AS at, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
     )
-    newest = {row["subject"]: row for row in plant.ledger.read(sql, diagnosed=DIAGNOSED, worded=WORDED)}
+    newest = {row["subject"]: row for row in db.read(sql, diagnosed=DIAGNOSED, worded=WORDED)}
     if not newest:
         return []
-    details = {detail["lead"]: detail for detail in newest_about(plant.ledger, DIAGNOSED).values()}
+    details = {detail["lead"]: detail for detail in newest_about(db, DIAGNOSED).values()}
     about = [(newest[str(Subject("anomaly", lead))], details[lead]) for lead in sorted(details)]
     return [(row["id"], row["at"], detail) for row, detail in about if detail.get("report")]
 
 
-def _diagnoses_without_page(plant: Plant) -> list[dict[str, Any]]:
+def _diagnoses_without_page(plant: Plant, db: Reads) -> list[dict[str, Any]]:
     """Or with one from before its words."""
-    found = [(anomaly_page.page_of(plant, detail), at, detail) for _, at, detail in _diagnoses(plant)]
+    found = [(anomaly_page.page_of(plant, detail), at, detail) for _, at, detail in _diagnoses(db)]
     return [detail for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
 
 
 # -- MLflow -------------------------------------------------------------------------------------------------------------
-def _unclosed(plant: Plant) -> list[int]:
+def _unclosed(plant: Plant, db: Reads) -> list[int]:
     """Segments that ended, and whose runs are open."""
-    ended = plant.ledger.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
-    closed = _newest(plant.ledger, CLOSED) if ended else {}
+    ended = db.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
+    closed = _newest(db, CLOSED) if ended else {}
     return [row["id"] for row in ended if f"segment:{row['id']}" not in closed]
 
 
@@ -113,28 +115,28 @@ def _close(plant: Plant, tracking: Tracking, number: int) -> None:
     follower.finish()
 
 
-def _any_judged(plant: Plant) -> list[None]:
+def _any_judged(plant: Plant, db: Reads) -> list[None]:
     """MLflow is asked what it shows, as people move aliases and delete versions there."""
-    return [None] if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") else []
+    return [None] if VerdictRow.first(db, "WHERE gate = 'release'") else []
 
 
-def _unshown_proposals(plant: Plant) -> list[int]:
+def _unshown_proposals(plant: Plant, db: Reads) -> list[int]:
     """Whose run does not show the state that they are in."""
     sql = """SELECT number, state FROM proposals WHERE state IN ('judged', 'approved', 'rejected', 'reverted', 'superseded') ORDER BY number"""
-    found = [(row["number"], row["state"]) for row in plant.ledger.read(sql)]
-    told = _newest(plant.ledger, SHOWN) if found else {}
+    found = [(row["number"], row["state"]) for row in db.read(sql)]
+    told = _newest(db, SHOWN) if found else {}
     return [number for number, state in found if told.get(f"proposal:{number}") != {"state": state}]
 
 
-def _unshown_audits(plant: Plant) -> list[VerdictRow]:
-    rows = VerdictRow.select(plant.ledger, "WHERE gate = 'audit' AND subject LIKE 'segment:%' ORDER BY id")
-    told = _newest(plant.ledger, AUDITED) if rows else {}
+def _unshown_audits(plant: Plant, db: Reads) -> list[VerdictRow]:
+    rows = VerdictRow.select(db, "WHERE gate = 'audit' AND subject LIKE 'segment:%' ORDER BY id")
+    told = _newest(db, AUDITED) if rows else {}
     return [row for row in rows if str(Subject("verdict", row.id)) not in told]
 
 
-def _unshown_diagnoses(plant: Plant) -> list[tuple[int, dict[str, Any]]]:
-    found = _diagnoses(plant)
-    told = _newest(plant.ledger, DIAGNOSIS_SHOWN) if found else {}
+def _unshown_diagnoses(plant: Plant, db: Reads) -> list[tuple[int, dict[str, Any]]]:
+    found = _diagnoses(db)
+    told = _newest(db, DIAGNOSIS_SHOWN) if found else {}
     return [(event, detail) for event, _, detail in found if f"diagnosis:{event}" not in told]
 
 
@@ -144,33 +146,30 @@ def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, 
     tracking.segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
 
 
-def _unshown_profiles(plant: Plant) -> list[int]:
-    rows = plant.ledger.read("SELECT id, path FROM profiles ORDER BY id")
-    told = _newest(plant.ledger, PROFILE_SHOWN) if rows else {}
+def _unshown_profiles(plant: Plant, db: Reads) -> list[int]:
+    rows = db.read("SELECT id, path FROM profiles ORDER BY id")
+    told = _newest(db, PROFILE_SHOWN) if rows else {}
     return [row["id"] for row in rows if f"profile:{row['id']}" not in told and Path(row["path"]).is_file()]
 
 
-def _undeleted(plant: Plant) -> list[list[str]]:
+def _undeleted(plant: Plant, db: Reads) -> list[list[str]]:
     """Names of the runs that were retired, at once: MLflow takes seconds to remove any."""
-    rows = plant.ledger.read(
-        "SELECT subject FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id", kind=RETIRED
-    )
+    rows = db.read("SELECT subject FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id", kind=RETIRED)
     names = [PurePosixPath(row["subject"]).name for row in rows]
-    told = _newest(plant.ledger, DELETED) if names else {}
+    told = _newest(db, DELETED) if names else {}
     left = [name for name in names if f"run:{name}" not in told]
     return [left] if left else []
 
 
-def _untraced(plant: Plant) -> list[dict[str, Any]]:
+def _untraced(plant: Plant, db: Reads) -> list[dict[str, Any]]:
     if not sa.inspect(plant.ledger.engine).has_table(exchanges.name):  # a ledger may be older
         return []
-    without = sa.select(exchanges).where(exchanges.c.trace.is_(None), exchanges.c.file.is_not(None))
-    return plant.ledger.rows(without.order_by(exchanges.c.id))
+    return db.read("SELECT * FROM exchanges WHERE trace IS NULL AND file IS NOT NULL ORDER BY id")
 
 
-def _newest(ledger: Ledger, kind: str) -> dict[str, Any]:
+def _newest(db: Reads, kind: str) -> dict[str, Any]:
     """subject → the detail of its newest event of a kind, since MLflow's database was made anew."""
-    rows = ledger.read(
+    rows = db.read(
         "SELECT subject, detail FROM events WHERE kind = :kind AND id > "
         "(SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = :remade) ORDER BY id",
         kind=kind,

@@ -24,6 +24,7 @@ from factory.release import releases, serving
 from factory.show.mlflow import registry, runs, store
 from factory.show.mlflow.registry import MODEL, start_pages
 from factory.show.mlflow.releases import POINTED, register_candidate
+from factory.show.mlflow.runs import CLOSED
 from factory.show.mlflow.store import open_client
 from tests.support.factory.shown import reconcile, release, rollback
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
@@ -45,7 +46,7 @@ def in_mlflow(workspace: Workspace) -> tuple[list[tuple[str, str]], dict[str, st
 def kinds(ledger: Ledger) -> list[str]:
     """Of the events, but for those that tell what MLflow shows."""
     rows = ledger.rows(sa.select(events.c.kind).order_by(events.c.id))
-    return [row["kind"] for row in rows if row["kind"] != POINTED]
+    return [row["kind"] for row in rows if row["kind"] not in (POINTED, CLOSED)]
 
 
 def best(ledger: Ledger) -> ReleaseRow:
