@@ -6,6 +6,7 @@ as by SIGKILL. What it leaves is compared with what is left undisturbed as the c
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -31,14 +32,15 @@ from factory.ledger.plant import Plant
 from factory.training.planning import plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.chaos.state import differences, state_of
+from tests.support.factory.made_up_text import prose
 from tests.support.plants.saved_plant import SavedPlant
 
 ENDED, RENAMES = 9, ("os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir", "shutil.rmtree")
 
 
 def arrives(plant: Plant) -> None:
-    rows = (f'{{"id": "n{i}", "text": "{"a new sentence of its own " * 20}{i}", "source": "s{i}"}}\n' for i in range(9))
-    (plant.workspace.inbox / "new.jsonl").write_text("".join(rows))
+    rows = ({"id": f"n{i}", "text": prose(5000 + i), "source": f"s{i}", "license": "MIT"} for i in range(40))
+    (plant.workspace.inbox / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def ingested(plant: Plant) -> None:
