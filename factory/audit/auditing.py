@@ -28,7 +28,6 @@ from factory.core.workspace import Workspace
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.session import Weights
 from factory.gates.patch.training import for_one_rank
-from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
@@ -38,6 +37,7 @@ from factory.runs.arm import Arm
 from factory.runs.distance import same_bits, unlike
 from factory.runs.running import Runs
 from factory.runs.trace import Trace
+from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.segment_folder import spec_of
 from kernels.contract.choice import resolved_text
 from kernels.contract.files import finite

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 
 from factory.gates.patch.session import Rest
-from factory.gates.untrusted_files import UntrustedFileError
 from factory.runs.trace import Trace
+from factory.runs.untrusted_files import UntrustedFileError
 from trainer.contract.checkpoint.format import Checkpoint
 
 # Of a line of metrics.jsonl, what depends on the clock and the machine's memory.

@@ -1,4 +1,7 @@
-"""``factory runs``: what was trained beside the segments, to compare."""
+"""``factory runs``: what was trained beside the segments, to compare.
+
+Apart because each group of commands is one file.
+"""
 
 from __future__ import annotations
 

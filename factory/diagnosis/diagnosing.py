@@ -31,7 +31,6 @@ from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.diagnosis.ladder import ladder_of
 from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
 from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
 from factory.ledger.ledger import Ledger, record
@@ -42,6 +41,7 @@ from factory.runs.arm import Arm
 from factory.runs.running import Runs
 from factory.runs.sandboxed import Ended, SandboxedTrainer
 from factory.runs.trace import step_lines
+from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
 from kernels.contract.files import finite

@@ -1,4 +1,7 @@
-"""What went wrong while training: its cause is found before its candidate is judged, which is held if the segment is rewound."""
+"""What went wrong while training: its cause is found before its candidate is judged, which is held if the segment is rewound.
+
+Apart because a duty is one file, and one line of the table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What lies in the inbox: it is ingested before all else, as it is quick, and nothing that goes wrong later may keep data out."""
+"""What lies in the inbox: it is ingested before all else, as it is quick, and nothing that goes wrong later may keep data out.
+
+Apart because a duty is one file, and one line of the table.
+"""
 
 from __future__ import annotations
 

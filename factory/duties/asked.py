@@ -1,4 +1,7 @@
-"""What a person asks of a daemon that runs ('judge 3'): it is done once, after what is half done and before what lasts."""
+"""What a person asks of a daemon that runs ('judge 3'): it is done once, after what is half done and before what lasts.
+
+Apart because a duty is one file, and one line of the table.
+"""
 
 from __future__ import annotations
 

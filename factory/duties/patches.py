@@ -1,4 +1,7 @@
-"""Patches that were judged: what people and policies decided of them is carried out, and what is merged is looked at again."""
+"""Patches that were judged: what people and policies decided of them is carried out, and what is merged is looked at again.
+
+Apart because a duty is one file, and one line of the table.
+"""
 
 from __future__ import annotations
 

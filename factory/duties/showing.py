@@ -1,4 +1,7 @@
-"""What people see, and what they say there: MLflow, the folder that is served, receivers of notifications."""
+"""What people see, and what they say there: MLflow, the folder that is served, receivers of notifications.
+
+Apart because a duty is one file, and one line of the table.
+"""
 
 from __future__ import annotations
 

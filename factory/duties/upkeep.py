@@ -1,4 +1,7 @@
-"""Small things that keep a factory in order."""
+"""Small things that keep a factory in order.
+
+Apart because a duty is one file, and one line of the table.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from typing import Any
 from factory.core.errors import SegmentError
 from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_json, read_object
-from factory.gates.untrusted_files import UntrustedFileError, read_bytes
 from factory.runs.folders import result_of
+from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.errors import TrainerError

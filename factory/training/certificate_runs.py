@@ -15,7 +15,6 @@ from typing import Any
 
 from factory.computing import computing
 from factory.core.faults import is_of_no_file
-from factory.gates.untrusted_files import UntrustedFileError
 from factory.git.repository import CheckoutError, RepositoryError, changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -26,6 +25,7 @@ from factory.runs.distance import Tensors, apart, sizes, together
 from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import Trace, read_checkpoint
+from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Numbers
 from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of

@@ -15,7 +15,6 @@ from pathlib import Path
 from factory.computing import computing
 from factory.core.errors import SegmentError
 from factory.core.faults import is_of_no_file
-from factory.gates.untrusted_files import UntrustedFileError
 from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
@@ -24,6 +23,7 @@ from factory.runs.distance import distance, nudged, shares_of, weights_apart
 from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import Series, Trace, read_checkpoint
+from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
 from factory.training.planning import plan_of
 from factory.training.preflight import LEAD, NUDGED, ROUNDING, WAYS, FromStraight, PreflightEvidence, Way, small_recipe

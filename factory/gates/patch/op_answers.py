@@ -26,7 +26,7 @@ from factory.gates.case import StageEvidence, failed, missing, passed
 from factory.gates.patch.executed import EXECUTED, Executed
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
-from factory.gates.untrusted_files import UntrustedFileError, read_bytes, read_tensors
+from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 

@@ -21,7 +21,7 @@ from factory.core import devices
 from factory.gates.case import StageEvidence, failed
 from factory.gates.patch.op_answers import Answers, driver, errors_of, executed_in, identical, named, recording
 from factory.gates.patience import Patience, out_of_time, patiently, stopped
-from factory.gates.untrusted_files import UntrustedFileError, read_bytes, read_tensors
+from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
 
 TRUTH_ROUNDING = 1e-9  # of the largest: sums in fp64 in another order, far below fp32's resolution

@@ -26,7 +26,8 @@ import torch
 
 from factory.core.faults import is_of_no_file
 from factory.core.removal import remove
-from factory.gates.untrusted_files import (
+from factory.runs.folders import reveal
+from factory.runs.untrusted_files import (
     UntrustedFileError,
     object_of,
     read_bytes,
@@ -34,7 +35,6 @@ from factory.gates.untrusted_files import (
     read_tensors,
     tensors_of,
 )
-from factory.runs.folders import reveal
 from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
 from factory.sandbox.clock import CpuSeconds

@@ -34,8 +34,8 @@ from factory.gates.patch.session import Weights, read_weights
 from factory.gates.patch.training import for_one_rank
 from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.training_start import Start
-from factory.gates.untrusted_files import read_bytes
 from factory.runs.folders import reveal
+from factory.runs.untrusted_files import read_bytes
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 from trainer.contract.data.data_plan import DataPlan

@@ -13,9 +13,9 @@ import torch
 from factory.audit.comparing import anomalies_differ, lines_differ, read_whole
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
-from factory.gates.untrusted_files import UntrustedFileError
 from factory.runs.distance import same_bits, unlike
 from factory.runs.trace import Trace
+from factory.runs.untrusted_files import UntrustedFileError
 from trainer.contract.checkpoint.format import Checkpoint, save
 
 POLICY = AuditPolicy()

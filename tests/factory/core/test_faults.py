@@ -26,11 +26,11 @@ from factory.core.workspace import Workspace, load_yaml
 from factory.doctor import examine
 from factory.duties import steady
 from factory.duties.steady import words_of
-from factory.gates.untrusted_files import UntrustedFileError, read_bytes
 from factory.git.git_store import RepositoryError
 from factory.git.git_store import git as factory_git
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.reader import Reader
+from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
 from tests.support.failing.nights import impatient

@@ -16,7 +16,6 @@ import pytest
 from factory.core import devices
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
-from factory.gates.untrusted_files import UntrustedFileError
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import RunRow, Subject
@@ -27,6 +26,7 @@ from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs, every_run, in_words
 from factory.runs.sandboxed import Ended, SandboxedTrainer
 from factory.runs.trace import Trace
+from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S

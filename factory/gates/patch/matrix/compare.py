@@ -22,7 +22,7 @@ import torch
 from factory.core.faults import is_of_no_file
 from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns
-from factory.gates.untrusted_files import UntrustedFileError, object_of, read_bytes, read_object, tensors_of
+from factory.runs.untrusted_files import UntrustedFileError, object_of, read_bytes, read_object, tensors_of
 
 FILE_BYTES = 1 << 26
 CLOCKED = {"time", "tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "memory", "seconds", "speed"}

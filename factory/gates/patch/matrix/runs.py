@@ -33,7 +33,7 @@ from factory.gates.patch.matrix.cases import (
     recipe_with,
 )
 from factory.gates.patch.matrix.starts import ANNEALED, OTHER, TRUNK, MatrixData, derived, interrupt, make_data
-from factory.gates.untrusted_files import UntrustedFileError, read_bytes
+from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 from trainer.contract.checkpoint import format as checkpoints

@@ -13,7 +13,7 @@ import torch
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.compare import Discrepancy
 from factory.gates.patch.matrix.runs import copy_libraries
-from factory.gates.untrusted_files import UntrustedFileError
+from factory.runs.untrusted_files import UntrustedFileError
 
 
 @pytest.mark.parametrize("told", [math.nan, math.inf, "2.0", None, 2])

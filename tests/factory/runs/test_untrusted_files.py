@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from factory.core.faults import HANDLES, fault_of, is_of_the_machine
-from factory.gates.untrusted_files import UntrustedFileError, read_tensors
+from factory.runs.untrusted_files import UntrustedFileError, read_tensors
 from tests.support.failing.limits import few_handles
 
 LIMIT = 4096
