@@ -199,12 +199,6 @@ factory/cli/audit.py
 factory/cli/cleaning.py
 factory/cli/policy_sources.py
 factory/cli/serve.py
-factory/duties/anomalies.py
-factory/duties/arrivals.py
-factory/duties/asked.py
-factory/duties/patches.py
-factory/duties/showing.py
-factory/duties/upkeep.py
 factory/gates/patch/stages/evals.py
 factory/gates/patch/stages/static.py
 factory/gates/recipe/static.py
