@@ -21,6 +21,7 @@ from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals, verdicts
 from factory.ledger.plant import Plant
+from factory.show.catching_up import catch_up
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
 
@@ -72,6 +73,7 @@ def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -
 def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     before = branches(made)
     number = submitting.submit(Plant(made.workspace, made.ledger), drafted("factory/gates/release/judge.py"), made.base)
+    catch_up(Plant(made.workspace, made.ledger))
     row = row_of(made, number)
     verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
     assert row["state"] == "judged" and row["commit"] is None and branches(made) == before

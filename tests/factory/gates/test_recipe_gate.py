@@ -26,6 +26,7 @@ from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.ledger.plant import Plant
+from factory.show.catching_up import catch_up
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
 from tests.support.factory.code_loop import Made, make
@@ -264,7 +265,8 @@ def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None
 def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 0.9"))
     assert found.verdict["outcome"] == "reject" and "learns worse" in found.verdict["reasons"][0]
-    page = Path(found.row["report"]).read_text()
+    catch_up(Plant(made.workspace, made.ledger))
+    page = Path(judged(made, found.number).row["report"]).read_text()
     measured = re.search(r"Measured</dt><dd>(-[0-9.]+) bits per byte", page)
     assert measured and float(measured[1]) == pytest.approx(
         found.verdict["evidence"]["gain"]["bits_per_byte"], abs=1e-4

@@ -199,6 +199,7 @@ def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
         tx.exec_driver_sql("ALTER TABLE held_out DROP COLUMN sealed")
         tx.exec_driver_sql("ALTER TABLE held_out RENAME COLUMN group_key TO source")
         tx.exec_driver_sql("DROP TABLE relabels")
+        tx.exec_driver_sql("DROP TABLE runs")
         tx.exec_driver_sql("DELETE FROM meta WHERE key = 'identity'")
         tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
     with pytest.raises(WorkspaceError, match="pg_dump, then run 'factory upgrade --i-have-a-backup'"):
