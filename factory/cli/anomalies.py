@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
-from factory.ledger.plant import Plant
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, person, print_json
 
 anomalies = typer.Typer(no_args_is_help=True, help="What went wrong while training, and what is done about it.")
 app.add_typer(anomalies, name="anomalies")
@@ -29,26 +28,24 @@ def diagnose(
     The daemon does this by itself after a segment that had one; while it runs, it does this in its next pass.
     """
     from factory.cli.core.beside_daemon import hold_or_ask
-    from factory.core.progress import SILENT
     from factory.diagnosis.diagnosing import diagnose_and_act
     from factory.diagnosis.wording import word_waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
     from factory.ledger.anomalies import AnomalyRow, undiagnosed
 
-    workspace, ledger, terminal = open_workspace(where)
-    kinds = AnomalyPolicy.load(workspace.policy("anomalies.yaml")).kinds
-    number = undiagnosed(ledger, kinds) if anomaly is None else anomaly
+    plant, terminal = open_plant(where, as_json)
+    kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
+    number = undiagnosed(plant.ledger, kinds) if anomaly is None else anomaly
     if number is None:
         print_json({}) if as_json else terminal.line("  no anomaly waits for a diagnosis")
         return
     with ExitStack() as held:
-        wanted = [f"diagnose {AnomalyRow.get(ledger, number).id}"]
-        if said := hold_or_ask(held, Plant(workspace, ledger), wanted, replayed_steps=steps):
+        wanted = [f"diagnose {AnomalyRow.get(plant.ledger, number).id}"]
+        if said := hold_or_ask(held, plant, wanted, replayed_steps=steps):
             print_json({"anomaly": number, "says": said}) if as_json else terminal.line(f"  {said}")
             return
-        progress = SILENT if as_json else terminal
-        found = diagnose_and_act(Plant(workspace, ledger, progress), number, steps)
-        word_waiting(Plant(workspace, ledger, progress))
+        found = diagnose_and_act(plant, number, steps)
+        word_waiting(plant)
     if as_json:
         print_json(found)
     else:
@@ -60,8 +57,8 @@ def list_anomalies(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """Every anomaly: its segment and step, what the loss doctor found, and what became of it."""
     from factory.ledger.anomalies import every_anomaly
 
-    _, ledger, terminal = open_workspace(where)
-    found = every_anomaly(ledger)
+    plant, terminal = open_plant(where, as_json)
+    found = every_anomaly(plant.ledger)
     if as_json:
         print_json(found)
         return
@@ -91,17 +88,17 @@ def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False
         words_state,
     )
 
-    _, ledger, terminal = open_workspace(where)
-    AnomalyRow.get(ledger, number)
-    row = next(row for row in every_anomaly(ledger) if row["id"] == number)
-    diagnosis = newest_about(ledger, DIAGNOSED).get(number)
-    said = words_about(ledger, number)
+    plant, terminal = open_plant(where, as_json)
+    AnomalyRow.get(plant.ledger, number)
+    row = next(row for row in every_anomaly(plant.ledger) if row["id"] == number)
+    diagnosis = newest_about(plant.ledger, DIAGNOSED).get(number)
+    said = words_about(plant.ledger, number)
     if as_json:
         print_json(row | {"diagnosis": diagnosis, "words": said})
         return
     terminal.line(_line(row))
     if row["kind"] == DEV_ALONE:
-        detail = AnomalyRow.get(ledger, number).detail or {}
+        detail = AnomalyRow.get(plant.ledger, number).detail or {}
         terminal.line(
             f"    {detail.get('why', '')} Verdict {detail.get('verdict')} holds candidate {detail.get('candidate')}."
         )
@@ -143,5 +140,5 @@ def reject_diagnosis(number: Number, where: Where = DEFAULT) -> None:
 
 
 def _decide(decision: Any, number: int, where: Any) -> None:
-    _, ledger, terminal = open_workspace(where)
-    terminal.line(f"  anomaly {number}: {decision(ledger, number, person())}")
+    plant, terminal = open_plant(where)
+    terminal.line(f"  anomaly {number}: {decision(plant.ledger, number, person())}")

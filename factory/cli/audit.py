@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
-from factory.ledger.plant import Plant
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
 
 
 @app.command()
@@ -29,24 +28,26 @@ def audit(
     from factory.audit.reverts import open_reverts
     from factory.audit.waiting import every_audit, waiting
     from factory.cli.core.beside_daemon import hold_or_ask
-    from factory.core.progress import SILENT
     from factory.ledger.rows import SegmentRow
     from factory.show.catching_up import catch_up
 
-    workspace, ledger, terminal = open_workspace(where)
-    progress = SILENT if as_json else terminal
-    numbers = waiting(ledger, AuditPolicy.load(workspace.policy("gates/audit.yaml"))) if segment is None else [segment]
+    plant, terminal = open_plant(where, as_json)
+    numbers = (
+        waiting(plant.ledger, AuditPolicy.load(plant.workspace.policy("gates/audit.yaml")))
+        if segment is None
+        else [segment]
+    )
     if numbers:
         with ExitStack() as held:
-            wanted = [f"audit {SegmentRow.get(ledger, number).id}" for number in numbers]
-            if said := hold_or_ask(held, Plant(workspace, ledger), wanted):
+            wanted = [f"audit {SegmentRow.get(plant.ledger, number).id}" for number in numbers]
+            if said := hold_or_ask(held, plant, wanted):
                 print_json({"segments": numbers, "says": said}) if as_json else terminal.line(f"  {said}")
                 return
             for number in numbers:
-                audit(Plant(workspace, ledger, progress), number)
-            open_reverts(Plant(workspace, ledger, progress))
-            catch_up(Plant(workspace, ledger, progress))
-    found = every_audit(ledger)
+                audit(plant, number)
+            open_reverts(plant)
+            catch_up(plant)
+    found = every_audit(plant.ledger)
     if as_json:
         print_json(found)
         return

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
-from factory.ledger.plant import Plant
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
 
 
 @app.command("clean")
@@ -27,13 +26,13 @@ def clean_up(
     from factory.core.workspace import MODEL_LOOP
     from factory.retention.cleaning import Cleaned, clean, describe, examine
 
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where, as_json)
     if dry_run:
-        choices = examine(Plant(workspace, ledger), hard=hard)
+        choices = examine(plant, hard=hard)
         cleaned = Cleaned(choices, 0)
     else:
-        with workspace.lock(MODEL_LOOP):
-            cleaned = clean(Plant(workspace, ledger), hard=hard)
+        with plant.workspace.lock(MODEL_LOOP):
+            cleaned = clean(plant, hard=hard)
     sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
     if as_json:
         print_json(
@@ -51,7 +50,7 @@ def clean_up(
         return
     for choice in cleaned.gone():
         word = "would go" if dry_run else "removed"
-        terminal.line(f"  {word}  {choice.what.path.relative_to(workspace.root)}: {choice.why}")
+        terminal.line(f"  {word}  {choice.what.path.relative_to(plant.workspace.root)}: {choice.why}")
     stays = sorted((one for one in cleaned.choices if not one.goes), key=lambda one: (one.what.kind, one.why))
     for (kind, why), group in groupby(stays, key=lambda one: (one.what.kind, one.why)):
         listed = list(group)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, person, print_json
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -67,17 +67,17 @@ def propose(
     from factory.code_loop.proposing import propose as propose_patch
     from factory.show.catching_up import catch_up
 
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where)
     options = AgentOptions(endpoint, model, target, _ask if interactive else None)
     if not agent:
-        agent = AGENT if wants_model(workspace, options) else "search"
+        agent = AGENT if wants_model(plant.workspace, options) else "search"
         if agent != AGENT:
             terminal.line("  no LLM endpoint is configured: the search proposer is used")
-    with workspace.lock("code-loop"):
-        numbers = propose_patch(Plant(workspace, ledger, terminal), agent=agent, options=options, count=count)
-    catch_up(Plant(workspace, ledger, terminal))
+    with plant.workspace.lock("code-loop"):
+        numbers = propose_patch(plant, agent=agent, options=options, count=count)
+    catch_up(plant)
     for number in numbers:
-        _show_proposal(workspace, number, False)
+        _show_proposal(plant.workspace, number, False)
 
 
 def _ask(question: str) -> str:
@@ -200,8 +200,8 @@ def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Pro
     """Carry out a person's decision under the code loop's lock, and show it in MLflow."""
     from factory.show.catching_up import catch_up
 
-    workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock("code-loop"):
-        decision(workspace, ledger, terminal)
-    catch_up(Plant(workspace, ledger, terminal))
-    _show_proposal(workspace, number, False)
+    plant, terminal = open_plant(where)
+    with plant.workspace.lock("code-loop"):
+        decision(plant.workspace, plant.ledger, terminal)
+    catch_up(plant)
+    _show_proposal(plant.workspace, number, False)

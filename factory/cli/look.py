@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 
@@ -56,11 +56,10 @@ def _watch(shown: Callable[[], str]) -> NoReturn:
 def duties(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """What the daemon does, in its order: what is due now, what holds it, what rests after a failure, and when each was last done."""
     from factory.duties.listing import facts, lines
-    from factory.ledger.plant import Plant
     from factory.watching.moments import with_iso
 
-    workspace, ledger, _ = open_workspace(where)
-    found = facts(Plant(workspace, ledger))
+    plant, _ = open_plant(where, as_json)
+    found = facts(plant)
     print_json(with_iso(found)) if as_json else print("\n".join(lines(found)))
 
 

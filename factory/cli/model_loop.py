@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, person, print_json
 from factory.core.errors import InputError
-from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -76,11 +75,11 @@ def tune(
     from factory.core.progress import SILENT
     from factory.training.tuning import tune as measure
 
-    workspace, _, terminal = open_workspace(where)
+    plant, terminal = open_plant(where, as_json)
     if show:
-        found = [tuning for _, tuning in every(workspace, "" if show == "all" else show)]
+        found = [tuning for _, tuning in every(plant.workspace, "" if show == "all" else show)]
     else:
-        found = [read(measure(workspace, SILENT if as_json else terminal, seconds))]
+        found = [read(measure(plant.workspace, SILENT if as_json else terminal, seconds))]
     if as_json:
         print_json(found)
         return
@@ -104,13 +103,13 @@ def run(
     from factory.watching.metrics import serving
 
     def start() -> None:
-        workspace, ledger, terminal = open_workspace(where)
+        plant, terminal = open_plant(where)
         terminal.keeps_on = not once
-        with serving(workspace) as port:
-            progress = LoggedProgress(workspace, terminal)
+        with serving(plant.workspace) as port:
+            progress = LoggedProgress(plant.workspace, terminal)
             if port:
                 progress.line(f"  numbers for Prometheus: http://127.0.0.1:{port}/metrics")
-            run_daemon(Plant(workspace, ledger, progress), once=once)
+            run_daemon(plant.reporting_to(progress), once=once)
 
     if once:
         start()
@@ -131,15 +130,15 @@ def train(
     from factory.retrying.tries import open_segment
     from factory.training.planning import plan_trunk
 
-    workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(MODEL_LOOP):
-        refuse_paused(ledger)
-        waiting = open_segment(ledger)
+    plant, terminal = open_plant(where)
+    with plant.workspace.lock(MODEL_LOOP):
+        refuse_paused(plant.ledger)
+        waiting = open_segment(plant.ledger)
         if waiting:
             terminal.line(f"  segment {waiting} was interrupted: it is finished first")
-            train_segment(Plant(workspace, ledger, terminal), waiting)
-        plan = lambda: plan_trunk(Plant(workspace, ledger, terminal), steps)
-        train_segment(Plant(workspace, ledger, terminal), with_mending(Plant(workspace, ledger, terminal), plan))
+            train_segment(plant, waiting)
+        plan = lambda: plan_trunk(plant, steps)
+        train_segment(plant, with_mending(plant, plan))
 
 
 @app.command()
@@ -154,10 +153,10 @@ def certify(
     """What changes of the code did to training: old and new code run on the same data, and the difference held against seed noise."""
     from factory.training.certifying import accept, every_certificate
 
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where, as_json)
     if take is not None:  # one transaction: works while the daemon runs
-        accept(Plant(workspace, ledger), take, person())
-    found = every_certificate(ledger)
+        accept(plant, take, person())
+    found = every_certificate(plant.ledger)
     if as_json:
         print_json(found)
         return
@@ -197,18 +196,18 @@ def anneal(where: Where = DEFAULT) -> None:
     from factory.training.exporting import export_candidate
     from factory.training.planning import plan_anneal
 
-    workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(MODEL_LOOP):
-        refuse_paused(ledger)
-        waiting = open_segment(ledger)
+    plant, terminal = open_plant(where)
+    with plant.workspace.lock(MODEL_LOOP):
+        refuse_paused(plant.ledger)
+        waiting = open_segment(plant.ledger)
         if waiting:
-            train_segment(Plant(workspace, ledger, terminal), waiting)
-        number = next(iter(unexported(ledger)), None)  # an anneal that was cut short is finished, not done twice
+            train_segment(plant, waiting)
+        number = next(iter(unexported(plant.ledger)), None)  # an anneal that was cut short is finished, not done twice
         if number is None:
-            plan = lambda: plan_anneal(Plant(workspace, ledger, terminal))
-            number = with_mending(Plant(workspace, ledger, terminal), plan)
-            train_segment(Plant(workspace, ledger, terminal), number)
-        terminal.line(f"  candidate {export_candidate(Plant(workspace, ledger), number)}")
+            plan = lambda: plan_anneal(plant)
+            number = with_mending(plant, plan)
+            train_segment(plant, number)
+        terminal.line(f"  candidate {export_candidate(plant, number)}")
 
 
 @app.command()
@@ -227,22 +226,19 @@ def average(
     as_json: AsJson = False,
 ) -> None:
     """Average kept checkpoints of one run: yields a candidate, like an anneal does, without training. Safe to repeat."""
-    from factory.core.progress import SILENT
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train as make
     from factory.ledger.rows import SegmentRow
     from factory.training.averaging import plan_average
     from factory.training.exporting import export_candidate
 
-    workspace, ledger, terminal = open_workspace(where)
-    with workspace.lock(MODEL_LOOP):
-        number = plan_average(
-            Plant(workspace, ledger), "held-out-loss" if by_held_out_loss else "uniform", segment, last
-        )
-        make(Plant(workspace, ledger, SILENT if as_json else terminal), number)
-        candidate = export_candidate(Plant(workspace, ledger), number)
+    plant, terminal = open_plant(where, as_json)
+    with plant.workspace.lock(MODEL_LOOP):
+        number = plan_average(plant, "held-out-loss" if by_held_out_loss else "uniform", segment, last)
+        make(plant, number)
+        candidate = export_candidate(plant, number)
     if as_json:
-        result = SegmentRow.get(ledger, number).result or {}
+        result = SegmentRow.get(plant.ledger, number).result or {}
         print_json({"candidate": candidate, "segment": number, "averaged": result["averaged"]})
     else:
         terminal.line(f"  candidate {candidate}: judge it with 'factory evaluate {candidate}'")
@@ -256,23 +252,22 @@ def evaluate(
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion. While the daemon runs, it does so in its next pass."""
     from factory.cli.core.beside_daemon import hold_or_ask
-    from factory.core.progress import SILENT
     from factory.duties.releasing import judge
     from factory.ledger.rows import EvaluationRow, VerdictRow
     from factory.show.catching_up import catch_up
 
-    workspace, ledger, terminal = open_workspace(where)
-    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
-    number = _candidate(ledger, candidate)
+    plant, terminal = open_plant(where, as_json)
+    plant = plant
+    number = _candidate(plant.ledger, candidate)
     with ExitStack() as held:
-        if said := hold_or_ask(held, Plant(workspace, ledger), [f"judge {number}"]):
+        if said := hold_or_ask(held, plant, [f"judge {number}"]):
             print_json({"candidate": number, "says": said}) if as_json else terminal.line(f"  {said}")
             return
         verdict = judge(plant, number)
         catch_up(plant)
     if as_json:
-        evaluation, row = EvaluationRow.newest(ledger, number), VerdictRow.get(ledger, verdict)
-        shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(ledger)}
+        evaluation, row = EvaluationRow.newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
+        shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(plant.ledger)}
         print_json({"candidate": number, **shown})
 
 
@@ -317,19 +312,19 @@ def release(
             "--out, --data, --traces, --key and --licence are of a bundle: --bundle N says of which release; nothing was released"
         )
     # Releases have a lock of their own: this works while the daemon runs.
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where)
     if bundle is not None:
-        write_bundle(Plant(workspace, ledger), terminal, bundle, Wish(out, data, traces, key, licence or Wish.licence))
+        write_bundle(plant, bundle, Wish(out, data, traces, key, licence or Wish.licence))
         return
     if rollback is not None:
-        roll_back(Plant(workspace, ledger), rollback)
-        catch_up(Plant(workspace, ledger, terminal))
+        roll_back(plant, rollback)
+        catch_up(plant)
         terminal.line(f"  release {rollback} is champion again")
         return
-    verdict = newest_verdict(ledger, _candidate(ledger, candidate))
-    done = release_verdict(Plant(workspace, ledger, terminal), verdict.id, approved_by=person())
-    catch_up(Plant(workspace, ledger, terminal))
-    best = champion(ledger)
+    verdict = newest_verdict(plant.ledger, _candidate(plant.ledger, candidate))
+    done = release_verdict(plant, verdict.id, approved_by=person())
+    catch_up(plant)
+    best = champion(plant.ledger)
     state = "is champion" if best and best.number == done else "is published, but another one is champion (--rollback)"
     terminal.line(f"  release {done} {state}")
 

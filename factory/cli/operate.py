@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, person, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, person, print_json
 
 Why = Annotated[str, typer.Option(help="Stays in the ledger.")]
 
@@ -24,8 +24,8 @@ def pause(
     """Hold training: the trainer writes a checkpoint and ends, and none is started until 'factory resume'. Survives a restart."""
     from factory.retrying import asking
 
-    _, ledger, terminal = open_workspace(where)
-    found = asking.pause(ledger, asking.EVERYTHING if everything else asking.TRAINING, person(), why)
+    plant, terminal = open_plant(where, as_json)
+    found = asking.pause(plant.ledger, asking.EVERYTHING if everything else asking.TRAINING, person(), why)
     if as_json:
         print_json(vars(found))
         return
@@ -38,8 +38,8 @@ def resume(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """Go on after 'factory pause'."""
     from factory.retrying import asking
 
-    _, ledger, terminal = open_workspace(where)
-    ended = asking.resume(ledger, person())
+    plant, terminal = open_plant(where, as_json)
+    ended = asking.resume(plant.ledger, person())
     if as_json:
         print_json({"resumed": vars(ended)})
         return
@@ -55,8 +55,8 @@ def retry(
     """Try again at once what waits after a failure; with a number, a segment that is parked too."""
     from factory.retrying import tries
 
-    _, ledger, terminal = open_workspace(where)
-    said = tries.retry(ledger, segment, person())
+    plant, terminal = open_plant(where, as_json)
+    said = tries.retry(plant.ledger, segment, person())
     print_json({"segment": segment, "says": said}) if as_json else terminal.line(f"  {said}")
 
 
@@ -69,8 +69,8 @@ def abandon(
     """Give up the steps of a parked segment: training goes on from what was done before it."""
     from factory.retrying import tries
 
-    _, ledger, terminal = open_workspace(where)
-    said = tries.abandon(ledger, segment, person())
+    plant, terminal = open_plant(where, as_json)
+    said = tries.abandon(plant.ledger, segment, person())
     print_json({"segment": segment, "says": said}) if as_json else terminal.line(f"  {said}")
 
 
@@ -85,8 +85,8 @@ def rewind(
     runs, which ends a trainer of what is rewound."""
     from factory.diagnosis import by_hand
 
-    _, ledger, terminal = open_workspace(where)
-    said = by_hand.rewind(ledger, segment, person(), why)
+    plant, terminal = open_plant(where, as_json)
+    said = by_hand.rewind(plant.ledger, segment, person(), why)
     print_json({"segment": segment, "says": said}) if as_json else terminal.line(f"  {said}")
 
 
@@ -101,6 +101,8 @@ def quarantine(
     """Documents carry no loss from the next segment on; releases that saw them are marked. Works while the daemon runs."""
     from factory.diagnosis import by_hand
 
-    _, ledger, terminal = open_workspace(where)
-    said = by_hand.free(ledger, names, person()) if undo else by_hand.quarantine(ledger, names, person(), why)
+    plant, terminal = open_plant(where, as_json)
+    said = (
+        by_hand.free(plant.ledger, names, person()) if undo else by_hand.quarantine(plant.ledger, names, person(), why)
+    )
     print_json({"documents": names, "says": said}) if as_json else terminal.line(f"  {said}")

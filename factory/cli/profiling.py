@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant
 from factory.core.errors import InputError
-from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.code_loop.profiling import SweepOptions
     from factory.core.console import Terminal
+    from factory.core.progress import SILENT
 
 HELP = """Time every line of the training step: forward, backward (at the forward line that caused it), optimiser, data.
 
@@ -59,26 +59,24 @@ def profile(
     from factory.code_loop.profiling import ProfileOptions, SweepOptions, profile_checkout
     from factory.code_loop.profiling import profile as profile_step
     from factory.core.console import Terminal
-    from factory.core.progress import SILENT
     from factory.show.catching_up import catch_up
 
     options = ProfileOptions(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
     terminal = Terminal()
-    progress = SILENT if as_json else terminal
     if sweep:
         _sweep(out or Path("profile"), of_sweep, terminal, as_json)
         return
     if of_sweep != SweepOptions():
         raise InputError("--models, --batches, --sequences, --workers, --ray and --budget need --sweep")
     if out is not None or (where == DEFAULT and not where.exists()):
-        path = profile_checkout(out or Path("profile"), progress, options)
+        path = profile_checkout(out or Path("profile"), SILENT if as_json else terminal, options)
     else:
-        workspace, ledger, _ = open_workspace(where)
-        with workspace.lock("code-loop"):
-            number = profile_step(Plant(workspace, ledger, progress), options)
-        catch_up(Plant(workspace, ledger, progress))
-        path = Path(ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
+        plant, _ = open_plant(where, as_json)
+        with plant.workspace.lock("code-loop"):
+            number = profile_step(plant, options)
+        catch_up(plant)
+        path = Path(plant.ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
     if as_json:
         print(path.read_text(encoding="utf-8"))
         return

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
 
 runs = typer.Typer(
     invoke_without_command=True,
@@ -31,8 +31,8 @@ def list_runs(
 
     if context.invoked_subcommand:
         return
-    _, ledger, terminal = open_workspace(where)
-    found = every_run(ledger, lines)
+    plant, terminal = open_plant(where, as_json)
+    found = every_run(plant.ledger, lines)
     if as_json:
         print_json(found)
         return
@@ -54,8 +54,8 @@ def show(
     from factory.ledger.rows import RunRow
     from factory.runs.running import describe, in_words
 
-    _, ledger, terminal = open_workspace(where)
-    found = describe(RunRow.get(ledger, key))
+    plant, terminal = open_plant(where, as_json)
+    found = describe(RunRow.get(plant.ledger, key))
     if as_json:
         print_json(found)
         return

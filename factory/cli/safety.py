@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_workspace, print_json
+from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.ledger.plant import Plant
 
 
 @app.command()
@@ -34,15 +33,15 @@ def backup(
     from factory.backups.backups import make_backup
     from factory.backups.keys import has_key
 
-    workspace, ledger, terminal = open_workspace(where)
-    has = has_key(workspace.root)
+    plant, terminal = open_plant(where, as_json)
+    has = has_key(plant.workspace.root)
     if keys and not has:
-        raise InputError(f"{workspace.root} has no key yet: the first 'factory release --bundle' makes one")
+        raise InputError(f"{plant.workspace.root} has no key yet: the first 'factory release --bundle' makes one")
     if keys and folder is None:
         raise InputError(
             "--keys needs a folder, on another disk say: what is in backups/ goes after a week, and lies beside the key"
         )
-    made, said = make_backup(Plant(workspace, ledger), folder, keys)
+    made, said = make_backup(plant, folder, keys)
     if has and not keys:
         said.append("the key that signs bundles is not in it: 'factory backup --keys FOLDER' copies it too")
     if as_json:

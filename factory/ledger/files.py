@@ -14,7 +14,7 @@ FILED = "shard_filed"  # {folder, name, bytes, mtime_ns, sha256, read_by}: where
 # {sha256 (of what was packed), name, origin (where it lay), files, part, first (row), rows, shard, last, read_by, left_out}: a shard was made of it
 PACKED = "packed"
 SMALL_VOCABULARY = "small_vocabulary"  # {by}: a person has the tokenizer trained on however little text there is
-RETIRED = "retired"  # {path (relative to the workspace), kind, bytes, why}
+RETIRED = "retired"  # {path (relative to the workspace), kind, bytes, why}; of a run: segment
 MLFLOW_REMADE = "mlflow_remade"  # its database was lost, and is an older one or empty
 DISK_LOW, DISK_WELL = "disk_low", "disk_well"  # {free, floor}, in bytes
 

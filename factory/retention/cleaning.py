@@ -127,7 +127,8 @@ def _remove_runs(plant: Plant, choices: list[Choice]) -> int:
                 choice.what.path.relative_to(plant.workspace.root).as_posix(),
             )
             tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == subject))
-            record(tx, RETIRED, f"run:{name}", {"path": name, "kind": "run", "bytes": size, "why": choice.why})
+            said = {"path": name, "kind": "run", "bytes": size, "why": choice.why, "segment": choice.what.number}
+            record(tx, RETIRED, f"run:{name}", said)
     for choice in choices:
         remove(choice.what.path)
     return size

@@ -102,10 +102,12 @@ def _diagnoses_without_page(plant: Plant, db: Reads) -> list[dict[str, Any]]:
 
 # -- MLflow -------------------------------------------------------------------------------------------------------------
 def _unclosed(plant: Plant, db: Reads) -> list[int]:
-    """Segments that ended, and whose runs are open."""
+    """Segments that ended, and whose runs are open. One whose run was retired is not shown again."""
     ended = db.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
     closed = _newest(db, CLOSED) if ended else {}
-    return [row["id"] for row in ended if f"segment:{row['id']}" not in closed]
+    left = [row["id"] for row in ended if f"segment:{row['id']}" not in closed]
+    retired = {row["detail"].get("segment") for row in _retired_runs(db)} if left else set()
+    return [number for number in left if number not in retired]
 
 
 def _close(plant: Plant, tracking: Tracking, number: int) -> None:
@@ -154,11 +156,15 @@ def _unshown_profiles(plant: Plant, db: Reads) -> list[int]:
 
 def _undeleted(plant: Plant, db: Reads) -> list[list[str]]:
     """Names of the runs that were retired, at once: MLflow takes seconds to remove any."""
-    rows = db.read("SELECT subject FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id", kind=RETIRED)
-    names = [PurePosixPath(row["subject"]).name for row in rows]
+    names = [PurePosixPath(row["subject"]).name for row in _retired_runs(db)]
     told = _newest(db, DELETED) if names else {}
     left = [name for name in names if f"run:{name}" not in told]
     return [left] if left else []
+
+
+def _retired_runs(db: Reads) -> list[dict[str, Any]]:
+    sql = "SELECT subject, detail FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id"
+    return db.read(sql, kind=RETIRED)
 
 
 def _untraced(plant: Plant, db: Reads) -> list[dict[str, Any]]:

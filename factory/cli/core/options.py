@@ -13,19 +13,22 @@ from factory.core.workspace import Workspace
 
 if TYPE_CHECKING:
     from factory.core.console import Terminal
-    from factory.ledger.ledger import Ledger
+    from factory.ledger.plant import Plant
 
 Where = Annotated[Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The factory's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 DEFAULT = Path("workspace")
 
 
-def open_workspace(where: Path) -> tuple[Workspace, Ledger, Terminal]:
+def open_plant(where: Path, quiet: bool = False) -> tuple[Plant, Terminal]:
+    """A factory, and the terminal: long work reports there, unless ``quiet``, as for ``--json``."""
     from factory.core.console import Terminal
+    from factory.core.progress import SILENT
     from factory.ledger.ledger import Ledger
+    from factory.ledger.plant import Plant
 
-    workspace = Workspace.open(where)
-    return workspace, Ledger.open(workspace.ledger_url, workspace.root), Terminal()
+    workspace, terminal = Workspace.open(where), Terminal()
+    return Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), SILENT if quiet else terminal), terminal
 
 
 def person() -> str:

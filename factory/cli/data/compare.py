@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, print_json
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, print_json
 from factory.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,20 +64,20 @@ def compare(
     from factory.training.planning import last_segment
     from kernels.contract.files import finite, write_atomically
 
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where, as_json)
     if segment is not None and run is not None:
         raise InputError("name --segment or --run, not both")
-    number = _of_run(ledger, run) if run is not None else segment
-    newest = last_segment(ledger, "trunk")
+    number = _of_run(plant.ledger, run) if run is not None else segment
+    newest = last_segment(plant.ledger, "trunk")
     if number is None and newest is None:
         raise InputError("there is no finished trunk segment to compare: name one with --segment N")
     pairs = [(one.partition("=")[0], one.partition("=")[2] or one.partition("=")[0]) for one in metric or ["loss"]]
-    lineage = SegmentRow.lineage(ledger, number if number is not None else newest.id if newest else 0)
+    lineage = SegmentRow.lineage(plant.ledger, number if number is not None else newest.id if newest else 0)
     ours = read_lineage(lineage, f"segment {lineage[-1].id}", x.value, [mine for mine, _ in pairs])
     other = [theirs for _, theirs in pairs]
     path = Path(reference)
     if reference.isdigit() and not path.exists():
-        rows = SegmentRow.lineage(ledger, int(reference))
+        rows = SegmentRow.lineage(plant.ledger, int(reference))
         theirs = read_lineage(rows, f"segment {reference}", x.value, other)
     else:
         theirs = read_file(path / "metrics.jsonl" if path.is_dir() else path, x.value, other, step_column)
@@ -94,7 +94,7 @@ def compare(
         found.append(compare_curves(mine, a, b, tolerance=tolerance, floor=rounding))
     unit = x.value.removesuffix("s")
     said = words(found, ours, theirs, unit, tolerance is not None)
-    place = html or workspace.reports / "comparison.html"
+    place = html or plant.workspace.reports / "comparison.html"
     try:
         write_atomically(place, page(found, ours, theirs, said, unit))
     except OSError as error:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
 from factory.core.errors import InputError, WorkspaceError
-from factory.ledger.plant import Plant
 
 commands = typer.Typer()
 data = typer.Typer(
@@ -30,9 +29,9 @@ def list_data(
     from factory.data.listing import lines, listed
     from factory.releasable.gathering import describe, look, verdict
 
-    workspace, ledger, terminal = open_workspace(where)
-    found = listed(ledger, most)
-    report = look(Plant(workspace, ledger))
+    plant, terminal = open_plant(where, as_json)
+    found = listed(plant.ledger, most)
+    report = look(plant)
     if as_json:
         print_json(found | {"releasable": [line.to_json() for line in report]})
         return
@@ -69,18 +68,20 @@ def remove_data(
     from factory.data.removing import look, remove
     from factory.data.selecting import by_name, by_value, fates_of
 
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where, as_json)
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]
     if len(chosen) != 1:
         raise InputError("name one: --document ID, --source NAME or --license NAME")
     column, names = chosen[0]
-    selection = by_name(ledger, names, fates_of(erase)) if column == "key" else by_value(ledger, column, names)
-    found = look(ledger, selection, erase)
+    selection = (
+        by_name(plant.ledger, names, fates_of(erase)) if column == "key" else by_value(plant.ledger, column, names)
+    )
+    found = look(plant.ledger, selection, erase)
     from factory.core.workspace import MODEL_LOOP
     from factory.erasing.erasing import finish_removals, warnings
 
-    said = [*found.lines(), *(warnings(Plant(workspace, ledger), selection) if erase else ())]
+    said = [*found.lines(), *(warnings(plant, selection) if erase else ())]
     if not as_json:
         for line in said:
             terminal.line(f"  {line}")
@@ -92,10 +93,10 @@ def remove_data(
         if as_json or not sys.stdin.isatty():
             raise InputError("nothing was changed: say --yes to take them out, or --dry-run to look only")
         typer.confirm("  take them out?", abort=True)
-    removal = remove(ledger, found, person(), why, erase)
+    removal = remove(plant.ledger, found, person(), why, erase)
     try:
-        with workspace.lock(MODEL_LOOP):
-            done = finish_removals(Plant(workspace, ledger))
+        with plant.workspace.lock(MODEL_LOOP):
+            done = finish_removals(plant)
     except WorkspaceError:
         done = ["the daemon, which runs, erases the text in its next pass"] if erase else []
     if as_json:
@@ -117,8 +118,8 @@ def licence_claims(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     from factory.data.settling import grouped, lines
     from factory.ingest.rules.policy import DataPolicy
 
-    workspace, ledger, terminal = open_workspace(where)
-    found = grouped(ledger, DataPolicy.load(workspace.policy("data.yaml")).licences)
+    plant, terminal = open_plant(where, as_json)
+    found = grouped(plant.ledger, DataPolicy.load(plant.workspace.policy("data.yaml")).licences)
     if as_json:
         print_json(found)
         return
@@ -147,8 +148,8 @@ def settle_licence(
 
     if not document and not shard:
         raise InputError("name what is settled: --document ID or --shard NAME ('factory data claims' lists them)")
-    _, ledger, terminal = open_workspace(where)
-    done = settle(ledger, licence, document or [], shard or [], person(), why)
+    plant, terminal = open_plant(where, as_json)
+    done = settle(plant.ledger, licence, document or [], shard or [], person(), why)
     if as_json:
         print_json({"license": licence, "documents": [one.key for one in done]})
         return
@@ -164,6 +165,6 @@ def undo_removal(
     """Put back what a removal took out."""
     from factory.data.removing import undo
 
-    _, ledger, terminal = open_workspace(where)
-    said = undo(ledger, number, person())
+    plant, terminal = open_plant(where, as_json)
+    said = undo(plant.ledger, number, person())
     print_json({"removal": number, "says": said}) if as_json else terminal.line(f"  {said}")

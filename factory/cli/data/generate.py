@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, print_json
-from factory.ledger.plant import Plant
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, print_json
 
 commands = typer.Typer()
 
@@ -61,20 +60,19 @@ def generate(
     The shard lies in generated/ of the workspace. Nothing trains on it until it is ingested: 'factory generate … --inbox', or 'factory
     ingest FILE', which deduplicates it, drops what quotes held-out documents, and filters it as any other shard.
     """
-    from factory.core.progress import SILENT
     from factory.synthetic.generating import GenerationWish, plan
     from factory.synthetic.generating import generate as write
 
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where, as_json)
     wish = GenerationWish(
         release, endpoint, model, prompts, domain, opening_tokens, count, tokens, temperature, seed, licence or None
     )
     if dry_run:
-        what = plan(Plant(workspace, ledger), wish)
+        what = plan(plant, wish)
         said = what.says() | {"goes_on": what.began}
         print_json(said) if as_json else terminal.line("\n".join(_planned(said)))
         return
-    made = write(Plant(workspace, ledger, SILENT if as_json else terminal), wish, inbox=inbox)
+    made = write(plant, wish, inbox=inbox)
     if as_json:
         print_json(made.to_json())
         return

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, print_json
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, print_json
 from factory.core.errors import InputError, WorkspaceError
-from factory.core.progress import SILENT, Progress
+from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 
@@ -66,14 +66,14 @@ def ingest(
     from factory.ledger.ledger import record
     from factory.releasable.recorded import refresh
 
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where, as_json)
     if preview:
         if not paths or again or small_vocabulary:
             raise InputError("'--preview' needs the files to look at, and no '--again' or '--small-vocabulary'")
-        _preview(workspace, gather(Plant(workspace, ledger), paths), terminal, as_json)
+        _preview(plant.workspace, gather(plant, paths), terminal, as_json)
         return
     if small_vocabulary:
-        with ledger.begin() as tx:
+        with plant.ledger.begin() as tx:
             record(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
     if not paths and not again:
         if small_vocabulary:
@@ -82,25 +82,24 @@ def ingest(
         raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
     with ExitStack() as held:
         try:
-            held.enter_context(workspace.lock(MODEL_LOOP))
+            held.enter_context(plant.workspace.lock(MODEL_LOOP))
         except WorkspaceError as busy:
-            files = gather(Plant(workspace, ledger), paths).files if paths else quarantined_files(workspace)
-            if not again or any(path.resolve().parent != workspace.quarantine.resolve() for path in files):
+            files = gather(plant, paths).files if paths else quarantined_files(plant.workspace)
+            if not again or any(path.resolve().parent != plant.workspace.quarantine.resolve() for path in files):
                 raise WorkspaceError(
-                    f"{busy}; a running 'factory run' ingests what is put into {workspace.inbox}: put it there"
+                    f"{busy}; a running 'factory run' ingests what is put into {plant.workspace.inbox}: put it there"
                 ) from None
-            ask_again(ledger, files)
+            ask_again(plant.ledger, files)
             said = f"the running daemon tries {len(files)} quarantined files again in its next pass"
             said = said if files else "nothing is quarantined"
             print_json({"files": [path.name for path in files], "says": said}) if as_json else terminal.line(
                 f"  {said}"
             )
             return
-        progress: Progress = SILENT if as_json else terminal
-        found = _gathered(Plant(workspace, ledger, progress), paths)
-        done = _Done(progress, found.broken, ingested_before(ledger))
-        _ingest_all(Plant(workspace, ledger, progress), found, done, again)
-        refresh(Plant(workspace, ledger, progress))
+        found = _gathered(plant, paths)
+        done = _Done(plant.progress, found.broken, ingested_before(plant.ledger))
+        _ingest_all(plant, found, done, again)
+        refresh(plant)
     if as_json:
         print_json([vars(report) for report in done.reports])
     done.end(found)

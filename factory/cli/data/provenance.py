@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, print_json
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, print_json
 from factory.core.errors import InputError
 
 commands = typer.Typer()
@@ -30,17 +30,17 @@ def provenance(
 
     if (document is None) == (release is None) or (documents and release is None):
         raise InputError("name one: --document ID or --release N (with --documents: its documents)")
-    _, ledger, _ = open_workspace(where)
+    plant, _ = open_plant(where, as_json)
     found: Any
     if document is not None:
-        found = of_document(ledger, document)
+        found = of_document(plant.ledger, document)
         lines = _document_lines(found)
     elif documents:
-        for row in documents_of_release(ledger, int(release or 0)):
+        for row in documents_of_release(plant.ledger, int(release or 0)):
             print(json.dumps(row, ensure_ascii=False))
         return
     else:
-        found = of_release(ledger, int(release or 0))
+        found = of_release(plant.ledger, int(release or 0))
         lines = _release_lines(found)
     print_json(found) if as_json else print("\n".join(lines))
 

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
 from factory.cli.data.data import Names, data
 from factory.core.errors import InputError
-from factory.ledger.plant import Plant
 
 
 @data.command("relabel")
@@ -51,25 +50,25 @@ def relabel_data(
     if group is not None and kind is None:
         raise InputError(f"--group {group!r} is no kind of group{nearest(group, KINDS)}")
     chosen = Filter(domain or (), source or (), licence or (), shard or (), document or ())
-    workspace, ledger, terminal = open_workspace(where)
+    plant, terminal = open_plant(where, as_json)
     if not dry_run and not yes and (as_json or not sys.stdin.isatty()):
         raise InputError("nothing was changed: say --yes to relabel them, or --dry-run to look only")
     change = NewLabels(to_domain, to_source, to_license, kind)
     if dry_run:
-        found = look(Plant(workspace, ledger), chosen, change)
+        found = look(plant, chosen, change)
         if as_json:
             print_json(found.to_json() | {"says": found.said})
         for line in () if as_json else found.said:
             terminal.line(f"  {line}")
         return
-    with workspace.lock(MODEL_LOOP):
-        found = look(Plant(workspace, ledger), chosen, change)
+    with plant.workspace.lock(MODEL_LOOP):
+        found = look(plant, chosen, change)
         if not as_json:
             for line in found.said:
                 terminal.line(f"  {line}")
         if not yes:
             typer.confirm("  relabel them?", abort=True)
-        number = relabel(Plant(workspace, ledger), found, person(), why)
+        number = relabel(plant, found, person(), why)
     if as_json:
         print_json(found.to_json() | {"relabel": number, "says": found.said})
         return

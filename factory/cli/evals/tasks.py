@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
-from factory.ledger.plant import Plant
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
 
 if TYPE_CHECKING:
     from factory.tasks.task_file import EvalTask
@@ -26,18 +25,18 @@ def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     from factory.tasks.policy import TasksPolicy
     from factory.tasks.task_file import load_named, look_into, task_folder
 
-    workspace, ledger, terminal = open_workspace(where)
-    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
+    plant, terminal = open_plant(where, as_json)
+    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
     newest = {
         row.summary.get("task"): row
-        for row in EvaluationRow.select(ledger, "WHERE suite_sha256 LIKE 'task:%' ORDER BY id")
+        for row in EvaluationRow.select(plant.ledger, "WHERE suite_sha256 LIKE 'task:%' ORDER BY id")
     }
     found: list[dict[str, Any]] = []
-    folder = look_into(task_folder(workspace))
+    folder = look_into(task_folder(plant.workspace))
     for name in folder.tasks:
         row: dict[str, Any] = {"task": name, **policy.of(name).model_dump()}
         try:
-            row |= _described(load_named(workspace, name, policy))
+            row |= _described(load_named(plant.workspace, name, policy))
         except TaskError as error:
             row["problem"] = str(error)
         if name in newest:
@@ -55,7 +54,7 @@ def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     for name, why in folder.others.items():
         terminal.line(f"{name}: {why}")
     if not found:
-        terminal.line(f"  no task file in {task_folder(workspace)}: docs/TASKS.md says how to write one")
+        terminal.line(f"  no task file in {task_folder(plant.workspace)}: docs/TASKS.md says how to write one")
 
 
 @commands.command()
@@ -73,11 +72,11 @@ def check(
     from factory.tasks.proving import prove
     from factory.tasks.task_file import load_task, look_into, task_folder
 
-    workspace, ledger, terminal = open_workspace(where)
-    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
+    plant, terminal = open_plant(where, as_json)
+    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
     task = load_task(file, policy)
-    proof = prove(ledger, task, policy, SILENT if as_json else terminal)
-    hits = trained_on(Plant(workspace, ledger), task)
+    proof = prove(plant.ledger, task, policy, SILENT if as_json else terminal)
+    hits = trained_on(plant, task)
     found = {"task": task.name, **_described(task), "contaminated": len(hits), "in": [key for _, key in hits[:20]]}
     found |= {"proof": asdict(proof), "notes": list(task.notes)}
     if as_json:
@@ -88,7 +87,10 @@ def check(
     )
     if said := proof.words():
         terminal.line(f"  proven: {'; '.join(said)}")
-    for words in (*task.notes, *(f"{name}: {why}" for name, why in look_into(task_folder(workspace)).others.items())):
+    for words in (
+        *task.notes,
+        *(f"{name}: {why}" for name, why in look_into(task_folder(plant.workspace)).others.items()),
+    ):
         terminal.line(f"  {words}")
     if hits:
         terminal.line(
@@ -109,25 +111,23 @@ def run(
 ) -> None:
     """Measure a candidate on one task, whatever its tier, and record each item. Measured already, it is told again."""
     from factory.core.errors import InputError
-    from factory.core.progress import SILENT
     from factory.ledger.rows import EvaluationRow, champion
     from factory.tasks import tiers
     from factory.tasks.measuring import measure
     from factory.tasks.policy import TasksPolicy
     from factory.tasks.task_file import load_named
 
-    workspace, ledger, terminal = open_workspace(where)
-    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
-    progress = SILENT if as_json else terminal
-    task = load_named(workspace, name, policy)
+    plant, terminal = open_plant(where, as_json)
+    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    task = load_named(plant.workspace, name, policy)
     if take_baseline:
-        tiers.take_baseline(Plant(workspace, ledger, progress), task, policy, person())
-    best = champion(ledger)
+        tiers.take_baseline(plant, task, policy, person())
+    best = champion(plant.ledger)
     number = candidate if candidate is not None else best.candidate if best else None
     if number is None:
         raise InputError("there is no champion yet: say which candidate, with --candidate")
-    row = EvaluationRow.get(ledger, measure(Plant(workspace, ledger, progress), number, task, policy))
-    changed = tiers.changed_since_baseline(ledger, task)
+    row = EvaluationRow.get(plant.ledger, measure(plant, number, task, policy))
+    changed = tiers.changed_since_baseline(plant.ledger, task)
     if as_json:
         print_json({"candidate": number, "evaluation": row.id, "held": changed, **row.summary})
         return

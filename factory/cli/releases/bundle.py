@@ -12,7 +12,6 @@ from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.bundles.wish import Wish
-    from factory.core.console import Terminal
 
 
 def verify(
@@ -47,15 +46,15 @@ def verify(
         raise typer.Exit(1)
 
 
-def write(plant: Plant, terminal: Terminal, number: int, wish: Wish) -> None:
+def write(plant: Plant, number: int, wish: Wish) -> None:
     """Write the bundle of a release and say where it lies and who signed it."""
     from factory.bundles.writing import write_bundle
     from factory.show.catching_up import catch_up
 
-    written = write_bundle(plant.reporting_to(terminal), number, wish)
-    terminal.line(f"  release {number} is bundled in {written.folder}")
-    catch_up(plant.reporting_to(terminal))
-    terminal.line(f"  signed by {written.signer}")
-    terminal.line(
+    written = write_bundle(plant, number, wish)
+    plant.say(f"  release {number} is bundled in {written.folder}")
+    catch_up(plant)
+    plant.say(f"  signed by {written.signer}")
+    plant.say(
         "  publish signing_key.pem, or this fingerprint, where others trust you: they pin it with 'factory verify --public-key'"
     )

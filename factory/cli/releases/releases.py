@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_workspace, person, print_json
-from factory.ledger.plant import Plant
+from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
 from factory.release.gguf.kind import Kind
 
 commands = typer.Typer(
@@ -26,8 +25,8 @@ def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     from factory.retrying.asking import local
     from factory.show.pages.release_facts import listed
 
-    _, ledger, terminal = open_workspace(where)
-    found = listed(ledger)
+    plant, terminal = open_plant(where, as_json)
+    found = listed(plant.ledger)
     if as_json:
         print_json(found)
         return
@@ -55,8 +54,8 @@ def show_release(name: Name, where: Where = DEFAULT, as_json: AsJson = False) ->
     """One of them: what is better, what is worse, how sure; what it was trained on; who approved; its report; how to serve it."""
     from factory.show.pages.release_facts import shown
 
-    workspace, ledger, terminal = open_workspace(where)
-    found = shown(Plant(workspace, ledger), name)
+    plant, terminal = open_plant(where, as_json)
+    found = shown(plant, name)
     if as_json:
         print_json(found)
         return
@@ -119,8 +118,8 @@ def diff_releases(one: Name, other: Name, where: Where = DEFAULT, as_json: AsJso
     """What the second is against the first: numbers by domain on the same items, with intervals; recipe keys, data, commits that differ."""
     from factory.show.pages.release_facts import difference
 
-    workspace, ledger, terminal = open_workspace(where)
-    found = difference(Plant(workspace, ledger), one, other)
+    plant, terminal = open_plant(where, as_json)
+    found = difference(plant, one, other)
     if as_json:
         print_json(found)
         return
@@ -154,18 +153,17 @@ def diff_releases(one: Name, other: Name, where: Where = DEFAULT, as_json: AsJso
 @commands.command("approve")
 def approve_candidate(candidate: Candidate, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """Release a candidate that the gate promoted. Recorded with your name; works while the daemon runs."""
-    from factory.core.progress import SILENT
     from factory.ledger.rows import ReleaseRow, champion
     from factory.release.checks import newest_verdict
     from factory.release.releases import release
     from factory.show.catching_up import catch_up
 
-    workspace, ledger, terminal = open_workspace(where)
-    verdict = newest_verdict(ledger, candidate)
-    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
+    plant, terminal = open_plant(where, as_json)
+    verdict = newest_verdict(plant.ledger, candidate)
+    plant = plant
     number = release(plant, verdict.id, approved_by=person())
     catch_up(plant)
-    best, by = champion(ledger), ReleaseRow.get(ledger, number).approved_by
+    best, by = champion(plant.ledger), ReleaseRow.get(plant.ledger, number).approved_by
     is_champion = best is not None and best.number == number
     if as_json:
         print_json({"release": number, "candidate": candidate, "champion": is_champion, "approved_by": by})
@@ -183,14 +181,13 @@ def reject_candidate(
     as_json: AsJson = False,
 ) -> None:
     """Do not release what the gate promoted. Recorded with your name; no approval of the same verdict counts any more."""
-    from factory.core.progress import SILENT
     from factory.release.approvals import reject
     from factory.release.checks import newest_verdict
     from factory.show.catching_up import catch_up
 
-    workspace, ledger, terminal = open_workspace(where)
-    verdict = newest_verdict(ledger, candidate)
-    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
+    plant, terminal = open_plant(where, as_json)
+    verdict = newest_verdict(plant.ledger, candidate)
+    plant = plant
     reject(plant, verdict.id, person(), why)
     catch_up(plant)
     if as_json:
@@ -210,16 +207,18 @@ def override_hold(
 ) -> None:
     """Release a candidate that the gate holds because too little was shown. Never one that failed a check, or
     whose licences do not allow it."""
-    from factory.core.progress import SILENT
     from factory.ledger.rows import ReleaseRow, champion
     from factory.release.releases import override
     from factory.show.catching_up import catch_up
 
-    workspace, ledger, terminal = open_workspace(where)
-    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
+    plant, terminal = open_plant(where, as_json)
+    plant = plant
     number = override(plant, candidate, person(), reason)
     catch_up(plant)
-    best, by = champion(ledger), ReleaseRow.get(ledger, number).approved_by  # of one that was released before: who did
+    best, by = (
+        champion(plant.ledger),
+        ReleaseRow.get(plant.ledger, number).approved_by,
+    )  # of one that was released before: who did
     is_champion = best is not None and best.number == number
     if as_json:
         print_json({"release": number, "candidate": candidate, "champion": is_champion, "overridden_by": by})
@@ -237,13 +236,12 @@ def roll_back(
     as_json: AsJson = False,
 ) -> None:
     """Make an older release champion again: what is served follows at once."""
-    from factory.core.progress import SILENT
     from factory.release.releases import release_before, rollback
     from factory.show.catching_up import catch_up
 
-    workspace, ledger, terminal = open_workspace(where)
-    number = number or release_before(ledger)
-    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
+    plant, _ = open_plant(where, as_json)
+    number = number or release_before(plant.ledger)
+    plant = plant
     rollback(plant, number)
     catch_up(plant)
     if as_json:
@@ -276,8 +274,8 @@ def write_gguf(
     from factory.core.progress import SILENT
     from factory.release.gguf.writing import write_release
 
-    _, ledger, terminal = open_workspace(where)
-    made = write_release(ledger, number, into, SILENT if as_json else terminal, kind, licence)
+    plant, terminal = open_plant(where, as_json)
+    made = write_release(plant.ledger, number, into, SILENT if as_json else terminal, kind, licence)
     if as_json:
         found = {"release": number, "file": made.file, "type": made.kind, "architecture": made.architecture}
         print_json(found | {"tensors": made.tensors, "bytes": made.bytes})
