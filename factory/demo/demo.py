@@ -63,35 +63,32 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     (root / MARK).touch()
     workspace = Workspace.create(root, Config(repository=CODE))
     _write_data_policy(workspace)
-    ledger = make_ledger(workspace)
+    plant = Plant(workspace, make_ledger(workspace), terminal)
     with workspace.lock(MODEL_LOOP):
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
         terminal.heading("2  First shards arrive: ingest")
-        _arrive(Plant(workspace, ledger), first)
+        _arrive(plant, first)
         ingesting = time.monotonic()
-        for path in arrived(Plant(workspace, ledger), settle=0.0):
-            ingest_arrived(Plant(workspace, ledger, terminal), path)
+        for path in arrived(plant, settle=0.0):
+            ingest_arrived(plant, path)
         if not workspace.repository.exists():
             terminal.heading("3  How fast is this machine? The model and its steps are chosen to fit")
             _fit(workspace, terminal, minutes, began, time.monotonic() - ingesting)
         terminal.heading("4  Train, evaluate, gate, release")
-        work(Plant(workspace, ledger, terminal), settle=0.0)
+        work(plant, settle=0.0)
         terminal.heading(
             "5  New shards arrive, one of them bad: training goes on from the trunk, candidate 2 meets the champion"
         )
-        _arrive(
-            Plant(workspace, ledger),
-            [path for path in corpus if path not in first] + [_bad_shard(Plant(workspace, ledger))],
-        )
-        work(Plant(workspace, ledger, terminal), settle=0.0)
+        _arrive(plant, [path for path in corpus if path not in first] + [_bad_shard(plant)])
+        work(plant, settle=0.0)
         terminal.heading(
             "6  Nothing else is to be done: the factory improves itself. It times every line of the training step, proposes a patch, judges it"
         )
         failure: FactoryError | None = None
         try:
             _improve_when_idle(workspace)
-            work(Plant(workspace, ledger, terminal), settle=0.0)
+            work(plant, settle=0.0)
         except FactoryError as error:  # for example without a sandbox; the earlier results stay
             failure = error
             terminal.line(f"  the code loop could not run: {error}")
