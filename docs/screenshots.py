@@ -32,13 +32,13 @@ from factory.ledger.decisions import undecided
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.release.answering import BY_TAG, ApprovalAnswers
-from factory.release.approvals import REASON_TAG
-from factory.release.registry import CHAMPION, MODEL, find_version
-from factory.release.start_pages import start_pages
-from factory.release.version_page import MODE, Place
-from factory.tracking.mlflow_store import open_client
-from factory.tracking.tracking import APPROVAL_TAG, Tracking, ui_command
+from factory.release.approvals import APPROVAL_TAG
+from factory.show.mlflow.answering import BY_TAG, ApprovalAnswers
+from factory.show.mlflow.registry import CHAMPION, MODEL, find_version, start_pages
+from factory.show.mlflow.releases import REASON_TAG
+from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.store import open_client, ui_command
+from factory.show.mlflow.version_page import MODE, Place
 
 PATIENCE = 240.0  # seconds for a page to show what it is waited for
 COLOURS = 256  # of a picture's palette: pages have few, and files stay small

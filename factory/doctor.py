@@ -241,7 +241,7 @@ def _ranks(workspace: Workspace) -> tuple[bool | None, str]:
 def _training(workspace: Workspace) -> tuple[bool | None, str]:
     """Whether live code runs in the sandbox, and what it reaches."""
     from factory.ledger.ledger import Ledger
-    from factory.training.live_code import isolation
+    from factory.runs.live_code import isolation
 
     isolated, why = isolation(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not isolated:

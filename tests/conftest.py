@@ -16,11 +16,11 @@ import pytest
 
 from factory.core import devices
 from factory.core.workspace import Config, Workspace
-from factory.demo.demo import plain_kernels
 from factory.ledger.ledger import Ledger
 from tests.support import postgres_server
-from tests.support.git import git
+from tests.support.factory.code_loop import make_target
 from tests.support.paths import ROOT
+from tests.support.plants.kept_store import keep_one
 
 # Started in the background by a shell, a process has interrupts ignored, and so have its children: tests send them some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,6 +38,9 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # tiny models: a second thread only waits, and two workers share the cores
+
+
+keep_one()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -89,6 +92,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what collection made stays to the end: half a million objects less to walk at each full collection of garbage
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A run that left out what needs a server says so where nobody overlooks it."""
+    why = postgres_server.missing()
+    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if why and why in str(report.longrepr)]
+    if skipped:
+        terminalreporter.section("PostgreSQL", red=True, bold=True)
+        terminalreporter.line(
+            f"{len(skipped)} PostgreSQL tests did not run: {why}; 'make setup-dev' brings a server", red=True, bold=True
+        )
+
+
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     return Workspace.create(tmp_path / "workspace")
@@ -102,15 +116,7 @@ def ledger(workspace: Workspace) -> Ledger:
 @pytest.fixture(scope="session")
 def code_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The working tree's patchable code, committed to a repository of its own: tests see uncommitted changes, and touch no real branch."""
-    repository = tmp_path_factory.mktemp("code") / "repository"
-    for folder in ("kernels", "trainer", "agents", "policies"):
-        shutil.copytree(ROOT / folder, repository / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    kernels = repository / "policies" / "kernels.yaml"
-    kernels.write_text(plain_kernels(kernels.read_text()))  # nothing to be tuned: the same kernels on every machine
-    git(repository, "init", "--quiet", "--initial-branch=main")
-    git(repository, "add", "--all")
-    git(repository, "commit", "--quiet", "--message=the code as it stands")
-    return repository
+    return make_target(tmp_path_factory.mktemp("code") / "repository")
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ class Attempt:
     outcome: str  # promote | hold | reject | pending
     reason: str = ""
     title: str = ""
+    closed: bool = False  # its target is left alone for now, whatever the verdict was
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,14 @@ def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[ProfileT
 
 
 def worthwhile(found: Sequence[ProfileTarget], history: Callable[[str], Sequence[Attempt]]) -> list[ProfileTarget]:
-    """Those whose attainable gain is worth a branch and that were not refused too often, largest gain first."""
-    return [
-        target
-        for target in found
-        if target.aim >= LEAST_GAIN
-        and sum(attempt.outcome == "reject" for attempt in history(target.name)) < MOST_TRIES
-    ]
+    """Those whose attainable gain is worth a branch and that were neither refused too often nor closed, largest gain first."""
+    worth = []
+    for target in found:
+        tried = history(target.name)
+        refused = sum(attempt.outcome == "reject" for attempt in tried)
+        if target.aim >= LEAST_GAIN and refused < MOST_TRIES and not any(attempt.closed for attempt in tried):
+            worth.append(target)
+    return worth
 
 
 def named(wanted: str, found: Sequence[ProfileTarget], profile: Mapping[str, Any]) -> ProfileTarget:

@@ -16,7 +16,7 @@ Start = Literal["newest", "onset", "earlier", "older weights", "end"]
 
 
 @dataclass(frozen=True)
-class Arm:
+class ReplayArm:
     """One replay. ``name`` is unique within a diagnosis."""
 
     name: str
@@ -31,14 +31,14 @@ class Arm:
 
 
 # What cannot have acted before the onset is changed there; what may have (a kernel, a commit, the rate) from the checkpoint on.
-AGAIN = (Arm("same again", start="onset"), Arm("same again, twice", start="newest"))
-FP32 = Arm("fp32", {"precision": "fp32"})
-KERNELS = Arm("reference kernels", reference_kernels=True)
-COMMIT = Arm("previous commit", previous_commit=True)
-ENVIRONMENT = Arm("previous environment", previous_environment=True)
-EARLIER = Arm("earlier checkpoint", start="earlier")
-MIXTURE = Arm("previous mixture", previous_mixture=True)
-ORDER = Arm("other documents", reshuffled=1, start="onset")
+AGAIN = (ReplayArm("same again", start="onset"), ReplayArm("same again, twice", start="newest"))
+FP32 = ReplayArm("fp32", {"precision": "fp32"})
+KERNELS = ReplayArm("reference kernels", reference_kernels=True)
+COMMIT = ReplayArm("previous commit", previous_commit=True)
+ENVIRONMENT = ReplayArm("previous environment", previous_environment=True)
+EARLIER = ReplayArm("earlier checkpoint", start="earlier")
+MIXTURE = ReplayArm("previous mixture", previous_mixture=True)
+ORDER = ReplayArm("other documents", reshuffled=1, start="onset")
 MICRO = "all rows at once"
 AS_BEFORE = "rate as before"
 OLDER = "older weights"
@@ -121,7 +121,7 @@ class ReplayBench(Protocol):
 
     def case(self) -> AnomalyCase: ...
 
-    def run(self, arm: Arm) -> ArmOutcome:
+    def run(self, arm: ReplayArm) -> ArmOutcome:
         """Replay the window. Raises: BudgetSpent."""
 
     def scores(self, start: Start) -> Sequence[DocumentScore]:
@@ -131,25 +131,25 @@ class ReplayBench(Protocol):
         """Of each domain, what the shards that joined last bring into the window; none where none joined."""
 
 
-def rate_arms(case: AnomalyCase) -> list[Arm]:
+def rate_arms(case: AnomalyCase) -> list[ReplayArm]:
     """What may tame a step that the optimiser makes too large, what changed last first.
 
     Within a warm-up of its own length again the rate is about a half; longer ones are what a lower rate is.
     """
     optimizer, stability, schedule = (case.recipe[key] for key in ("optimizer", "stability", "schedule"))
-    arms = [Arm(AS_BEFORE, dict(case.was_otherwise))] if case.was_otherwise else []
-    arms.append(Arm("rate × 0.1", {"optimizer.lr": optimizer["lr"] * LOWER_RATE}))
+    arms = [ReplayArm(AS_BEFORE, dict(case.was_otherwise))] if case.was_otherwise else []
+    arms.append(ReplayArm("rate × 0.1", {"optimizer.lr": optimizer["lr"] * LOWER_RATE}))
     if case.last < 2 * max(16, schedule["warmup_steps"]):
         length = 8 * case.last
         first = max(length, schedule["trunk_steps"]["first"])
-        arms.append(Arm("longer warm-up", {"schedule.warmup_steps": length, "schedule.trunk_steps.first": first}))
+        arms.append(ReplayArm("longer warm-up", {"schedule.warmup_steps": length, "schedule.trunk_steps.first": first}))
     if optimizer["beta2"] > 0.95:
-        arms.append(Arm("β2 0.95", {"optimizer.beta2": 0.95}))
-    arms.append(Arm("clip × 0.1", {"stability.grad_clip": stability["grad_clip"] * LOWER_RATE}))
+        arms.append(ReplayArm("β2 0.95", {"optimizer.beta2": 0.95}))
+    arms.append(ReplayArm("clip × 0.1", {"stability.grad_clip": stability["grad_clip"] * LOWER_RATE}))
     return arms
 
 
-def all_at_once(recipe: Mapping[str, Any]) -> Arm | None:
+def all_at_once(recipe: Mapping[str, Any]) -> ReplayArm | None:
     """The same batch without accumulation; None where there is none."""
     micro = recipe["batch"].get("micro_sequences")
-    return Arm(MICRO, {"batch.micro_sequences": None}) if micro else None
+    return ReplayArm(MICRO, {"batch.micro_sequences": None}) if micro else None

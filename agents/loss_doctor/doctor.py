@@ -19,10 +19,10 @@ from agents.loss_doctor.arms import (
     OLDER,
     ORDER,
     AnomalyCase,
-    Arm,
     ArmOutcome,
     BudgetSpent,
     Joined,
+    ReplayArm,
     ReplayBench,
     all_at_once,
     rate_arms,
@@ -125,7 +125,7 @@ class _Consultation:
             naming.causes, naming.why, guilty, tuple(self.triggers), tuple(self.ranked), tuple(self.outcomes), steps, self.findings.rate_clears
         )  # fmt: skip
 
-    def _tried(self, arm: Arm) -> ArmOutcome:
+    def _tried(self, arm: ReplayArm) -> ArmOutcome:
         if known := next((o for o in self.outcomes if o.arm == arm.name), None):
             return known
         outcome = self.bench.run(arm)
@@ -244,10 +244,10 @@ class _Consultation:
         """Do the triggers, at another checkpoint, what they do here? What they do is the window with them against the window without."""
         triggers, named = tuple(self.triggers), _named(self.triggers)
         arms = (
-            (AGAIN[0], Arm(named, masked=triggers, start="onset")),
+            (AGAIN[0], ReplayArm(named, masked=triggers, start="onset")),
             (
-                Arm(OLDER, start="older weights"),
-                Arm(f"{OLDER}, {named}", masked=triggers, start="older weights"),
+                ReplayArm(OLDER, start="older weights"),
+                ReplayArm(f"{OLDER}, {named}", masked=triggers, start="older weights"),
             ),
         )
         outcomes = [[self._tried(arm) for arm in pair] for pair in arms]
@@ -274,7 +274,7 @@ class _Consultation:
         return outcome.fires is False and (self._unnoticed(outcome) or not self.strictly)
 
     def _masked(self, masked: tuple[str, ...]) -> ArmOutcome:
-        return self._tried(Arm(_named(masked), masked=tuple(sorted(masked)), start="onset"))
+        return self._tried(ReplayArm(_named(masked), masked=tuple(sorted(masked)), start="onset"))
 
     def _unnoticed(self, outcome: ArmOutcome) -> bool:
         return self.case.symptom.unnoticed(self._window(outcome))
@@ -291,7 +291,7 @@ class _Consultation:
             if self._tried_rate(arm):
                 return
 
-    def _tried_rate(self, arm: Arm) -> bool:
+    def _tried_rate(self, arm: ReplayArm) -> bool:
         cleared = self._tried(arm).fires is False
         if cleared:
             self.findings = replace(self.findings, rate_clears=arm.name)

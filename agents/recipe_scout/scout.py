@@ -39,9 +39,9 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
 
 
 def _waits(change: RecipeChange, history: Sequence[Attempt]) -> bool:
-    """Was another value of this key promoted, from the one that it has now? It waits for approval, or was reverted."""
+    """Is the key closed, or was another value of it promoted, from the one that it has now? It waits for approval, or was reverted."""
     begins = f": {change.key} {written(change.old)} → "
-    return any(attempt.outcome == "promote" and begins in attempt.title for attempt in history)
+    return any(attempt.closed or (attempt.outcome == "promote" and begins in attempt.title) for attempt in history)
 
 
 def tried(value: float, history: Sequence[Attempt]) -> Tried:

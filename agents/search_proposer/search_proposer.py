@@ -57,8 +57,9 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     for proposal in sorted([*drafts, *filter(None, knobs)], key=lambda p: -p.predicted_gain):
         if proposal.predicted_gain < LEAST_GAIN or len(best) == count:
             break
-        refused = [attempt.patch_id for attempt in workbench.history(proposal.target) if attempt.outcome in REFUSED]
-        if proposal.patch_id not in refused:
+        tried = workbench.history(proposal.target)
+        refused = [attempt.patch_id for attempt in tried if attempt.outcome in REFUSED]
+        if proposal.patch_id not in refused and not any(attempt.closed for attempt in tried):
             best.setdefault(proposal.target, proposal)
     return list(best.values())
 

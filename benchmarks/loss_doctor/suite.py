@@ -19,7 +19,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,14 @@ from benchmarks.loss_doctor.documents import VOCABULARY, good
 from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, Fault
 from benchmarks.loss_doctor.injecting import CODE, FAULTY, order_of, run_here
 from benchmarks.loss_doctor.outcomes import Tried, commit, report, summary
-from factory.audit.replaying import WindowReplay
-from factory.diagnosis.bench import Episode, Runner, WindowBench
+from factory.diagnosis.bench import Episode, WindowBench
 from factory.diagnosis.diagnosing import NEW_FOR, previous_weights, was_otherwise
 from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.runs.arm import Arm
+from factory.runs.live import prepare
+from factory.runs.sandboxed import Ended
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.data.data_plan import DataPlan
@@ -187,24 +188,24 @@ def diagnose_span(ran: Ran, root: Path, lines: list[StepPoint], span: EpisodeSpa
     recent = span.onset <= FIRST + NEW_FOR
     episode = Episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=ran.chosen, device="cpu", lines=lines, rungs=rungs, code=ran.code,
-        previous_code=CODE if ran.code == FAULTY else None, generation_begins=FIRST if fault.joins is not None and recent else None,
+        previous_code=CODE if ran.code == FAULTY else None, previous_commit="1" * 40,
+        generation_begins=FIRST if fault.joins is not None and recent else None,
         where=span.where, previous_weights=previous_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
         was_otherwise=was_otherwise(spec["recipe"], before["recipe"]) if recent else {},
         end=every[max(every)] if max(every) > span.last else None, environment_changed="torch 1 → 2" if fault.dependency else "",
     )  # fmt: skip
 
-    def runner(changed: bool) -> Runner:
-        def run(
-            output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int
-        ) -> WindowReplay:
-            shortened = {**spec, "last_step": until} if spec["kind"] == "trunk" else spec
-            return WindowReplay(0.0, run_here(fault, ran.seed, segment, shortened, code, live=False, changed=changed))
-
-        return run
+    def run(arm: Arm) -> Ended:
+        folder = root / "runs" / arm.key
+        spec = prepare(root / "runs", folder, arm)
+        code = episode.code_of(arm)
+        return Ended(
+            folder, failed=run_here(fault, ran.seed, folder, spec, code, live=False, changed=not arm.environment)
+        )
 
     began = time.perf_counter()
-    at_hand = runner(False) if fault.dependency == "at hand" else None
-    diagnosis = diagnose(WindowBench(episode, root, runner(True), BUDGET, at_hand))
+    (root / "runs").mkdir(parents=True)
+    diagnosis = diagnose(WindowBench(episode, root, run, BUDGET, "python" if fault.dependency == "at hand" else ""))
     return Tried(
         fault=fault.name,
         seed=ran.seed,

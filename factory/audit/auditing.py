@@ -5,26 +5,19 @@ Killed at any moment, the same call goes on: the window is kept, and so are repl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from factory.audit.comparing import (
-    WindowTrace,
-    anomalies_differ,
-    lines_differ,
-    read_trace,
-    same_bits,
-    shapes_differ,
-)
+from factory.audit.comparing import anomalies_differ, lines_differ, read_whole, rest_of
 from factory.audit.drawing import AUDITED, AuditWindow
 from factory.audit.judge import allowed_share, differences, judge_audit
 from factory.audit.keeping import folder_of, keep, kept
 from factory.audit.policy import AuditPolicy
-from factory.audit.replaying import Replays
 from factory.audit.waiting import tries
 from factory.code_loop.revalidating import AUDIT
+from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError
 from factory.core.faults import is_of_no_file
@@ -34,30 +27,22 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.session import Weights
+from factory.gates.patch.training import for_one_rank
 from factory.gates.untrusted_files import UntrustedFileError
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
+from factory.runs.arm import Arm
+from factory.runs.distance import same_bits, unlike
+from factory.runs.running import Runs
+from factory.runs.trace import Trace
+from factory.training.segment_folder import spec_of
+from kernels.contract.choice import resolved_text
 from kernels.contract.files import finite
-from trainer.contract.checkpoint.format import load, manifest_sha256
+from trainer.contract.checkpoint.format import Checkpoint, load, manifest_sha256
 from trainer.contract.errors import TrainerError
-
-
-def audit_and_show(plant: Plant, segment: int) -> VerdictRow | None:
-    """``audit``, and its verdict in MLflow, which may fail: the verdict is in the ledger."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
-
-    verdict = audit(plant, segment)
-    if verdict is not None:
-        try:
-            with waiting_lock(plant.workspace, "tracking"):
-                Tracking.open(plant).segment_audited(verdict)
-        except FactoryError as error:
-            plant.progress.line(f"  MLflow does not show the audit of segment {segment}: {error}")
-    return verdict
 
 
 def audit(plant: Plant, segment: int) -> VerdictRow | None:
@@ -123,43 +108,65 @@ class _Measured:
     """What live training left, with what the replays are held against."""
 
     policy: AuditPolicy
-    replays: Replays
-    live: WindowTrace | None  # None: it cannot be read
+    runs: Runs
+    row: SegmentRow
+    window: AuditWindow
+    tuned: Mapping[str, str]  # op → the implementation that ``auto`` stood for before the patches
+    wall_seconds: float
+    live: Trace | None  # None: it cannot be read
     origin: Weights
     claims: dict[str, Any]
 
-    def code(self, commit: str) -> Path:
-        folder = self.replays.workspace.worktrees / f"audit-{self.replays.row.id}"
-        return repository.checkout(self.replays.workspace.repository, commit, folder)
+    def arm(self, name: str, commit: str, code: Path, until: int) -> Arm:
+        """The window again: the same specification, checkpoint and data, but for the kernels, whose choice is the code's own, and for what one
+        rank cannot do. Undoing the same patches makes another commit each time, of the same tree."""
+        plant, row, window = self.runs.plant, self.row, self.window
+        spec = spec_of(plant.ledger, row)
+        if ranks(plant.workspace) > 1:
+            spec["recipe"] = for_one_rank(spec["recipe"])
+        kernels = (
+            resolved_text((code / KERNELS).read_bytes(), devices.kind(), self.tuned)
+            if row.computing is not None
+            else ""
+        )
+        return Arm(
+            name, spec, repository.line(plant.workspace.repository, "rev-parse", f"{commit}^{{tree}}"),
+            recipe={} if until == window.last else {"checkpoint_every": until, "keep_checkpoints": 2},
+            start=kept(plant, row, window.first) if window.first > row.first_step else None, until=until, kernels=kernels,
+            repeat=name == "again",
+        )  # fmt: skip
 
-    def trace(self, name: str, commit: str, until: int) -> WindowTrace:
+    def trace(self, name: str, commit: str, until: int) -> Trace:
         """Of a replay. Raises: _NotMeasured, IsolationError."""
-        found = self.replays.run(name, self.code(commit), until)
+        workspace = self.runs.plant.workspace
+        code = repository.checkout(workspace.repository, commit, workspace.worktrees / f"audit-{self.row.id}")
+        arm = self.arm(name, commit, code, until)
+        found = self.runs.alone(arm, code, Path(self.row.folder).name, self.wall_seconds)
         if found.failed:
-            limit = f"; its limit was {self.replays.wall_seconds:.0f} s (wall_seconds in policies/gates/audit.yaml)"
+            limit = f"; its limit was {self.wall_seconds:.0f} s (wall_seconds in policies/gates/audit.yaml)"
             raise _NotMeasured(f"the replay '{name}' failed: {found.failed}{limit if found.out_of_time else ''}")
         try:
-            first = self.replays.window.first
-            return read_trace(self.replays.checkpoint(name, until), self.replays.segment(name), first, until)
+            return read_whole(Trace(found.folder, self.window.first, until, ends=False))
         except UntrustedFileError as error:
             raise _NotMeasured(f"the replay '{name}' left nothing to compare with: {error}") from error
 
-    def compare(self, base: WindowTrace, shorter: WindowTrace | None) -> dict[str, Any]:
-        """How live training differs from a replay, as evidence. ``shorter``: a replay that leaves the last step out."""
-        live, window = self.live, self.replays.window
+    def compare(self, base: Trace, shorter: Checkpoint | None) -> dict[str, Any]:
+        """How live training differs from a replay, as evidence. ``shorter``: what a replay left that leaves the last step out."""
+        live, window = self.live, self.window
         assert live is not None
-        found: dict[str, Any] = {"same_bits": same_bits(live, base)}
-        if missing := shapes_differ(live, base):
+        found: dict[str, Any] = {"same_bits": same_bits(live.left, base.left)}
+        if missing := unlike(live.left, base.left):
             return found | {"told": [f"the checkpoint's {missing} is missing, or has another shape or dtype"]}
         share = allowed_share(self.policy, self.claims | {"steps": window.steps})
         away: dict[str, float] = {}
         if shorter is not None:
-            away = squares(shorter.rest, base.rest)
+            away = squares(rest_of(shorter), rest_of(base.left))
             found |= {
-                "drift": drift(live.weights, base.weights, self.origin),
-                "control_drift": drift(shorter.weights, base.weights, self.origin, of_one=False),
+                "drift": drift(live.left.model, base.left.model, self.origin),
+                "control_drift": drift(shorter.model, base.left.model, self.origin, of_one=False),
             }
-        state = differs(live.rest, base.rest, away, share) if shorter is not None or found["same_bits"] else ""
+        told = shorter is not None or found["same_bits"]
+        state = differs(rest_of(live.left), rest_of(base.left), away, share) if told else ""
         words = (state, lines_differ(live, base, self.policy.lines), anomalies_differ(live, base))
         return found | {"told": [word for word in words if word]}
 
@@ -173,7 +180,8 @@ def gather(
         "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
         "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(plant.ledger, patches),
     }  # fmt: skip
-    replays = Replays(plant.workspace, plant.ledger, row, window, _tuned(plant, row, patches[0]), wall_seconds)
+    runs = Runs(plant, folder_of(plant.workspace, row.id), "audit", Subject("segment", row.id))
+    tuned = _tuned(plant, row, patches[0])
     end = kept(plant, row, window.last)
     try:
         evidence["subject_sha256"] = manifest_sha256(end)
@@ -181,10 +189,11 @@ def gather(
         base_commit = _without(plant.workspace, row.code_commit, patches)
         live = None
         try:
-            live = read_trace(end, Path(row.folder), window.first, window.last)
+            live = read_whole(Trace(Path(row.folder), window.first, window.last, ends=False, where=end))
         except UntrustedFileError as error:
             evidence["told"] = [f"what segment {row.id} left cannot be read: {error}"]
-        return evidence | _replay(_Measured(policy, replays, live, origin, evidence), evidence, base_commit, patches)
+        measured = _Measured(policy, runs, row, window, tuned, wall_seconds, live, origin, evidence)
+        return evidence | _replay(measured, evidence, base_commit, patches)
     except (
         _NotMeasured,
         FactoryError,
@@ -202,40 +211,41 @@ def _replay(
     measured: _Measured, evidence: dict[str, Any], commit: str, patches: Sequence[ProposalRow]
 ) -> dict[str, Any]:
     """The replays, as many as are needed. Raises: _NotMeasured, FactoryError."""
-    window, row = measured.replays.window, measured.replays.row
+    window, row, policy = measured.window, measured.row, measured.policy
     base = measured.trace("without", commit, window.last)
     if measured.live is None:
         return {"again": {"same_bits": True}, "suspects": list(window.patches)}
     found = measured.compare(base, None)
     shorter = None
-    if not found["same_bits"] and not shapes_differ(measured.live, base):
+    if not found["same_bits"] and not unlike(measured.live.left, base.left):
         left_out = window.last - 1
         if left_out > window.first:
-            shorter = measured.trace("shorter", commit, left_out)
+            shorter = measured.trace("shorter", commit, left_out).left
         else:  # a window of one step
-            shorter = replace(base, weights=measured.origin)
+            shorter = replace(base.left, model=measured.origin)
         found = measured.compare(base, shorter)
-    claims_bits = evidence.get("claimed") == 0 and devices.kind() == "cpu" and ranks(measured.replays.workspace) == 1
-    policy = measured.policy
+    claims_bits = evidence.get("claimed") == 0 and devices.kind() == "cpu" and ranks(measured.runs.plant.workspace) == 1
     if claims_bits and not found["same_bits"] and not differences(policy, evidence | found):
-        found["exact"] = same_bits(measured.live, measured.trace("live-code", row.code_commit, window.last))
+        again = measured.trace("live-code", row.code_commit, window.last)
+        found["exact"] = same_bits(measured.live.left, again.left)
     if not differences(policy, evidence | found):
         return found
     again = measured.trace("again", commit, window.last)
-    found["again"] = {"same_bits": same_bits(again, base), "drift": drift(again.weights, base.weights, measured.origin)}
+    off = drift(again.left.model, base.left.model, measured.origin)
+    found["again"] = {"same_bits": same_bits(again.left, base.left), "drift": off}
     found["suspects"] = [_suspect(measured, evidence | found, shorter, patches).number]
     return found
 
 
 def _suspect(
-    measured: _Measured, evidence: dict[str, Any], shorter: WindowTrace | None, patches: Sequence[ProposalRow]
+    measured: _Measured, evidence: dict[str, Any], shorter: Checkpoint | None, patches: Sequence[ProposalRow]
 ) -> ProposalRow:
     """The patch that made the difference: the newest one without which, and without those after it, there is one."""
-    workspace, row = measured.replays.workspace, measured.replays.row
+    workspace, row = measured.runs.plant.workspace, measured.row
     exact = {"exact": evidence["exact"]} if "exact" in evidence else {}
     for count in range(1, len(patches)):
         commit = _without(workspace, row.code_commit, patches[-count:])
-        other = measured.trace(f"without-{count}", commit, measured.replays.window.last)
+        other = measured.trace(f"without-{count}", commit, measured.window.last)
         if differences(measured.policy, evidence | measured.compare(other, shorter) | exact):
             return patches[-count]
     return patches[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 import shutil
 import uuid
@@ -20,20 +21,58 @@ from factory.bundles.files.manifest import manifest
 from factory.bundles.gathering import gather
 from factory.bundles.provenance import statement
 from factory.bundles.shards import json_line, releasable_documents
-from factory.bundles.traces import copy_traces
 from factory.bundles.verifying import Verified, verify
 from factory.bundles.wish import Wish
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
+from factory.core.left_files import DEPTH, open_file
 from factory.core.removal import remove
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import rewound_in
-from factory.ledger.ledger import record
+from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, Subject
-from factory.release.registry import check_export
+from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
+from factory.release.checks import check_export
 from kernels.contract.files import finite_json, put_in_place
+
+# ``--traces``: what the training left: metrics of every segment, and the checkpoints that are kept of it.
+LEFT = ("metrics.jsonl", "anomalies.jsonl")  # by the trainer, in a segment's folder
+
+
+def copy_traces(root: Path, ledger: Ledger, segment: int, place: Path) -> None:
+    """Into ``place``, a folder a segment; what is no longer kept is left out. No link is followed: a trainer wrote these folders.
+
+    Raises: OSError.
+    """
+    for row in SegmentRow.lineage(ledger, segment):
+        target = place / f"segment-{row.id:05d}"
+        target.mkdir(parents=True)
+        for name in LEFT:
+            if (root / row.folder / name).is_file():
+                _copy_file(root / row.folder / name, target / name)
+        sql = "SELECT step, path FROM checkpoints WHERE segment = :segment ORDER BY step"
+        for one in ledger.read(sql, segment=row.id):
+            if one["path"] and (root / one["path"]).is_dir():
+                _copy_folder(root / one["path"], target / f"checkpoint-{one['step']:09d}", 0)
+
+
+def _copy_folder(source: Path, target: Path, depth: int) -> None:
+    if depth > DEPTH:
+        return
+    target.mkdir()
+    with os.scandir(source) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                _copy_folder(Path(entry.path), target / entry.name, depth + 1)
+            elif entry.is_file(follow_symlinks=False):
+                _copy_file(Path(entry.path), target / entry.name)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    with open_file(source) as inside, open(target, "xb") as out:
+        shutil.copyfileobj(inside, out, 1 << 22)
+
 
 BUNDLES = "bundles"  # of a workspace
 PUBLISHED = "published"

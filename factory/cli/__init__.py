@@ -6,6 +6,7 @@ from factory.cli import model_loop  # noqa: F401
 from factory.cli import code_loop  # noqa: F401
 from factory.cli import audit  # noqa: F401
 from factory.cli import anomalies  # noqa: F401
+from factory.cli import runs  # noqa: F401
 from factory.cli import profiling  # noqa: F401
 from factory.cli import operate  # noqa: F401
 from factory.cli import plan  # noqa: F401

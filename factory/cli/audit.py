@@ -24,13 +24,14 @@ def audit(
     The daemon does this by itself when there is nothing else to do; while it runs, it does what is asked for here in its next pass. A difference
     opens a proposal that undoes the patch.
     """
-    from factory.audit.auditing import audit_and_show
+    from factory.audit.auditing import audit
     from factory.audit.policy import AuditPolicy
     from factory.audit.reverts import open_reverts
     from factory.audit.waiting import every_audit, waiting
     from factory.cli.core.beside_daemon import hold_or_ask
     from factory.core.progress import SILENT
     from factory.ledger.rows import SegmentRow
+    from factory.show.catching_up import catch_up
 
     workspace, ledger, terminal = open_workspace(where)
     progress = SILENT if as_json else terminal
@@ -42,8 +43,9 @@ def audit(
                 print_json({"segments": numbers, "says": said}) if as_json else terminal.line(f"  {said}")
                 return
             for number in numbers:
-                audit_and_show(Plant(workspace, ledger, progress), number)
+                audit(Plant(workspace, ledger, progress), number)
             open_reverts(Plant(workspace, ledger, progress))
+            catch_up(Plant(workspace, ledger, progress))
     found = every_audit(ledger)
     if as_json:
         print_json(found)

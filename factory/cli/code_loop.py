@@ -65,6 +65,7 @@ def propose(
     from agents.kernel_engineer.draft import AGENT
     from factory.code_loop.agent_runs import AgentOptions, wants_model
     from factory.code_loop.proposing import propose as propose_patch
+    from factory.show.catching_up import catch_up
 
     workspace, ledger, terminal = open_workspace(where)
     options = AgentOptions(endpoint, model, target, _ask if interactive else None)
@@ -74,6 +75,7 @@ def propose(
             terminal.line("  no LLM endpoint is configured: the search proposer is used")
     with workspace.lock("code-loop"):
         numbers = propose_patch(Plant(workspace, ledger, terminal), agent=agent, options=options, count=count)
+    catch_up(Plant(workspace, ledger, terminal))
     for number in numbers:
         _show_proposal(workspace, number, False)
 
@@ -196,11 +198,10 @@ def proposals_revert(context: typer.Context, number: Number, where: Where = DEFA
 
 def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Progress], object]) -> None:
     """Carry out a person's decision under the code loop's lock, and show it in MLflow."""
+    from factory.show.catching_up import catch_up
+
     workspace, ledger, terminal = open_workspace(where)
     with workspace.lock("code-loop"):
         decision(workspace, ledger, terminal)
-    from factory.tracking.outages import shown
-    from factory.tracking.tracking import Tracking
-
-    shown(terminal.line, lambda: Tracking.open(Plant(workspace, ledger)).proposal_run(number))
+    catch_up(Plant(workspace, ledger, terminal))
     _show_proposal(workspace, number, False)

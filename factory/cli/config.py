@@ -144,9 +144,9 @@ def _schemas() -> dict[str, Callable[[Path], BaseModel]]:
     from factory.gates.release.policy import ReleasePolicy
     from factory.git.scope import AgentsPolicy
     from factory.ingest.rules.policy import DataPolicy
-    from factory.notifying.policy import NotificationPolicy
     from factory.retention.policy import RetentionPolicy
     from factory.retrying.policy import RetryPolicy
+    from factory.show.telling.receivers import NotificationPolicy
     from factory.tasks.policy import TasksPolicy
     from factory.training.certificate import CertificatePolicy
     from trainer.contract.recipe import Recipe

@@ -100,10 +100,10 @@ def ui(
 ) -> None:
     """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
     from factory.core.listening import listen
-    from factory.release.start_pages import start_pages
-    from factory.tracking.login import is_loopback, login
-    from factory.tracking.names import in_brackets, reached_as
-    from factory.tracking.tracking import ui_command
+    from factory.show.mlflow.login import is_loopback, login
+    from factory.show.mlflow.names import in_brackets, reached_as
+    from factory.show.mlflow.registry import start_pages
+    from factory.show.mlflow.store import ui_command
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):
@@ -164,9 +164,13 @@ def doctor(
     progress = SILENT if as_json else Terminal()
     done: list[str] = []
     if mend and workspace:
+        from factory.ledger.ledger import Ledger
+        from factory.ledger.plant import Plant
         from factory.repairs.mending import repair_all
+        from factory.show.catching_up import catch_up
 
         done = repair_all(workspace, deep, progress)
+        catch_up(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
         for line in () if as_json else done:
             print(f"  {line}")
     found = examine(workspace, deep, progress)

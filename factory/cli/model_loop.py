@@ -259,14 +259,17 @@ def evaluate(
     from factory.core.progress import SILENT
     from factory.duties.releasing import judge
     from factory.ledger.rows import EvaluationRow, VerdictRow
+    from factory.show.catching_up import catch_up
 
     workspace, ledger, terminal = open_workspace(where)
+    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
     number = _candidate(ledger, candidate)
     with ExitStack() as held:
         if said := hold_or_ask(held, Plant(workspace, ledger), [f"judge {number}"]):
             print_json({"candidate": number, "says": said}) if as_json else terminal.line(f"  {said}")
             return
-        verdict = judge(Plant(workspace, ledger, SILENT if as_json else terminal), number)
+        verdict = judge(plant, number)
+        catch_up(plant)
     if as_json:
         evaluation, row = EvaluationRow.newest(ledger, number), VerdictRow.get(ledger, verdict)
         shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(ledger)}
@@ -299,9 +302,10 @@ def release(
     from factory.bundles.wish import Wish
     from factory.cli.releases.bundle import write as write_bundle
     from factory.ledger.rows import champion
-    from factory.release.registry import newest_verdict
+    from factory.release.checks import newest_verdict
     from factory.release.releases import release as release_verdict
     from factory.release.releases import rollback as roll_back
+    from factory.show.catching_up import catch_up
 
     asked = [
         name for name, value in (("CANDIDATE", candidate), ("--rollback", rollback), ("--bundle", bundle)) if value is not None
@@ -319,10 +323,12 @@ def release(
         return
     if rollback is not None:
         roll_back(Plant(workspace, ledger), rollback)
+        catch_up(Plant(workspace, ledger, terminal))
         terminal.line(f"  release {rollback} is champion again")
         return
     verdict = newest_verdict(ledger, _candidate(ledger, candidate))
     done = release_verdict(Plant(workspace, ledger, terminal), verdict.id, approved_by=person())
+    catch_up(Plant(workspace, ledger, terminal))
     best = champion(ledger)
     state = "is champion" if best and best.number == done else "is published, but another one is champion (--rollback)"
     terminal.line(f"  release {done} {state}")

@@ -60,6 +60,7 @@ def profile(
     from factory.code_loop.profiling import profile as profile_step
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
+    from factory.show.catching_up import catch_up
 
     options = ProfileOptions(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
@@ -76,6 +77,7 @@ def profile(
         workspace, ledger, _ = open_workspace(where)
         with workspace.lock("code-loop"):
             number = profile_step(Plant(workspace, ledger, progress), options)
+        catch_up(Plant(workspace, ledger, progress))
         path = Path(ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
     if as_json:
         print(path.read_text(encoding="utf-8"))

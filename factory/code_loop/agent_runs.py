@@ -167,7 +167,7 @@ class AgentRuns:
         self.end(run.number, "proposed", proposal=proposal)
 
     def _run(self, row: dict[str, Any]) -> AgentRun:
-        books = ExchangeBooks(Plant(self.workspace, self.ledger), self.policy, row["id"], self.progress.line, self.work)
+        books = ExchangeBooks(Plant(self.workspace, self.ledger), self.policy, row["id"], self.work)
         client = Client(self.endpoint, self.policy, books, self.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 

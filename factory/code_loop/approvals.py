@@ -10,7 +10,7 @@ policies/gates/patch.yaml the verdict is enough.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -88,24 +88,17 @@ def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
     return undone
 
 
-def follow(plant: Plant) -> int:
-    """Carry out what people decided in MLflow, or the policy decides, about proposals that wait; returns how many were settled.
+def follow(plant: Plant, word_of: Callable[[int], str | None]) -> int:
+    """Carry out what the policy decides, or a person, about proposals that wait; returns how many were settled.
 
-    A proposal that cannot be merged is shown once, and stops nothing.
+    ``word_of``: what a person said elsewhere about a proposal, 'approved' or 'rejected'; all else is no word. A proposal that cannot be merged
+    is said once, and stops nothing.
     """
     waiting = _waiting(plant.ledger)
-    if not waiting:
-        return 0
-    from factory.tracking.outages import shown
-    from factory.tracking.tracking import Tracking
-
-    tracking, say = Tracking.open(plant), plant.progress.line
-    automatic = PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval == "automatic"
+    automatic = bool(waiting) and PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval == "automatic"
     settled = 0
     for number in waiting:
-        word, by = (
-            ("approved", "policy") if automatic else (shown(say, partial(tracking.proposal_word, number)), "mlflow")
-        )
+        word, by = ("approved", "policy") if automatic else (word_of(number), "mlflow")
         if word not in WORDS:
             continue
         try:
@@ -121,7 +114,6 @@ def follow(plant: Plant) -> int:
             detail = {"word": word, "by": by, "why": str(error)}
             if record_once(plant.ledger, "decision_refused", Subject("proposal", number), detail, REMIND_SECONDS):
                 plant.progress.line(f"  proposal {number} cannot be {word} (requested by {by}): {error}")
-        shown(say, partial(tracking.proposal_run, number))
     return settled
 
 
@@ -139,7 +131,9 @@ def _judged(ledger: Ledger, number: int) -> ProposalRow:
 
 
 def _state(row: ProposalRow) -> str:
-    return {"failed": "failed (it was never judged)", "drafted": "being judged"}.get(row.state) or str(row.state)
+    return {"failed": "failed (it was never judged)", "drafted": "being judged", "written": "not judged yet"}.get(
+        row.state
+    ) or str(row.state)
 
 
 def _check_patch(workspace: Workspace, row: ProposalRow) -> None:

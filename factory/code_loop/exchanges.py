@@ -1,32 +1,26 @@
 """The books of all exchanges with language models: what each may cost, what it did cost, and its text.
 
 Before a request is sent, its worst case is reserved in the ledger, in one transaction with the check of both budgets. A process killed at
-any instruction leaves an entry that counts in full. The exchange itself is stored in ``logs/exchanges/`` and, as a trace with tokens
-and money, in MLflow; a trace that failed is made with the next exchange.
+any instruction leaves an entry that counts in full. The exchange itself is stored in ``logs/exchanges/``; MLflow gets a trace of it, with tokens
+and money (``factory.show``).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from agents.llm.exchange import BudgetError, Exchange
 from agents.llm.policy import Budget, LlmPolicy
-from factory.core.errors import FactoryError
 from factory.ledger.ledger import exchanges, meta
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
-from factory.tracking.mlflow_store import check_writable, waiting_lock
-from factory.tracking.tracking import Tracking
 from kernels.contract.files import write_atomically
 
 DAY = 86_400  # seconds
-RETRY_SECONDS = 60.0  # after MLflow failed: it may take minutes to fail
 Work = Literal["proposal", "diagnosis"]  # what a run is for, which has a budget of its own
 
 
@@ -38,13 +32,10 @@ class ExchangeBooks:
         plant: Plant,
         policy: LlmPolicy,
         run: int,
-        say: Callable[[str], None],
         work: Work = "proposal",
     ) -> None:
-        self.workspace, self.ledger, self.policy, self.run, self.say = plant.workspace, plant.ledger, policy, run, say
+        self.workspace, self.ledger, self.policy, self.run = plant.workspace, plant.ledger, policy, run
         self.work = work
-        self.tracking = Tracking.open(plant)
-        self.retry_at = 0.0  # by the monotonic clock
         exchanges.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
@@ -101,28 +92,3 @@ class ExchangeBooks:
         }
         with self.ledger.begin() as tx:
             tx.execute(exchanges.update().where(exchanges.c.id == entry).values(**values))
-        self.make_traces()
-
-    def make_traces(self) -> None:
-        """Make the traces that MLflow lacks, each once. An error of MLflow's is a line for a person, and is not raised."""
-        if time.monotonic() < self.retry_at:
-            return
-        without = sa.select(exchanges).where(exchanges.c.trace.is_(None), exchanges.c.file.is_not(None))
-        try:
-            with waiting_lock(self.workspace, "tracking"):
-                for row in self.ledger.rows(without.order_by(exchanges.c.id)):
-                    self._make_trace(row)
-        except (FactoryError, OSError, ValueError) as error:
-            self.retry_at = time.monotonic() + RETRY_SECONDS
-            self.say(f"  MLflow has no trace of the newest exchange yet, and is tried again later: {error}")
-
-    def _make_trace(self, row: dict[str, Any]) -> None:
-        check_writable(self.workspace)
-        stored = json.loads(Path(row["file"]).read_text())
-        trace = self.tracking.exchange_trace(
-            stored["label"], stored["request"], stored["reply"], (stored["input_tokens"], stored["output_tokens"]),
-            stored["usd"], stored["began"], stored["ended"],
-            {"run": str(row["run"]), "exchange": str(row["id"]), "endpoint": stored["endpoint"]},
-        )  # fmt: skip
-        with self.ledger.begin() as tx:
-            tx.execute(exchanges.update().where(exchanges.c.id == row["id"]).values(trace=trace))

@@ -30,9 +30,9 @@ from factory.ledger.ledger import profiles, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import insert
-from factory.training.live_code import LiveCode
+from factory.runs.folders import clear
+from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment
-from factory.training.segment_folder import clear
 
 PROGRESS = "profile: "  # how the profiler's lines of progress begin
 USER_ERROR = 2  # the profiler's exit code for an error that its user can correct
@@ -74,8 +74,7 @@ QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementa
 def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     """Time every line of the live code's training step; returns the profile's id.
 
-    Raises: RepositoryError, ConfigError, InputError; ProfileError when the profiler fails; TrackingError, once the profile
-    is recorded.
+    Raises: RepositoryError, ConfigError, InputError; ProfileError when the profiler fails.
     """
     recipe = plant.workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, plant.workspace)
     commit = repository.live_commit(plant.workspace.repository)
@@ -100,9 +99,6 @@ def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     with plant.ledger.begin() as tx:
         number = insert(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
         record(tx, "profiled", Subject("profile", number), {"commit": commit})
-    from factory.tracking.tracking import Tracking
-
-    Tracking.open(plant).profile_run(number)
     return number
 
 

@@ -11,24 +11,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
 
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
+from agents.kernel_engineer.role import KernelEngineer
+from agents.kernel_engineer.targets import targets, worthwhile
 from agents.loop.role import Role
 from agents.recipe_scout import scout
+from agents.recipe_scout.course import Course, course_of
 from agents.recipe_scout.role import RecipeScout
 from agents.search_proposer import search_proposer
-from factory.code_loop import engineering, scouting
 from factory.code_loop.agent_runs import DEFAULTS, NONE, AgentOptions, AgentRun, AgentRuns, wants_model
 from factory.code_loop.profiling import QUICK, profile, read_profile
 from factory.code_loop.revalidating import revalidate
-from factory.code_loop.submitting import clear_stale, refuse_without_isolation, submit
+from factory.code_loop.submitting import WRITTEN, clear_stale, judge, refuse_without_isolation, submit
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.devices import side_by_side
 from factory.core.errors import InputError, nearest
+from factory.gates.case import NOTHING_HELD_OUT
+from factory.gates.patch.held_out import held_out_texts
+from factory.gates.recipe.policy import RecipePolicy
+from factory.gates.recipe_changes import unused_recipes, used_recipe
 from factory.gates.training_start import find_start
 from factory.git import repository
+from factory.ledger.ledger import Ledger, anomalies
 from factory.ledger.plant import Plant
+from factory.ledger.rows import ProposalRow, SegmentRow
+from kernels.contract.strict_yaml import read_yaml
+from trainer.contract.errors import RecipeError, TrainerError
+from trainer.contract.json_lines import read_lines
+from trainer.contract.recipe import Recipe
+
+SEGMENTS = 4  # newest ones of the trunk whose metrics the recipe scout reads
+
+Submit = Callable[[Plant, Proposal, str], int]  # what becomes of a drafted proposal on a base commit → its number
 
 
 def propose(
@@ -39,7 +58,8 @@ def propose(
     count: int = 1,
 ) -> list[int]:
     """Profile, let ``agent`` propose, judge; returns the proposals' numbers: at most ``count``, none (and a line says why) when there is
-    nothing to propose. Several are drafted side by side; what is timed has its device alone (``factory.core.devices``).
+    nothing to propose. Several are drafted side by side; what is timed has its device alone (``factory.core.devices``). What the daemon
+    wrote and did not come to judge is judged first, and counts.
 
     The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent, endpoint or target; ModelError;
     IsolationError without a sandbox; RepositoryError. Whatever it raises, no branch and no worktree is left. (After a kill, the next call
@@ -47,58 +67,156 @@ def propose(
     """
     if agent not in AGENTS:
         raise InputError(f"no agent {agent!r}{nearest(agent, AGENTS)}")
+    bench = workbench(plant)
+    if bench is None:
+        plant.say("  nothing proposed: there is no trunk checkpoint to measure on yet; 'factory run' makes one")
+        return []
+    revalidate(plant, bench.base)
+    left = [row.number for row in ProposalRow.select(plant.ledger, f"WHERE state = '{WRITTEN}' ORDER BY number")]
+    for number in left:
+        judge(plant, number)
+    if len(left) >= count:
+        return left
+    return left + AGENTS[agent](bench, options, count - len(left), submit)
+
+
+def workbench(plant: Plant) -> LiveWorkbench | None:
+    """A workbench on the live commit, once what a killed process left is removed; None: there is no checkpoint to measure on.
+
+    The caller holds the ``code-loop`` lock. Raises: RepositoryError for a checkout that is not settled; IsolationError.
+    """
     base = repository.live_commit(plant.workspace.repository)
     repository.require_settled(plant.workspace.repository)
     clear_stale(plant)
     start = find_start(plant.ledger)
     if start is None:
-        plant.progress.line(
-            "  nothing proposed: there is no trunk checkpoint to measure on yet; 'factory run' makes one"
-        )
-        return []
+        return None
     refuse_without_isolation(plant.workspace)
-    revalidate(plant, base)
-    return AGENTS[agent](LiveWorkbench(plant.workspace, plant.ledger, base, start, plant.progress), options, count)
+    return LiveWorkbench(plant.workspace, plant.ledger, base, start, plant.progress)
 
 
-def _search(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int]:
+def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
     if options not in (DEFAULTS, AgentOptions(NONE)):
         raise InputError(
             "the agent 'search' takes no --endpoint, --model, --target or --interactive: they need a language model"
         )
-    number = profile(Plant(bench.workspace, bench.ledger, bench.progress), QUICK)
-    profiled = Path(bench.ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
-    drafts = search_proposer.propose(read_profile(profiled), replace(bench, count=count), count)
+    profiled = _read(bench.ledger, _profile(bench))
+    drafts = search_proposer.propose(profiled, replace(bench, count=count), count)
     if not drafts:
         bench.progress.line("  nothing proposed: no change was found that measures faster than what runs now")
-    return side_by_side([partial(_submit, bench, drafted) for drafted in drafts])
+    return side_by_side([partial(submit, bench.plant, drafted, bench.base) for drafted in drafts])
 
 
-def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int]:
-    runs = AgentRuns.open(Plant(bench.workspace, bench.ledger, bench.progress), KERNEL_ENGINEER, options, count)
-    work_on = engineering.runs_to_work_on(runs, bench, bench.base, count)
-    return _with_model(runs, work_on, bench, partial(engineering.role, bench.ledger))
+def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
+    runs = AgentRuns.open(bench.plant, KERNEL_ENGINEER, options, count)
+    work_on = runs_to_work_on(runs, bench, bench.base, count)
+    return _with_model(runs, work_on, bench, partial(role, bench.ledger), submit)
 
 
-def _scout(bench: LiveWorkbench, options: AgentOptions, count: int) -> list[int]:
+def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
+    """Continue this target's run of the kernel engineer on this commit, or profile and begin one. ``count`` above 1: a target each, the
+    most promising.
+
+    Raises: ProfileError.
+    """
+    found = runs.unfinished(base, count)
+    if len(found) < count:
+        number = _profile(bench)
+        aims = [runs.options.target]
+        if count > 1:
+            promising = targets(_read(runs.ledger, number), set(bench.files(patchable=True)))
+            names = [target.name for target in worthwhile(promising, bench.history)]
+            # A run without a target chose the first.
+            taken = {run.target or next(iter(names), "") for run in found}
+            aims = [name for name in names if name not in taken] or ([] if found else aims)
+        found += [runs.begin(base, target, number) for target in aims[: count - len(found)]]
+    return found
+
+
+def role(ledger: Ledger, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
+    """Raises: ProfileError when the profile cannot be read any more."""
+    return KernelEngineer(_read(ledger, run.profile), bench, run.target)
+
+
+def _profile(bench: LiveWorkbench) -> int:
+    return profile(bench.plant, QUICK) if bench.profile is None else bench.profile
+
+
+def _read(ledger: Ledger, number: int) -> dict[str, Any]:
+    return read_profile(Path(ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"]))
+
+
+def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
     if count > 1:
         raise InputError(
             "--count above 1 cannot be used with the agent 'recipe-scout', which proposes one change at a time"
         )
     model = wants_model(bench.workspace, options)
-    runs = AgentRuns.open(Plant(bench.workspace, bench.ledger, bench.progress), scout.AGENT, options) if model else None
-    course = scouting.course(bench)
-    if isinstance(course, str):
-        bench.progress.line(f"  nothing proposed: {course}")
+    runs = AgentRuns.open(bench.plant, scout.AGENT, options) if model else None
+    found = course(bench)
+    if isinstance(found, str):
+        bench.progress.line(f"  nothing proposed: {found}")
         return []
     if runs:
         work_on = runs.unfinished(bench.base, 1) or [runs.begin(bench.base, options.target)]
-        return _with_model(runs, work_on, bench, lambda run, bench: RecipeScout(course, bench, run.target))
-    drafted = scout.propose(course, bench)
+        return _with_model(runs, work_on, bench, lambda run, bench: RecipeScout(found, bench, run.target), submit)
+    drafted = scout.propose(found, bench)
     if drafted is None:
         bench.progress.line("  nothing proposed: every change of the recipe that is worth a try was rejected before")
         return []
-    return [_submit(bench, drafted)]
+    return [submit(bench.plant, drafted, bench.base)]
+
+
+def course(bench: LiveWorkbench) -> Course | str:
+    """What the recipe scout works from: the live recipe, and the metrics of the trunk that it trained; or why there is nothing to work from.
+
+    Raises: ConfigError.
+    """
+    workspace, ledger = bench.workspace, bench.ledger
+    path = used_recipe(workspace)
+    if unused := unused_recipes(workspace, [path]):
+        return unused[0]
+    if path not in bench.files(patchable=True):
+        return f"the repository holds no {path} that a patch may change"
+    try:
+        recipe = Recipe.parse(read_yaml(bench.read(path), path, RecipeError), path)
+    except TrainerError as error:
+        return str(error)
+    policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
+    texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, Plant(workspace, ledger))
+    if not texts:
+        return str(NOTHING_HELD_OUT["reasons"][0])
+    newest = _trunk(ledger)
+    lines = [line for segment in reversed(newest) for line in _record(Path(segment.folder))]
+    if not lines:
+        return "the trunk left no metrics to work from"
+    return course_of(
+        recipe,
+        path,
+        lines,
+        _anomalies(ledger, [segment.id for segment in newest]),
+        sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts),
+        policy.runs.steps + policy.runs.tail_steps,
+        policy.runs.min_gain,
+        policy.allows,
+    )
+
+
+def _trunk(ledger: Ledger) -> list[SegmentRow]:
+    """Finished trunk segments, the newest first."""
+    return SegmentRow.select(
+        ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT :limit", limit=SEGMENTS
+    )
+
+
+def _record(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return read_lines(path) if path.is_file() else []
+
+
+def _anomalies(ledger: Ledger, numbers: list[int]) -> dict[str, int]:
+    rows = ledger.rows(sa.select(anomalies.c.kind).where(anomalies.c.segment.in_(numbers)))
+    return {kind: sum(row["kind"] == kind for row in rows) for kind in {row["kind"] for row in rows}}
 
 
 def _with_model(
@@ -106,6 +224,7 @@ def _with_model(
     work_on: Sequence[AgentRun],
     bench: LiveWorkbench,
     role: Callable[[AgentRun, LiveWorkbench], Role],
+    submit: Submit,
 ) -> list[int]:
     """What language models propose, side by side; each run has its own seconds for measuring."""
 
@@ -116,19 +235,15 @@ def _with_model(
             return None
         number = runs.judged_before(run, drafted)
         if number is None:
-            number = _submit(bench, drafted)
+            number = submit(bench.plant, drafted, bench.base)
         runs.finish(run, number)
         return number
 
     return [number for number in side_by_side([partial(work, run) for run in work_on]) if number is not None]
 
 
-def _submit(bench: LiveWorkbench, drafted: Proposal) -> int:
-    return submit(Plant(bench.workspace, bench.ledger, bench.progress), drafted, bench.base)
-
-
-# By name: a workbench, what the person asked for and how many proposals may be made → the numbers of the judged ones.
-AGENTS: dict[str, Callable[[LiveWorkbench, AgentOptions, int], list[int]]] = {
+# By name: a workbench, what the person asked for, how many proposals may be made and what becomes of each → their numbers.
+AGENTS: dict[str, Callable[[LiveWorkbench, AgentOptions, int, Submit], list[int]]] = {
     search_proposer.AGENT: _search,
     KERNEL_ENGINEER: _engineer,
     scout.AGENT: _scout,

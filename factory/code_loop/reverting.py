@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from agents.core.proposal import Proposal
 from factory.code_loop.revalidating import AUDIT
-from factory.code_loop.submitting import draft, record_judged, show
+from factory.code_loop.submitting import draft, record_judged
 from factory.gates.release.judge import PROMOTE, Verdict
 from factory.git import repository
 from factory.ledger.anomalies import DIAGNOSIS, in_words, words_about
@@ -16,7 +16,6 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
-from factory.reports import proposal_report
 
 AGENT = "auditor"
 
@@ -37,7 +36,7 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     drafted = Proposal(AGENT, f"{UNDO}:{row.number}", title, hypothesis, 1.0, ())
     number, branch = draft(plant, drafted, live)
     repository.make_branch(code, branch, commit)
-    sha256, patch = repository.patch_sha256(code, live, commit), repository.patch(code, live, commit)
+    sha256 = repository.patch_sha256(code, live, commit)
     found = f"the loss doctor blames it for an anomaly of segment {why.number}"
     reasons = (
         found if why.gate == DIAGNOSIS else f"the audit of segment {why.number} found a difference",
@@ -60,12 +59,10 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
             reasons=reasons,
             evidence=evidence,
         )
-    report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, patch)
-    record_judged(plant.ledger, number, commit, sha256, verdict_id, report)
+    record_judged(plant.ledger, number, commit, sha256, verdict_id)
     plant.progress.line(
         f"  proposal {number} undoes proposal {row.number}: {reasons[0]}; merge it with 'factory proposals approve {number}'"
     )
-    show(plant, number)
     return number
 
 

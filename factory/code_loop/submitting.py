@@ -1,4 +1,4 @@
-"""One proposal: from an agent's edits to a branch, a verdict, a report and a run in MLflow."""
+"""One proposal: from an agent's edits to a branch and a verdict."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.proposal import Proposal, gain_words
+from agents.core.proposal import Edit, Proposal, gain_words
 from factory.code_loop.workbench import history
 from factory.core import devices
-from factory.core.errors import FactoryError
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import patch_gate
@@ -21,63 +20,106 @@ from factory.gates.recipe.gate import concerns, recipe_gate, tried_before
 from factory.gates.release.judge import Verdict
 from factory.gates.staged_gate import StagedGate, gate_folder
 from factory.git import repository
-from factory.git.repository import Applied, ScopeError
+from factory.git.repository import Applied, RepositoryError, ScopeError
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert, record_verdict
-from factory.reports import proposal_report
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
+DRAFTED = "drafted"  # a process is at work on it
+WRITTEN = "written"  # it is on its branch, for whichever process comes next
+
 
 def submit(plant: Plant, drafted: Proposal, base: str) -> int:
-    """Turn an agent's proposal into a branch, judge it, record it, show it in MLflow; returns its number."""
+    """Turn an agent's proposal into a branch, judge it, record it; returns its number."""
+    number = write(plant, drafted, base)
+    if ProposalRow.get(plant.ledger, number).state == DRAFTED:
+        judge(plant, number)
+    return number
+
+
+def write(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> int:
+    """The proposal as a commit on a branch of its own, in ``state``: DRAFTED for a caller that judges it now, WRITTEN for one that leaves it to
+    a later pass. A patch out of scope is rejected here, without a branch. Returns its number.
+    """
     agents = AgentsPolicy.load(plant.workspace.policy("agents.yaml"))
     number, branch = draft(plant, drafted, base)
-    plant.progress.line(f"  proposal {number}: {drafted.title}")
+    plant.say(f"  proposal {number}: {drafted.title}")
     edits = [(edit.path, edit.new_text) for edit in drafted.edits]
     try:
-        message = _message(drafted, None, None)
         applied = repository.apply_proposal(
             plant.workspace.repository,
             base,
             edits,
             policy=agents,
             branch=branch,
-            message=message,
+            message=_message(drafted, None, None),
             worktrees=plant.workspace.worktrees,
         )
-        try:
-            verdict_id, verdict, evidence = _decide(plant, number, drafted, applied)
-        finally:
-            _remove_folders(plant.workspace, applied.commit)  # before the branch moves on: clear_stale finds them by it
-        commit = repository.reword(plant.workspace.repository, applied, _message(drafted, verdict, evidence))
-        patch = repository.patch(plant.workspace.repository, base, commit)
-        report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, patch)
-        record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id, report)
-        plant.progress.line(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
+        with plant.ledger.begin() as tx:
+            values = {"patch_sha256": applied.patch_sha256, "state": state}
+            tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
     except ScopeError as error:
         _out_of_scope(plant, number, drafted, base, error)
     except BaseException as error:
-        repository.remove_branch(plant.workspace.repository, branch)
-        _failed(plant.ledger, number, f"{type(error).__name__}: {error}")
+        give_up(plant, number, f"{type(error).__name__}: {error}")
         raise
-    show(plant, number)
     return number
 
 
-def _decide(plant: Plant, number: int, drafted: Proposal, applied: Applied) -> tuple[int, Verdict, dict[str, Any]]:
+def judge(plant: Plant, number: int) -> None:
+    """Judge what was written, record it. Killed, it can be called again.
+
+    Raises: as the gate's stages do; the proposal has failed then, and its branch is gone.
+    """
+    row = ProposalRow.get(plant.ledger, number)
+    code, base = plant.workspace.repository, row.base_commit
+    try:
+        commit = repository.branch_commit(code, row.branch)
+        if commit is None or repository.patch_sha256(code, base, commit) != row.patch_sha256:
+            raise RepositoryError(f"the branch {row.branch} does not hold the patch that was proposed")
+        drafted, patch_id = _drafted(plant, row, commit)
+        try:
+            folder = repository.checkout_folder(plant.workspace.worktrees, commit)
+            worktree = repository.checkout(code, commit, folder)
+            applied = Applied(row.branch, commit, base, row.patch_sha256, worktree)
+            verdict_id, verdict, evidence = _decide(plant, number, drafted.target, patch_id, applied)
+        finally:
+            _remove_folders(plant.workspace, commit)  # before the branch moves on: give_up finds them by it
+        commit = repository.reword(code, applied, _message(drafted, verdict, evidence))
+        record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
+        plant.say(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
+    except BaseException as error:
+        if isinstance(error, Exception) or row.state == DRAFTED:  # of what is WRITTEN a later pass goes on
+            give_up(plant, number, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str]:
+    """What an agent proposed, as the ledger and the branch have it, and the id of its patch.
+
+    The id is the agent's own: its edits may have named a file that they left as it was, which no commit shows.
+    """
+    which = "SELECT detail FROM events WHERE kind = 'drafted' AND subject = :subject ORDER BY id DESC LIMIT 1"
+    noted = plant.ledger.read(which, subject=str(Subject("proposal", row.number)))[0]["detail"]
+    changed = repository.changes(plant.workspace.repository, row.base_commit, commit)
+    edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in changed)
+    return Proposal(**row.only("agent target title hypothesis predicted_gain"), edits=edits), str(noted["patch_id"])
+
+
+def _decide(
+    plant: Plant, number: int, target: str, patch_id: str, applied: Applied
+) -> tuple[int, Verdict, dict[str, Any]]:
     learns = concerns(plant.workspace, applied)
     gate: StagedGate[Any] = recipe_gate(plant.workspace) if learns else patch_gate(plant.workspace)
     with devices.one():
         # The same edits under another target are another try as well, and so is a recipe's key under any.
-        tries = sum(
-            row.target == drafted.target or patch_id == drafted.patch_id for row, patch_id in history(plant.ledger)
-        )
+        tries = sum(row.target == target or earlier == patch_id for row, earlier in history(plant.ledger))
         tries = 1 + max(tries, tried_before(plant, applied) if learns else 0)
-        return gate.decide(plant, number, applied, tries=tries, patch_id=drafted.patch_id)
+        return gate.decide(plant, number, applied, tries=tries, patch_id=patch_id)
 
 
 def _remove_folders(workspace: Workspace, commit: str) -> None:
@@ -87,28 +129,13 @@ def _remove_folders(workspace: Workspace, commit: str) -> None:
     remove(gate_folder(worktree))
 
 
-def show(plant: Plant, number: int) -> None:
-    """Show a proposal in MLflow. The verdict is in the ledger, so MLflow may fail."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
-
-    try:
-        with waiting_lock(plant.workspace, "tracking"):
-            Tracking.open(plant).proposal_run(number)
-    except FactoryError as error:
-        plant.progress.line(f"  MLflow has no run of proposal {number} yet: {error}")
-
-
 def clear_stale(plant: Plant) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
     for leftover in (plant.workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
         remove(leftover)
     for row in ProposalRow.select(plant.ledger, "WHERE state = 'drafted' ORDER BY number"):
-        if commit := repository.branch_commit(plant.workspace.repository, row.branch):
-            _remove_folders(plant.workspace, commit)
-        repository.remove_branch(plant.workspace.repository, row.branch)
-        _failed(plant.ledger, row.number, "the factory was killed while the proposal was judged")
-        plant.progress.line(f"  proposal {row.number} was not judged, as its process was killed: removed")
+        give_up(plant, row.number, "the factory was killed while the proposal was judged")
+        plant.say(f"  proposal {row.number} was not judged, as its process was killed: removed")
 
 
 def refuse_without_isolation(workspace: Workspace) -> None:
@@ -136,41 +163,32 @@ def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
             predicted_gain=drafted.predicted_gain,
             base_commit=base,
             branch=branch,
-            state="drafted",
+            state=DRAFTED,
             created_at=time.time(),
         )
-        record(tx, "drafted", Subject("proposal", number), {"branch": branch})
+        record(tx, "drafted", Subject("proposal", number), {"branch": branch, "patch_id": drafted.patch_id})
     return number, branch
 
 
-def record_judged(
-    ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int, report: Path
-) -> None:
-    """Write down that a drafted proposal has its verdict (its id) and its report."""
+def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int) -> None:
+    """Write down that a drafted proposal has its verdict (its id)."""
     with ledger.begin() as tx:
-        values = {
-            "state": "judged",
-            "commit": commit,
-            "patch_sha256": patch_sha256,
-            "verdict": verdict,
-            "report": ledger.inside(report),
-        }
+        values = {"state": "judged", "commit": commit, "patch_sha256": patch_sha256, "verdict": verdict}
         tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
 
 
-def _failed(ledger: Ledger, number: int, why: str) -> None:
-    with ledger.begin() as tx:
+def give_up(plant: Plant, number: int, why: str) -> None:
+    """A proposal without a verdict has failed: remove its branch and worktree, and record why."""
+    row, code = ProposalRow.get(plant.ledger, number), plant.workspace.repository
+    if commit := repository.branch_commit(code, row.branch):
+        _remove_folders(plant.workspace, commit)
+    repository.remove_branch(code, row.branch)
+    with plant.ledger.begin() as tx:
         tx.execute(proposals.update().where(proposals.c.number == number).values(state="failed"))
         record(tx, "proposal_failed", Subject("proposal", number), {"why": why[:2000]})
 
 
-def _out_of_scope(
-    plant: Plant,
-    number: int,
-    drafted: Proposal,
-    base: str,
-    error: ScopeError,
-) -> None:
+def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error: ScopeError) -> None:
     """A patch that is out of scope is never written: it is rejected without a branch."""
     reasons = [f"out of scope: {problem}" for problem in error.problems]
     evidence = {
@@ -193,9 +211,8 @@ def _out_of_scope(
             reasons=reasons,
             evidence=evidence,
         )
-    report = proposal_report.write(plant.workspace.reports, number, drafted, verdict, evidence, "")
-    record_judged(plant.ledger, number, None, sha256, verdict_id, report)
-    plant.progress.line(f"  REJECT: {reasons[0]}")
+    record_judged(plant.ledger, number, None, sha256, verdict_id)
+    plant.say(f"  REJECT: {reasons[0]}")
 
 
 def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:

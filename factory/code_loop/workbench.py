@@ -27,7 +27,7 @@ from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices
+from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices, unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import problems as source_problems
 from factory.gates.patch.stages.oracle import quick_check
@@ -35,6 +35,7 @@ from factory.gates.training_start import Start
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, Change, problems
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -63,7 +64,13 @@ class LiveWorkbench:
     progress: Progress
     spent: float = 0.0  # seconds of measuring
     count: int = 1  # proposals that it serves; each may measure for the policy's seconds
+    profile: int | None = None  # the id of the line profile to work from; None: one is made
+    closed: frozenset[int] = frozenset()  # proposals whose targets are left alone
     written: dict[str, list[AgentLines]] = field(default_factory=dict)  # by path: who wrote what, once it was asked for
+
+    @property
+    def plant(self) -> Plant:
+        return Plant(self.workspace, self.ledger, self.progress)
 
     @cached_property
     def agents(self) -> AgentsPolicy:
@@ -126,7 +133,8 @@ class LiveWorkbench:
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
             found = source_problems(change, base)
-            found += other_devices(base, change.content) if change.path == KERNELS else []
+            if change.path == KERNELS:
+                found += unknown_ops(change.content) + other_devices(base, change.content)
             if found:
                 return Checked("static", tuple(found))
         with devices.one():
@@ -233,7 +241,9 @@ class LiveWorkbench:
         """Judged proposals on a target, or on all targets of a kind (``quality:``), oldest first."""
         of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
         return [
-            Attempt(patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title)
+            Attempt(
+                patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title, row.number in self.closed
+            )
             for row, patch_id in history(self.ledger)
             if of_kind(row.target)
         ]

@@ -11,7 +11,7 @@ from typing import Any
 from agents.core.pages import render
 from factory.comparing.comparing import SPREADS, WINDOW, Divergence, MetricComparison
 from factory.comparing.reading import RunCurves
-from factory.reports.pictures import curves
+from factory.show.pages.pictures import curves
 
 TEMPLATE = Path(__file__).with_name("comparison.html.jinja")
 SHOWN = 6  # of a list of steps

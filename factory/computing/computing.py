@@ -107,15 +107,22 @@ def changed(before: SegmentRow, after: SegmentRow) -> list[str]:
     return lines
 
 
-def write_kernels(folder: Path, computing: Computing | None, name: str = "kernels.yaml") -> str | None:
-    """Write the ``kernels.yaml`` of a segment into a folder; returns its path. None: the code's own kernels.yaml is used."""
+def kernels_text(computing: Computing | None) -> str:
+    """The ``kernels.yaml`` of a segment; empty: the code's own is used."""
     if computing is None:
-        return None
+        return ""
     kept: dict[str, Any] = {computing["machine"]["device"]: computing["kernels"]}
     if computing["fallback"]:
         kept["fallback"] = computing["fallback"]
-    write_atomically(folder / name, yaml.safe_dump(kept, sort_keys=False))
-    return str(folder / name)
+    return yaml.safe_dump(kept, sort_keys=False)
+
+
+def write_kernels(folder: Path, computing: Computing | None) -> str | None:
+    """Write the ``kernels.yaml`` of a segment into a folder; returns its path. None: the code's own kernels.yaml is used."""
+    if computing is None:
+        return None
+    write_atomically(folder / "kernels.yaml", kernels_text(computing))
+    return str(folder / "kernels.yaml")
 
 
 def describe(computing: Computing | None) -> str:

@@ -107,14 +107,19 @@ def side_by_side(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
 
 
 @functools.cache
-def _free() -> queue.SimpleQueue[str]:
-    """The names of the devices that are free; the CPU's is empty."""
+def names() -> list[str]:
+    """Of the devices that this process may use, a GPU each; the CPU's is empty."""
     import torch
 
     count = torch.cuda.device_count()
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    names = visible[:count] if visible else [str(number) for number in range(count)]
+    return (visible[:count] if visible else [str(number) for number in range(count)]) or [""]
+
+
+@functools.cache
+def _free() -> queue.SimpleQueue[str]:
+    """The names of the devices that are free."""
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in names or [""]:
+    for name in names():
         free.put(name)
     return free

@@ -1,7 +1,7 @@
 """How the trainer is started: one process, or as many ranks as ``factory.yaml`` has, through torchrun (torch elastic); and how it ended.
 
 That is known by the trainer's own exit code: torchrun reports only that a rank failed, so ranks leave theirs in the segment's folder.
-``factory.training.live_code`` starts it.
+``factory.runs.live_code`` starts it.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from kernels.contract.strict_yaml import read_yaml
 
 VERSION = 1
 MODEL_LOOP = "model-loop"  # the lock that 'factory run' holds as long as it runs
+PATIENCE = 180.0  # seconds for which a lock is waited for that another process holds for a moment; a minute on a crowded machine
 TRAINING_SANDBOX = ("auto", "required", "off")
 GIVEN = ("inbox", "policies", "logs")  # a person may put something there before there is a factory
 FOLDERS = (

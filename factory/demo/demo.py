@@ -1,6 +1,6 @@
 """``factory demo``: the whole factory once, on real text, through the same code as the daemon, in the minutes given.
 
-Only the arrival of the shards is scripted: the reconcile loop and the code loop decide what happens to them, and every number
+Only the arrival of the shards is scripted, and that the code loop begins after them: the daemon's duties decide what happens, and every number
 of the last screen is read from the ledger. The size of the model, the steps and how much is measured follow from measurements
 of this machine (``demo_size``). After a kill the same command goes on where it was.
 """
@@ -29,9 +29,10 @@ from factory.demo.summary import summary
 from factory.duties.runner import work
 from factory.git.repository import fork, live_commit
 from factory.ingest.inbox import arrived, ingest_arrived
-from factory.ledger.ledger import proposals, sa, shards
+from factory.ledger.ledger import sa, shards
 from factory.ledger.plant import Plant
 from factory.ledger.status import snapshot
+from kernels.contract.files import write_atomically
 
 MARK = ".demo"  # --fresh removes only a folder with this file
 BAD_SHARD = "surprise-00.jsonl"
@@ -84,13 +85,16 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
             [path for path in corpus if path not in first] + [_bad_shard(Plant(workspace, ledger))],
         )
         work(Plant(workspace, ledger, terminal), settle=0.0)
-    terminal.heading("6  The code loop: time every line of the training step, propose one patch, measure it, judge it")
-    failure: FactoryError | None = None
-    try:
-        _code_loop(Plant(workspace, ledger), terminal)
-    except FactoryError as error:  # for example without a sandbox; the earlier results stay
-        failure = error
-        terminal.line(f"  the code loop could not run: {error}")
+        terminal.heading(
+            "6  Nothing else is to be done: the factory improves itself. It times every line of the training step, proposes a patch, judges it"
+        )
+        failure: FactoryError | None = None
+        try:
+            _improve_when_idle(workspace)
+            work(Plant(workspace, ledger, terminal), settle=0.0)
+        except FactoryError as error:  # for example without a sandbox; the earlier results stay
+            failure = error
+            terminal.line(f"  the code loop could not run: {error}")
     terminal.heading("7  What happened")
     for line in summary(workspace, snapshot(workspace), time.monotonic() - began):
         terminal.line(line)
@@ -212,7 +216,10 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
     own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {
         "evals.yaml": size.evals,
-        "agents.yaml": {"measure_seconds": size.measure_seconds},
+        "agents.yaml": {
+            "measure_seconds": size.measure_seconds,
+            "improve": {"when": "off", "agents": ["search"], "per_day": {"device_seconds": size.improve_seconds}},
+        },
         "gates/patch.yaml": {"training": size.patch},
     }
     for name, values in changes.items():
@@ -276,9 +283,9 @@ def _arrive(plant: Plant, files: list[Path]) -> None:
             os.replace(aside, plant.workspace.inbox / path.name)
 
 
-def _code_loop(plant: Plant, terminal: Terminal) -> None:
-    from factory.code_loop.proposing import propose
+def _improve_when_idle(workspace: Workspace) -> None:
+    """From now on the daemon improves the factory whenever it has nothing else to do, and so does every 'factory run' here."""
+    from agents.core.yaml_edit import set_value
 
-    if plant.ledger.one(sa.select(proposals.c.number).where(proposals.c.verdict.is_not(None))) is None:
-        with plant.workspace.lock("code-loop"):
-            propose(plant.reporting_to(terminal), agent="search")
+    path = workspace.root / "policies" / "agents.yaml"
+    write_atomically(path, set_value(path.read_text("utf-8"), ("improve", "when"), "when-idle"))

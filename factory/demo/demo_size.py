@@ -70,6 +70,7 @@ class Size:
     later: int
     anneal: int
     measure_seconds: float  # for the code loop's agent
+    improve_seconds: float  # of the day's budget: less than the first proposal takes, so that there is time for one
     patch: dict[str, int]  # of policies/gates/patch.yaml: training
     evals: dict[str, int]  # of policies/evals.yaml
     seconds: dict[str, float]  # what each part is expected to take
@@ -138,4 +139,7 @@ def plan(minutes: float, seen: Seen) -> Size:
     training = (found["first"] + found["later"] + 2 * found["anneal"]) * seen.step
     seconds = {"so far": seen.spent, "training": training, **fixed}
     over = max(0.0, sum(seconds.values()) - 60 * minutes)
-    return Size(**found, measure_seconds=measure, patch=patch, evals=evals, seconds=seconds, over=over)
+    improve = round((fixed["profile"] + measure) / 2, 1)
+    return Size(
+        **found, measure_seconds=measure, improve_seconds=improve, patch=patch, evals=evals, seconds=seconds, over=over
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -15,25 +14,24 @@ import numpy as np
 import torch
 import yaml
 
-from agents.loss_doctor.arms import AGAIN, AnomalyCase, Arm, ArmOutcome, BudgetSpent, DocumentScore, Joined, Start
+from agents.loss_doctor.arms import AGAIN, AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, Joined, ReplayArm, Start
 from agents.loss_doctor.curves import StepPoint, Symptom, points, quantity_of
-from factory.audit.comparing import step_lines
 from factory.audit.keeping import copy_checkpoint
-from factory.audit.replaying import WindowReplay
 from factory.core.removal import remove
 from factory.diagnosis.joined import joined_in
 from factory.gates.patch.held_out import reference_model
-from factory.training.segment_folder import write_spec
+from factory.runs.arm import Arm
+from factory.runs.sandboxed import Ended
+from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, name_of
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.document_stream import Piece, Stream, generation_of
-from trainer.contract.recipe import Recipe, with_keys
+from trainer.contract.recipe import Recipe
 
-# (output folder, segment folder, spec, code, start, until) → how it ended; ``factory.audit.replaying.replay_segment`` but for its limit.
-Runner = Callable[[Path, Path, Mapping[str, Any], Path, Path, int], WindowReplay]
+Runner = Callable[[Arm], Ended]  # trains an arm
 USUAL_STEPS = 32  # before the onset that say what is usual
 SAMPLE = 200  # documents of the shards before that are scored, for comparison
 
@@ -52,6 +50,7 @@ class Episode:
     rungs: Sequence[tuple[int, Path]]  # checkpoints at or before the onset, oldest first
     code: Path
     previous_code: Path | None = None
+    previous_commit: str = ""  # which it is
     generation_begins: int | None = None
     where: str = ""  # domain/<name> or layer/<name> that it is about
     previous_weights: Mapping[str, float] | None = (
@@ -63,6 +62,10 @@ class Episode:
     one_rank: bool = False  # was it trained by several?
     end: Path | None = None  # the newest checkpoint of the segment, after the window
     environment_changed: str = ""  # what of it differs from the segment before
+
+    def code_of(self, arm: Arm) -> Path:
+        """Where the code of one of its arms lies."""
+        return self.previous_code if self.previous_code and arm.code == self.previous_commit else self.code
 
     @property
     def until(self) -> int:
@@ -97,7 +100,7 @@ class WindowBench:
     folder: Path
     run_trainer: Runner
     budget: int  # steps that may be replayed in all
-    run_before: Runner | None = None  # trains in the environment of the segment before
+    before: str = ""  # the interpreter of the environment of the segment before
     told: Callable[[float, str], None] = lambda steps, arm: None  # of each arm: steps since the last call, and its name
     replayed: int = field(default=0)
 
@@ -112,7 +115,7 @@ class WindowBench:
             live=tuple(p for p in found.lines if found.newest[0] <= p.step < found.until),
             all_reference=set(found.kernels.values()) == {"reference"},
             has_previous_commit=found.previous_code is not None,
-            has_previous_environment=self.run_before is not None,
+            has_previous_environment=bool(self.before),
             environment_changed=found.environment_changed,
             has_end=found.end is not None,
             has_earlier=len(found.in_segment()) > 1,
@@ -125,7 +128,7 @@ class WindowBench:
         )
 
     # -- replays -------------------------------------------------------------------------------------------------------
-    def run(self, arm: Arm) -> ArmOutcome:
+    def run(self, arm: ReplayArm) -> ArmOutcome:
         """Raises: BudgetSpent; IsolationError."""
         name = hashlib.sha256(repr(arm).encode()).hexdigest()[:12]
         done = self.folder / f"{name}.json"
@@ -141,7 +144,7 @@ class WindowBench:
             before = self._approach() if arm.start in ("onset", "older weights") else None
             if before is not None and before.failed:
                 return replace(before, arm=arm.name)
-            outcome = self._replay(arm, name, first, self._start(arm.start), self.episode.until)
+            outcome = self._replay(arm, first, self._start(arm.start), self.episode.until)
             if before is not None and approach and not outcome.failed:
                 curve = (*before.curve, *outcome.curve)
                 outcome = replace(outcome, steps=steps, curve=curve, bits=_bits(outcome.bits, curve))
@@ -157,7 +160,7 @@ class WindowBench:
             first, start = self.episode.newest
             if first == self.episode.onset:
                 return ArmOutcome("approach", None)
-            outcome = self._replay(Arm("approach"), "approach", first, start, self.episode.onset)
+            outcome = self._replay(ReplayArm("approach"), first, start, self.episode.onset)
             _store(done, outcome)
         return outcome
 
@@ -183,35 +186,20 @@ class WindowBench:
         assert older is not None
         return graft(older[1], at_onset if at_onset.exists() else episode.newest[1], self.folder / "grafted")
 
-    def _replay(self, arm: Arm, name: str, first: int, start: Path, until: int) -> ArmOutcome:
-        episode, output = self.episode, self.folder / name
-        remove(output)  # of a process that was killed here
-        segment = output / "segment"
-        (segment / "checkpoints").mkdir(parents=True)
-        spec = self._spec(arm, segment, until)
-        if first > spec["first_step"]:
-            shutil.copytree(start, segment / "checkpoints" / name_of(first))
-        elif start != episode.newest[1] or spec["initial_checkpoint"] is not None:
-            spec["initial_checkpoint"] = str(start)
-        write_spec(segment, spec)
-        code = episode.previous_code if arm.previous_commit and episode.previous_code else episode.code
-        run = self.run_before if arm.previous_environment and self.run_before else self.run_trainer
-        ended = run(output, segment, spec, code, start, until)
+    def _replay(self, arm: ReplayArm, first: int, start: Path, until: int) -> ArmOutcome:
+        episode = self.episode
+        ended = self.run_trainer(self._arm(arm, first, start, until))
         steps = until - first
         if ended.failed:
-            remove(output)
+            remove(ended.folder)
             return ArmOutcome(arm.name, None, steps, failed=ended.failed)
-        curve = tuple(p for p in points(step_lines(segment, "metrics.jsonl")) if first <= p.step < until)
-        checkpoint = segment / "checkpoints" / name_of(until)
-        files = checkpoints.read_manifest(checkpoint)["files"]
-        tensors = sorted((key, f["sha256"]) for key, f in files.items() if key != "state.json")
-        bits = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+        left = Trace(ended.folder, first, until, ends=False)
+        curve, bits = tuple(points(list(left.lines.values()))), left.bits
         if until == episode.onset:
-            remove(
-                at_onset := self.folder / "onset" / name_of(until)
-            )  # of a process that was killed before it stored the outcome
-            copy_checkpoint(checkpoint, at_onset)
-        remove(output)  # the numbers are kept, not the weights
+            at_onset = self.folder / "onset" / name_of(until)
+            remove(at_onset)  # of a process that was killed before it stored the outcome
+            copy_checkpoint(left.checkpoint, at_onset)
+        remove(ended.folder)  # the numbers are kept, not the weights
         fires = (
             None
             if arm.start == "older weights" or until == episode.onset
@@ -220,23 +208,23 @@ class WindowBench:
         whole = arm.start == "newest" or first == episode.newest[0]
         return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
 
-    def _spec(self, arm: Arm, segment: Path, until: int) -> dict[str, Any]:
-        spec = json.loads(json.dumps(dict(self.episode.spec)))
-        recipe = with_keys(spec["recipe"], {"checkpoint_every": until, "keep_checkpoints": 2, **arm.recipe})
+    def _arm(self, arm: ReplayArm, first: int, start: Path, until: int) -> Arm:
+        """A trunk's rate does not depend on where it ends: an arm of it ends with the window, and its trainer goes on to the next."""
+        episode, base = self.episode, dict(self.episode.spec)
+        if base["kind"] == "trunk":
+            base["last_step"] = until
+        plan: dict[str, Any] = {"reshuffled": arm.reshuffled} if arm.reshuffled else {}
         if arm.masked:
-            plan = DataPlan.from_json(spec["data_plan"]).masking(arm.masked)
-            spec["data_plan"] = json.loads(plan.to_json())
-        if arm.reshuffled:
-            spec["data_plan"]["reshuffled"] = arm.reshuffled
-        if arm.previous_mixture and self.episode.previous_weights is not None:
-            spec["data_plan"] |= {"weights": dict(self.episode.previous_weights), "phases": []}
-        kernels = self.episode.kernels
-        if arm.reference_kernels:
-            kernels = dict.fromkeys(kernels, "reference")
-        if kernels:
-            spec["kernels"] = str(segment / "kernels.yaml")
-            (segment / "kernels.yaml").write_text(yaml.safe_dump({self.episode.device: dict(kernels)}))
-        return spec | {"recipe": recipe}
+            plan["masked"] = DataPlan.from_json(base["data_plan"]).masking(arm.masked).masked
+        if arm.previous_mixture and episode.previous_weights is not None:
+            plan |= {"weights": dict(episode.previous_weights), "phases": []}
+        kernels = dict.fromkeys(episode.kernels, "reference") if arm.reference_kernels else dict(episode.kernels)
+        goes_on = first > base["first_step"] or start != episode.newest[1] or base["initial_checkpoint"] is not None
+        return Arm(
+            arm.name, base, episode.previous_commit if arm.previous_commit and episode.previous_code else base["code_commit"],
+            recipe={"checkpoint_every": until, "keep_checkpoints": 2, **arm.recipe}, plan=plan, start=start if goes_on else None, until=until,
+            kernels=yaml.safe_dump({episode.device: kernels}) if kernels else "", environment=self.before if arm.previous_environment else "",
+        )  # fmt: skip
 
     # -- documents -----------------------------------------------------------------------------------------------------
     def scores(self, start: Start) -> list[DocumentScore]:
@@ -352,6 +340,7 @@ def _stored(path: Path) -> ArmOutcome | None:
 
 
 def _store(path: Path, outcome: ArmOutcome) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(replace(outcome, curve=())) | {"curve": [p.row() for p in outcome.curve]}))
 
 

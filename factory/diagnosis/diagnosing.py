@@ -6,7 +6,8 @@ Killed at any moment, the same call goes on: replays that ended are read again.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from agents.loss_doctor.arms import rate_arms
 from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
 from agents.loss_doctor.curves import StepPoint, points
 from agents.loss_doctor.doctor import Diagnosis, diagnose
-from factory.audit.comparing import step_lines
-from factory.audit.replaying import WindowReplay, replay_segment
 from factory.code_loop.agent_runs import has_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
@@ -26,8 +25,8 @@ from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.diagnosis import acting, report
-from factory.diagnosis.bench import Episode, Runner, WindowBench
+from factory.diagnosis import acting
+from factory.diagnosis.bench import Episode, WindowBench
 from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.diagnosis.ladder import ladder_of
 from factory.gates.patch.training import for_one_rank
@@ -39,6 +38,10 @@ from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
+from factory.runs.arm import Arm
+from factory.runs.running import Runs
+from factory.runs.sandboxed import Ended, SandboxedTrainer
+from factory.runs.trace import step_lines
 from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
 from kernels.contract.files import finite
@@ -46,12 +49,15 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 
+MOST_ARMS = 1000
 PATIENCE_SECONDS = 600.0  # beyond many times what the longest replay took
+AROUND = 40  # steps before the onset, and after the last step, that are drawn
+CURVES = 4  # of arms, besides the live run's
 NEW_FOR = 16  # steps after a change in which an anomaly's onset may be its effect
 
 
 def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dict[str, Any]:
-    """Diagnose the episode of an anomaly, record it, write its report, and do what the policy says; returns what was recorded.
+    """Diagnose the episode of an anomaly, record it, and do what the policy says; returns what was recorded.
 
     What cannot be replayed is recorded as ``unknown`` with the reason, so that a person is asked and the daemon does not begin again.
     ``steps``: another budget than the policy's. Raises: InputError for an anomaly that there is not, or is not of the loss; ConfigError;
@@ -91,12 +97,16 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
             if unreadable:
                 raise InputError(unreadable)
             episode, notes = _episode(plant, segment, span, lines)
-            bench = WindowBench(episode, folder, _runner(folder, policy.wall_seconds), budget, told=told.advance)
+            trainers = _Trainers(
+                Runs(plant, folder, "diagnosis", Subject("anomaly", lead)), episode, policy.wall_seconds
+            )
+            bench = WindowBench(episode, folder, trainers, budget, told=told.advance)
             if policy.previous_python and not os.access(policy.previous_python, os.X_OK):
                 notes.append(f"previous_python in policies/anomalies.yaml, {policy.previous_python}, cannot be run")
             elif policy.previous_python and episode.environment_changed:
-                bench.run_before = _runner(folder, policy.wall_seconds, policy.previous_python)
-            found = diagnose(bench)
+                bench.before = policy.previous_python
+            with closing(trainers):
+                found = diagnose(bench)
             keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
             why = "; ".join([found.why, *notes])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
@@ -122,8 +132,8 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
         "to_word": has_endpoint(plant.workspace),
     }  # fmt: skip
     undo = _blamed(plant, segment, detail["causes"])
-    page = report.write(plant, lead, detail, lines, found)
-    detail |= {"report": plant.ledger.inside(page), "undo": undo}
+    page = plant.workspace.reports / f"anomaly-{lead}.html"
+    detail |= {"report": plant.ledger.inside(page), "drawn": _drawn(detail, lines, found), "undo": undo}
     with plant.ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail))
         if undo:
@@ -131,7 +141,6 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
-    show_in_mlflow(plant, segment, detail, page)
     done = _done(plant.ledger, policy, detail | {"lead": lead}, plant.progress)
     if found is not None:
         remove(folder)
@@ -162,18 +171,14 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
         return []
 
 
-def show_in_mlflow(plant: Plant, segment: SegmentRow, detail: Mapping[str, Any], page: Path) -> None:
-    """The page at the segment's run, and the causes as a tag. It may fail: the diagnosis is in the ledger."""
-    from factory.tracking.mlflow_store import waiting_lock
-    from factory.tracking.tracking import Tracking
-
-    try:
-        with waiting_lock(plant.workspace, "tracking"):
-            newest = plant.ledger.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=DIAGNOSED)[0]["id"]
-            event = detail.get("event", newest)
-            Tracking.open(plant).segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
-    except FactoryError as error:
-        plant.progress.line(f"  MLflow does not show the diagnosis of segment {segment.id}: {error}")
+def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnosis | None) -> dict[str, Any]:
+    """The curves of its page: (step, value) of the live run around the window, and of some arms without the anomaly."""
+    live = [point for point in lines if detail["onset"] - AROUND <= point.step <= detail["last"] + AROUND]
+    loss = {"live": [(float(p.step), p.loss) for p in live]}
+    for outcome in found.outcomes if found else ():
+        if outcome.curve and len(loss) <= CURVES and outcome.fires is not True:
+            loss[outcome.arm] = [(float(p.step), p.loss) for p in outcome.curve]
+    return {"loss": loss, "grad_norm": {"live": [(float(p.step), p.grad_norm) for p in live]}}
 
 
 def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
@@ -252,7 +257,7 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
     episode = Episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
-        previous_code=previous, generation_begins=begins, where=span.where, one_rank=ranks(plant.workspace) > 1,
+        previous_code=previous, previous_commit=commit or "", generation_begins=begins, where=span.where, one_rank=ranks(plant.workspace) > 1,
         previous_weights=previous_weights(spec["data_plan"], plan_of(plant.ledger, parent) if parent and recent else None, span.onset, span.last),
         was_otherwise=was_otherwise(segment.recipe_json, parent.recipe_json) if parent and recent else {},
         end=after[-1] if after else None, environment_changed=environment_changed(segment.computing, parent.computing if parent else None),
@@ -322,26 +327,32 @@ def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
     return workspace.worktrees / f"diagnosis-{segment.id}{which}"
 
 
-def _runner(folder: Path, wall_seconds: float, python: str = "") -> Runner:
-    """Replays of the same code share what they compiled: an arm of two steps need not wait for the compiler again.
+class _Trainers:
+    """Trains the arms of an episode in the sandbox. Those of the same code and environment share a trainer, and what it compiled.
 
-    After the first that ended a replay is stopped much sooner than the policy allows: one that hangs in every arm would take days.
+    After the first that ended an arm is stopped much sooner than the policy allows: one that hangs in every arm would take days.
     """
-    ended: list[float] = []  # seconds
 
-    def run(output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int) -> WindowReplay:
-        compiled, cache = folder / "compiled" / (code.name + "-before" * bool(python)), output / "cache"
-        compiled.parent.mkdir(parents=True, exist_ok=True)
-        if compiled.is_dir():
-            compiled.rename(cache)
-        try:
-            with devices.one():
-                limit = min(wall_seconds, PATIENCE_SECONDS + 20 * max(ended)) if ended else wall_seconds
-                found = replay_segment(output, segment, spec, code, start, until, limit, python)
-                ended.extend([] if found.failed else [found.seconds])
-                return found
-        finally:
-            if cache.is_dir() and not cache.is_symlink():
-                cache.rename(compiled)
+    def __init__(self, runs: Runs, episode: Episode, wall_seconds: float) -> None:
+        self.runs, self.episode, self.wall_seconds = runs, episode, wall_seconds
+        self._ended: list[float] = []  # seconds
+        self._trainer: SandboxedTrainer | None = None
+        self._of: tuple[str, str] | None = None  # what the trainer is of
 
-    return run
+    def __call__(self, arm: Arm) -> Ended:
+        if self._trainer is None or self._of != (arm.code, arm.environment):
+            self.close()
+            code = self.episode.code_of(arm)
+            output = self.runs.home / "trainers" / (code.name + "-before" * bool(arm.environment))
+            self._of = arm.code, arm.environment
+            self._trainer = SandboxedTrainer(
+                output, code, [f"{number:05d}-trunk" for number in range(MOST_ARMS)], arm.environment
+            )
+        limit = min(self.wall_seconds, PATIENCE_SECONDS + 20 * max(self._ended)) if self._ended else self.wall_seconds
+        found = self.runs.sandboxed(self._trainer, arm, limit)
+        self._ended += [] if found.failed else [found.seconds]
+        return found
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()

@@ -7,12 +7,13 @@ in place of words. Killed between the request and the record, a diagnosis is ask
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.untrusted import one_line
+from agents.core.untrusted import one_line, visible
 from agents.llm.exchange import LlmError
 from agents.llm.policy import LlmPolicy
 from agents.loop.role import DraftError
@@ -20,16 +21,21 @@ from agents.loss_doctor.curves import StepPoint
 from agents.loss_doctor.wording import AGENT, ArmShown, DiagnosisFacts, Wording, word
 from factory.code_loop.agent_runs import AgentOptions, AgentRuns
 from factory.core.errors import FactoryError
-from factory.diagnosis import report
-from factory.diagnosis.diagnosing import live_lines, show_in_mlflow
+from factory.core.workspace import Workspace
+from factory.diagnosis.diagnosing import live_lines
+from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded
-from factory.ledger.ledger import Ledger, agent_runs, exchanges, record
+from factory.ledger.ledger import Ledger, agent_runs, documents, exchanges, record, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
+from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import TrainerError
 
 MOST_ASKED = 2  # requests about one diagnosis: the first, and one after a kill
 BEFORE = 16  # steps before the onset whose median is the usual loss
 LONGEST = 500  # characters of a fact
+TEXT = 600  # characters of a document that are shown
+DOCUMENTS = 10
 
 
 def word_diagnosis(plant: Plant, number: int) -> None:
@@ -60,12 +66,8 @@ def word_diagnosis(plant: Plant, number: int) -> None:
         "anomalies": detail["anomalies"], "diagnosis": detail["event"], "model": one_line(model, 200), "failed": failed,
         "claims": [vars(claim) for claim in said.claims], "dropped": list(said.dropped),
     }  # fmt: skip
-    page = plant.workspace.reports / f"anomaly-{lead}.html"
-    report.add_words(page, detail, words)
     with plant.ledger.begin() as tx:
         record(tx, WORDED, Subject("anomaly", lead), words)
-    if page.exists():
-        show_in_mlflow(plant, segment, detail, page)
     plant.progress.line(
         f"  {failed or f'{len(said.claims)} sentences hold against the record, {len(said.dropped)} do not'}"
     )
@@ -80,7 +82,7 @@ def word_waiting(plant: Plant) -> None:
 def facts_of(
     detail: Mapping[str, Any], lines: Sequence[StepPoint], documents: Sequence[Mapping[str, Any]] = ()
 ) -> DiagnosisFacts:
-    """What a diagnosis says, as a language model gets it. ``lines``: of the live run; ``documents``: as ``report.documents_of`` has them.
+    """What a diagnosis says, as a language model gets it. ``lines``: of the live run; ``documents``: as ``documents_of`` has them.
 
     >>> arm = {"arm": "fp32", "fires": True, "steps": 4, "failed": ""}
     >>> lists = {"causes": ["rate"], "guilty": [], "triggers": ["a", "b"], "arms": [arm]}
@@ -118,10 +120,35 @@ def facts_of(
 
 
 def _documents(plant: Plant, detail: Mapping[str, Any], policy: LlmPolicy) -> list[dict[str, Any]]:
-    return report.documents_of(plant, detail["guilty"] or detail["triggers"], policy.diagnosis_documents)
+    return documents_of(plant, detail["guilty"] or detail["triggers"], policy.diagnosis_documents)
 
 
 def _requests(ledger: Ledger, asked: str) -> int:
     """How often a diagnosis was asked about, in whatever run."""
     runs = sa.select(agent_runs.c.id).where(agent_runs.c.agent == AGENT, agent_runs.c.asked == asked)
     return len(ledger.rows(sa.select(exchanges.c.id).where(exchanges.c.run.in_(runs))))
+
+
+def documents_of(plant: Plant, keys: Sequence[str], most: int = DOCUMENTS) -> list[dict[str, Any]]:
+    """Id, domain, source and the beginning of the text of at most ``most`` documents, as they were trained on."""
+    found = []
+    for key in keys[:most]:
+        joined = sa.select(documents, token_shards.c.path.label("folder"))
+        row = plant.ledger.one(
+            joined.join(token_shards, token_shards.c.id == documents.c.token_shard).where(documents.c.key == key)
+        )
+        if row is not None:
+            told = {name: visible(str(row[name] or ""), 300) for name in ("id", "domain", "source")}
+            found.append({"key": key, **told, "text": _text(plant.workspace, Path(row["folder"]), key)})
+    return found
+
+
+def _text(workspace: Workspace, folder: Path, key: str) -> str:
+    try:
+        shard = TokenShard(folder)
+        at = shard.documents["key"].to_pylist().index(key)
+        start, length = (shard.documents[name][at].as_py() for name in ("start", "length"))
+        tokens = shard.tokens[start : start + min(length, TEXT)].tolist()
+        return visible(Tokenizer.load(workspace.tokenizer).decode(tokens), TEXT)
+    except (TrainerError, FactoryError, OSError, ValueError) as error:
+        return f"(it cannot be read any more: {error})"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from factory.audit.auditing import audit_and_show
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from factory.audit.auditing import audit
 from factory.audit.policy import AuditPolicy
 from factory.audit.reverts import open_reverts
 from factory.audit.waiting import waiting
-from factory.code_loop import approvals, revalidating
+from factory.code_loop import revalidating
 from factory.code_loop.judging_again import judge_held_again
 from factory.duties.duty import Duty, Look, always
 from factory.ledger.plant import Plant
+from factory.show.mlflow.answering import follow_proposals
+
+if TYPE_CHECKING:
+    from factory.code_loop.improving import LoopStage
 
 
 def _waiting(look: Look, overdue: bool = False) -> list[int]:
@@ -20,15 +27,31 @@ def _waiting(look: Look, overdue: bool = False) -> list[int]:
 
 
 def _audit(plant: Plant, segment: int) -> None:
-    audit_and_show(plant, segment)
+    audit(plant, segment)
     open_reverts(plant)
+
+
+def _improvement(look: Look) -> Iterable[object]:
+    from factory.code_loop.improvements import as_written
+
+    if as_written(look.plant.workspace).get("when", "off") == "off":
+        return ()  # without the imports of what follows
+    from factory.code_loop.improving import due
+
+    return due(look.plant, look.db)
+
+
+def _improve(plant: Plant, stage: LoopStage) -> None:
+    from factory.code_loop.improving import do
+
+    do(plant, stage)
 
 
 OPEN_REVERTS = Duty(
     "open_reverts", "open a proposal that undoes each patch that an audit found out", always, lambda plant, _: open_reverts(plant), each="pass"
 )  # fmt: skip
 FOLLOW_APPROVALS = Duty(
-    "follow_approvals", "merge, revert or close the proposals that were decided", always, lambda plant, _: approvals.follow(plant), each="pass"
+    "follow_approvals", "merge, revert or close the proposals that were decided", always, lambda plant, _: follow_proposals(plant), each="pass"
 )  # fmt: skip
 JUDGE_MERGED_AGAIN = Duty(
     "judge_merged_again", "judge merged patches again where what they were measured on has changed", always,
@@ -42,4 +65,8 @@ OVERDUE_AUDIT = Duty(
 )  # fmt: skip
 AUDIT = Duty(
     "audit", "replay a window of a segment that trained with a patch", _waiting, _audit, trains=True, fills_disk=True, when_idle=True
+)  # fmt: skip
+IMPROVE = Duty(
+    "improve", "profile, propose a patch, judge it and, as the policy says, merge it, a stage at a time", _improvement, _improve,
+    trains=True, fills_disk=True, plans=True,
 )  # fmt: skip

@@ -9,9 +9,8 @@ from factory.ledger.anomalies import rewound_in
 from factory.ledger.decisions import decision_on, rejected_before
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, SegmentRow, VerdictRow
-from factory.release.approvals import automatic, how_to_answer, register_candidate, waits
+from factory.release.approvals import automatic, how_to_answer, waits
 from factory.release.releases import OutOfDate, release
-from factory.tracking.outages import shown
 from factory.training.exporting import export_candidate
 
 
@@ -59,10 +58,9 @@ def _release(plant: Plant, verdict: int) -> None:
 
 
 def judge(plant: Plant, candidate: int) -> int:
-    """Evaluate a candidate, judge it, show both in MLflow; returns the verdict's id."""
+    """Evaluate a candidate, judge it; returns the verdict's id."""
     evaluate(plant, candidate)
     verdict = decide(plant, candidate)
-    shown(plant.progress.line, lambda: register_candidate(plant, candidate))
     row = VerdictRow.get(plant.ledger, verdict)
     plant.say(f"  candidate {candidate}: {row.outcome.upper()}")
     for reason in row.reasons:

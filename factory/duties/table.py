@@ -13,13 +13,14 @@ from factory.duties.duty import Duty
 from factory.duties.patches import (
     AUDIT,
     FOLLOW_APPROVALS,
+    IMPROVE,
     JUDGE_HELD_AGAIN,
     JUDGE_MERGED_AGAIN,
     OPEN_REVERTS,
     OVERDUE_AUDIT,
 )
 from factory.duties.releasing import EXPORT, FINISH_RELEASE, JUDGE, RELEASE
-from factory.duties.showing import ANSWER_APPROVALS, CATCH_UP_MLFLOW, NOTIFY, PUBLISH
+from factory.duties.showing import ANSWER_APPROVALS, NOTIFY, PUBLISH, SHOW
 from factory.duties.training import PLAN_ANNEAL, PLAN_TRUNK, REPLICATE, TRAIN
 from factory.duties.upkeep import BACK_UP, FINISH_REMOVALS, REPORT_RELEASABLE
 
@@ -30,13 +31,13 @@ DUTIES: tuple[Duty, ...] = (
     FINISH_REMOVALS,
     TEND_INBOX,
     PUBLISH,
-    CATCH_UP_MLFLOW,
     OPEN_REVERTS,
     FOLLOW_APPROVALS,
     JUDGE_MERGED_AGAIN,
     JUDGE_HELD_AGAIN,
     INGEST,
     REPORT_RELEASABLE,
+    SHOW,
     FINISH_RELEASE,
     TRAIN,
     EXPORT,
@@ -50,4 +51,5 @@ DUTIES: tuple[Duty, ...] = (
     REPLICATE,  # while the checkpoint is there that it begins at
     PLAN_TRUNK,
     AUDIT,
+    IMPROVE,
 )

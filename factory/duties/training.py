@@ -22,7 +22,7 @@ from factory.repairs.mending import mend_inputs
 from factory.replicas.replicating import replicate
 from factory.replicas.waiting import waits
 from factory.retention.cleaning import tidy
-from factory.tracking.tracking import Tracking
+from factory.show.mlflow.runs import Tracking
 from factory.training.planning import Trunk, next_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from factory.training.tuning import tune_if_new

@@ -55,7 +55,6 @@ class StagedGate(Generic[Policy]):
         verdict = self.judge(self.policy, evidence)
         subject = Subject("proposal", number)
         with plant.ledger.begin() as tx:
-            record(tx, "judged", subject, {"outcome": verdict.outcome})
             recorded = record_verdict(
                 tx,
                 self.name,
@@ -67,6 +66,7 @@ class StagedGate(Generic[Policy]):
                 reasons=verdict.reasons,
                 evidence=evidence,
             )
+            record(tx, "judged", subject, {"outcome": verdict.outcome, "verdict": recorded})
         return recorded, verdict, evidence
 
     def gather(self, plant: Plant, applied: Applied, tries: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ FILED = "shard_filed"  # {folder, name, bytes, mtime_ns, sha256, read_by}: where
 PACKED = "packed"
 SMALL_VOCABULARY = "small_vocabulary"  # {by}: a person has the tokenizer trained on however little text there is
 RETIRED = "retired"  # {path (relative to the workspace), kind, bytes, why}
+MLFLOW_REMADE = "mlflow_remade"  # its database was lost, and is an older one or empty
 DISK_LOW, DISK_WELL = "disk_low", "disk_well"  # {free, floor}, in bytes
 
 

@@ -200,6 +200,21 @@ checkpoints = sa.Table(
     C("created_at", F, nullable=False),
 )
 
+runs = sa.Table(  # what was trained beside the segments, to compare (``factory.runs``)
+    "runs",
+    metadata,
+    C("id", T, primary_key=True),  # ``Arm.key``, of what it is: the same thing asked for again has the same row
+    C("purpose", T, nullable=False),  # 'certificate' | 'preflight' | 'audit' | 'diagnosis' | …
+    C("subject", T, nullable=False),  # for what it was run last: 'segment:3', 'anomaly:7'
+    C("arm", J, nullable=False),  # ``Arm.to_json``
+    # 'running' | 'done' | 'failed' (nothing to go on from was left) | 'stopped' (asked for again, it goes on)
+    C("state", T, nullable=False),
+    C("folder", T, nullable=False),  # where it trains; once its errand is over it may be gone
+    C("started_at", F, nullable=False),
+    C("finished_at", F),
+    C("ended", T),  # how it ended, for a person; null: well
+)
+
 candidates = sa.Table(
     "candidates",
     metadata,
@@ -255,7 +270,7 @@ releases = sa.Table(
     C("number", N, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False, unique=True),
     C("verdict", N, sa.ForeignKey("verdicts.id"), nullable=False),
-    C("state", T, nullable=False),  # 'decided' → 'registered' → 'aliased' → 'published'
+    C("state", T, nullable=False),  # 'decided' → 'published'
     C("mlflow_version", T),
     C("report", T),
     C("approved_by", T),
@@ -296,7 +311,7 @@ proposals = sa.Table(
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    # 'drafted' → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    # 'drafted' (→ 'written': waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
     C("state", T, nullable=False),
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),

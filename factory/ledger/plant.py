@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from factory.core.progress import SILENT, Progress
-from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger
+
+if (
+    TYPE_CHECKING
+):  # commands name a plant before they know whether they need one, and SQLAlchemy takes half a second to import
+    from factory.core.workspace import Workspace
+    from factory.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from factory.core.errors import InputError
 JSON_COLUMNS = frozenset(
     {
         "counts", "domains", "result", "summary", "reasons", "evidence", "detail", "plan", "content", "recipe_json",
-        "computing", "moved", "facts", "filter", "change",
+        "computing", "moved", "facts", "filter", "change", "arm",
     }
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ class LedgerRow:
         return next(iter(cls.select(db, f"{which} LIMIT 1", **parameters)), None)
 
     @classmethod
-    def get(cls, db: Reads, key: int) -> Self:
+    def get(cls, db: Reads, key: int | str) -> Self:
         """Raises: InputError that lists the keys there are, when there is no such row."""
         row = cls.first(db, f"WHERE {cls.key} = :key", key=key)
         if row is None:
@@ -120,6 +120,22 @@ class SegmentRow(LedgerRow):
         while parent := chain[0].parent:
             chain.insert(0, cls.get(db, parent))
         return chain
+
+
+@dataclass(frozen=True)
+class RunRow(LedgerRow):
+    noun, source = "run", "runs"
+    how = ": a certificate, a preflight, an audit or a diagnosis makes them"
+
+    id: str
+    purpose: str
+    subject: str
+    arm: dict[str, Any]
+    state: str
+    folder: str
+    started_at: float
+    finished_at: float | None
+    ended: str | None
 
 
 @dataclass(frozen=True)

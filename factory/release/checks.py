@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from factory.core.errors import InputError
+from factory.core.exports import folder_sha256
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import of_training
 from factory.gates.release.policy import ReleasePolicy
@@ -12,7 +15,6 @@ from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Reads, Subject, VerdictRow, champion
-from factory.release.registry import check_export, newest_verdict
 
 
 class OutOfDate(InputError):
@@ -94,3 +96,27 @@ def check_judged(ledger: Ledger, verdict: VerdictRow) -> None:
     row = check_export(ledger, verdict.number)
     if row.export_sha256 != verdict.subject_sha256:
         raise InputError(f"verdict {verdict.id} judged another export of {verdict.subject}: evaluate it again")
+
+
+def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
+    """Raises: InputError when there is no such candidate, or it was not judged."""
+    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
+    if verdict is None:
+        CandidateRow.get(ledger, candidate_id)
+        raise InputError(f"candidate {candidate_id} was not judged yet: run 'factory evaluate {candidate_id}'")
+    return verdict
+
+
+def check_export(ledger: Ledger, candidate_id: int) -> CandidateRow:
+    """The candidate, after making sure that its export is, byte for byte, the one it was recorded with.
+
+    Raises: InputError.
+    """
+    row = CandidateRow.get(ledger, candidate_id)
+    found = folder_sha256(Path(row.export_path))
+    if found != row.export_sha256:
+        raise InputError(
+            f"candidate {candidate_id}: {row.export_path} is not what was recorded (sha256 {found[:12]}…, "
+            f"recorded {row.export_sha256[:12]}…): nothing was released; restore the export, or evaluate a new candidate"
+        )
+    return row

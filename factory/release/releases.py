@@ -1,10 +1,10 @@
-"""Releases: one recoverable saga a promotion, ``decided`` → ``registered`` → ``aliased`` → ``published`` (DESIGN §5).
+"""Releases: a recoverable saga, ``decided`` → ``published`` (DESIGN §5).
 
 Each step is idempotent and is recorded after it is done; killed anywhere, ``reconcile`` (or the same ``release`` again) goes
-on from the recorded state. The ledger decides who is champion: the newest ``promoted`` or ``rolled_back`` event. MLflow's
-alias and the served link follow it, and are put back when a person or a crash moved them.
+on from the recorded state. The ledger decides who is champion: the newest ``promoted`` or ``rolled_back`` event. The served link
+follows it, and is put back when a person or a crash moved it; MLflow's alias follows it too (``factory.show``), which no release waits for.
 
-What is released is what was judged: before each step the export is hashed again and compared with the verdict's hash; a
+What is released is what was judged: before it is public the export is hashed again and compared with the verdict's hash; a
 person's approval, where the policy asks for one, is recorded with that hash too. A verdict against a champion that is no
 longer champion is out of date, and so is one whose licences or anomalies hold the candidate by now: its release is withdrawn
 until it is public, and the candidate must be judged again.
@@ -13,46 +13,75 @@ until it is public, and the candidate must be judged again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from factory.core.errors import InputError
-from factory.ledger.decisions import OVERRIDDEN, WITHDRAWN, override_on
+from factory.core.workspace import PATIENCE
+from factory.gates.release.recorded import held_by, not_overridable
+from factory.gates.release.training_now import training_now
+from factory.ledger.decisions import OVERRIDDEN, REJECTED, WITHDRAWN, decision_on, override_on
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
+from factory.ledger.rows import ReleaseRow, Subject, VerdictRow, champion
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
 from factory.release import serving
-from factory.release.approvals import approve, approver, register_candidate
+from factory.release.approvals import approve, approver
 from factory.release.checks import (
     OutOfDate,
     check_champion,
     check_current,
+    check_export,
     check_judged,
     check_not_rewound,
     check_training,
+    newest_verdict,
     releasable,
 )
-from factory.release.overriding import override_of, reason_of
-from factory.release.registry import (
-    CHAMPION,
-    MODEL,
-    SHOWN,
-    aliases,
-    bundle,
-    check_export,
-    find_version,
-    is_whole,
-    newest_verdict,
-    register,
-    removed_data,
-    write_report,
-)
-from factory.tracking.mlflow_store import mlflow_errors, waiting_lock
-from factory.tracking.outages import shown
-from factory.tracking.tracking import Tracking
+
+PUBLISHED = "published"
+
+# A person's override of a hold: what may be released all the same, by whom and why (``factory releases override N --reason "…"``).
+# Only what was held because too little was shown (``factory.gates.release.reasons.NOTHING_SHOWN``) may be. The judge is asked again, of the
+# evidence and the policy that the verdict recorded, so what a person overrides is what was judged; and of the licences and anomalies of its
+# training as they are now, as people may have changed both since.
+LONGEST_REASON = 2000
+
+
+def reason_of(words: str) -> str:
+    """A person's reason, on one line. Raises: InputError for one without a letter or digit."""
+    why = " ".join("".join(letter if letter.isprintable() else " " for letter in words).split())
+    if not any(letter.isalnum() for letter in why):
+        raise InputError('an override needs a reason, which stays on record: --reason "…"; nothing was released')
+    if len(why) > LONGEST_REASON:
+        raise InputError(
+            f"a reason has at most {LONGEST_REASON:,} characters, this one has {len(why):,}; nothing was released"
+        )
+    return why
+
+
+def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
+    """The event's detail. Raises: InputError for a verdict that does not hold, or holds for what no person overrides."""
+    name = f"verdict {verdict.id} on {verdict.subject}"
+    if (known := decision_on(plant.ledger, verdict)) and known.word == REJECTED:
+        raise InputError(f"{name} was {known}; no override of it counts; nothing was released")
+    if verdict.outcome != "hold":
+        instead = {
+            "promote": f"'factory releases approve {verdict.number}' releases it",
+            "reject": "it was shown to be worse or broken, and no person overrides that",
+        }
+        raise InputError(f"{name} is {verdict.outcome!r}, not 'hold': {instead[verdict.outcome]}; nothing was released")
+    stored = verdict.evidence(plant.ledger)
+    held = held_by(stored, verdict.policy_sha256, name)
+    if words := not_overridable(held):
+        raise InputError(f"{name} holds for what no person overrides: {words} Nothing was released")
+    now = training_now(plant, verdict.number)
+    if words := not_overridable(held_by(stored, verdict.policy_sha256, name, **now)):
+        raise InputError(
+            f"{verdict.subject} would be held now for what no person overrides: {words} 'factory evaluate {verdict.number}' judges it again; "
+            "nothing was released"
+        )
+    return {"sha256": verdict.subject_sha256, "evidence_sha256": str(stored["sha256"]), "by": by, "why": why}
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
@@ -67,11 +96,11 @@ def release(
     approved_by: the person who approves by this call, where the policy requires approval.
 
     Raises: InputError when the verdict does not promote, is out of date, or the export is not what was judged;
-    ApprovalNeeded when the policy wants a person first. MLflow is not waited for: ``reconcile`` shows there later what it misses.
+    ApprovalNeeded when the policy wants a person first.
     """
     verdict = releasable(plant.ledger, verdict_id)
     candidate = verdict.number
-    with waiting_lock(plant.workspace, "release"):
+    with plant.workspace.lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(candidate)
         known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
@@ -96,7 +125,7 @@ def override(plant: Plant, candidate: int, by: str, why: str) -> int:
     Raises: InputError without a reason, for a candidate that is not held, or held for what no person overrides, and as ``release`` does.
     """
     why = reason_of(why)
-    with waiting_lock(plant.workspace, "release"):
+    with plant.workspace.lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(candidate)
         known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
@@ -118,23 +147,21 @@ def override(plant: Plant, candidate: int, by: str, why: str) -> int:
 
 
 def reconcile(plant: Plant) -> list[str]:
-    """Finish half releases, show what MLflow misses, put alias and served link back to the ledger's champion.
+    """Finish half releases, put the served link back to the ledger's champion.
 
-    Returns what was done, one line each; nothing to do → empty. What cannot be repaired (an export that was tampered with)
-    is among the lines as well. While MLflow does not answer, the served folder is what the ledger says all the same.
+    Returns what was done, one line each; nothing to do → empty. What cannot be finished (an export that was tampered with)
+    is among the lines as well.
     """
     if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
-        return []  # no candidate was judged, so MLflow has nothing to show and need not be imported
-    with waiting_lock(plant.workspace, "release"):
+        return []
+    with plant.workspace.lock("release", PATIENCE):
         saga = _Saga(plant)
-        done = saga.finish_others(None) + saga.serve()
-        done += shown(plant.progress.line, saga.show_judged) or []
-        return done + saga.serve() + (shown(plant.progress.line, saga.follow_ledger) or [])
+        return saga.finish_others(None) + saga.serve()
 
 
 def rollback(plant: Plant, number: int) -> None:
     """Make an older, published release champion again. Raises: InputError when there is none or its export changed."""
-    with waiting_lock(plant.workspace, "release"):
+    with plant.workspace.lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(None)
         row, now = ReleaseRow.get(plant.ledger, number), champion(plant.ledger)
@@ -145,7 +172,6 @@ def rollback(plant: Plant, number: int) -> None:
             with plant.ledger.begin() as tx:
                 record(tx, "rolled_back", Subject("release", number), {"from": now.number})
         saga.serve(expected=True)
-        shown(plant.progress.line, lambda: saga.follow_ledger(expected=True))
     plant.progress.line(f"release {number} is champion again")
 
 
@@ -162,66 +188,33 @@ def release_before(ledger: Ledger) -> int:
 
 
 class _Saga:
-    """The steps of a release, on one open MLflow; the caller holds the release lock."""
+    """The steps of a release; the caller holds the release lock."""
 
     def __init__(self, plant: Plant) -> None:
-        self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
-        self.tracking = Tracking.open(plant)
+        self.plant, self.workspace, self.ledger = plant, plant.workspace, plant.ledger
 
     def check_begun(self, number: int) -> None:
         """Before one that was begun earlier goes on. What is public is not undone. Raises: OutOfDate."""
         row = ReleaseRow.get(self.ledger, number)
-        if row.state != "published":
-            check_training(Plant(self.workspace, self.ledger), VerdictRow.get(self.ledger, row.verdict))
+        if row.state != PUBLISHED:
+            check_training(self.plant, VerdictRow.get(self.ledger, row.verdict))
 
     def advance(self, number: int) -> None:
-        """Take a release from its recorded state to ``published``. Raises: InputError, and the state stays."""
-        steps: dict[str, Callable[[ReleaseRow], None]] = {
-            "decided": self._register,
-            "registered": self._alias,
-            "aliased": self._publish,
-        }
-        while (row := ReleaseRow.get(self.ledger, number)).state in steps:
-            verdict = VerdictRow.get(self.ledger, row.verdict)
-            check_judged(self.ledger, verdict)
-            check_champion(self.ledger, verdict)
-            steps[row.state](row)
-
-    def _register(self, row: ReleaseRow) -> None:
-        add = lambda: register_candidate(Plant(self.workspace, self.ledger), row.candidate)
-        self._move(row, "registered", mlflow_version=shown(self.progress.line, add))
-
-    def _alias(self, row: ReleaseRow) -> None:
-        self._move(row, "aliased", mlflow_version=shown(self.progress.line, lambda: self._point(row)))
-
-    def _point(self, row: ReleaseRow) -> str:
-        """Move MLflow's alias to a release; returns its version. Raises: TrackingError."""
-        version = self._version(row)
-        with mlflow_errors("moving the champion alias"):
-            self.tracking.client.set_registered_model_alias(MODEL, CHAMPION, version)
-        return version
-
-    def _version(self, row: ReleaseRow) -> str:
-        """The version of a release's candidate; made again when it was deleted."""
-        with mlflow_errors("finding a version"):
-            found = find_version(self.tracking.client, row.candidate, row.export_sha256)
-        return (
-            str(found.version) if found else register(Plant(self.workspace, self.ledger), self.tracking, row.candidate)
-        )
+        """Make a release public that was decided. Raises: InputError, and the state stays."""
+        row = ReleaseRow.get(self.ledger, number)
+        if row.state == PUBLISHED:
+            return
+        verdict = VerdictRow.get(self.ledger, row.verdict)
+        check_judged(self.ledger, verdict)
+        check_champion(self.ledger, verdict)
+        self._publish(row)
 
     def _publish(self, row: ReleaseRow) -> None:
-        report = write_report(Plant(self.workspace, self.ledger), row.candidate)
-        log = lambda: self.tracking.log_report(self.tracking.candidate_run(row.candidate), report)
-        shown(self.progress.line, log)
         serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
-        self._move(row, "published", report=self.ledger.inside(report), event="promoted")
-        self.progress.line(f"release {row.number}: candidate {row.candidate} is champion")
-
-    def _move(self, row: ReleaseRow, state: str, event: str | None = None, **values: Any) -> None:
         with self.ledger.begin() as tx:
-            tx.execute(releases.update().where(releases.c.number == row.number).values(state=state, **values))
-            if event:
-                record(tx, event, Subject("release", row.number), {"candidate": row.candidate})
+            tx.execute(releases.update().where(releases.c.number == row.number).values(state=PUBLISHED))
+            record(tx, "promoted", Subject("release", row.number), {"candidate": row.candidate})
+        self.plant.say(f"release {row.number}: candidate {row.candidate} is champion")
 
     def finish_others(self, candidate: int | None) -> list[str]:
         """Finish the half releases of every other candidate; one that cannot be finished is reported, and stops nothing."""
@@ -242,61 +235,21 @@ class _Saga:
                 done.append(f"release {row.number} cannot be finished: {error}")
         return done
 
-    def show_judged(self) -> list[str]:
-        """Register every judged candidate that MLflow does not show, whole, with its newest verdict and its release."""
-        with mlflow_errors("listing versions"):
-            found = self.tracking.client.search_model_versions(f"name = '{MODEL}'")
-        shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found if is_whole(v)}
-        released = {
-            row.candidate: (str(row.number), removed_data(self.ledger, row.number), bundle(self.ledger, row.number))
-            for row in ReleaseRow.select(self.ledger)
-        }
-        done = []
-        for row in CandidateRow.select(self.ledger):
-            verdict = VerdictRow.newest(self.ledger, "release", Subject("candidate", row.id))
-            if verdict is None:
-                continue
-            now = str(row.id), row.export_sha256, str(verdict.id), *released.get(row.id, (None, None, None))
-            if now in shown:
-                continue
-            try:
-                register_candidate(Plant(self.workspace, self.ledger), row.id)
-                done.append(f"candidate {row.id} is shown in MLflow")
-            except InputError as error:
-                done.append(f"candidate {row.id} cannot be shown in MLflow: {error}")
-        return done
-
-    def follow_ledger(self, expected: bool = False) -> list[str]:
-        """Point MLflow's alias at the ledger's champion. ``expected``: a rollback, so no repair is recorded. Raises: TrackingError."""
-        row, done = champion(self.ledger), []
-        client = self.tracking.client
-        want = self._version(row) if row else None
-        with mlflow_errors("comparing the champion alias"):
-            found = aliases(client).get(CHAMPION)
-            if found != want:
-                if want is None:
-                    client.delete_registered_model_alias(MODEL, CHAMPION)
-                else:
-                    client.set_registered_model_alias(MODEL, CHAMPION, want)
-                done.append(f"MLflow's champion was version {found}, the ledger's is version {want}: put back")
-        if row and row.mlflow_version != want:
-            self._move(row, row.state, mlflow_version=want)
-        return self._repaired(row, done, expected)
-
     def serve(self, expected: bool = False) -> list[str]:
-        """Point the served link at the ledger's champion; as ``follow_ledger``. Raises: InputError when its export is not what was judged."""
-        row, done = champion(self.ledger), []
-        if row and not self._is_served(row):
-            check_export(self.ledger, row.candidate)
-            serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
-            done.append(f"release {row.number} was not what is served: published again")
-        return self._repaired(row, done, expected)
+        """Point the served link at the ledger's champion. ``expected``: a rollback, so no repair is recorded.
 
-    def _repaired(self, row: ReleaseRow | None, done: list[str], expected: bool) -> list[str]:
-        if done and not expected:
+        Raises: InputError when its export is not what was judged.
+        """
+        row = champion(self.ledger)
+        if row is None or self._is_served(row):
+            return []
+        check_export(self.ledger, row.candidate)
+        serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
+        done = f"release {row.number} was not what is served: published again"
+        if not expected:
             with self.ledger.begin() as tx:
-                record(tx, "repaired", Subject("release", row.number) if row else MODEL, {"what": done})
-        return done
+                record(tx, "repaired", Subject("release", row.number), {"what": [done]})
+        return [done]
 
     def _is_served(self, row: ReleaseRow) -> bool:
         note = serving.served(self.workspace)

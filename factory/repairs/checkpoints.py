@@ -22,9 +22,10 @@ from factory.ledger.ledger import Ledger, candidates, checkpoints, record, segme
 from factory.ledger.places import portable
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
+from factory.runs.folders import result_of
 from factory.training.exporting import make_export
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import result_of, set_aside
+from factory.training.segment_folder import set_aside
 from factory.training.training import run_trainer
 from kernels.contract.files import put_in_place
 from trainer.contract.checkpoint.format import (

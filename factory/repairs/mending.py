@@ -10,6 +10,7 @@ from factory.core.errors import DamagedExportError, FactoryError, WorkspaceError
 from factory.core.faults import cannot_be_read_now
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
+from factory.ledger.files import MLFLOW_REMADE
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -26,7 +27,6 @@ from factory.repairs.examining import (
 from factory.repairs.lost_ledger import restore, restore_mlflow
 from factory.repairs.token_shards import HashedShards, rebuild_token_shard, token_shard_fault
 from factory.repairs.tokenizer_files import bring_back_tokenizer
-from factory.tracking.missed import REMADE, show_missed
 from factory.training.planning import last_checkpoint, plan_of
 from trainer.contract.errors import TrainerError
 
@@ -60,9 +60,7 @@ def _mend(plant: Plant, fault: Damage) -> str:
     if fault.kind == "mlflow":
         plant.progress.line(f"  {restore_mlflow(plant.workspace)}")
         with plant.ledger.begin() as tx:
-            record(tx, REMADE, "mlflow")
-        reconcile(plant)
-        show_missed(plant, plant.progress.line)
+            record(tx, MLFLOW_REMADE, "mlflow")
         return ""
     if fault.kind == "tokenizer":
         return bring_back_tokenizer(plant)

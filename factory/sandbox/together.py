@@ -1,7 +1,7 @@
 """Many files and folders of one folder, visible in a sandbox by one mount.
 
 bubblewrap takes 9,000 arguments, those of ``--args`` too, and reads all mounts again for each that it makes: 500 take 0.7 s, 2,900 take
-21 s, and 3,000 are refused. ``enter`` opens a file for each. So of more than ``MOST`` paths in one folder a folder of hard links is made beside
+21 s, and 3,000 are refused. So of more than ``MOST`` paths in one folder a folder of hard links is made beside
 them, and mounted in place of theirs. What was not asked for stays out of sight, as with a mount for each.
 
     shards/ab/tokens.bin   asked for         shards/.seen-1x/ab/tokens.bin   the same file

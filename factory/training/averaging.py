@@ -21,9 +21,10 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.places import located
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.training.live_code import LiveCode
+from factory.runs.folders import clear
+from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment, plan_segment
-from factory.training.segment_folder import AVERAGE, EXPORT, claim, clear, failed, give_up, name_in, record_done
+from factory.training.segment_folder import AVERAGE, EXPORT, claim, failed, give_up, name_in, record_done
 from kernels.contract.files import write_atomically
 
 KIND = "average"

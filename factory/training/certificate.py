@@ -38,8 +38,6 @@ ROUNDING = 1e-6  # share of a value that fp32 rounding may change: the least noi
 TRAINED_WITH = ("trainer/", "kernels/", "policies/kernels.yaml")  # all that a segment's process reads of the repository
 
 Series = list[float | None]  # a value a step; None: not finite, or not written
-
-
 Part = Literal["resume", "accumulation", "kernels", "compile", "ranks"]
 
 
@@ -73,8 +71,8 @@ class CertificatePolicy(StrictPolicy):
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What one run left."""
+class Numbers:
+    """Of what one run left, the numbers that it is judged by."""
 
     series: dict[str, Series]  # by name, a value a step
     moved: dict[str, float]  # ‖weights − the checkpoint's‖ by tensor
@@ -92,10 +90,10 @@ class CertificateEvidence:
     steps: int = 0
     basis: Literal["segment", "parent", ""] = ""  # whose recipe and data plan both ran under
     seeds: tuple[int, ...] = ()
-    old: Trace | None = None
-    again: Trace | None = None  # the old code a second time
-    new: Trace | None = None
-    others: tuple[Trace, ...] = ()  # the old code under ``seeds``
+    old: Numbers | None = None
+    again: Numbers | None = None  # the old code a second time
+    new: Numbers | None = None
+    others: tuple[Numbers, ...] = ()  # the old code under ``seeds``
     apart: float = math.nan  # ‖weights new − old‖
     apart_again: float = math.nan  # ‖weights again − old‖
     apart_seeds: float = math.nan  # root mean square over pairs of seeds of ‖weights − weights‖
@@ -185,7 +183,9 @@ def measures(evidence: CertificateEvidence) -> list[Measure]:
 
 
 # -- one measure each --------------------------------------------------------------------------------------------------
-def _by_step(name: str, old: Trace, new: Trace, again: Trace, others: Sequence[Trace], first_step: int) -> Measure:
+def _by_step(
+    name: str, old: Numbers, new: Numbers, again: Numbers, others: Sequence[Numbers], first_step: int
+) -> Measure:
     """The largest difference of any step; the noise is pooled over the steps."""
     values = old.series.get(name, [])
     apart = [_apart(a, b) for a, b in itertools.zip_longest(values, new.series.get(name, []))]

@@ -15,9 +15,10 @@ from factory.ledger.ledger import candidates, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import insert, next_key
-from factory.training.live_code import LiveCode
+from factory.runs.folders import clear
+from factory.runs.live_code import LiveCode
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import EXPORT, clear, name_in
+from factory.training.segment_folder import EXPORT, name_in
 from kernels.contract.files import sync_folder, sync_tree
 
 

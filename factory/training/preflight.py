@@ -67,7 +67,7 @@ WAYS = (
 
 
 @dataclass(frozen=True)
-class Apart:
+class FromStraight:
     """How far a run is from the straight one: shares of the straight one's values.
 
     ``series``: by name of metrics.jsonl, a value a step. ``tensors``: by name; of a weight how its ways since the runs parted differ,
@@ -88,8 +88,8 @@ class PreflightEvidence:
     exact_resume: bool  # a CPU repeats itself to the bit
     failed: Mapping[str, str] = field(default_factory=dict)  # by run: why it did not come to its end
     left_out: Mapping[str, str] = field(default_factory=dict)  # by way: why it cannot be run here
-    rounding: Sequence[Apart] = ()
-    apart: Mapping[str, Apart] = field(default_factory=dict)  # by way
+    rounding: Sequence[FromStraight] = ()
+    apart: Mapping[str, FromStraight] = field(default_factory=dict)  # by way
     born_apart: Mapping[str, Sequence[str]] = field(
         default_factory=dict
     )  # by way with ranks: first weights that differ
@@ -111,8 +111,8 @@ class Beyond:
 def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Judgement:
     """May the commit train? Pure. Missing evidence is ``hold``; each reason names the comparison and the step.
 
-    >>> near = Apart({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
-    >>> far = Apart({"loss": [1e-7, 3e-2]}, {"w": 0.4})
+    >>> near = FromStraight({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
+    >>> far = FromStraight({"loss": [1e-7, 3e-2]}, {"w": 0.4})
     >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near, near], apart={"accumulated": far})
     >>> judgement = judge_preflight(PreflightPolicy(parts=["accumulation"]), found)
     >>> judgement.outcome, judgement.reasons
@@ -154,7 +154,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
     return Judgement("promote", facts, [])
 
 
-def first_beyond(evidence: PreflightEvidence, found: Apart, times: float) -> Beyond | None:
+def first_beyond(evidence: PreflightEvidence, found: FromStraight, times: float) -> Beyond | None:
     """The first number of ``found`` that is more than ``times`` the rounding away; losses before tensors, which are of the last step."""
     first: Beyond | None = None
     for name, shares in found.series.items():
@@ -185,7 +185,7 @@ def kind_of(tensor: str) -> str:
     return kind if kind in ("exp_avg", "exp_avg_sq", "momentum", "step") else "weight"
 
 
-def _usual(kind: str, rounding: Sequence[Apart]) -> float:
+def _usual(kind: str, rounding: Sequence[FromStraight]) -> float:
     """The median over the tensors of a kind: one tensor over two runs is now and then near by chance."""
     shares = [share for other in rounding for name, share in other.tensors.items() if kind_of(name) == kind]
     return statistics.median(shares) if shares else 0.0

@@ -6,22 +6,17 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from factory.core.errors import DiskFullError, SegmentError
-from factory.core.faults import fits
-from factory.core.file_lock import LockedError, file_lock, holders
+from factory.core.errors import SegmentError
 from factory.core.launching import (
     EXIT_DISK_FULL,
     LOG_BYTES,
     failure_line,
 )
-from factory.core.left_files import parse_object, read_object, read_tail, read_text, sweep
-from factory.core.progress import Progress
-from factory.core.stopping import TRAINER_SECONDS
+from factory.core.left_files import parse_object, read_object, read_tail, read_text
 from factory.ledger.anomalies import REPLICAS_APART
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.ledger.places import portable
@@ -32,18 +27,16 @@ from factory.retrying.endings import Ending, ending_of
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.rewound import refuse_rewound
 from factory.retrying.tries import TrainerDiedError, newest_step, record_death
-from factory.training.live_code import LiveCode
+from factory.runs.folders import refuse_full
+from factory.runs.live_code import LiveCode
 from factory.training.planning import last_checkpoint, plan_of
 from kernels.contract.files import put_in_place, sync_folder, write_atomically
 
 EXPORT, AVERAGE = "trainer.contract.checkpoint.export", "trainer.tools.average"
 OWNER = "owner.json"
 PLANNED = "id kind parent generation recipe recipe_json recipe_sha256 data_plan code_commit first_step last_step computing created_at"
-RESULT_KEYS = {"last_step": int, "checkpoint": str, "manifest_sha256": str}
 KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
 MOVED = {EXPORT: "trainer.export", AVERAGE: "trainer.average"}  # names before there was trainer/contract
-
-LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on a busy machine too
 
 
 def spec_of(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
@@ -57,10 +50,6 @@ def spec_of(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
     if row.kind == "trunk" and parent and parent.kind == "anneal":
         spec["rewarm"] = True  # left out where it is false: code older than the key can read the spec too
     return spec
-
-
-def write_spec(folder: Path, spec: dict[str, Any]) -> None:
-    write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
 def claim(plant: Plant, row: SegmentRow) -> Path:
@@ -144,62 +133,12 @@ def failed(
     )
 
 
-def refuse_full(folder: Path, recipe: Mapping[str, Any], title: str, line: str = "") -> None:
-    """Where no checkpoint of a recipe fits, no trainer starts, and one that says so is right.
-
-    Raises: DiskFullError, with ``line``, what the trainer said.
-    """
-    size = checkpoint_bytes(recipe)
-    if not fits(folder, size):
-        cause = f": {line}" if line else f": a checkpoint takes up to {size / 1e9:.2f} GB"
-        raise DiskFullError(
-            f"{title}: the disk is full{cause}. Free some space and run the same command again: its last checkpoint is whole"
-        )
-
-
-def checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
-    """Most that a checkpoint takes: weights and two moments in fp32, and a third of that for all else; 1 where only other code reads the recipe."""
-    from trainer.contract.errors import RecipeError
-    from trainer.contract.recipe import Recipe
-
-    try:
-        return 16 * Recipe.parse(dict(recipe)).model.parameters
-    except RecipeError:
-        return 1
-
-
 def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
     """Mark a segment as failed for good: trying again would not help."""
     with ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, ledger.root), row.id)
         tx.execute(segments.update().where(segments.c.id == row.id).values(state="failed", finished_at=time.time()))
         record(tx, "segment_failed", Subject("segment", row.id), {"said": why})
-
-
-def clear(folder: Path, progress: Progress) -> None:
-    """Remove what no trainer should leave in its folder: links, pipes. Raises: SegmentError (``sweep``)."""
-    if removed := sweep(folder):
-        names = ", ".join(map(repr, sorted(removed)[:5]))
-        progress.line(
-            f"  WARNING: the trainer left what is no file in {folder}; removed: {names} ({len(removed)} in all)"
-        )
-
-
-def result_of(folder: Path, last_step: int) -> dict[str, Any]:
-    """result.json of a trainer that has ended, if it is about this folder's last checkpoint. Raises: SegmentError."""
-    from trainer.contract.checkpoint.format import name_of
-
-    path = folder / "result.json"
-    result = read_object(path)
-    for key, kind in RESULT_KEYS.items():
-        if not isinstance(result.get(key), kind):
-            raise SegmentError(f"{path}: {key} is missing, or no {kind.__name__}")
-    expected = ("checkpoints", name_of(last_step))  # the workspace may have been moved since
-    if (result["last_step"], Path(result["checkpoint"]).parts[-2:]) != (last_step, expected):
-        raise SegmentError(
-            f"{path} names step {result['last_step']} and {result['checkpoint'][:300]}, and not step {last_step} and {'/'.join(expected)}"
-        )
-    return result | {"checkpoint": str(folder.joinpath(*expected))}
 
 
 def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
@@ -245,24 +184,6 @@ def name_in(code: LiveCode, module: str) -> str:
     Only where it has no module of today's name: a file of the older name is one that agents may patch.
     """
     return module if (code.folder / f"{module.replace('.', '/')}.py").is_file() else MOVED[module]
-
-
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[int]:
-    """A lock that the trainer's sandbox has too: held while either lives, so that a restarted factory waits for the old trainer to end.
-
-    It lies beside the folder, where the trainer cannot take its name.
-    """
-    path = folder.with_name(f"{folder.name}.lock")
-    with ExitStack() as held:
-        try:
-            descriptor = held.enter_context(file_lock(path, LOCK_SECONDS))
-        except LockedError as holder:
-            old = ", ".join(map(str, holders(path))) or "of another machine"
-            raise SegmentError(
-                f"{folder}: a trainer that process {holder} started is still at work there (process {old}); end it, then try again"
-            ) from None
-        yield descriptor
 
 
 def _lines(path: Path) -> list[str]:

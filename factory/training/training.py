@@ -24,19 +24,10 @@ from factory.retrying.endings import FAILED, HUNG, Ending, oom_kills
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.rewound import refuse_rewound
 from factory.retrying.watchdog import Watchdog, record_begun, usual_of
+from factory.runs.folders import clear, folder_lock, refuse_full, result_of, write_spec
+from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.sandbox.live import Running
-from factory.training.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
-from factory.training.segment_folder import (
-    claim,
-    clear,
-    failed,
-    folder_lock,
-    record_done,
-    refuse_full,
-    result_of,
-    spec_of,
-    write_spec,
-)
+from factory.training.segment_folder import claim, failed, record_done, spec_of
 
 POLL_SECONDS = 1.0
 ENDED = (0, EXIT_STOPPED, EXIT_DISK_FULL)  # exit codes for which what the trainer read is not to blame

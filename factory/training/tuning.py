@@ -23,7 +23,7 @@ from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live, live_commit
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.training.live_code import LiveCode
+from factory.runs.live_code import LiveCode
 from factory.training.planning import load_recipe, trunk_parent
 from kernels.contract.choice import automatic, section_of
 from kernels.contract.files import write_atomically

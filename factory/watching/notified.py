@@ -1,4 +1,4 @@
-"""``notified.json``: how far each receiver of notifications was told, and what is wrong with it. Written by ``factory.notifying``."""
+"""``notified.json``: how far each receiver of notifications was told, and what is wrong with it. Written by ``factory.show.telling``."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from factory.code_loop import improvements
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
@@ -41,6 +42,7 @@ def facts(workspace: Workspace) -> dict[str, Any]:
             "releasable": newest(workspace, db),
             "disk": disk(workspace, db, now),
             "spend": spend(db, now),
+            "improve": improvements.facts(db, improvements.as_written(workspace), now),
         }
     )
 
@@ -93,6 +95,7 @@ def screen(found: dict[str, Any]) -> list[str]:
         lines.append(f"waits     for you: {one['what']} → {one['command']}")
     lines += _releasable_lines(found)
     lines += lines_of(found | {"parked": None, "paused": None})  # these are among what waits
+    lines += improvements.lines(found["improve"], found["daemon"]["running"])
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest
 

@@ -113,7 +113,7 @@ def open_verdicts(db: Reads) -> list[str]:
         outcome = outcomes.get(str(Subject("candidate", row.id)), "not judged yet")
         if outcome != "reject":
             found.append(f"candidate {row.id}: {outcome}")
-    for one in ProposalRow.select(db, "WHERE state IN ('drafted', 'judged') ORDER BY number"):
+    for one in ProposalRow.select(db, "WHERE state IN ('drafted', 'written', 'judged') ORDER BY number"):
         if one.outcome != "reject":
             found.append(f"proposal {one.number}: {one.outcome or 'not judged yet'}")
     return found

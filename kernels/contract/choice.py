@@ -36,6 +36,7 @@ _SM80 = {
     "newton_schulz": "reference",  # cuBLAS's batched products
     "adamw": "fused",
 }
+EVERY_OP = tuple(_SM80)
 UNTUNED: dict[str, dict[int, Choice]] = {  # by device class, by least compute capability
     "cpu": {0: PLAIN},
     "cuda": {0: PLAIN, 80: _SM80, 90: _SM80, 100: _SM80},

@@ -249,6 +249,8 @@ def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(benc
     refused = {"kernel:swiglu": [Attempt("", "reject")] * 3}
     first, second = (worthwhile(found, past)[0] for past in (lambda _: [], lambda name: refused.get(name, [])))
     assert first and second and (first.op, second.op) == ("swiglu", "attention")
+    closed = lambda name: [Attempt("", "hold", closed=name == "kernel:swiglu")]
+    assert worthwhile(found, closed)[0].op == "attention"
     assert worthwhile(found[2:], lambda _: []) == []  # too small to be measured
 
 

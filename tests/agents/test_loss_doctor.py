@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agents.loss_doctor.arms import AnomalyCase, Arm, ArmOutcome, BudgetSpent, DocumentScore, Joined, Start
+from agents.loss_doctor.arms import AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, Joined, ReplayArm, Start
 from agents.loss_doctor.causes import TABLE, Findings, name
 from agents.loss_doctor.curves import StepPoint, Symptom, onset
 from agents.loss_doctor.doctor import diagnose
@@ -93,7 +93,7 @@ def test_every_row_of_the_table_is_tried() -> None:
 class MadeUp:
     """A bench whose window spikes as long as ``spikes`` says so of an arm."""
 
-    spikes: Callable[[Arm], bool]
+    spikes: Callable[[ReplayArm], bool]
     scored: Sequence[DocumentScore] = ()
     budget: int = 1000
     older: bool = True
@@ -113,7 +113,7 @@ class MadeUp:
         )
         return replace(case, live=(StepPoint(40, self.live, 0.5),), has_end=self.at_end is not None, **self.facts)
 
-    def run(self, arm: Arm) -> ArmOutcome:
+    def run(self, arm: ReplayArm) -> ArmOutcome:
         if self.budget <= 0:
             raise BudgetSpent("the budget is spent")
         self.budget -= 1
@@ -165,7 +165,7 @@ def test_the_guilty_are_found_exactly_and_only_if_they_misbehave_elsewhere_too()
         (lambda arm: True, ("unknown",)),
     ],
 )
-def test_each_cause_without_a_guilty_document(spikes: Callable[[Arm], bool], causes: tuple[str, ...]) -> None:
+def test_each_cause_without_a_guilty_document(spikes: Callable[[ReplayArm], bool], causes: tuple[str, ...]) -> None:
     found = diagnose(MadeUp(spikes, DOCUMENTS))
     assert found.causes == causes and found.guilty == ()
 
@@ -223,7 +223,7 @@ def test_an_arm_that_could_not_be_run_makes_nothing_healthy() -> None:
         def case(self) -> AnomalyCase:
             return replace(super().case(), generation_begins=40)
 
-        def run(self, arm: Arm) -> ArmOutcome:
+        def run(self, arm: ReplayArm) -> ArmOutcome:
             outcome = super().run(arm)
             return replace(outcome, fires=None, failed="killed") if arm.masked else outcome
 
@@ -273,6 +273,14 @@ def test_documents_that_many_of_their_shard_are_like_are_not_quarantined(
     )
     found = diagnose(bench)
     assert found.causes == causes and bool(found.guilty) == (causes == ("bad data",))
+
+
+def test_a_bad_document_beside_others_of_the_shards_kind_is_guilty_alone() -> None:
+    """Many of the shard are like four of the window; that one which is like none of it is to blame."""
+    for joined in (True, False):
+        scores = [DocumentScore("bad", 20.0, 900.0, joined=joined), *new_form(0.5)]
+        found = diagnose(MadeUp(lambda arm: "bad" not in arm.masked, scores, facts={"generation_begins": 40}))
+        assert found.causes == ("bad data",) and found.guilty == ("bad",)
 
 
 def test_what_is_not_finite_may_come_of_a_document_that_does_not_stand_out() -> None:

@@ -188,6 +188,8 @@ def test_a_rejected_change_is_not_repeated_and_the_other_direction_is_next() -> 
     held.past[first.target] = [Attempt(first.patch_id, "hold", "too noisy", first.title)]
     again = propose(found, held)  # type: ignore[arg-type]
     assert again is not None and again.patch_id == first.patch_id and "hold, too noisy" in again.hypothesis
+    held.past[first.target] = [Attempt(first.patch_id, "hold", "too noisy", first.title, closed=True)]
+    assert propose(found, held) is None  # type: ignore[arg-type]
     held.past[first.target] = [Attempt(first.patch_id, "promote", "it gains", first.title)]
     assert propose(found, held) is None  # type: ignore[arg-type]  # it waits for a person
 

@@ -99,6 +99,8 @@ def test_a_rejected_patch_is_not_proposed_again() -> None:
     bench.past[first.target] = [Attempt(first.patch_id, "promote")]
     (again,) = propose(_profile(), bench)
     assert again == first
+    bench.past[first.target] = [Attempt("another patch", "hold", closed=True)]
+    assert propose(_profile(), bench) == [second]
 
 
 def test_several_proposals_are_the_best_of_each_target() -> None:

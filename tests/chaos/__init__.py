@@ -11,7 +11,7 @@
     mutants             every fsync and rename: without it, the suite is red
 
 Where a program is started counts as an effect too. A commit of the ledger or of MLflow's store, and what git does, are effects of libc's, and
-need no name of their own; MLflow's server over HTTP is in ``tests/factory/tracking/test_outages.py``.
+need no name of their own; MLflow's server over HTTP is in ``tests/factory/show/mlflow/test_outages.py``.
 
 ``python -m tests.chaos`` (``make chaos``) does every effect of every scenario, ``--each 1`` every way at every place once; the slow tests do a
 few, drawn.

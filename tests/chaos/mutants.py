@@ -58,10 +58,8 @@ ONLY_TIME = {
     ("factory/watching/log.py", "os.replace(aside, self.note)"): "what the daemon does now",
     ("factory/retention/disk.py", "os.replace(aside, path)"): "samples of free room",
     ("factory/gates/patch/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
-    ("factory/diagnosis/diagnosing.py", "compiled.rename(cache)"): "a compile cache",
-    ("factory/diagnosis/diagnosing.py", "cache.rename(compiled)"): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
-    ("factory/training/compile_cache.py", "aside.rename(own)"): "a compile cache",
+    ("factory/runs/compile_cache.py", "aside.rename(own)"): "a compile cache",
     ("factory/retrying/backoff.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
 }
 INGEST, RELEASE, MERGE, SEGMENT, STORE = (Cut(name) for name in ("ingest", "release", "merge", "segment", "store"))
@@ -111,13 +109,13 @@ MUTANTS = (
     Mutant("factory/release/serving.py", "os.replace(new_link, folder / LINK)", RELEASE),
     Mutant("factory/release/serving.py", "sync_folder(folder)", RELEASE),
     Mutant(
-        "factory/tracking/mlflow_store.py",
+        "factory/show/mlflow/store.py",
         'return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0',
         SEGMENT,
         instead="return True",
     ),
     Mutant(
-        "factory/tracking/mlflow_store.py",
+        "factory/show/mlflow/store.py",
         "os.replace(aside, path)  # its name is flushed with what the ledger says that it holds ('flush')",
         STORE,
     ),
@@ -209,7 +207,7 @@ MUTANTS = (
         "tests/factory/evals/test_server_probe.py",
     ),
     Mutant(
-        "factory/gates/patch/session.py",
+        "factory/runs/folders.py",
         'os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)',
         "tests/factory/gates/test_patch_training.py",
     ),

@@ -25,7 +25,7 @@ Commands = tuple[tuple[str, ...], ...]
 RUN: tuple[str, ...] = ("run", "--once")
 IMPORTED = (
     "cli", "duties", "audit", "backups", "code_loop", "core", "data", "diagnosis", "erasing", "gates.release", "git", "ingest",
-    "ledger", "notifying", "release", "repairs", "reports", "retention", "retrying", "tracking", "training", "watching",
+    "ledger", "release", "repairs", "retention", "retrying", "show", "training", "watching",
 )  # fmt: skip
 DECISIONS = frozenset({"proposals", "releases"})  # commands that carry out a person's decision
 
@@ -90,7 +90,7 @@ def preload() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["USER"] = "ada"
-    from factory.tracking.mlflow_store import ENVIRONMENT
+    from factory.show.mlflow.store import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
     import git.cmd  # noqa: F401

@@ -36,7 +36,7 @@ def checkout(site: Path) -> None:
 
 
 def store(site: Path) -> None:
-    from factory.tracking.mlflow_store import open_client
+    from factory.show.mlflow.store import open_client
 
     open_client(opened(site)[0])
 
@@ -87,7 +87,7 @@ def with_proposal(site: Path) -> None:
     from factory.ledger.ledger import proposals
     from factory.ledger.rows import Subject
     from factory.ledger.writing import record_verdict
-    from factory.tracking.tracking import Tracking
+    from factory.show.mlflow.runs import Tracking
 
     workspace, ledger = opened(site)
     target = workspace.repository
@@ -149,9 +149,9 @@ def with_manual_approval(site: Path) -> None:
 
 def with_word_in_mlflow(site: Path) -> None:
     """A person approved in MLflow, and nobody heard it yet."""
-    from factory.release.registry import MODEL
-    from factory.tracking.mlflow_store import open_client
-    from factory.tracking.tracking import APPROVAL_TAG
+    from factory.show.mlflow.registry import MODEL
+    from factory.show.mlflow.runs import APPROVAL_TAG
+    from factory.show.mlflow.store import open_client
 
     open_client(opened(site)[0]).set_model_version_tag(MODEL, "1", APPROVAL_TAG, "approved")
 

@@ -34,8 +34,8 @@ import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 from factory.core.workspace import Workspace
-from factory.backups import upgrading
-upgrading._backup(Workspace.open(Path({root!r})), "2")
+from factory.backups import upgrade
+upgrade._backup(Workspace.open(Path({root!r})), "2")
 """
 DAILY = """
 import sys
@@ -103,7 +103,7 @@ def test_every_fsync_and_rename_has_a_mutant() -> None:
         ("factory/git/git_store.py", '"core.fsync": "all",  # what the ledger names must be there after a power cut'),
         ("factory/ledger/engine.py", '"synchronous=FULL", '),
         (
-            "factory/tracking/mlflow_store.py",
+            "factory/show/mlflow/store.py",
             'return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0',
         ),
     }

@@ -18,7 +18,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.live_code import LiveCode, start_trainer, stop_trainer
+from factory.runs.live_code import LiveCode, start_trainer, stop_trainer
 from factory.training.planning import plan_trunk
 from factory.training.segment_folder import mark_owner
 from factory.training.training import run_segment

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernels.contract.choice import automatic, resolve, resolved_text, section_of
+from kernels.contract.choice import EVERY_OP, automatic, resolve, resolved_text, section_of
 from kernels.contract.registry import OPS, KernelError, load_choice
 from tests.support.paths import ROOT
 
@@ -52,4 +52,4 @@ def test_registry_reads_auto_and_refuses_an_unknown_op(tmp_path: Path) -> None:
 def test_kernels_yaml_lists_every_op_as_auto() -> None:
     text = (ROOT / "policies" / "kernels.yaml").read_text()
     for device in ("cpu", "cuda"):
-        assert sorted(automatic(section_of(text, device))) == sorted(OPS)
+        assert sorted(automatic(section_of(text, device))) == sorted(OPS) == sorted(EVERY_OP)

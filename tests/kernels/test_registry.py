@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import attention
 from kernels import native as native_library
 from kernels.attention import cpp as attention_native
 from kernels.contract import registry
 from kernels.contract.bench import compare
-from kernels.contract.op import CASES, Shape
+from kernels.contract.op import CASES, Case, Shape
 from kernels.contract.registry import (
     OPS,
     Computing,
@@ -189,3 +190,49 @@ def test_the_table_shows_what_computes() -> None:
     found = computing({"adamw": "compiled"}, "cpu", torch.float32, False, "fail", Shape())
     eager = next(one for one in found if one.op == "adamw")
     assert (eager.by, eager.why) == ("compiled, uncompiled", "the recipe says compile: false")
+
+
+# Of the shape below: elements moved (each input and output once) and FLOPs, forward; the same backward.
+X, Q, K, F, TABLE = (
+    24 * 5,
+    24 * 4 * 6,
+    24 * 2 * 6,
+    24 * 7,
+    11 * 5,
+)  # tokens · d_model, queries, keys, hidden, the vocabulary's rows
+COSTS = {
+    "rms_norm": (2 * X, 4 * X, 3 * X, 9 * X),
+    "add_rms_norm": (4 * X, 5 * X, 4 * X, 10 * X),
+    "qk_norm_rope": (2 * Q, 7 * Q, 3 * Q, 13 * Q),
+    "swiglu": (3 * F, 5 * F, 5 * F, 12 * F),
+    "embedding": (2 * X, 0, X + TABLE, X),
+    "attention": (2 * Q + 2 * K, 2 * Q * 8, 4 * Q + 4 * K, 5 * Q * 8),
+    "linear_cross_entropy": (X + TABLE, 2 * X * 11, 2 * (X + TABLE), 4 * X * 11),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_cost_of_an_op_is_what_it_must_move_and_multiply(name: str) -> None:
+    """The table is counted by hand; products by torch's own counter, of the reference as it runs."""
+    op, shape = OPS[name], Shape(batch=3, context=8, d_model=5, heads=4, kv_heads=2, head_dim=6, d_ff=7, vocab_size=11)
+    cost, twice = op.cost(shape, 2), op.cost(shape, 4)
+    found = cost.forward_bytes / 2, cost.forward_flops, cost.backward_bytes / 2, cost.backward_flops
+    if name in COSTS:
+        assert found == COSTS[name] and twice.forward_bytes == 2 * cost.forward_bytes
+    else:
+        assert found[2:] == (0, 0)
+    inputs = op.inputs(Case("here", shape))
+    with FlopCounterMode(display=False) as counter:
+        op.reference(*inputs)
+    products = counter.get_total_flops()
+    if (
+        name == "newton_schulz"
+    ):  # in bf16 inside, [5, 7]: three passes over it and four over [5, 5] a step; read and written once
+        assert cost.forward_flops == products and cost.forward_bytes == 3 * (5 * (3 * 35 + 4 * 25) * 2 + 35 * (2 + 2))
+    elif name == "linear_cross_entropy":
+        assert cost.forward_flops == products
+    elif name == "adamw":
+        weights = sum(weight.numel() for weight in inputs[0])
+        assert found[:2] == (7 * weights, 15 * weights)
+    elif name != "attention":  # the kernel that computes it on a CPU is not counted
+        assert products == 0

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
-from factory.release.registry import CHAMPION, MODEL
-from factory.tracking.tracking import Tracking
+from factory.show.mlflow.registry import CHAMPION, MODEL
+from factory.show.mlflow.runs import Tracking
 from factory.training.planning import last_checkpoint, plan_of
 from tests.night.daemon import Night
 from tests.support.git import git

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from factory.tracking.mlflow_store import ENVIRONMENT
+from factory.show.mlflow.store import ENVIRONMENT
 from tests.support.patience import PATIENCE_S
 
 EXPERIMENTS = "/api/2.0/mlflow/experiments/search?max_results=1"

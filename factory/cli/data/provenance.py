@@ -26,7 +26,7 @@ def provenance(
     as_json: AsJson = False,
 ) -> None:
     """Follow a document to the steps and releases that were trained on it, or a release back to its runs, shards, documents and licences."""
-    from factory.reports.provenance import documents_of_release, of_document, of_release
+    from factory.show.pages.provenance import documents_of_release, of_document, of_release
 
     if (document is None) == (release is None) or (documents and release is None):
         raise InputError("name one: --document ID or --release N (with --documents: its documents)")

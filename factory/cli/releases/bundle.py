@@ -50,13 +50,11 @@ def verify(
 def write(plant: Plant, terminal: Terminal, number: int, wish: Wish) -> None:
     """Write the bundle of a release and say where it lies and who signed it."""
     from factory.bundles.writing import write_bundle
-    from factory.ledger.rows import ReleaseRow
-    from factory.release.approvals import register_candidate
-    from factory.tracking.outages import shown
+    from factory.show.catching_up import catch_up
 
     written = write_bundle(plant.reporting_to(terminal), number, wish)
     terminal.line(f"  release {number} is bundled in {written.folder}")
-    shown(terminal.line, lambda: register_candidate(plant, ReleaseRow.get(plant.ledger, number).candidate))
+    catch_up(plant.reporting_to(terminal))
     terminal.line(f"  signed by {written.signer}")
     terminal.line(
         "  publish signing_key.pem, or this fingerprint, where others trust you: they pin it with 'factory verify --public-key'"

@@ -23,8 +23,8 @@ SHOWN_COMMITS = 20
 @commands.command("list")
 def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """Every release, and every candidate that is none: what became of it, the verdict, the gain over the champion of then."""
-    from factory.reports.release_facts import listed
     from factory.retrying.asking import local
+    from factory.show.pages.release_facts import listed
 
     _, ledger, terminal = open_workspace(where)
     found = listed(ledger)
@@ -53,7 +53,7 @@ def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
 @commands.command("show")
 def show_release(name: Name, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """One of them: what is better, what is worse, how sure; what it was trained on; who approved; its report; how to serve it."""
-    from factory.reports.release_facts import shown
+    from factory.show.pages.release_facts import shown
 
     workspace, ledger, terminal = open_workspace(where)
     found = shown(Plant(workspace, ledger), name)
@@ -117,7 +117,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
 @commands.command("diff")
 def diff_releases(one: Name, other: Name, where: Where = DEFAULT, as_json: AsJson = False) -> None:
     """What the second is against the first: numbers by domain on the same items, with intervals; recipe keys, data, commits that differ."""
-    from factory.reports.release_facts import difference
+    from factory.show.pages.release_facts import difference
 
     workspace, ledger, terminal = open_workspace(where)
     found = difference(Plant(workspace, ledger), one, other)
@@ -156,12 +156,15 @@ def approve_candidate(candidate: Candidate, where: Where = DEFAULT, as_json: AsJ
     """Release a candidate that the gate promoted. Recorded with your name; works while the daemon runs."""
     from factory.core.progress import SILENT
     from factory.ledger.rows import ReleaseRow, champion
-    from factory.release.registry import newest_verdict
+    from factory.release.checks import newest_verdict
     from factory.release.releases import release
+    from factory.show.catching_up import catch_up
 
     workspace, ledger, terminal = open_workspace(where)
     verdict = newest_verdict(ledger, candidate)
-    number = release(Plant(workspace, ledger, SILENT if as_json else terminal), verdict.id, approved_by=person())
+    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
+    number = release(plant, verdict.id, approved_by=person())
+    catch_up(plant)
     best, by = champion(ledger), ReleaseRow.get(ledger, number).approved_by
     is_champion = best is not None and best.number == number
     if as_json:
@@ -180,17 +183,16 @@ def reject_candidate(
     as_json: AsJson = False,
 ) -> None:
     """Do not release what the gate promoted. Recorded with your name; no approval of the same verdict counts any more."""
-    from factory.release.approvals import register_candidate, reject
-    from factory.release.registry import newest_verdict
-    from factory.tracking.outages import shown
+    from factory.core.progress import SILENT
+    from factory.release.approvals import reject
+    from factory.release.checks import newest_verdict
+    from factory.show.catching_up import catch_up
 
     workspace, ledger, terminal = open_workspace(where)
     verdict = newest_verdict(ledger, candidate)
-    reject(Plant(workspace, ledger), verdict.id, person(), why)
-    shown(
-        lambda line: None if as_json else terminal.line(line),
-        lambda: register_candidate(Plant(workspace, ledger), candidate),
-    )
+    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
+    reject(plant, verdict.id, person(), why)
+    catch_up(plant)
     if as_json:
         print_json({"candidate": candidate, "verdict": verdict.id, "rejected_by": person(), "why": why})
     else:
@@ -211,9 +213,12 @@ def override_hold(
     from factory.core.progress import SILENT
     from factory.ledger.rows import ReleaseRow, champion
     from factory.release.releases import override
+    from factory.show.catching_up import catch_up
 
     workspace, ledger, terminal = open_workspace(where)
-    number = override(Plant(workspace, ledger, SILENT if as_json else terminal), candidate, person(), reason)
+    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
+    number = override(plant, candidate, person(), reason)
+    catch_up(plant)
     best, by = champion(ledger), ReleaseRow.get(ledger, number).approved_by  # of one that was released before: who did
     is_champion = best is not None and best.number == number
     if as_json:
@@ -234,10 +239,13 @@ def roll_back(
     """Make an older release champion again: what is served follows at once."""
     from factory.core.progress import SILENT
     from factory.release.releases import release_before, rollback
+    from factory.show.catching_up import catch_up
 
     workspace, ledger, terminal = open_workspace(where)
     number = number or release_before(ledger)
-    rollback(Plant(workspace, ledger, SILENT if as_json else terminal), number)
+    plant = Plant(workspace, ledger, SILENT if as_json else terminal)
+    rollback(plant, number)
+    catch_up(plant)
     if as_json:
         print_json({"champion": number})
 

@@ -9,9 +9,10 @@ import yaml
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
+from factory.core.errors import nearest
 from factory.gates.case import PatchCase, not_needed
 from factory.gates.patch.policy import PatchPolicy
-from kernels.contract.choice import names_in, resolve, section_of
+from kernels.contract.choice import EVERY_OP, UNTUNED, names_in, resolve, section_of
 
 NO_OP = not_needed("the patch changes no op")
 
@@ -39,6 +40,16 @@ def other_devices(before: bytes | None, after: bytes | None) -> list[str]:
         for key in changed_sections(before, after)
         if key != here
     ]
+
+
+def unknown_ops(text: bytes | None) -> list[str]:
+    """A sentence for each name in kernels.yaml that is no op. What stands there in place of a map, who loads it refuses.
+
+    >>> unknown_ops(b"cpu: {swigul: reference}")
+    ["policies/kernels.yaml: cpu: there is no op 'swigul'; did you mean 'swiglu'?"]
+    """
+    wrong = [(device, op) for device in UNTUNED for op in section_of(text, device) if op not in EVERY_OP]
+    return [f"{KERNELS}: {device}: there is no op {op!r}{nearest(op, EVERY_OP)}" for device, op in wrong]
 
 
 def changed_ops(

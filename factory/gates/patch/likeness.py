@@ -6,41 +6,32 @@ The distance of two weights is a share of how far training moved them; that of t
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 
 from factory.gates.patch.session import Rest, Weights
+from factory.runs.distance import apart, by_kind, together
 
 # Keys of state.json that must be equal, and those that must be equal up to rounding.
 EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
 ROUGHLY_EQUAL = ("detector",)
+UNMOVED = 1e9  # the distance where training moved nothing
 ROUNDED = 0.1  # share by which a loss or a gradient's norm may differ
 
 
 def drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool = True) -> float:
     """‖candidate − baseline‖ / ‖baseline − origin‖; ``of_one``: or half that of the worst tensor, if that is larger."""
-    worst = 0.0
-    apart = moved = 0.0
-    for name, tensor in origin.items():
-        a = float((candidate[name].double() - baseline[name].double()).square().sum())
-        m = float((baseline[name].double() - tensor.double()).square().sum())
-        apart, moved = apart + a, moved + m
-        if a:
-            worst = max(worst, (a / m) ** 0.5 if m else 1e9)
-    whole = (apart / moved) ** 0.5 if moved else (1e9 if apart else 0.0)
-    return max(whole, worst / 2) if of_one else whole
+    each = apart(baseline, candidate, origin).values()
+    worst = max((one.share for one in each), default=0.0)
+    whole = together(each).share
+    return min(max(whole, worst / 2) if of_one else whole, UNMOVED)
 
 
 def squares(one: Rest | None, other: Rest | None) -> dict[str, float]:
     """Squared distance of two runs' optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
     assert one is not None and other is not None
-    apart: dict[str, float] = defaultdict(float)
-    for name, tensor in other.optimizer.items():
-        if name != "rng":
-            apart[name.partition(".")[0]] += float((one.optimizer[name].double() - tensor.double()).square().sum())
-    return apart
+    return {kind: found.apart**2 for kind, found in by_kind(apart(other.optimizer, one.optimizer)).items()}
 
 
 def differs(candidate: Rest | None, baseline: Rest | None, away: Mapping[str, float], max_drift: float) -> str:

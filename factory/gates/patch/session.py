@@ -12,7 +12,6 @@ no link in it is followed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import sys
@@ -35,6 +34,7 @@ from factory.gates.untrusted_files import (
     read_tensors,
     tensors_of,
 )
+from factory.runs.folders import reveal
 from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
 from factory.sandbox.clock import CpuSeconds
@@ -195,14 +195,6 @@ class _Revealer(threading.Thread):
         except OSError:
             return False
         return True
-
-
-def reveal(folder: int, spec: dict[str, Any]) -> None:
-    """Write a run's ``segment.json`` into its folder, a descriptor, where code in the sandbox writes too. Raises: OSError."""
-    handle = os.open("segment.json.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
-    with os.fdopen(handle, "w") as out:
-        json.dump(spec, out)
-    os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def read_weights(folder: int, step: int, origin: Weights) -> tuple[Weights, str]:

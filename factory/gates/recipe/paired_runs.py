@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.removal import remove
-from factory.gates.patch.session import Weights, read_weights, reveal
+from factory.gates.patch.session import Weights, read_weights
 from factory.gates.patch.training import for_one_rank
 from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.training_start import Start
 from factory.gates.untrusted_files import read_bytes
+from factory.runs.folders import reveal
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 from trainer.contract.data.data_plan import DataPlan

@@ -23,11 +23,11 @@ from factory.evals.export_config import ExportConfig
 from factory.evals.export_folder import check_tensors, read_config, read_json
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
+from factory.release.checks import check_export
 from factory.release.gguf.kind import Kind
 from factory.release.gguf.tensors import FileTensor, Floats, architecture, parts
 from factory.release.gguf.vocabulary import MODEL, PRE, Vocabulary, read_vocabulary
-from factory.release.registry import MODEL as MODEL_NAME
-from factory.release.registry import check_export
+from factory.release.serving import MODEL_NAME
 from kernels.contract.files import put_in_place
 
 if TYPE_CHECKING:

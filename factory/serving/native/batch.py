@@ -15,7 +15,6 @@ import torch
 
 from factory.serving.api.defaults import Sampling
 from factory.serving.native.decoder import CachedDecoder
-from factory.serving.native.sampling import draw
 
 CHUNK = 512  # prompt tokens a step
 MOST_ROWS = 128
@@ -172,3 +171,18 @@ class RunningBatch:
         if source != target:
             row = self._rows[target] = self._rows[source]
             self._cache[:, :, target, :, : row.length] = self._cache[:, :, source, :, : row.length]
+
+
+def draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token, by temperature, top-k and top-p. A request's draws depend on its seed alone, never on who shares its batch.
+    ``generator`` lives on the CPU; one number is drawn from it, also where only one token is possible."""
+    at = float(torch.rand(1, generator=generator, dtype=torch.float64))
+    sorted_V, order_V = (logits_V.double().cpu() / max(sampling.temperature, 1e-6)).sort(descending=True, stable=True)
+    if sampling.top_k:
+        sorted_V = sorted_V[: sampling.top_k]
+    share_V = sorted_V.softmax(0)
+    total_V = share_V.cumsum(0)
+    kept = 1 + int((total_V < sampling.top_p).sum()) if sampling.top_p < 1 else len(total_V)
+    total_V = total_V[:kept]
+    place = int(torch.searchsorted(total_V, at * float(total_V[-1]), right=True))
+    return int(order_V[min(place, len(total_V) - 1)])

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from factory.audit.comparing import WindowTrace, anomalies_differ, lines_differ, read_trace, same_bits, shapes_differ
+from factory.audit.comparing import anomalies_differ, lines_differ, read_whole
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
 from factory.gates.untrusted_files import UntrustedFileError
+from factory.runs.distance import same_bits, unlike
+from factory.runs.trace import Trace
 from trainer.contract.checkpoint.format import Checkpoint, save
 
 POLICY = AuditPolicy()
@@ -72,7 +74,7 @@ def trace(
     change: Callable[[list[dict[str, Any]]], object] = lambda lines: None,
     weights: float = 1.0,
     anomalies: Any = ANOMALIES,
-) -> WindowTrace:
+) -> Trace:
     """What steps 5, 6 and 7 of a segment left."""
     folder.mkdir()
     lines = [dict(line) for line in LINES]
@@ -80,10 +82,8 @@ def trace(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "anomalies.jsonl").write_text("".join(json.dumps(line) + "\n" for line in anomalies))
     state = {"step": 8, "recipe": {"parallel": {}}, "skipped": ["x"]}
-    path = save(
-        folder / "checkpoints", Checkpoint({"w": torch.full((3,), weights)}, {"exp_avg.w": torch.ones(3)}, state)
-    )
-    return read_trace(path, folder, 5, 8)
+    save(folder / "checkpoints", Checkpoint({"w": torch.full((3,), weights)}, {"exp_avg.w": torch.ones(3)}, state))
+    return read_whole(Trace(folder, 5, 8, ends=False))
 
 
 def rounded(lines: list[dict[str, Any]]) -> None:
@@ -119,10 +119,10 @@ def test_what_was_written_down_must_agree(change: Any, words: str, tmp_path: Pat
 
 
 def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
-    base = trace(tmp_path / "base")
-    assert same_bits(trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)), base)
-    assert not same_bits(trace(tmp_path / "weights", weights=1.0000001), base)
-    assert not shapes_differ(base, base)
+    base = trace(tmp_path / "base").left
+    assert same_bits(trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)).left, base)
+    assert not same_bits(trace(tmp_path / "weights", weights=1.0000001).left, base)
+    assert not unlike(base, base)
 
 
 def test_anomalies_must_agree_but_for_slowness(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_lines_that_cannot_be_read_say_so(harm: str, tmp_path: Path) -> None:
     trace(tmp_path / "live")
     (tmp_path / "live" / "metrics.jsonl").write_text(harm)
     with pytest.raises(UntrustedFileError, match="metrics.jsonl has a line"):
-        read_trace(tmp_path / "live" / "checkpoints" / "step-00000008", tmp_path / "live", 5, 8)
+        read_whole(Trace(tmp_path / "live", 5, 8, ends=False))
 
 
 def test_weights_that_are_not_finite_and_links_cannot_be_read(tmp_path: Path) -> None:
@@ -148,4 +148,4 @@ def test_weights_that_are_not_finite_and_links_cannot_be_read(tmp_path: Path) ->
     (tmp_path / "live" / "metrics.jsonl").unlink()
     (tmp_path / "live" / "metrics.jsonl").symlink_to("/etc/passwd")
     with pytest.raises(UntrustedFileError, match="not there"):
-        read_trace(tmp_path / "live" / "checkpoints" / "step-00000008", tmp_path / "live", 5, 8)
+        read_whole(Trace(tmp_path / "live", 5, 8, ends=False))

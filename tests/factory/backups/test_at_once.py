@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from factory.backups import upgrading
+from factory.backups import upgrade
 from factory.backups.backups import make_backup
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
@@ -30,11 +30,11 @@ def test_an_upgrade_begins_its_copy_without_the_logs_of_one_that_was_killed(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed and begun again within a second, it would give the new copy the name, and so the journal, of the old one."""
-    folder = upgrading.backup_folder(workspace)
-    monkeypatch.setattr(upgrading, "stamp", lambda: "now")
+    folder = upgrade.backup_folder(workspace)
+    monkeypatch.setattr(upgrade, "stamp", lambda: "now")
     for ending in ("", "-journal", "-wal"):
         (folder / f".ledger-2-now.db.part{ending}").write_bytes(b"of a killed upgrade")
-    made = upgrading._backup(workspace, "2")
+    made = upgrade._backup(workspace, "2")
     assert [path.name for path in folder.iterdir()] == [made.name] and made.read_bytes().startswith(b"SQLite format 3")
 
 

@@ -12,8 +12,8 @@ from factory.bundles.files import layout
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import champion
-from factory.release.registry import MODEL
-from factory.tracking.mlflow_store import open_client
+from factory.show.mlflow.registry import MODEL
+from factory.show.mlflow.store import open_client
 from tests.support.factory.command import command_here
 from tests.support.factory.exports import FilledPlant
 from tests.support.paths import ROOT
@@ -25,9 +25,9 @@ from pathlib import Path
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.release.releases import reconcile
+from factory.show.catching_up import catch_up
 workspace = Workspace.open(Path(sys.argv[1]))
-assert reconcile(Plant(workspace, Ledger.open(workspace.ledger_url)))
+catch_up(Plant(workspace, Ledger.open(workspace.ledger_url)))
 """
 
 

@@ -19,8 +19,8 @@ from factory.gates.release.gate import decide
 from factory.gates.release.recorded import evidence_sha256
 from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
-from factory.release.releases import override
 from tests.support.factory.exports import save_export, tiny_model
+from tests.support.factory.shown import override
 from tests.support.plants.release_scene import with_store
 from tests.support.plants.released_plant import evaluated, released_plant
 

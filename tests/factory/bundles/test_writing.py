@@ -17,10 +17,9 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.shards import releasable_documents, shard_rows
 from factory.bundles.signing import fingerprint
-from factory.bundles.traces import copy_traces
 from factory.bundles.verifying import CHECKS
 from factory.bundles.wish import Wish
-from factory.bundles.writing import Written, write_bundle
+from factory.bundles.writing import Written, copy_traces, write_bundle
 from factory.core.errors import InputError
 from factory.gates.release.licences import tokens_by_licence
 from factory.ingest.document import written_by
@@ -28,7 +27,7 @@ from factory.ingest.rules.policy import Licence, Licences
 from factory.ledger.ledger import checkpoints, documents, events, releases, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow
-from factory.reports.provenance import documents_of_release, of_release
+from factory.show.pages.provenance import documents_of_release, of_release
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.exports import SHARD, FilledPlant
 

@@ -16,11 +16,11 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, eval_items, evaluations, segments, token_shards, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
-from factory.release.registry import MODEL
-from factory.release.releases import release
-from factory.reports.release_facts import difference, listed, shown
-from factory.tracking.mlflow_store import open_client
+from factory.show.mlflow.registry import MODEL
+from factory.show.mlflow.store import open_client
+from factory.show.pages.release_facts import difference, listed, shown
 from tests.support.factory.command import factory
+from tests.support.factory.shown import release
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
 SOURCES = 12

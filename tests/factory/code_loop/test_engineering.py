@@ -24,7 +24,7 @@ from rich.console import Console
 
 from agents.core.proposal import Edit, Proposal
 from agents.kernel_engineer.draft import AGENT
-from factory.code_loop import engineering, proposing, submitting
+from factory.code_loop import proposing, submitting
 from factory.code_loop.agent_runs import AgentOptions, AgentRun, AgentRuns, ModelError, checkpoints_at
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.console import Terminal
@@ -212,10 +212,10 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
     assert start is not None
     bench = LiveWorkbench(made.workspace, made.ledger, made.base, start, SILENT)
     runs = AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, options, 3)
-    work_on = lambda: engineering.runs_to_work_on(runs, bench, made.base, 3)
+    work_on = lambda: proposing.runs_to_work_on(runs, bench, made.base, 3)
     begun(made, "")  # which chose the first target
     number = made.ledger.rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
-    monkeypatch.setattr(engineering, "profile", lambda *_: number)
+    monkeypatch.setattr(proposing, "profile", lambda *_: number)
     for _ in range(2):
         assert [run.target for run in work_on()] == ["", "kernel:attention"]  # nothing else is worth it
 

@@ -22,7 +22,8 @@ from factory.doctor import _ledger
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
-from factory.tracking.tracking import EXCHANGES, Tracking
+from factory.show.catching_up import catch_up
+from factory.show.mlflow.runs import EXCHANGES, Tracking
 from tests.support.replay_server import RecordedSession, ReplayServer
 
 POLICY = LlmPolicy(
@@ -32,7 +33,7 @@ POLICY = LlmPolicy(
 
 
 def books(workspace: Workspace, ledger: Ledger, run: int = 1, **changes: Any) -> ExchangeBooks:
-    return ExchangeBooks(Plant(workspace, ledger), POLICY.model_copy(update=changes), run, lambda _: None)
+    return ExchangeBooks(Plant(workspace, ledger), POLICY.model_copy(update=changes), run)
 
 
 def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace, ledger: Ledger) -> None:
@@ -89,10 +90,11 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
         store.write_text("no database")
         with pytest.raises(LlmError, match="400"):
             client.ask("turn-0", messages)
+        catch_up(Plant(workspace, ledger))
         store.unlink()
-        kept.retry_at = 0.0  # a minute later
         assert [row["trace"] for row in ledger.rows(sa.select(exchanges))] == [None]
         client.ask("turn-1", [*messages, {"role": "assistant", "content": "x"}])
+    catch_up(Plant(workspace, ledger))
     rows = ledger.rows(sa.select(exchanges).order_by(exchanges.c.id))
     assert [(row["state"], row["tokens"]) for row in rows] == [("failed", 0), ("done", 9)] and rows[1]["usd"] == 0.007
     tracking = Tracking.open(Plant(workspace, ledger))

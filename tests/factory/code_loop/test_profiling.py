@@ -29,8 +29,8 @@ from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.ledger.ledger import profiles
 from factory.ledger.plant import Plant
-from factory.tracking.tracking import Tracking
-from factory.training.live_code import LiveCode, isolation
+from factory.runs.live_code import LiveCode, isolation
+from factory.show.mlflow.runs import Tracking
 from tests.support.factory.code_loop import make
 from tests.support.paths import ROOT
 

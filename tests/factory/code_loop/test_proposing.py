@@ -105,8 +105,7 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
     made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = branches(made)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
+    monkeypatch.setenv("FACTORY_BWRAP", str(tmp_path / "bwrap"))
     text = (
         (made.target / "policies" / "kernels.yaml")
         .read_text()
@@ -146,6 +145,9 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
     ):
         with pytest.raises(InputError):
             bench.read(path)
+    misspelt = bench.read("policies/kernels.yaml").replace("swiglu:", "swigul:", 1)
+    checked = bench.check([Edit("policies/kernels.yaml", misspelt)])
+    assert checked.stage == "static" and "no op 'swigul'; did you mean 'swiglu'?" in checked.problems[0]
     bench.spent = 1e9
     with pytest.raises(MeasurementError, match="used up"):
         bench.measure("attention", "recompute", "reference")

@@ -83,8 +83,7 @@ def test_without_a_sandbox_the_daemon_says_so_once(
     plant.judged()
     plant.approve()
     recipe["model"] = {"d_model": 16}
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("FACTORY_SANDBOX", "bubblewrap")
+    monkeypatch.setenv("FACTORY_BWRAP", str(tmp_path / "bwrap"))
     said = io.StringIO()
     for _ in range(3):
         assert revalidating.follow(Plant(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300)))) == []

@@ -77,7 +77,7 @@ def test_each_gpu_is_named_as_the_machine_names_it() -> None:
         assert eval(found.stdout) == [{}, held, {}, {}, other, other]  # a job's thread holds nothing by itself
 
 
-@pytest.mark.usefixtures("each_sandbox")
+@pytest.mark.usefixtures("isolates")
 def test_only_the_holder_of_a_gpu_passes_its_device_files_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = next((name for name in ("hwrng", "fuse", "loop-control", "kmsg") if Path("/dev", name).exists()), "")
     if not stand_in:

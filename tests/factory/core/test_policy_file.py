@@ -17,9 +17,9 @@ from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
 from factory.git.scope import AgentsPolicy
 from factory.ingest.rules.policy import DataPolicy
-from factory.notifying.policy import NotificationPolicy
 from factory.retention.policy import RetentionPolicy
 from factory.retrying.policy import RetryPolicy
+from factory.show.telling.receivers import NotificationPolicy
 from factory.tasks.policy import TasksPolicy
 from factory.training.certificate import CertificatePolicy
 from kernels.contract.op import KernelError

@@ -17,7 +17,6 @@ from factory.core.workspace import Config, Workspace
 from factory.evals.probes import server
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.sandbox import namespaces
 from factory.sandbox.view import LAUNCHER
 from tests.support.factory.code_loop import make, make_target
 from tests.support.factory.noted import assert_wall, judged, noted
@@ -95,11 +94,10 @@ def test_the_sandboxes_own_programs_load_the_standard_library_alone() -> None:
         if "code object from" in line
     }
     assert loaded and all(path.startswith((sys.base_prefix, "frozen")) for path in loaded), loaded
-    for program in (LAUNCHER, namespaces.ENTER):
-        tree = ast.parse(program.read_text())
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
-        assert imported <= sys.stdlib_module_names
+    tree = ast.parse(LAUNCHER.read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
+    assert imported <= sys.stdlib_module_names
 
 
 def test_the_probe_of_the_server_is_isolated() -> None:

@@ -21,7 +21,8 @@ from factory.ingest.rules.policy import DataPolicy, ShardLimits
 from factory.repairs.checkpoints import checkpoint_fault, export_fault
 from factory.repairs.token_shards import token_shard_fault
 from factory.replicas import replicating
-from factory.training import certificate_runs
+from factory.runs.arm import Arm
+from factory.runs.live import prepare
 from tests.support.factory.exports import save_export, tiny_model
 from tests.support.failing.limits import few_handles
 from tests.support.paths import ROOT
@@ -73,8 +74,12 @@ def of_a_replica(root: Path) -> Callable[[], object]:
 
 
 def of_a_run(root: Path) -> Callable[[], object]:
-    certificate_runs.write_spec(root, {"kind": "trunk"})
-    return lambda: certificate_runs._prepare(root, {"kind": "trunk"})
+    plan: dict[str, Any] = {"token_shards": []}
+    arm = Arm(
+        "a", {"recipe": {}, "data_plan": plan, "first_step": 0, "last_step": 4, "initial_checkpoint": None}, "c0ffee"
+    )
+    prepare(root, root / "run", arm)
+    return lambda: prepare(root, root / "run", arm)
 
 
 def of_a_shard(root: Path, name: str) -> Callable[[], object]:

@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from factory.backups.backups import make_ledger
-from factory.core.workspace import Workspace
+from factory.git.repository import live_commit
 from factory.ingest.inbox import ingest_arrived
-from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
+from tests.support.plants.kept import kept
 from tests.support.plants.released import release_of
-from tests.support.plants.trained_plant import lenient_plant, train_anneal, train_trunk, write_shards
+from tests.support.plants.trained_plant import close, lenient_workspace, train_anneal, train_trunk, write_shards
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Path:
     """Every document is of the licence MIT or, those of code, of none; checkpoints every five steps."""
-    workspace = lenient_plant(tmp_path_factory.mktemp("saved"), code_repository, checkpoint_every=5, keep_checkpoints=9)
-    ledger = make_ledger(workspace)
-    write_shards(workspace.inbox)
-    for path in sorted(workspace.inbox.iterdir()):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(row | licence(row)) + "\n" for row in rows))
-        ingest_arrived(Plant(workspace, ledger), path)
-    train_trunk(workspace, ledger, 10)
-    train_trunk(workspace, ledger, 10)
-    release_of(ledger, train_anneal(workspace, ledger))
-    ledger.engine.dispose()
-    return workspace.root
+
+    def make(folder: Path) -> None:
+        workspace = lenient_workspace(folder, code_repository, checkpoint_every=5, keep_checkpoints=9)
+        ledger = make_ledger(workspace)
+        write_shards(workspace.inbox)
+        for path in sorted(workspace.inbox.iterdir()):
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            path.write_text("".join(json.dumps(row | licence(row)) + "\n" for row in rows))
+            ingest_arrived(Plant(workspace, ledger), path)
+        train_trunk(workspace, ledger, 10)
+        train_trunk(workspace, ledger, 10)
+        release_of(ledger, train_anneal(workspace, ledger))
+        close(workspace, ledger)
+
+    folder = tmp_path_factory.mktemp("saved") / "plant"
+    kept(("licensed", live_commit(code_repository)), folder, make, {"code": code_repository})
+    return folder
 
 
 def licence(row: dict[str, str]) -> dict[str, str]:
     return {} if row["domain"] == "code" else {"license": "MIT"}
-
-
-@pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Callable[[], tuple[Workspace, Ledger]]:
-    def copy() -> tuple[Workspace, Ledger]:
-        root = tmp_path / "elsewhere"
-        shutil.copytree(saved, root, symlinks=True)
-        workspace = Workspace.open(root)
-        return workspace, Ledger.open(workspace.ledger_url, workspace.root)
-
-    return copy

@@ -34,7 +34,7 @@ from factory.ledger.removals import erased_shards, removals
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import CHECKS
 from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
-from factory.reports.provenance import of_document
+from factory.show.pages.provenance import of_document
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here

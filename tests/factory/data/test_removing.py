@@ -29,14 +29,15 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED, mark_in_words, marks, removals
 from factory.ledger.rows import SegmentRow, Subject
 from factory.releasable.gathering import look as releasable
-from factory.release.releases import reconcile, register_candidate
-from factory.reports.provenance import of_document, of_release
-from factory.reports.release_report import release_report
-from factory.tracking.mlflow_store import open_client
+from factory.show.mlflow.releases import register_candidate
+from factory.show.mlflow.store import open_client
+from factory.show.pages.provenance import of_document, of_release
+from factory.show.pages.release_report import release_report
 from factory.training.planning import plan_anneal, plan_of, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.made_up_text import use_small_vocabulary
+from tests.support.factory.shown import reconcile
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
 from tests.support.plants.released import release_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from agents.loss_doctor.arms import AGAIN, OLDER, Arm, BudgetSpent
+from agents.loss_doctor.arms import AGAIN, OLDER, BudgetSpent, ReplayArm
 from agents.loss_doctor.curves import points
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import shards_kind, suspects
-from factory.audit.replaying import WindowReplay
 from factory.diagnosis.bench import Episode, WindowBench, graft, moments_are_lost
 from factory.diagnosis.ladder import NEWEST, LadderKeeper, rungs
+from factory.runs.arm import Arm
+from factory.runs.live import prepare
+from factory.runs.sandboxed import Ended
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
@@ -70,12 +71,14 @@ class Live:
     def bench(self, name: str, budget: int = 500) -> WindowBench:
         return WindowBench(self.episode(), self.root / name, self.replay, budget)
 
-    def replay(
-        self, output: Path, segment: Path, spec: Mapping[str, Any], code: Path, start: Path, until: int
-    ) -> WindowReplay:
+    def replay(self, arm: Arm) -> Ended:
         self.runs += 1
-        code_, said = train_here(segment)
-        return WindowReplay(0.0, said if code_ else "")
+        home = self.root / "runs"
+        home.mkdir(exist_ok=True)
+        folder = home / f"{self.runs:05d}"
+        prepare(home, folder, arm)
+        code, said = train_here(folder)
+        return Ended(folder, failed=said if code else "")
 
 
 def _json(plan: DataPlan) -> dict[str, Any]:
@@ -146,14 +149,14 @@ def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> No
     grafted = graft(older[1], episode.newest[1], tmp_path)
     a, b, c = (checkpoints.load(path) for path in (grafted, older[1], episode.newest[1]))
     assert a.state == c.state and all(torch.equal(a.model[key], b.model[key]) for key in b.model)
-    outcome = live.bench("older").run(Arm(OLDER, start="older weights"))
+    outcome = live.bench("older").run(ReplayArm(OLDER, start="older weights"))
     assert [point.step for point in outcome.curve] == list(
         range(episode.newest[0], episode.until)
     ) and not outcome.failed
 
 
 def test_a_replay_that_fails_says_why(live: Live) -> None:
-    bench = replace(live.bench("fails"), run_trainer=lambda *_: WindowReplay(1.0, "over its wall limit"))
+    bench = replace(live.bench("fails"), run_trainer=lambda arm: Ended(live.root / "none", 1.0, "over its wall limit"))
     outcome = bench.run(AGAIN[0])
     assert outcome.failed == "over its wall limit" and outcome.fires is None
 

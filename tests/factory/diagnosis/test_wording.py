@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from agents.llm.policy import LlmPolicy
 from factory.cli.app import app
 from factory.core.workspace import Workspace
-from factory.diagnosis import report
 from factory.diagnosis.acting import act
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.diagnosis.wording import facts_of, word_waiting
@@ -28,7 +27,8 @@ from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded, 
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.tracking.tracking import DIAGNOSIS_SHOWN
+from factory.show.catching_up import catch_up
+from factory.show.mlflow.runs import CLOSED, DIAGNOSIS_SHOWN
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.engineer import recorded
 from tests.support.factory.errands import do, next_due
@@ -63,7 +63,7 @@ def configure(workspace: Workspace, url: str = "", **llm: Any) -> None:
 
 
 def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
-    """A spike that a smaller rate clears, as ``diagnose_and_act`` records it: with its page, and waiting for words."""
+    """A spike that a smaller rate clears, as ``diagnose_and_act`` records it, waiting for words."""
     with ledger.begin() as tx:
         spike = anomalies.insert().values(segment=1, step=step, kind="loss_spike", detail={}).returning(anomalies.c.id)
         number = int(tx.execute(spike).scalar_one())
@@ -75,7 +75,7 @@ def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
         "budget": 1000, "override": {"keys": {"optimizer.lr": 0.001}, "until": 40}, "to_word": True, "undo": [],
         "arms": [{"arm": arm, "fires": fires, "steps": steps, "failed": ""} for arm, fires, steps in arms],
     }  # fmt: skip
-    detail["report"] = str(report.write(Plant(workspace, ledger), number, detail, [], None))
+    detail |= {"report": f"reports/anomaly-{number}.html", "drawn": {"loss": {}, "grad_norm": {}}}
     with ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", number), detail)
     act(ledger, AnomalyPolicy(), number)
@@ -96,8 +96,13 @@ def ledger_but_words(ledger: Ledger) -> dict[str, Any]:
     """Every row that words may not change."""
     tables = ("documents", "segments", "anomalies", "verdicts", "proposals", "releases", "candidates")
     found: dict[str, Any] = {table: ledger.read(f"SELECT * FROM {table}") for table in tables}
-    kinds = (WORDED, DIAGNOSIS_SHOWN, "agent_began", "agent_worded", "agent_nothing", "agent_abandoned")
+    kinds = (WORDED, DIAGNOSIS_SHOWN, CLOSED, "agent_began", "agent_worded", "agent_nothing", "agent_abandoned")
     return found | {"events": [r for r in ledger.read("SELECT * FROM events ORDER BY id") if r["kind"] not in kinds]}
+
+
+def page_of(workspace: Workspace, ledger: Ledger, number: int) -> str:
+    catch_up(Plant(workspace, ledger))
+    return (workspace.reports / f"anomaly-{number}.html").read_text()
 
 
 def show(workspace: Workspace, number: int) -> str:
@@ -112,7 +117,7 @@ def test_without_an_endpoint_nobody_is_asked_and_it_is_said(made: tuple[Workspac
         ).scalar_one()
     diagnose_and_act(Plant(workspace, ledger), number)
     assert unworded(ledger) is None and words_about(ledger, number) is None
-    assert "No language model was asked." in (workspace.reports / f"anomaly-{number}.html").read_text()
+    assert "No language model was asked." in page_of(workspace, ledger, number)
     assert "No language model was asked." in show(workspace, number)
     assert not ledger.rows(sa.select(exchanges))
 
@@ -123,8 +128,7 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     workspace, ledger = made
     number = diagnosed(workspace, ledger)
     before = ledger_but_words(ledger)
-    page = workspace.reports / f"anomaly-{number}.html"
-    assert "still to be asked" in page.read_text() and "still to be asked" in show(workspace, number)
+    assert "still to be asked" in page_of(workspace, ledger, number) and "still to be asked" in show(workspace, number)
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
         assert next_due(Plant(workspace, ledger)) == f"word {number}"
@@ -138,13 +142,13 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     ]  # fmt: skip
     # It named other causes, documents and another remedy: nothing of the record is another.
     assert ledger_but_words(ledger) == before and newest_about(ledger, DIAGNOSED)[number]["causes"] == ["rate"]
-    for shown in (page.read_text(), show(workspace, number)):
+    for shown in (page_of(workspace, ledger, number), show(workspace, number)):
         assert "With a tenth of the rate the spike is gone, so the step was too large." in shown
         assert "--agent recipe-scout --target optimizer.lr" in shown and "optimizer.lr 0.001" in shown
         assert "7 of its 9 sentences did not hold" in shown and "still to be asked" not in shown
         for other in ("everything", "bad data", "disk", "alert(1)", "\x1b", "\u202e"):
             assert other not in shown.partition("Documents")[0], other
-    assert "[rate × 0.1: gone]" in show(workspace, number) and page.read_text().count("<!-- words -->") == 1
+    assert "[rate × 0.1: gone]" in show(workspace, number)
 
 
 def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_data(
@@ -199,7 +203,7 @@ def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
     said = words_about(ledger, number)
     assert said is not None and why in said["failed"] and not said["claims"], said
     assert ledger_but_words(ledger) == before
-    page = (workspace.reports / f"anomaly-{number}.html").read_text()
+    page = page_of(workspace, ledger, number)
     assert "was to say more, and did not" in page and "<b>" not in page and "no document is to blame" in page
     assert why.partition("<")[0] in show(workspace, number)
 
@@ -207,10 +211,10 @@ def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
 WORD = """
 import sys
 from pathlib import Path
-from factory.ledger.plant import Plant
 from factory.core.workspace import Workspace
 from factory.diagnosis.wording import word_waiting
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 workspace = Workspace.open(Path(sys.argv[1]))
 word_waiting(Plant(workspace, Ledger.open(workspace.ledger_url)))
 """

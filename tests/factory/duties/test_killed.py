@@ -79,14 +79,15 @@ SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
 SLOW = {"train": "four trainings, three of which are killed", "export": "an anneal, and four exports"}
 # What needs minutes for each kill, or another scene: where it is killed.
 ELSEWHERE = {
-    "notify": "tests/factory/notifying/test_notifications.py",
+    "notify": "tests/factory/show/telling/test_notifications.py",
     "answer_approvals": "tests/factory/release/test_release_approvals.py",
     "publish": "tests/factory/release/test_releases.py",
-    "catch_up_mlflow": "tests/factory/tracking/test_tracking.py",
+    "show": "tests/factory/show/mlflow/test_tracking.py",
     "open_reverts": "tests/chaos: audit",
     "follow_approvals": "tests/factory/code_loop/test_approvals.py",
     "judge_merged_again": "tests/chaos: merge",
     "judge_held_again": "tests/chaos: merge",
+    "improve": "tests/factory/code_loop/test_improving.py",
     "report_releasable": "one event, at once",
     "finish_release": "tests/factory/release/test_releases.py",
     "diagnose": "tests/factory/diagnosis/test_diagnosing.py",

@@ -98,6 +98,11 @@ def made_due(duty: Duty, due: dict[str, object]) -> Callable[[Look], Iterable[ob
         ({"audit": 3, "overdue_audit": 3, "plan_anneal": 1}, {}, "audit 3"),
         ({"audit": 3, "overdue_audit": 3}, {"open": 9}, "train 9"),
         ({"audit": 3, "overdue_audit": 3, "judge": 1}, {}, "judge 1"),
+        ({"improve": 1, "audit": 3}, {}, "audit 3"),  # last of all that trains
+        ({"improve": 1, "judge": 1}, {}, "judge 1"),
+        ({"improve": 1}, {"stuck": 4}, ""),
+        ({"improve": 1}, {"pause": "training"}, ""),
+        ({"improve": 1}, {"low": True}, ""),
         ({"ingest": SHARD, "finish_release": 1, "judge": 1}, {"open": 3, "pause": "everything"}, ""),
         ({"ingest": SHARD}, {"open": 3, "pause": "training"}, "ingest a.jsonl"),
         ({"export": 2}, {"open": 3, "pause": "training"}, "export 2"),
@@ -135,7 +140,7 @@ def test_work_is_never_left_while_nothing_holds_it(names: set[str], segment: int
     while errand := chosen(due, open=segment, resting=done):
         assert errand not in done
         done.append(errand)
-    held = {"plan_anneal", "plan_trunk", "replicate", "audit"} if segment else set()
+    held = {"plan_anneal", "plan_trunk", "replicate", "audit", "improve"} if segment else set()
     expected = {f"{name.removeprefix('overdue_')} 1" for name in names - held}
     assert set(done) == expected | ({"train 9"} if segment else set())
 

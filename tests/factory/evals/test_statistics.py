@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 
-from factory.evals.statistics import CLOZE, Gain, compare, holm, spent_at
+from factory.evals.statistics import CLOZE, Gain, compare, difference, holm, spent_at
 from factory.evals.tasks import EvalItem
 
 
@@ -91,6 +92,18 @@ def test_one_source_has_no_error_and_nothing_is_shown() -> None:
     target, _ = compare(one, one, {})
     assert target.bound(0.05) is None
     assert Gain().bound(0.05) is None and Gain(0.1, 0.0, 2, 2.0).bound(0.0) is None
+
+
+def test_a_difference_from_one_source_has_no_error() -> None:
+    many, one = Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 1, 1.0)
+    for found, gain in ((difference(many, one), 0.2), (difference(one, many), -0.2), (difference(one, one), 0.0)):
+        assert (found.error, found.effective, found.bound(0.05)) == (None, None, None)
+        assert found.gain == pytest.approx(gain) and found.clusters in (10, 2)
+    two = difference(many, Gain(0.1, 0.04, 2, 2.0))
+    assert two.error == pytest.approx(0.05) and two.effective == pytest.approx(1 + 0.05**4 / (0.03**4 / 8 + 0.04**4))
+    assert difference(Gain(0.3, 0.0, 9, 9.0), Gain(0.1, 0.0, 3, 2.5)) == Gain(pytest.approx(0.2), 0.0, 12, 10.5)
+    for part in ({"gain": None}, {"error": math.nan}, {"effective": math.inf}):
+        assert difference(many, replace(many, **part)) == difference(replace(many, **part), many) == Gain()
 
 
 def test_looks_spend_alpha_once() -> None:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from factory.data.removing import look, remove
 from factory.data.selecting import by_name, by_value, fates_of
 from factory.evals.policy import EvalPolicy
-from factory.evals.source_cap import within
-from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, held_out_documents
+from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, held_out_documents, within
 from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 

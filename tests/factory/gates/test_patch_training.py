@@ -14,8 +14,9 @@ import torch
 
 from factory.gates.patch.held_out import reference_model
 from factory.gates.patch.likeness import differs, squares
-from factory.gates.patch.session import Rest, read_rest, reveal
+from factory.gates.patch.session import Rest, read_rest
 from factory.gates.patch.training import for_one_rank
+from factory.runs.folders import reveal
 from kernels.contract.registry import bind
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.segments import recipe_with

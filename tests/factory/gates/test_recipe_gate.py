@@ -149,7 +149,7 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     try:
         found = submitted(made, (RATE, "lr: 5e-3"))
         bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-        assert proposing._scout(bench, AgentOptions(), 1) == []
+        assert proposing._scout(bench, AgentOptions(), 1, submitting.submit) == []
     finally:
         own.unlink()
         own.parent.rmdir()
@@ -161,7 +161,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
     with ReplayServer(recorded("scout")) as server:
         options = AgentOptions(server.url, "replay")
-        (number,) = proposing._scout(bench, options, 1)
+        (number,) = proposing._scout(bench, options, 1, submitting.submit)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert "step 5, loss" in told[0] and "optimizer.lr" in told[1] and "sequences: 8" in told[2]
     assert "model.d_ff' is not a key that may be changed" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
@@ -182,13 +182,13 @@ def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: py
     with ReplayServer(RecordedSession(turns=[])) as server:
         options = AgentOptions(server.url, "m", target="optimizer.rate")
         with pytest.raises(InputError, match="not a key of the recipe"):
-            proposing._scout(bench, options, 1)
+            proposing._scout(bench, options, 1, submitting.submit)
     with pytest.raises(InputError, match="no endpoint"):
-        proposing._scout(bench, AgentOptions(model="m"), 1)
+        proposing._scout(bench, AgentOptions(model="m"), 1, submitting.submit)
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
     assert wants_model(made.workspace, AgentOptions()) and not wants_model(made.workspace, AgentOptions("none"))
     with pytest.raises(InputError, match="--endpoint none cannot be used"):
-        proposing._scout(bench, AgentOptions("none", model="m"), 1)
+        proposing._scout(bench, AgentOptions("none", model="m"), 1, submitting.submit)
     assert server.requests == [] and made.left_behind() == []
 
 
@@ -298,7 +298,7 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     git(made.target, "commit", "-q", "-am", "a rate that is much too low")
     base = made.base
     bench = LiveWorkbench(made.workspace, made.ledger, base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
-    (number,) = proposing._scout(bench, AgentOptions(), 1)
+    (number,) = proposing._scout(bench, AgentOptions(), 1, submitting.submit)
     assert number is not None
     found = judged(made, number)
     assert (

@@ -25,7 +25,7 @@ from factory.ingest.rules.words import word_hashes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, metadata, near_dup_bands, ngrams, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.reports.provenance import of_document
+from factory.show.pages.provenance import of_document
 from tests.support.factory.made_up_text import MIT, held_out_texts, prose, texts, use_policy, use_small_vocabulary
 from tests.support.patience import PATIENCE_S
 from trainer.contract.data.token_shard import TokenShard, file_sha256

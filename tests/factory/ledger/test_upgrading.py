@@ -16,8 +16,7 @@ import pytest
 import yaml
 from alembic.script import ScriptDirectory
 
-from factory.backups.upgrade import upgrade
-from factory.backups.upgrading import MIGRATIONS
+from factory.backups.upgrade import MIGRATIONS, upgrade
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.workspace import Config, Workspace
 from factory.git.scope import AgentsPolicy

@@ -17,8 +17,8 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
-from factory.release.releases import reconcile
 from factory.serving.native.server import NativeEngine, application
+from tests.support.factory.shown import reconcile
 from tests.support.mlflow_server import mlflow_server
 from tests.support.plants.release_scene import with_store
 from tests.support.serving.served import PROMPT, add_release, make_export

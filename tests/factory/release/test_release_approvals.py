@@ -16,13 +16,14 @@ from factory.ledger.ledger import Ledger, candidates
 from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import ReleaseRow, champion
-from factory.release.answering import ApprovalAnswers
-from factory.release.approvals import ApprovalNeeded, approve, register_candidate, reject
-from factory.release.registry import MODEL
-from factory.release.releases import reconcile, release
-from factory.tracking.mlflow_store import open_client
+from factory.release.approvals import ApprovalNeeded, approve, reject
+from factory.show.mlflow.answering import ApprovalAnswers
+from factory.show.mlflow.registry import MODEL
+from factory.show.mlflow.releases import register_candidate
+from factory.show.mlflow.store import open_client
 from factory.watching.waiting import waiting
 from tests.support.factory.errands import due_of
+from tests.support.factory.shown import reconcile, release
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
 from tests.support.said import Said
@@ -73,7 +74,7 @@ def test_killed_behind_the_version_a_candidate_that_waits_is_shown_as_waiting_by
         during.setattr(MlflowClient, step, killed)
         register_candidate(Plant(workspace, ledger), 1)
     assert person.reads("1", "verdict_id") == "1" and person.reads("1", "approval") == ""
-    assert reconcile(Plant(workspace, ledger)) == ["candidate 1 is shown in MLflow"]
+    reconcile(Plant(workspace, ledger))
     assert person.reads("1", "approval") == "pending" and (workspace.reports / "candidate-1.html").exists()
     assert (
         person.client.get_model_version_by_alias(MODEL, "candidate").version == 1
@@ -198,7 +199,7 @@ def test_forged_approvals_are_refused_by_name(workspace: Workspace, ledger: Ledg
     # A word that came before MLflow showed the new verdict is about the older one.
     person.client.set_model_version_tag(MODEL, "2", "approval", "approved")
     add_verdict(ledger, waits)
-    assert reconcile(Plant(workspace, ledger)) == ["candidate 2 is shown in MLflow"]
+    reconcile(Plant(workspace, ledger))
     assert person.reads("2", "approval") == "pending" and person.answers.look() == []
     # The export on disk is another one; the ledger's row was changed with it.
     (workspace.exports / "candidate-2" / "config.json").write_text("{}")

@@ -20,12 +20,13 @@ from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, champion
-from factory.release import registry, releases, serving
-from factory.release.approvals import register_candidate
-from factory.release.registry import MODEL
-from factory.release.releases import reconcile, release, rollback
-from factory.release.start_pages import start_pages
-from factory.tracking.mlflow_store import open_client
+from factory.release import releases, serving
+from factory.show.mlflow import registry, runs, store
+from factory.show.mlflow.registry import MODEL, start_pages
+from factory.show.mlflow.releases import POINTED, register_candidate
+from factory.show.mlflow.runs import CLOSED
+from factory.show.mlflow.store import open_client
+from tests.support.factory.shown import reconcile, release, rollback
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
 
@@ -43,7 +44,9 @@ def in_mlflow(workspace: Workspace) -> tuple[list[tuple[str, str]], dict[str, st
 
 
 def kinds(ledger: Ledger) -> list[str]:
-    return [row["kind"] for row in ledger.rows(sa.select(events.c.kind).order_by(events.c.id))]
+    """Of the events, but for those that tell what MLflow shows."""
+    rows = ledger.rows(sa.select(events.c.kind).order_by(events.c.id))
+    return [row["kind"] for row in rows if row["kind"] not in (POINTED, CLOSED)]
 
 
 def best(ledger: Ledger) -> ReleaseRow:
@@ -101,7 +104,8 @@ def test_only_a_promotion_is_released_but_every_judged_candidate_is_shown(
     verdict = add_verdict(ledger, candidate, outcome)
     with pytest.raises(InputError, match=f"'{outcome}', not 'promote'"):
         release(Plant(workspace, ledger), verdict)
-    assert reconcile(Plant(workspace, ledger)) == [f"candidate {candidate} is shown in MLflow"]
+    assert reconcile(Plant(workspace, ledger)) == []
+    assert in_mlflow(workspace)[0] == [("1", outcome)]
     assert register_candidate(Plant(workspace, ledger), candidate) == "1"
     assert in_mlflow(workspace) == ([("1", outcome)], {"candidate": "1"})
     assert champion(ledger) is None and ledger.rows(releases_table.select()) == []
@@ -151,7 +155,7 @@ def test_a_half_release_whose_export_changed_stops_nothing_and_shows_nothing(
     with monkeypatch.context() as broken, pytest.raises(RuntimeError):
         broken.setattr(serving, "publish", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
         release(Plant(workspace, ledger), add_verdict(ledger, second, against=first))
-    assert in_mlflow(workspace)[1]["champion"] == "2", "the alias had moved already"
+    assert in_mlflow(workspace)[1]["champion"] == "1", "what is not public is not shown as champion"
     (workspace.exports / "candidate-2" / "config.json").write_text("changed")
     done = reconcile(Plant(workspace, ledger))
     assert any("release 2 cannot be finished" in line for line in done)
@@ -166,9 +170,9 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
     client = open_client(workspace)
     client.set_registered_model_alias(MODEL, "champion", "2")
     (workspace.exports / "champion").unlink()
-    done = reconcile(Plant(workspace, ledger))
-    assert len(done) == 2 and "published again" in done[0] and "put back" in done[1]
-    assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"} and kinds(ledger)[-1] == "repaired"
+    [done] = reconcile(Plant(workspace, ledger))
+    assert "published again" in done and kinds(ledger)[-2:] == ["repaired", "repaired"]
+    assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"}
     client.delete_model_version(MODEL, "1")
     reconcile(Plant(workspace, ledger))
     assert in_mlflow(workspace)[1]["champion"] == "3" and best(ledger).mlflow_version == "3"
@@ -184,8 +188,7 @@ def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------
 KILLS = 6  # spread evenly over the lines that a release runs
-OURS = {Path(module.__file__ or "").name for module in (releases, registry, serving)}
-OURS |= {"tracking.py", "mlflow_store.py"}
+OURS = {Path(module.__file__ or "").name for module in (releases, serving, registry, runs, store)}
 
 
 def _count_lines(limit: int, kill: bool) -> tuple[Any, list[int]]:
@@ -227,6 +230,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return root, seen[0]
 
 
+@pytest.mark.sample("1", "4")  # tests/chaos kills a release at each durable effect
 @pytest.mark.parametrize("part", range(KILLS))
 def test_killed_anywhere_there_is_one_release_and_one_version(template: tuple[Path, int], part: int) -> None:
     root, lines = template
@@ -268,9 +272,8 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     reconcile(Plant(workspace, ledger))
     client = open_client(workspace)
     kinds_by_name = {one.name: one.tags for one in client.search_experiments() if one.name != "Default"}
-    assert {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()} == {
-        "candidates": "custom_model_development"
-    }
+    shown_as = {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()}
+    assert shown_as == dict.fromkeys(("candidates", "training"), "custom_model_development")
     assert "Model registry, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
     version = client.get_model_version(MODEL, "2")
     assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, of segment 2")
@@ -301,10 +304,12 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     assert version.tags["gain"] == "+0.2000" and version.tags["judged_at"].startswith("2023-11-14")
     found = client.search_model_versions(f"name = '{MODEL}' and tags.verdict = 'hold'")
     assert [one.version for one in found] == [version.version]
+    training = client.get_experiment_by_name("training")
     pages = start_pages(workspace, "http://127.0.0.1:5000")
     assert pages == {
         "releases": f"http://127.0.0.1:5000/#/models/factory-lm?{mode}",
         "candidates": f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}?{mode}",
+        "training": f"http://127.0.0.1:5000/#/experiments/{training.experiment_id}?{mode}",
     }
     # Judged again: the page follows.
     add_verdict(ledger, second, "reject", against=first)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from factory.backups.backups import make_ledger
-from factory.core.workspace import Workspace
+from factory.git.repository import live_commit
 from factory.ingest.inbox import ingest_arrived
-from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.training.exporting import export_candidate
+from tests.support.plants.kept import kept
 from tests.support.plants.trained_plant import (
-    lenient_plant,
+    close,
+    lenient_workspace,
     train_anneal,
     train_trunk,
     write_shards,
@@ -24,22 +23,16 @@ from tests.support.plants.trained_plant import (
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Path:
-    workspace = lenient_plant(tmp_path_factory.mktemp("saved"), code_repository)
-    ledger = make_ledger(workspace)
-    write_shards(workspace.inbox)
-    for path in sorted(workspace.inbox.iterdir()):
-        ingest_arrived(Plant(workspace, ledger), path)
-    train_trunk(workspace, ledger)
-    export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
-    return workspace.root
+    def make(folder: Path) -> None:
+        workspace = lenient_workspace(folder, code_repository)
+        ledger = make_ledger(workspace)
+        write_shards(workspace.inbox)
+        for path in sorted(workspace.inbox.iterdir()):
+            ingest_arrived(Plant(workspace, ledger), path)
+        train_trunk(workspace, ledger)
+        export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
+        close(workspace, ledger)
 
-
-@pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Callable[[], tuple[Workspace, Ledger]]:
-    def copy() -> tuple[Workspace, Ledger]:
-        root = tmp_path / "elsewhere"
-        shutil.copytree(saved, root, symlinks=True)
-        workspace = Workspace.open(root)
-        return workspace, Ledger.open(workspace.ledger_url, workspace.root)
-
-    return copy
+    folder = tmp_path_factory.mktemp("saved") / "plant"
+    kept(("exported", live_commit(code_repository)), folder, make, {"code": code_repository})
+    return folder

@@ -16,7 +16,8 @@ from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.cleaning import clean
-from factory.tracking.tracking import Tracking
+from factory.show.catching_up import catch_up
+from factory.show.mlflow.runs import Tracking
 from tests.support.plants.history import DAY, History
 
 
@@ -38,6 +39,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
     history.candidate(parent)
     gone = [one for one in clean(Plant(workspace, ledger)).gone() if one.what.kind == "run"]
     assert [one.what.path.name for one in gone] == runs[:2]
+    catch_up(Plant(workspace, ledger))
     assert "segment 1 ended 400.0 days ago (run_days: 180)" in gone[0].why
     for run in runs[:2]:
         with pytest.raises(MlflowException, match="not found"):

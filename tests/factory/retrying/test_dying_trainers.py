@@ -21,9 +21,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY
 from factory.retrying.tries import TrainerDiedError, abandon
+from factory.runs.folders import folder_lock
 from factory.sandbox.live import Running
 from factory.training.planning import plan_trunk
-from factory.training.segment_folder import folder_lock
 from factory.training.training import _kill, run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
@@ -239,7 +239,7 @@ def test_a_trainer_that_no_signal_ends_is_named(tmp_path: Path, ledger: Ledger) 
         process = subprocess.Popen(["sleep", "600"], pass_fds=[lock])
     with pytest.MonkeyPatch.context() as patch, frozen([process.pid]):
         patch.setattr("factory.training.training.KILL_SECONDS", 0.5)
-        patch.setattr("factory.training.segment_folder.LOCK_SECONDS", 0.5)
+        patch.setattr("factory.runs.folders.LOCK_SECONDS", 0.5)
         with pytest.raises(
             SegmentError,
             match=rf"hung: no step; its trainer, process {process.pid}, was killed and does not end: it waits",

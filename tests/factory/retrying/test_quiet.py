@@ -14,8 +14,8 @@ import pytest
 from factory.core.errors import SegmentError
 from factory.ledger.plant import Plant
 from factory.retrying.watchdog import activity, killed_when_quiet
+from factory.runs.live_code import LiveCode
 from factory.training.exporting import export_candidate
-from factory.training.live_code import LiveCode
 from tests.support.git import git
 from tests.support.plants.trained_plant import make_plant, train_anneal
 

@@ -17,7 +17,6 @@ import pytest
 from factory.core.errors import DiskFullError, SegmentError
 from factory.core.faults import fits
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
-from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -25,10 +24,13 @@ from factory.ledger.rows import SegmentRow
 from factory.retention.disk import Room
 from factory.retrying.endings import FAILED, KILLED, OUT_OF_MEMORY, ending_of
 from factory.retrying.tries import TrainerDiedError
+from factory.runs import live
+from factory.runs.arm import Arm
+from factory.runs.folders import checkpoint_bytes
+from factory.runs.live import Trained
 from factory.sandbox.live import Running
-from factory.training import certificate_runs
 from factory.training.planning import plan_trunk
-from factory.training.segment_folder import checkpoint_bytes, failed
+from factory.training.segment_folder import failed
 from factory.training.training import run_segment
 from tests.support.failing.deaths import deaths, plan_row
 from tests.support.failing.nights import fill, small_disk
@@ -154,17 +156,16 @@ class Certificate:
     def start(self, *_: object, out: Any, **__: object) -> Running:
         return Running(subprocess.Popen(["sh", "-c", self.first + self.does], stdout=out, stderr=out))
 
-    def run(self) -> tuple[int, str]:
-        scratch = self.folders[0].parent
-        scratch.mkdir(exist_ok=True)
-        spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": {}, "initial_checkpoint": None}
+    def run(self) -> Trained:
+        plan: dict[str, Any] = {"token_shards": []}
+        spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": plan, "initial_checkpoint": None}
         commit: Any = SimpleNamespace(folder=Path("commit"))
-        specs = dict.fromkeys(self.folders, spec)
+        arms = {folder: Arm(folder.name, spec, "c0ffee", repeat=n) for n, folder in enumerate(self.folders)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(certificate_runs, "start_trainer", self.start)
-            patch.setattr(certificate_runs, "read_by", lambda spec: [])
-            patch.setattr(certificate_runs, "POLL_SECONDS", 0.05)
-            return certificate_runs.train_all(self.workspace, commit, scratch, specs, "certificate", SILENT)
+            patch.setattr(live, "start_trainer", self.start)
+            patch.setattr(live, "POLL_SECONDS", 0.05)
+            plant = Plant(self.workspace, Ledger(self.workspace.ledger_url))
+            return live.train(plant, commit, self.folders[0].parent, arms, "certificate")
 
 
 @pytest.mark.parametrize(
@@ -190,9 +191,9 @@ def test_what_may_be_the_machines_fault_fails_a_certificate_only_when_it_comes_a
         with pytest.raises(SegmentError, match=rf"certificate: its trainer {says}.*: {count} of 3 tries") as raised:
             certificate.run()
         assert not isinstance(raised.value, DiskFullError)
-    code, why = certificate.run()
-    assert code and re.match(f"3 times, it {says}", why), why
+    found = certificate.run()
+    assert found.code and re.match(f"3 times, it {says}", found.line), found
 
 
 def test_a_crash_fails_a_certificate_at_once(workspace: Workspace) -> None:
-    assert Certificate(workspace, "echo trainer: no; exit 1").run() == (1, "exit 1: trainer: no")
+    assert Certificate(workspace, "echo trainer: no; exit 1").run() == Trained(1, "exit 1: trainer: no")

@@ -1,4 +1,4 @@
-"""``live.start``: what the two mechanisms make of it, GPUs included, and how it ends."""
+"""``live.start``: what it lets in, GPUs included, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 
 from factory.core.errors import IsolationError
 from factory.core.file_lock import LockedError, file_lock
-from factory.sandbox import bubblewrap, live, namespaces
+from factory.sandbox import bubblewrap, live
 from factory.sandbox.live import Running
-from factory.sandbox.view import View, view
+from factory.sandbox.pipes import Opening
 
-MECHANISMS = pytest.mark.parametrize("mechanism", ["bubblewrap", "namespaces"])
 RANKS = """
 import os, signal, socket, sys, time
 print(socket.gethostbyname(socket.gethostname()), [name for _, name in socket.if_nameindex()], sorted(map(int, os.listdir("/proc/self/fd")))[:-1])
@@ -44,11 +43,7 @@ def started(tmp_path: Path, script: str, lock: int | None = None, nodes: tuple[s
     )
 
 
-@MECHANISMS
-def test_a_loopback_of_its_own_a_lock_out_of_reach_and_sigterm(
-    tmp_path: Path, mechanism: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FACTORY_SANDBOX", mechanism)
+def test_a_loopback_of_its_own_a_lock_out_of_reach_and_sigterm(tmp_path: Path) -> None:
     with file_lock(tmp_path / "lock") as lock:
         running = started(tmp_path, RANKS, lock)
     out = running.process.stdout
@@ -62,17 +57,14 @@ def test_a_loopback_of_its_own_a_lock_out_of_reach_and_sigterm(
         pass
 
 
-@MECHANISMS
-def test_how_it_ended_is_known(tmp_path: Path, mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FACTORY_SANDBOX", mechanism)
+def test_how_it_ended_is_known(tmp_path: Path) -> None:
     assert started(tmp_path, "import os; os.kill(os.getpid(), 9)").wait() == -9
     assert started(tmp_path, "raise SystemExit(2)").wait() == 2
     with pytest.raises(IsolationError, match="nothing was run"):
         started(tmp_path, "", nodes=("/dev/none-such",)).wait()
 
 
-@MECHANISMS
-def test_it_dies_with_who_started_it(tmp_path: Path, mechanism: str) -> None:
+def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
     """Killed outright, with no time to tell anybody."""
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from tests.factory.sandbox.test_live import started\n"
@@ -80,8 +72,7 @@ def test_it_dies_with_who_started_it(tmp_path: Path, mechanism: str) -> None:
         "print(running.init, flush=True); time.sleep(300)"
     )
     words = [sys.executable, "-c", script, str(Path(__file__).parents[3]), str(tmp_path)]
-    environment = os.environ | {"FACTORY_SANDBOX": mechanism}
-    factory = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, text=True)
+    factory = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert factory.stdout is not None
     handle = os.pidfd_open(int(factory.stdout.readline()))
     factory.kill()
@@ -103,14 +94,13 @@ def test_only_harmless_variables_come_in(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_gpus_are_device_files_of_the_view(tmp_path: Path) -> None:
-    """No GPU is here: what both mechanisms are told to show."""
+    """No GPU is here: what bubblewrap is told to show."""
     nodes = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
-    seen: View = view(["true"], writable=[tmp_path], given=[], cwd=tmp_path, environment={}, tmp=1 << 20, nodes=nodes)
-    words = bubblewrap.command(seen, 5, lambda data: 6, 7)
+    with Opening() as opening:
+        words = bubblewrap.command(
+            ["true"], opening, writable=[tmp_path], given=[], cwd=tmp_path, environment={}, tmp=1, nodes=nodes, held=7
+        )
     shown = [words[at + 1 : at + 3] for at, word in enumerate(words) if word == "--dev-bind"]
     assert shown == [[node, node] for node in nodes]
     assert ["/sys", "/sys"] in [words[at + 1 : at + 3] for at, word in enumerate(words) if word == "--ro-bind-try"]
     assert words[words.index("--sync-fd") + 1] == "7" and "--share-net" not in words
-    told: list[bytes] = []
-    namespaces.command(seen, 5, lambda data: told.append(data) or 6, 7)  # type: ignore[func-returns-value]
-    assert b'"devices": ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]' in told[-1] and b'"held": 7' in told[-1]

@@ -17,10 +17,9 @@ from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import MIB, Limits
 from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, timed_out
 
-each = pytest.mark.usefixtures("each_sandbox")
+pytestmark = pytest.mark.usefixtures("isolates")
 
 
-@each
 def test_an_endless_loop(tmp_path: Path) -> None:
     run = lambda limits: inside(tmp_path, "print('begun', flush=True)\nwhile True: pass", limits=limits)
     result = timed_out(run, began=lambda result: bool(result.stdout))
@@ -32,7 +31,6 @@ def test_cpu_seconds_run_out(tmp_path: Path) -> None:
     assert not result.ok and not result.timed_out
 
 
-@each
 def test_a_fork_bomb(tmp_path: Path) -> None:
     word = f"bomb-{os.getpid()}"
     code = """
@@ -53,7 +51,6 @@ def groups_of_ours() -> list[Path]:
     return [made for made in mount.rglob(f"{sandbox_cgroup.PREFIX}{os.getpid()}-*") if made.is_dir()]
 
 
-@each
 def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
     """Threads are no processes; root has no rlimit: where control groups can be made, one holds them."""
     if "no control group" in sandbox.describe()["processes"]:
@@ -124,7 +121,6 @@ def test_a_memory_bomb_over_many_processes(tmp_path: Path) -> None:
     assert result.stopped == "memory" and result.peak_memory > 400 * MIB
 
 
-@each
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
 def test_temporary_space_is_small(tmp_path: Path, folder: str) -> None:
     code = "import sys\nwith open(sys.argv[1] + '/x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
@@ -255,7 +251,6 @@ wait_for('end')
 """
 
 
-@each
 def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> None:
     """Counted work: threads that ended, a child that ended, and the main thread; whatever the wall clock says of it."""
     inits: list[int] = []

@@ -161,7 +161,7 @@ def test_jobs_that_come_together_are_taken_by_the_same_step() -> None:
 
 
 def test_draws_follow_temperature_and_top_p() -> None:
-    from factory.serving.native.sampling import draw
+    from factory.serving.native.batch import draw
 
     logits, generator = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.Generator().manual_seed(0)
     for sampling, expected in (

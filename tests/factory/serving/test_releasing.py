@@ -16,11 +16,11 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
-from factory.release.registry import CHAMPION, MODEL
-from factory.release.releases import release
 from factory.release.serving import served as published
-from factory.tracking.mlflow_store import open_client
+from factory.show.mlflow.registry import CHAMPION, MODEL
+from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
+from tests.support.factory.shown import release
 from tests.support.paths import ROOT
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
 from tests.support.serving.load import AT_ONCE, Load

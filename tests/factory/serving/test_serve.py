@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 
@@ -20,7 +19,7 @@ from factory.release.serving import MODEL_NAME
 from tests.support.factory.command import factory
 from tests.support.said import Said
 from tests.support.serving.serve_process import PATIENCE, gone, served
-from tests.support.serving.served import PROMPT, add_release, continuation, make_export, roll_back, serving
+from tests.support.serving.served import PROMPT, add_release, continuation, make_export, roll_back
 
 
 @pytest.mark.slow("three engines come up")
@@ -93,26 +92,3 @@ def test_what_cannot_work_is_refused_at_once(workspace: Workspace, ledger: Ledge
     assert open_to_all.returncode == 2 and "a key is required" in open_to_all.stderr
     unknown = factory(*words, "--engine", "vlm")
     assert unknown.returncode == 2 and "did you mean 'vllm'" in unknown.stderr
-
-
-@pytest.mark.parametrize("key", ["sesame", "sésame€"])
-def test_a_key_is_wanted_of_everybody(workspace: Workspace, ledger: Ledger, key: str) -> None:
-    """Of one that is not ASCII, its UTF-8 bytes."""
-
-    async def scene() -> None:
-        async with serving(workspace, ledger, key=key) as here:
-            body = {"prompt": PROMPT}
-            others = ["", f"Bearer {key[:-1]}", key, f"Bearer {key}x"]
-            refusals = [{"Authorization": other.encode()} for other in others]
-            if not key.isascii():
-                refusals += [{"Authorization": f"Bearer {key}".encode(coding)} for coding in ("cp1252", "iso8859-15")]
-            for headers in refusals:
-                for path in ("/v1/completions", "/v1/models", "/metrics", "/elsewhere"):
-                    method = "POST" if path == "/v1/completions" else "GET"
-                    refused = await here.client.request(method, path, headers=headers, json=body)
-                    assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
-            assert (await here.client.get("/v1/models")).json()["data"] == []
-            assert (await here.client.get("/elsewhere")).status_code == 404
-            assert (await here.client.post("/v1/completions", content=b" " * (17 << 20))).status_code == 413
-
-    asyncio.run(scene())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,41 +15,33 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.support.factory.exports import save_export, tiny_model, trained
 from tests.support.factory.made_up_text import use_small_vocabulary
+from tests.support.plants.kept import kept
 from tests.support.plants.trained_plant import write_shards
 from tests.support.serving.served import add_release
 from trainer.contract.data.token_shard import TokenShard
 
-Copy = Callable[..., tuple[Workspace, Ledger]]
-
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    workspace = Workspace.create(tmp_path_factory.mktemp("saved") / "plant")
-    use_small_vocabulary(workspace)
-    ledger = Ledger.create(workspace.ledger_url)
-    before = random.getstate()
-    write_shards(workspace.inbox)
-    random.setstate(before)
-    for path in sorted(workspace.inbox.iterdir()):
-        ingest_arrived(Plant(workspace, ledger), path)
-    tokenizer = Tokenizer.load(workspace.tokenizer)
-    (shard,) = ledger.read("SELECT path FROM token_shards ORDER BY id LIMIT 1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = tiny_model(1, vocab_size=tokenizer.vocab_size, max_position_embeddings=256)
-    trained(model, TokenShard(shard["path"]), steps=120)  # so that it writes words, which ingest keeps
-    torch.set_num_threads(threads)
-    add_release(workspace, ledger, save_export(model, workspace.exports / "1", tokenizer))
-    ledger.engine.dispose()
-    return workspace.root
+    def make(folder: Path) -> None:
+        workspace = Workspace.create(folder)
+        use_small_vocabulary(workspace)
+        ledger = Ledger.create(workspace.ledger_url)
+        before = random.getstate()
+        write_shards(workspace.inbox)
+        random.setstate(before)
+        for path in sorted(workspace.inbox.iterdir()):
+            ingest_arrived(Plant(workspace, ledger), path)
+        tokenizer = Tokenizer.load(workspace.tokenizer)
+        (shard,) = ledger.read("SELECT path FROM token_shards ORDER BY id LIMIT 1")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        model = tiny_model(1, vocab_size=tokenizer.vocab_size, max_position_embeddings=256)
+        trained(model, TokenShard(shard["path"]), steps=120)  # so that it writes words, which ingest keeps
+        torch.set_num_threads(threads)
+        add_release(workspace, ledger, save_export(model, workspace.exports / "1", tokenizer))
+        ledger.engine.dispose()
 
-
-@pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Copy:
-    def copy(name: str = "elsewhere") -> tuple[Workspace, Ledger]:
-        root = tmp_path / name
-        shutil.copytree(saved, root, symlinks=True)
-        workspace = Workspace.open(root)
-        return workspace, Ledger.open(workspace.ledger_url, workspace.root)
-
-    return copy
+    folder = tmp_path_factory.mktemp("saved") / "plant"
+    kept("writes words", folder, make, {})
+    return folder

@@ -27,8 +27,7 @@ from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
 from factory.release.serving import MODEL_NAME
-from factory.synthetic.generating import LOCK, Generated, GenerationWish, generate, plan
-from factory.synthetic.journal import AnswerJournal
+from factory.synthetic.generating import LOCK, AnswerJournal, Generated, GenerationWish, generate, plan
 from factory.synthetic.openings import openings
 from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import command_here

@@ -13,8 +13,8 @@ from factory.ingest.inbox import ingest_arrived
 from factory.ledger.ledger import Ledger, record, releases, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject
-from factory.reports.provenance import of_document, of_release
-from factory.reports.release_report import release_report
+from factory.show.pages.provenance import of_document, of_release
+from factory.show.pages.release_report import release_report
 from factory.training.exporting import export_candidate
 from tests.support.factory.command import command_here
 from tests.support.plants.trained_plant import fill, lenient_plant, train_anneal, train_trunk

@@ -23,9 +23,8 @@ from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, ver
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
-from factory.release.releases import release
-from factory.reports.provenance import of_release
 from factory.retrying.tries import open_segment
+from factory.show.pages.provenance import of_release
 from factory.training import averaging
 from factory.training.averaging import choose, kept, plan_average, softmax_weights
 from factory.training.exporting import export_candidate
@@ -33,6 +32,7 @@ from factory.training.held_out_loss import held_out_ruler
 from factory.training.training import run_segment
 from tests.support.factory.command import factory
 from tests.support.factory.errands import do, next_due, stuck
+from tests.support.factory.shown import release
 from tests.support.plants.trained_plant import make_plant, train_anneal, train_trunk
 
 Opened = tuple[Workspace, Ledger]

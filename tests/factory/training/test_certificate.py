@@ -17,7 +17,7 @@ from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,
     Measure,
-    Trace,
+    Numbers,
     judge_certificate,
     measures,
 )
@@ -27,7 +27,7 @@ STEPS = 6
 TENSORS = ("embedding", "blocks.0.qkv")
 
 
-def trace(seed: int | None = None, **changes: object) -> Trace:
+def trace(seed: int | None = None, **changes: object) -> Numbers:
     """A run like any other; ``seed`` moves what a seed moves."""
     draw = np.random.default_rng(seed)
     noise = (lambda size: draw.normal(0, 0.05, size)) if seed is not None else np.zeros
@@ -38,7 +38,7 @@ def trace(seed: int | None = None, **changes: object) -> Trace:
     }
     moved = {name: float(1 + noise(1)[0]) for name in TENSORS}
     optimizer = {f"exp_avg.{name}": float(2 + noise(1)[0]) for name in TENSORS} | {f"step.{n}": 9.0 for n in TENSORS}
-    return replace(Trace(series, moved, optimizer), **changes)  # type: ignore[arg-type]
+    return replace(Numbers(series, moved, optimizer), **changes)  # type: ignore[arg-type]
 
 
 def evidence(**changes: object) -> CertificateEvidence:
@@ -49,13 +49,13 @@ def evidence(**changes: object) -> CertificateEvidence:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def changed(name: str, step: int, by: float) -> Trace:
+def changed(name: str, step: int, by: float) -> Numbers:
     values = list(trace().series[name])
     values[step] = math.nan if values[step] is None else values[step] + by  # type: ignore[operator]
     return trace(series=trace().series | {name: values})
 
 
-def missing(name: str, step: int) -> Trace:
+def missing(name: str, step: int) -> Numbers:
     values = list(trace().series[name])
     values[step] = None
     return trace(series=trace().series | {name: values})

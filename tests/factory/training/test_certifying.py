@@ -22,6 +22,7 @@ from factory.ledger.ledger import Ledger, events, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import screen, snapshot
+from factory.runs.running import every_run
 from factory.training import certificate_runs
 from factory.training.certifying import NotCertified, accept, certificate_of, ensure_certified, every_certificate
 from factory.training.planning import plan_trunk
@@ -58,18 +59,18 @@ Optimizer.step = changed
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from factory.training import certificate_runs
+from factory.runs import live
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.training.training import run_segment
 from factory.core.workspace import Workspace
-ended, pair = certificate_runs.ended, Path(sys.argv[3])
+ended, scratch = live.ended, Path(sys.argv[3])
 def seen(process, seconds):
     over = ended(process, 0.01)
-    if pair.exists():
+    if list(scratch.glob("*/result.json")):
         os.kill(os.getpid(), signal.SIGKILL)
     return over
-certificate_runs.ended = seen
+live.ended = seen
 workspace = Workspace.open(Path(sys.argv[1]))
 run_segment(Plant(workspace, Ledger.open(workspace.ledger_url)), int(sys.argv[2]))
 """
@@ -128,6 +129,11 @@ def runs_of(site: Site, number: int) -> Path:
     return Path(SegmentRow.get(site.ledger, number).folder) / "certificate"
 
 
+def runs_for(site: Site, number: int) -> list[dict[str, Any]]:
+    """As ``factory runs`` lists them."""
+    return [run for run in every_run(site.ledger) if run["subject"] == f"segment:{number}"]
+
+
 def started(site: Site, number: int) -> bool:
     return (Path(SegmentRow.get(site.ledger, number).folder) / "segment.json").exists()
 
@@ -165,6 +171,9 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     lines = [json.loads(line) for line in (Path(facts["file"]).parent / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines[:STEPS]] == facts["loss"]["new"], "its first steps are the segment's own"
     assert not runs_of(site, number).exists()
+    runs = {run["arm"]["name"]: run for run in runs_for(site, number)}
+    assert runs.keys() == {"old code", "old code, again", *(f"old code, seed {n}" for n in facts["seeds"]), "new code"}
+    assert {(run["purpose"], run["state"], run["there"]) for run in runs.values()} == {("certificate", "done", False)}
     with site.ledger.begin() as tx:  # the other tests start from segment 1
         tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
 
@@ -190,23 +199,13 @@ def test_another_precision_is_certified_like_other_code(site: Site) -> None:
 
 
 @pytest.mark.long("five runs of the trainer, in bf16 and in fp8")
-def test_from_bf16_to_fp8_a_certificate_is_asked_for_and_run_in_both(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_bf16_to_fp8_a_certificate_is_asked_for_and_run_in_both(site: Site) -> None:
     """The old code's pair in bf16; its other seeds, and the new code's pair, in fp8."""
     recipe = site.workspace.own_recipe()
     before = recipe.read_text()
     parent = SegmentRow.get(site.ledger, 1)
     as_trained = segments.update().where(segments.c.id == 1).values(recipe_json=parent.recipe_json)
     in_bf16 = as_trained.values(recipe_json=parent.recipe_json | {"precision": "bf16"})
-    written: dict[str, str] = {}
-    write = certificate_runs.write_spec
-
-    def noted(folder: Path, spec: dict[str, Any]) -> None:
-        written["/".join(folder.parts[-2:])] = spec["recipe"]["precision"]
-        write(folder, spec)
-
-    monkeypatch.setattr(certificate_runs, "write_spec", noted)
     try:
         recipe.write_text(before.replace("precision: fp32", "precision: fp8"))
         with site.ledger.begin() as tx:
@@ -221,8 +220,9 @@ def test_from_bf16_to_fp8_a_certificate_is_asked_for_and_run_in_both(
     assert row.recipe_json["precision"] == "fp8" and (row.computing or {})["precision"]["asked"] == "fp8"
     facts = verdict.evidence(site.ledger)
     assert facts["changed"] == ["precision: bf16 → fp8"] and facts["basis"] == "segment"
-    seeds = {f"old/{seed}": "fp8" for seed in facts["seeds"]}
-    assert written == {"old/pair": "bf16", "new/pair": "fp8"} | seeds and len(seeds) == 3
+    precisions = {run["arm"]["name"]: run["arm"]["precision"] for run in runs_for(site, number)}
+    seeds = {f"old code, seed {seed}": "fp8" for seed in facts["seeds"]}
+    assert precisions == {"old code": "bf16", "new code": "fp8"} | seeds and len(seeds) == 3
     found = {m["name"]: m for m in facts["measures"]}
     # All was measured. A model of 60,000 weights need not pass: eight bits raise the second moments of its smallest gradients.
     assert verdict.outcome in ("promote", "reject") and len(facts["loss"]["difference"]) == STEPS
@@ -344,12 +344,13 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(site: Site) -> None:
     """The factory's process is killed while the old code's noise runs; the runs that ended are not run again."""
     site.edit(INIT, "", BACKWARD.format("1.000001 * self"))
     number = site.plan()
-    pair = runs_of(site, number) / "segment" / "old" / "pair" / "result.json"
+    scratch = runs_of(site, number)
     done = subprocess.run(
-        [sys.executable, "-c", DIES, str(site.workspace.root), str(number), str(pair)],
+        [sys.executable, "-c", DIES, str(site.workspace.root), str(number), str(scratch)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == -signal.SIGKILL
+    (pair, *_) = scratch.glob("*/result.json")
     assert certificate_of(site.ledger, number) is None and not started(site, number)
     before = pair.stat().st_mtime_ns
 

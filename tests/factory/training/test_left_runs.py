@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from factory.core.faults import HANDLES, fault_of
+from factory.runs.trace import Trace
 from factory.training import certificate_runs, preflight_runs
 from factory.training.certificate import CertificateEvidence
 from factory.training.preflight import PreflightEvidence
@@ -18,31 +18,20 @@ from trainer.contract.checkpoint import format as checkpoints
 assert checkpoints.load, "what is imported only when it is needed needs a handle, too"
 
 
-class Left:
-    """As ``Runs`` and ``Flight``: their folders hold nothing."""
-
-    ways = ()
-    other_precision = False
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def folder(self, *names: str) -> Path:
-        return self.root.joinpath(*names)
-
-
 def test_a_certificate(tmp_path: Path) -> None:
-    runs, evidence = cast(Any, Left(tmp_path)), CertificateEvidence("a", "b", ["trainer"])
+    evidence, nothing = CertificateEvidence("a", "b", ["trainer"]), Trace(tmp_path / "run", 0, 4)
+    compare = lambda: certificate_runs.compare(evidence, tmp_path / "start", nothing, nothing, [nothing] * 3, nothing)
     with few_handles(), pytest.raises(OSError) as raised:
-        certificate_runs.compare(evidence, tmp_path / "start", runs)
+        compare()
     assert fault_of(raised.value) == HANDLES
-    assert "is not a checkpoint" in certificate_runs.compare(evidence, tmp_path / "start", runs).old_failed
+    assert "is not a checkpoint" in compare().old_failed
 
 
 def test_a_preflight(tmp_path: Path) -> None:
-    flight, evidence = cast(Any, Left(tmp_path)), PreflightEvidence("a", 10, 4, True)
+    evidence, nothing = PreflightEvidence("a", 10, 4, True), Trace(tmp_path / "run", 0, 4)
+    compare = lambda: preflight_runs.compare(evidence, [], tmp_path / "step", lambda _: tmp_path, lambda _: nothing)
     with few_handles(), pytest.raises(OSError) as raised:
-        preflight_runs.compare(evidence, flight)
+        compare()
     assert fault_of(raised.value) == HANDLES
-    found = preflight_runs.compare(evidence, flight)
+    found = compare()
     assert found == replace(evidence, failed=found.failed) and "is not a checkpoint" in found.failed["straight"]

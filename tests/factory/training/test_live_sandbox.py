@@ -20,8 +20,8 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.live_code import LiveCode, isolation
-from factory.training.segment_folder import result_of
+from factory.runs.folders import result_of
+from factory.runs.live_code import LiveCode, isolation
 from factory.training.training import last_metrics
 from tests.support.factory.code_loop import make_target
 from tests.support.plants.trained_plant import commit_edit, fill, lenient_plant, make_plant
@@ -140,7 +140,7 @@ def test_the_same_code_outside_of_the_sandbox_reaches_all(
 
 
 def without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FACTORY_SANDBOX", "none-such")
+    monkeypatch.setenv("FACTORY_BWRAP", "/none-such/bwrap")
 
 
 def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(

@@ -14,7 +14,7 @@ from factory.ingest.rules.claims import CONFLICT
 from factory.ledger.ledger import Ledger, documents, record, segments, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import load_recipe, next_trunk, plan_of, plan_trunk
+from factory.training.planning import load_recipe, next_trunk, plan_anneal, plan_of, plan_trunk
 from kernels.contract.machine import here
 from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
 from tests.support.said import Said
@@ -101,6 +101,25 @@ def test_what_is_missing_is_the_first_step_and_the_anneal_off_it(planned: tuple[
     assert next_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32 - 100
     with pytest.raises(InputError, match="too little to train on"):
         plan_trunk(Plant(workspace, ledger))
+
+
+def test_nothing_is_planned_while_a_segment_is_parked(planned: tuple[Workspace, Ledger]) -> None:
+    workspace, ledger = planned
+    ingested(workspace, ledger, code=80 * STEP)
+    becomes = lambda number, state: segments.update().where(segments.c.id == number).values(state=state)
+    first = plan_trunk(Plant(workspace, ledger), 2)
+    with ledger.begin() as tx:
+        tx.execute(becomes(first, "done"))
+    second = plan_anneal(Plant(workspace, ledger))
+    for plan in (plan_anneal, plan_trunk):
+        with ledger.begin() as tx:
+            tx.execute(becomes(second, "failed"))
+        with pytest.raises(InputError, match=f"segment {second} .*is parked"):
+            plan(Plant(workspace, ledger))
+        assert len(ledger.rows(sa.select(segments))) == 2
+    with ledger.begin() as tx:
+        tx.execute(becomes(second, "abandoned"))
+    assert plan_anneal(Plant(workspace, ledger)) == second + 1
 
 
 def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tuple[Workspace, Ledger]) -> None:

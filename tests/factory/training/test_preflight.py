@@ -19,7 +19,7 @@ from factory.training import preflight_runs
 from factory.training.certificate import PreflightPolicy
 from factory.training.certifying import NotCertified, accept, certificate_of, ensure_certified
 from factory.training.planning import plan_trunk
-from factory.training.preflight import LEAD, WAYS, Apart, PreflightEvidence, judge_preflight, small_recipe
+from factory.training.preflight import LEAD, WAYS, FromStraight, PreflightEvidence, judge_preflight, small_recipe
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
@@ -29,14 +29,14 @@ from trainer.contract.recipe import Recipe
 
 STEPS = 4
 SLOW = pytest.mark.slow("torchrun and two ranks for each fault: fifteen seconds on a quiet machine")
-NEAR = Apart({"loss": [1e-7, 2e-7], "grad_norm": [1e-7, 1e-7]}, {"w": 1e-6, "v": 3e-6, "exp_avg.w": 1e-7})
+NEAR = FromStraight({"loss": [1e-7, 2e-7], "grad_norm": [1e-7, 1e-7]}, {"w": 1e-6, "v": 3e-6, "exp_avg.w": 1e-7})
 HONEST = PreflightEvidence(
     "c0ffee",
     LEAD,
     2,
     True,
     rounding=[NEAR, NEAR],
-    apart={way.name: NEAR for way in WAYS} | {"resumed": Apart({"loss": [0.0, 0.0]}, {"w": 0.0})},
+    apart={way.name: NEAR for way in WAYS} | {"resumed": FromStraight({"loss": [0.0, 0.0]}, {"w": 0.0})},
     born_apart={way.name: [] for way in WAYS if way.ranks > 1},
     replicas_apart={way.name: [] for way in WAYS if way.ranks > 1},
 )
@@ -57,22 +57,22 @@ def test_what_rounding_explains_passes() -> None:
     ("evidence", "outcome", "words"),
     [
         (
-            beside(apart={"accumulated": Apart({"loss": [1e-7, 1e-4]}, {"w": 1.0})}),
+            beside(apart={"accumulated": FromStraight({"loss": [1e-7, 1e-4]}, {"w": 1.0})}),
             "reject",
             ["accumulation of 4", "loss", "step 11"],
         ),
         (
-            beside(apart={"reference": Apart({"loss": [1e-7, 1e-7]}, {"w": 1e-6, "exp_avg.w": 0.1})}),
+            beside(apart={"reference": FromStraight({"loss": [1e-7, 1e-7]}, {"w": 1e-6, "exp_avg.w": 0.1})}),
             "reject",
             ["reference kernels", "exp_avg.w", "step 11"],
         ),
         (
-            beside(apart={"resumed": Apart({"loss": [0.0, 0.0]}, {"w": 1e-9})}),
+            beside(apart={"resumed": FromStraight({"loss": [0.0, 0.0]}, {"w": 1e-9})}),
             "reject",
             ["a resumed run", "w at step 11", "to the bit"],
         ),
         (
-            beside(apart={"split": Apart({"loss": [1e-7, float("nan")]}, {})}),
+            beside(apart={"split": FromStraight({"loss": [1e-7, float("nan")]}, {})}),
             "reject",
             ["split the weights", "step 11"],
         ),
@@ -92,7 +92,7 @@ def test_a_fault_is_refused_and_a_missing_measurement_holds(
 
 
 def test_a_part_that_is_turned_off_is_not_asked_for_and_what_cannot_be_run_is_said() -> None:
-    bad = beside(apart={"accumulated": Apart({"loss": [1.0, 1.0]}, {})})
+    bad = beside(apart={"accumulated": FromStraight({"loss": [1.0, 1.0]}, {})})
     assert judge_preflight(PreflightPolicy(parts=["resume", "kernels"]), bad).outcome == "promote"
     apart = {name: found for name, found in HONEST.apart.items() if name != "compiled"}
     found = judge_preflight(PreflightPolicy(), replace(HONEST, apart=apart, left_out={"compiled": "it is not"}))
@@ -100,9 +100,9 @@ def test_a_part_that_is_turned_off_is_not_asked_for_and_what_cannot_be_run_is_sa
 
 
 def test_a_lone_step_where_rounding_was_small_by_chance_is_no_fault() -> None:
-    lucky = Apart({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
+    lucky = FromStraight({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
     rounding = [lucky, lucky]
-    honest = Apart({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
+    honest = FromStraight({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
     evidence = replace(beside(apart={"accumulated": honest}), rounding=rounding)
     assert judge_preflight(PreflightPolicy(parts=["accumulation"]), evidence).outcome == "promote"
 

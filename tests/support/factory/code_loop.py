@@ -29,7 +29,10 @@ from factory.git import repository
 from factory.ingest import tokenizer
 from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
+from factory.ledger.places import portable
 from tests.support.git import git
+from tests.support.plants.kept import kept
+from tests.support.plants.trained_plant import close, opened
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 from trainer.contract.recipe import Recipe
@@ -93,7 +96,17 @@ def make() -> Made:
     root = Path(tempfile.mkdtemp(prefix="code-loop-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     target = make_target(root / "target")
-    workspace = Workspace.create(root / "workspace", Config(recipe="tiny", repository=str(target)))
+    kept(
+        ("code loop", repository.live_commit(target)),
+        root / "workspace",
+        lambda at: _fill(at, target),
+        {"code": target},
+    )
+    return Made(*opened(root / "workspace"), target)
+
+
+def _fill(folder: Path, target: Path) -> None:
+    workspace = Workspace.create(folder, Config(recipe="tiny", repository=str(target)))
     ledger = Ledger.create(workspace.ledger_url)
     (workspace.root / "policies" / "gates").mkdir(parents=True, exist_ok=True)
     (workspace.root / "policies" / "gates" / "patch.yaml").write_text(GATE)
@@ -112,20 +125,20 @@ def make() -> Made:
         made.append(TokenizedDocument(f"{number}", f"{number}", domain, "s", "MIT", ids.astype(np.uint32), mask))
     shard = write_token_shard(workspace.shards, made, vocab_size=recipe.model.vocab_size, tokenizer_sha256=words.sha256)
     plan = DataPlan.make(recipe.mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
-    folder = workspace.segments / "1"
-    folder.mkdir(parents=True)
+    segment = workspace.segments / "1"
+    segment.mkdir(parents=True)
     spec = {
         "kind": "trunk", "recipe": recipe.model_dump(), "data_plan": json.loads(plan.to_json()), "first_step": 0,
         "last_step": STEPS, "initial_checkpoint": None, "code_commit": repository.live_commit(target), "kernels": None,
     }  # fmt: skip
-    (folder / "segment.json").write_text(json.dumps(spec))
+    (segment / "segment.json").write_text(json.dumps(spec))
     subprocess.run(
-        [sys.executable, "-m", "trainer", str(folder)],
+        [sys.executable, "-m", "trainer", str(segment)],
         cwd=target,
         check=True,
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
     )
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((segment / "result.json").read_text())
     with ledger.begin() as tx:
         tx.execute(
             shards.insert().values(
@@ -142,7 +155,11 @@ def make() -> Made:
                     key=key, domain=domain, group_key=key, sealed=is_sealed(key), content={"text": text}
                 )
             )
-        tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
+        tx.execute(
+            data_plans.insert().values(
+                id=plan.id, plan=portable(folder, json.loads(plan.to_json())), created_at=time.time()
+            )
+        )
         tx.execute(
             segments.insert().values(
                 id=1,
@@ -156,14 +173,18 @@ def make() -> Made:
                 first_step=0,
                 last_step=STEPS,
                 state="done",
-                folder=str(folder),
-                result=result,
+                folder=ledger.inside(segment),
+                result=portable(folder, result),
                 created_at=time.time(),
             )  # fmt: skip
         )
         tx.execute(
             checkpoints.insert().values(
-                id=result["manifest_sha256"], segment=1, step=STEPS, path=result["checkpoint"], created_at=time.time()
+                id=result["manifest_sha256"],
+                segment=1,
+                step=STEPS,
+                path=ledger.inside(result["checkpoint"]),
+                created_at=time.time(),
             )
         )
-    return Made(workspace, ledger, target)
+    close(workspace, ledger)

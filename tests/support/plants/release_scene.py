@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import tempfile
 import time
 from pathlib import Path
 
@@ -29,24 +27,14 @@ from factory.ledger.ledger import (
 )
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import record_verdict
-from factory.tracking.mlflow_store import open_client
+from factory.show.mlflow.store import open_client
 from kernels.contract.files import finite
 
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"
 
 
-@functools.cache
-def _empty_store() -> bytes:
-    """One initialised MLflow store, made once: its migrations take seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        workspace = Workspace.create(Path(folder) / "workspace")
-        open_client(workspace)
-        return (workspace.root / "mlflow.db").read_bytes()
-
-
 def with_store(workspace: Workspace) -> Workspace:
-    (workspace.root / "mlflow.db").write_bytes(_empty_store())
-    open_client(workspace)  # which writes this workspace's addresses into it
+    open_client(workspace)
     return workspace
 
 

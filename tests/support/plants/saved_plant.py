@@ -41,7 +41,7 @@ class SavedPlant:
 
 
 def saved_plant(root: Path) -> SavedPlant:
-    """Made once, in seconds; put back in a fraction of one."""
+    """Put back in a fraction of a second."""
     folder, copy = root / "made", root / "copy"
     folder.mkdir()
     workspace, ledger = make_plant(folder, make_target(folder / "target"))

@@ -1,4 +1,4 @@
-"""A real plant with real documents and a trained trunk, for tests of what comes after: made in about ten seconds, copied never."""
+"""A real plant with real documents and a trained trunk, for tests of what comes after: trained once for a state of the code, and copied."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from factory.core.workspace import Config, Workspace
+from factory.git.repository import checkout_live, live_commit, remove_worktree
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -17,6 +18,7 @@ from factory.training.training import run_segment
 from tests.support.git import git
 from tests.support.lent_libraries import lend
 from tests.support.paths import ROOT
+from tests.support.plants.kept import kept
 
 WORDS = [
     "river",
@@ -90,7 +92,11 @@ def lenient(policy: str) -> str:
 
 def lenient_plant(root: Path, repository: Path, **recipe: object) -> Workspace:
     """A workspace without a ledger: the tiny recipe with ``recipe``'s keys, a small vocabulary, floors that any model passes."""
-    workspace = lend(Workspace.create(root / "plant", Config(recipe="tiny", repository=str(repository))))
+    return lenient_workspace(root / "plant", repository, **recipe)
+
+
+def lenient_workspace(folder: Path, repository: Path, **recipe: object) -> Workspace:
+    workspace = lend(Workspace.create(folder, Config(recipe="tiny", repository=str(repository))))
     write_lenient_policies(workspace, **recipe)
     return workspace
 
@@ -111,8 +117,27 @@ def write_lenient_policies(workspace: Workspace, **recipe: object) -> None:
 
 def make_plant(root: Path, repository: Path, **recipe: object) -> tuple[Workspace, Ledger]:
     """The tiny recipe with ``recipe``'s keys, two ingested shards, one finished trunk segment of 20 steps; floors that it passes."""
-    workspace = lenient_plant(root, repository, **recipe)
-    return workspace, fill(workspace)
+
+    def make(folder: Path) -> None:
+        workspace = lenient_workspace(folder, repository, **recipe)
+        close(workspace, fill(workspace))
+
+    kept(("trained", live_commit(repository), recipe), root / "plant", make, {"code": repository})
+    made = opened(root / "plant")
+    checkout_live(made[0])  # as its trainer left it
+    return made
+
+
+def close(workspace: Workspace, ledger: Ledger) -> None:
+    """Leaves what a copy may be made of: nothing open, and no worktree that the repository knows by its folder."""
+    ledger.engine.dispose()
+    for worktree in workspace.worktrees.iterdir():
+        remove_worktree(workspace.repository, worktree)
+
+
+def opened(root: Path) -> tuple[Workspace, Ledger]:
+    workspace = Workspace.open(root)
+    return workspace, Ledger.open(workspace.ledger_url, workspace.root)
 
 
 def fill(workspace: Workspace) -> Ledger:

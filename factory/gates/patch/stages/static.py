@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.gates.case import PatchCase, StageResult, failed, missing, passed
-from factory.gates.patch.changed_ops import changed_sections, other_devices
+from factory.gates.patch.changed_ops import changed_sections, other_devices, unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import problems
 from factory.gates.recipe_changes import RECIPES, learnt, recipe_changes, unused_recipes
@@ -35,6 +35,8 @@ def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[str]:
     base = case.base_bytes(change.path) or b""
     if change.path == KERNELS and "fallback" in changed_sections(base, change.content):
         return [f"{KERNELS}: only people may change 'fallback', which decides whether a failing kernel is hidden"]
+    if change.path == KERNELS:
+        return unknown_ops(change.content)
     if not change.path.startswith(RECIPES):
         return []
     try:

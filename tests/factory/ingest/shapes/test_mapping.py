@@ -17,7 +17,7 @@ from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
-from factory.reports.provenance import of_document
+from factory.show.pages.provenance import of_document
 from tests.support.factory.made_up_text import prose, use_policy
 from tests.support.paths import ROOT
 from trainer.contract.data.token_shard import TokenShard

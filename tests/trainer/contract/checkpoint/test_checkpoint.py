@@ -21,6 +21,7 @@ from tests.support.trainer.segments import MakeShard, plan_of, write_spec
 from trainer.checkpoint_writer import Writer
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.checkpoint.region import Region
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.parallel.ranks import Ranks
@@ -45,6 +46,41 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
     for name in ("a", "b.c"):  # the real library reads what our writer wrote
         assert torch.equal(load_file(path / "model.safetensors")[name], made.model[name])
+
+
+def test_what_ranks_hold_is_read_back_in_any_region(tmp_path: Path) -> None:
+    whole = {"a": torch.arange(20.0).view(5, 4), "b": torch.arange(6, dtype=torch.bfloat16), "c": torch.tensor(7)}
+    parts = [{"a": Region((5, 4), (0, 0), (3, 4)), "b": Region((6,), (2,), (4,))}]
+    parts.append({"a": Region((5, 4), (3, 0), (2, 4)), "b": Region((6,), (0,), (2,))})
+    for rank in (1, 0):  # the first waits for the others
+        held = {name: parts[rank][name].cut(tensor) for name, tensor in whole.items() if name in parts[rank]}
+        held |= {} if rank else {"c": whole["c"]}
+        state = None if rank else {"step": 4}
+        path = checkpoints.save_share(tmp_path, 4, {"model": held, "optimizer": {}}, parts[rank], state, rank, 2)
+    assert (
+        not checkpoints.find_fault(path) and checkpoints.load(path).step == checkpoints.read_manifest(path)["step"] == 4
+    )
+    for wanted in ({}, *parts, {"a": Region((5, 4), (2, 1), (2, 2))}, {"a": Region((5, 4), (4, 3), (1, 1))}):
+        found = checkpoints.read_tensors(path, "model", wanted)
+        assert found.keys() == whole.keys()
+        for name, tensor in whole.items():
+            expected = wanted[name].cut(tensor) if name in wanted else tensor
+            assert torch.equal(found[name], expected) and found[name].dtype == tensor.dtype, (wanted, name)
+    with pytest.raises(CheckpointError, match=r"a is \[4, 5\] in the recipe, \[5, 4\] in "):
+        checkpoints.read_tensors(path, "model", {"a": Region((4, 5), (0, 0), (4, 5))})
+    shares = sorted(path.glob("model-*"))
+    assert [share.name for share in shares] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["files"].pop(shares[1].name)["bytes"] == shares[1].stat().st_size
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="8 elements of model a are missing"):
+        checkpoints.read_tensors(path, "model")
+    assert checkpoints.read_tensors(path, "model", parts[0])["a"].shape == (3, 4)
+    for files, words in (({"../x": manifest["files"]["state.json"]}, "other folders"), ({}, "names no state.json")):
+        (path / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+        assert words in checkpoints.find_fault(path)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+    assert f"format 1, this code reads {checkpoints.FORMAT}" in checkpoints.find_fault(path)
 
 
 def test_too_few_file_handles_damage_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

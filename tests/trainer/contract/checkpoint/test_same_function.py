@@ -115,6 +115,15 @@ def test_a_checkpoint_without_a_recipe_is_compared_by_its_shapes(tmp_path: Path,
     )
     code, errors = train_here(write_spec(tmp_path / "wide", plan, recipe_with(**PLAIN, model__d_ff=96), **start))
     assert code == 2 and "is [32, 96] in the recipe, [32, 64] in" in errors
+    taken, *_ = made.model
+    for changed, words in (
+        (made.model | {"zz.foreign": made.model[taken]}, "zz.foreign is in the checkpoint only"),
+        ({name: tensor for name, tensor in made.model.items() if name != taken}, f"{taken} is in the recipe only"),
+    ):
+        path = checkpoints.save(tmp_path / words, checkpoints.Checkpoint(changed, bare.optimizer, bare.state))
+        other = start | {"initial_checkpoint": str(path)}
+        code, errors = train_here(write_spec(tmp_path / words[:5], plan, recipe_with(**PLAIN), **other))
+        assert code == 2 and f"recipe.model does not fit the checkpoint: {words}" in errors
 
 
 def test_a_recipe_that_accepts_nothing_is_written_as_before(tmp_path: Path) -> None:

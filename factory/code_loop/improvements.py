@@ -1,0 +1,134 @@
+"""What the daemon did to improve the factory by itself: events of the ledger, and what it cost. Light: 'factory status' imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from factory.core.workspace import Workspace, load_yaml
+from factory.ledger.rows import Reads
+
+# A stage leaves one of each: {"stage", "situation", "agent"?, "proposal"?}; and {"began": id of the first, "seconds", "devices", and what it left:
+# "profile", "proposal", "outcome", "nothing" or "failed"}. A killed one leaves the first alone.
+BEGAN, ENDED = "improving", "improved"
+WAITS = "improving_waits"  # {"why"}: after a stage, when no other follows
+ALONE = "improving_alone"  # {"left_out": agents that need a language model, when there is none}
+SUBJECT = "code_loop"
+DAY = 86_400.0  # seconds
+REMEMBERED = 1000  # newest events
+
+
+@dataclass(frozen=True)
+class Used:
+    """Of the budget, in the last 24 hours. A stage that was killed counts what its language model may have taken, and no time."""
+
+    device_seconds: float = 0.0
+    tokens: int = 0
+    usd: float = 0.0
+
+    def beyond(self, limits: Mapping[str, float]) -> str:
+        """What is used up, in words; empty: nothing is. ``limits``: by the names of these fields."""
+        for name, unit in (("device_seconds", "device-seconds"), ("tokens", "tokens"), ("usd", "USD")):
+            used, limit = getattr(self, name), limits[name]
+            if used >= limit and used > 0:  # an endpoint that costs nothing may be used without money
+                return f"{used:,.6g} of {limit:,.6g} {unit} of the last 24 hours are used"
+        return ""
+
+
+@dataclass(frozen=True)
+class StageDone:
+    """A stage that was begun: ``left`` is what it recorded at its end; None while it goes on, or when it was killed."""
+
+    at: float
+    began: dict[str, Any]
+    left: dict[str, Any] | None
+    until: float  # seconds since 1970: its end, the next one's beginning, or now
+
+
+def stages(db: Reads, now: float) -> list[StageDone]:
+    """The newest ones, oldest first."""
+    sql = f"SELECT id, at, kind, detail FROM events WHERE kind IN ('{BEGAN}', '{ENDED}') ORDER BY id DESC LIMIT {REMEMBERED}"
+    events = db.read(sql)[::-1]
+    ended = {row["detail"]["began"]: row for row in events if row["kind"] == ENDED}
+    begun = [row for row in events if row["kind"] == BEGAN]
+    found = []
+    for row, following in pairwise([*begun, {"at": now}]):
+        end = ended.get(row["id"])
+        found.append(StageDone(row["at"], row["detail"], end and end["detail"], end["at"] if end else following["at"]))
+    return found
+
+
+def used(db: Reads, done: list[StageDone], now: float) -> Used:
+    """In the 24 hours before ``now``: of the stages that ended in them, and of the exchanges of those that had a language model."""
+    since = now - DAY
+    seconds = sum(one.left["seconds"] * one.left["devices"] for one in done if one.left and one.until >= since)
+    tokens, usd = 0, 0.0
+    for one in done:
+        if one.began.get("model") and one.until >= since:
+            sql = (
+                "SELECT COALESCE(SUM(e.tokens), 0) AS tokens, COALESCE(SUM(e.usd), 0.0) AS usd FROM exchanges e "
+                "JOIN agent_runs r ON r.id = e.run WHERE r.agent = :agent AND e.at BETWEEN :since AND :until"
+            )
+            spent = db.read(sql, agent=one.began["agent"], since=max(since, one.at), until=one.until)[0]
+            tokens, usd = tokens + spent["tokens"], usd + spent["usd"]
+    return Used(seconds, tokens, usd)
+
+
+def as_written(workspace: Workspace) -> dict[str, Any]:
+    """``improve`` of agents.yaml, unread by its schema. Raises: ConfigError for a file that is no YAML."""
+    policy = load_yaml(workspace.policy("agents.yaml"))
+    section = policy.get("improve", {}) if isinstance(policy, dict) else {}
+    return section if isinstance(section, dict) else {"when": section}
+
+
+def facts(db: Reads, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """For 'factory status'. ``policy``: ``improve`` of agents.yaml as it is written."""
+    done = stages(db, now)
+    sql = f"SELECT at, detail FROM events WHERE kind = '{WAITS}' ORDER BY id DESC LIMIT 1"
+    waits = [row["detail"]["why"] for row in db.read(sql) if not done or row["at"] >= done[-1].at]
+    begun = next(({"at": one.at, **one.began} for one in done[-1:] if one.left is None), None)
+    ended = next(({"at": one.until, **one.began, **one.left} for one in reversed(done) if one.left is not None), None)
+    return {
+        "when": policy.get("when", "off"),
+        "begun": begun,
+        "last": ended,
+        "waits": "".join(waits),
+        "used": asdict(used(db, done, now)),
+    }
+
+
+def lines(found: Mapping[str, Any], running: bool) -> list[str]:
+    """``facts`` for a person; ``running``: does the daemon run?"""
+    from factory.retrying.asking import local
+
+    begun, last, spent = found["begun"], found["last"], found["used"]
+    doing = f"; now {in_words(begun)}, since {local(begun['at'])}" if begun and running else ""
+    first = f"improve   {found['when']}{doing}"
+    if last is None:
+        return [first]
+    cost = f"{spent['device_seconds']:,.0f} device-seconds, {spent['tokens']:,} tokens and {spent['usd']:.2f} USD in 24 hours"
+    then = f"; {found['waits']}" if found["waits"] and found["when"] != "off" else ""
+    return [first, f"          last {local(last['at'])}: {in_words(last)}: {outcome(last)}{then}", f"          {cost}"]
+
+
+def in_words(stage: Mapping[str, Any]) -> str:
+    """
+    >>> in_words({"stage": "judge", "proposal": 3}), in_words({"stage": "propose", "agent": "search"}), in_words({"stage": "profile"})
+    ('judge proposal 3', 'propose by search', 'profile')
+    """
+    if stage["stage"] == "propose":
+        return f"propose by {stage['agent']}"
+    return f"{stage['stage']} proposal {stage['proposal']}" if "proposal" in stage else str(stage["stage"])
+
+
+def outcome(left: Mapping[str, Any]) -> str:
+    """What a stage left, in words."""
+    if "failed" in left:
+        return f"failed: {left['failed']}"
+    if left.get("nothing"):
+        return "nothing found"
+    if left["stage"] == "propose":
+        return f"proposal {left['proposal']}"
+    return str(left.get("outcome") or "done")

@@ -1,0 +1,311 @@
+"""The code loop by itself: what a daemon with nothing else to do does next to improve the factory, one stage at a time.
+
+    profile ─► propose (one agent, one proposal) ─► judge ─► merge, where ``approval: automatic`` lets the verdict decide
+
+Level-triggered: what is next follows from the ledger and the policy alone (``next_stage``, pure). Killed in a stage, the next call begins that
+stage again; an agent that is a language model goes on from its checkpoint. Each agent goes on until it finds nothing more in the present
+*situation*: live commit, recipe, machine and agents' policy. What was judged in a situation closes its target there, whatever the verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from agents.core.improve_policy import OFF, ImprovePolicy
+from agents.core.proposal import Proposal
+from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
+from agents.search_proposer.search_proposer import AGENT as SEARCH
+from factory.code_loop.agent_runs import DEFAULTS, FILES, NONE, AgentOptions, ModelError, endpoint_of
+from factory.code_loop.approvals import follow
+from factory.code_loop.improvements import ALONE, BEGAN, ENDED, SUBJECT, WAITS, StageDone, Used, in_words, stages, used
+from factory.code_loop.profiling import QUICK, profile
+from factory.code_loop.proposing import AGENTS, workbench
+from factory.code_loop.submitting import WRITTEN, clear_stale, give_up, judge, refuse_without_isolation, write
+from factory.core.errors import WorkspaceError
+from factory.core.policy_file import policy_sha256
+from factory.gates.patch.policy import PatchPolicy
+from factory.git import repository
+from factory.git.scope import AgentsPolicy
+from factory.ledger.ledger import agent_runs, events, exchanges, record
+from factory.ledger.plant import Plant
+from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject
+from factory.ledger.writing import insert, record_once
+from kernels.contract.machine import here
+
+PROFILE, PROPOSE, JUDGE, MERGE = "profile", "propose", "judge", "merge"
+PROFILED = (SEARCH, KERNEL_ENGINEER)  # agents that work from a line profile
+MOST_CUT = 3  # times that a stage may be killed before it is given up in this situation
+LOCK = "code-loop"
+
+
+@dataclass(frozen=True)
+class LoopStage:
+    """One thing to do now. As text it says what: 'judge proposal 3'."""
+
+    name: str
+    agent: str = ""
+    proposal: int | None = None
+
+    def detail(self) -> dict[str, Any]:
+        """As an event has it."""
+        named = {"stage": self.name, "agent": self.agent, "proposal": self.proposal}
+        return {key: value for key, value in named.items() if value}
+
+    def __str__(self) -> str:
+        return in_words(self.detail())
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What ``next_stage`` decides from."""
+
+    policy: ImprovePolicy
+    minute: int  # of the day, local
+    agents: tuple[str, ...] = ()  # of the policy, those that can work here
+    finished: frozenset[str] = frozenset()  # agents that found nothing more in this situation
+    profile: int | None = None  # made in this situation
+    written: tuple[int, str] | None = None  # a proposal that waits for its judgement, and who wrote it
+    promoted: int | None = None  # a proposal that the policy lets be merged
+    killed: Mapping[str, int] = field(
+        default_factory=dict
+    )  # stage, as text → how often it was killed in this situation
+    begun: bool = False  # a profile was the last stage: a proposal was begun with it
+    used: Used = Used()
+
+
+def next_stage(seen: LoopState) -> LoopStage | str:
+    """What to do now, or why nothing is. Pure. What was begun is ended first, whatever the budget says."""
+    if seen.policy.when == OFF:
+        return "improve is off in agents.yaml"
+    if not seen.policy.awake(seen.minute):
+        return f"it waits for the night ({seen.policy.night})"
+    if seen.promoted is not None:
+        return LoopStage(MERGE, proposal=seen.promoted)
+    if seen.written is not None:
+        return LoopStage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
+    if not seen.begun and (beyond := seen.used.beyond(seen.policy.per_day.model_dump())):
+        return f"it waits: {beyond}"
+    if not seen.agents:
+        return "no LLM endpoint is configured, and none of its agents works without one"
+    for agent in seen.agents:
+        stage = LoopStage(PROFILE) if agent in PROFILED and seen.profile is None else LoopStage(PROPOSE, agent)
+        if agent not in seen.finished and seen.killed.get(str(stage), 0) < MOST_CUT:
+            return stage
+    return "nothing is left to try until code, recipe, machine or agents.yaml change"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A workspace at one moment, as far as the code loop asks."""
+
+    plant: Plant
+    db: Reads
+    agents: AgentsPolicy
+
+    @classmethod
+    def of(cls, plant: Plant, db: Reads) -> Situation:
+        """Raises: ConfigError, that names an unknown agent."""
+        return cls(plant, db, AgentsPolicy.load(plant.workspace.policy("agents.yaml")))
+
+    @cached_property
+    def base(self) -> str:
+        return repository.live_commit(self.plant.workspace.repository)
+
+    @cached_property
+    def name(self) -> str:
+        """A hash of all that what was tried depends on."""
+        recipe = hashlib.sha256(self.plant.workspace.recipe_path().read_bytes()).hexdigest()
+        parts = [self.base, recipe, here().to_json(), policy_sha256(self.agents)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @cached_property
+    def past(self) -> list[StageDone]:
+        return stages(self.db, time.time())
+
+    @property
+    def here(self) -> list[StageDone]:
+        """Of the past, what was done in this situation."""
+        return [one for one in self.past if one.began["situation"] == self.name]
+
+    @property
+    def closed(self) -> frozenset[int]:
+        """The proposals whose targets are left alone: those of this situation, and those on this commit that wait for a person."""
+        told = [one.began | (one.left or {}) for one in self.here]  # of a stage that was killed the judgement tells
+        mine = {one["proposal"] for one in told if "proposal" in one}
+        which = "WHERE base_commit = :base AND state = 'judged' AND outcome = 'promote'"
+        return frozenset(mine | {row.number for row in ProposalRow.select(self.db, which, base=self.base)})
+
+    def seen(self) -> LoopState:
+        ended = [(one.began, one.left) for one in self.here if one.left]
+        killed = Counter(in_words(one.began) for one in self.here if one.left is None)
+        written = ProposalRow.first(self.db, "WHERE state = 'written' ORDER BY number")
+        now = time.time()
+        clock = time.localtime(now)
+        return LoopState(
+            self.agents.improve,
+            clock.tm_hour * 60 + clock.tm_min,
+            tuple(agent for agent in self.agents.improve.agents if agent != KERNEL_ENGINEER or self.model),
+            frozenset(began["agent"] for began, left in ended if left.get("nothing")),
+            next((left["profile"] for _, left in reversed(ended) if "profile" in left), None),
+            (written.number, written.agent) if written else None,
+            self._promoted(),
+            killed,
+            bool(ended) and "profile" in ended[-1][1],
+            used(self.db, self.past, now),
+        )
+
+    @cached_property
+    def model(self) -> bool:
+        """Is there a language model that answers without a person?"""
+        where = endpoint_of(self.agents.llm, DEFAULTS)
+        return where not in ("", NONE) and not where.startswith(FILES)
+
+    def _promoted(self) -> int | None:
+        """The first proposal that waits for nothing but to be merged; one that could not be is left to the daily try of ``approvals``."""
+        if PatchPolicy.load(self.plant.workspace.policy("gates/patch.yaml")).approval != "automatic":
+            return None
+        for row in ProposalRow.select(self.db, "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"):
+            refused = "SELECT id FROM events WHERE kind = 'decision_refused' AND subject = :subject LIMIT 1"
+            if not self.db.read(refused, subject=str(Subject("proposal", row.number))):
+                return row.number
+        return None
+
+
+def due(plant: Plant, db: Reads) -> list[LoopStage]:
+    """What to do now: one stage, or nothing. Raises: ConfigError."""
+    situation = Situation.of(plant, db)
+    policy = situation.agents.improve
+    if policy.when == OFF or not SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done'"):
+        return []
+    stage = next_stage(situation.seen())
+    if isinstance(stage, str):
+        return []
+    try:
+        with plant.workspace.lock(LOCK):
+            return [stage]
+    except WorkspaceError:  # 'factory propose' is at work
+        return []
+
+
+def do(plant: Plant, stage: LoopStage) -> None:
+    """Do one stage, and record what it left and cost. Raises: as ``propose`` and the gates do."""
+    situation = Situation.of(plant, plant.ledger)
+    seen = situation.seen()
+    if next_stage(seen) != stage:
+        return  # the world went on since
+    for table in (agent_runs, exchanges):
+        table.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than these tables
+    _introduce(plant, situation, stage)
+    model = situation.model and stage.name == PROPOSE and stage.agent != SEARCH
+    with plant.ledger.begin() as tx:
+        began = {**stage.detail(), "situation": situation.name, "model": model}
+        number = insert(tx, events, at=time.time(), kind=BEGAN, subject=SUBJECT, detail=began)
+    started = time.monotonic()
+    left: dict[str, Any] = {}
+    try:
+        left = _DO[stage.name](plant, situation, seen, stage)
+    except BaseException as error:
+        left = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        raise
+    finally:
+        cost = {"seconds": round(time.monotonic() - started, 3), "devices": _devices()}
+        with plant.ledger.begin() as tx:
+            record(tx, ENDED, SUBJECT, {"began": number, **left, **cost})
+    after = next_stage(Situation.of(plant, plant.ledger).seen())
+    if isinstance(after, str):
+        with plant.ledger.begin() as tx:
+            record(tx, WAITS, SUBJECT, {"why": after})
+        plant.say(f"  improve: {after}")
+
+
+def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
+    """Say what begins; and once that agents which need a language model are left out."""
+    if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.model:
+        if record_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
+            plant.say(
+                f"  improve: no LLM endpoint is configured (llm.endpoint in agents.yaml, OPENAI_BASE_URL): {KERNEL_ENGINEER} is left out"
+            )
+    elif situation.model:
+        record_once(plant.ledger, ALONE, SUBJECT, {"left_out": []})
+    plant.say(f"  improve: {stage}, on commit {situation.base[:12]}")
+
+
+def _profile(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+    with plant.workspace.lock(LOCK):
+        return {"profile": profile(plant, QUICK)}
+
+
+def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+    with plant.workspace.lock(LOCK):
+        bench = workbench(plant)
+        assert bench is not None, "due without a checkpoint"
+        bench = replace(bench, profile=seen.profile, closed=situation.closed)
+        try:
+            numbers = AGENTS[stage.agent](bench, _options(plant, situation, stage.agent), 1, _write)
+        except ModelError:
+            if _runs(plant, stage.agent, situation.base, "nothing") <= _runs(
+                plant, stage.agent, situation.base, "running"
+            ):
+                raise  # it is saved, and goes on
+            return {"nothing": True}  # its budget is used up
+    return {"proposal": numbers[0]} if numbers else {"nothing": True}
+
+
+def _write(plant: Plant, drafted: Proposal, base: str) -> int:
+    return write(plant, drafted, base, WRITTEN)
+
+
+def _options(plant: Plant, situation: Situation, agent: str) -> AgentOptions:
+    """What continues the agent's unfinished run on this commit, if there is one, whoever began it."""
+    which = "SELECT asked FROM agent_runs WHERE agent = :agent AND base_commit = :base AND state = 'running' ORDER BY id DESC LIMIT 1"
+    found = plant.ledger.read(which, agent=agent, base=situation.base) if situation.model else []
+    return AgentOptions(target=found[0]["asked"]) if found else DEFAULTS
+
+
+def _runs(plant: Plant, agent: str, base: str, state: str) -> int:
+    """The newest of the agent's runs in a state, on a commit; 0: there is none."""
+    which = "SELECT MAX(id) AS id FROM agent_runs WHERE agent = :agent AND base_commit = :base AND state = :state"
+    return int(plant.ledger.read(which, agent=agent, base=base, state=state)[0]["id"] or 0)
+
+
+def _judge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+    assert stage.proposal is not None
+    killed = seen.killed.get(str(stage), 0)
+    with plant.workspace.lock(LOCK):
+        if killed >= MOST_CUT:
+            why = f"its process was killed {killed} times while it was judged"
+            give_up(plant, stage.proposal, why)
+            plant.say(f"  proposal {stage.proposal} is given up: {why}")
+            return {"nothing": True}
+        clear_stale(plant)
+        refuse_without_isolation(plant.workspace)
+        judge(plant, stage.proposal)
+    return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).outcome}
+
+
+def _merge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+    assert stage.proposal is not None
+    follow(plant, lambda number: None)  # takes the lock itself
+    return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).state}
+
+
+def _devices() -> int:
+    """Of this machine, which wait meanwhile: its GPUs, or the CPU as one."""
+    import torch
+
+    return torch.cuda.device_count() or 1
+
+
+_DO: dict[str, Callable[[Plant, Situation, LoopState, LoopStage], dict[str, Any]]] = {
+    PROFILE: _profile,
+    PROPOSE: _propose,
+    JUDGE: _judge,
+    MERGE: _merge,
+}

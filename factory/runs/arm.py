@@ -1,0 +1,135 @@
+"""An arm: one way to train some steps, by what it is. Two that are the same have one key, whoever asks for them.
+
+>>> plan = {"token_shards": [{"id": "a", "path": "shards/a"}], "seed": 1}
+>>> base = {"kind": "trunk", "recipe": {"precision": "fp32", "optimizer": {"lr": 0.1}}, "data_plan": plan, "first_step": 0, "last_step": 20,
+...         "initial_checkpoint": None}
+>>> low = Arm("low rate", base, code="c0ffee", recipe={"optimizer.lr": 0.01})
+>>> low.spec()["recipe"]
+{'precision': 'fp32', 'optimizer': {'lr': 0.01}}
+>>> low.key == Arm("another name", base, code="c0ffee", recipe={"optimizer.lr": 0.01}).key != Arm("", base, code="c0ffee").key
+True
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from factory.core.errors import InputError, nearest
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.recipe import Recipe, with_keys
+from trainer.contract.strict import fields_at
+
+Spec = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is varied, and how: the specification of a segment with some keys changed.
+
+    An arm that changes nothing is the segment itself, from ``base["first_step"]``, or from ``start`` where that is of a later step.
+    """
+
+    name: str  # for people, unique within an errand; no part of what the arm is
+    base: Mapping[str, Any]  # segment.json of what is varied
+    code: str  # commit, or tree where commits of the same tree are one code
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # keys that differ, with dots between their parts
+    plan: Mapping[str, Any] = field(default_factory=dict)  # keys of the data plan that differ
+    start: Path | None = None  # the checkpoint to go on from; None: the base's
+    until: int | None = None  # it ends once there is a checkpoint of this step; None: at the base's last step
+    seed: int | None = None  # of the data's order, which is then walked from its beginning
+    precision: str | None = None
+    kernels: str = ""  # the text of kernels.yaml; empty: the code's own
+    ranks: int | None = None  # None: as many as the workspace trains with
+    environment: str = ""  # the interpreter of another environment
+    repeat: int = 0  # above 0: the same again, on purpose
+
+    @property
+    def first(self) -> int:
+        """The step that it begins at."""
+        return int(self.base["first_step"]) if self.start is None else int(self.start.name.rpartition("-")[2])
+
+    @property
+    def last(self) -> int:
+        """The step of its last checkpoint."""
+        return int(self.base["last_step"]) if self.until is None else self.until
+
+    @property
+    def resumes(self) -> Path | None:
+        """The checkpoint that it finds as its own, as a segment does that was stopped."""
+        return self.start if self.first > self.base["first_step"] else None
+
+    def spec(self, kernels: Path | str | None = None) -> Spec:
+        """segment.json. ``kernels``: where the text lies."""
+        keys = dict(self.recipe) | ({} if self.precision is None else {"precision": self.precision})
+        spec: Spec = json.loads(json.dumps(dict(self.base) | {"kernels": kernels and str(kernels)}))
+        spec["recipe"] = with_keys(spec["recipe"], keys)
+        spec["data_plan"] |= self.plan
+        if self.seed is not None:
+            spec["data_plan"]["seed"], spec["restart_data"] = self.seed, True
+        if self.start is not None and self.resumes is None:
+            spec["initial_checkpoint"] = str(self.start)
+        return spec
+
+    @cached_property
+    def key(self) -> str:
+        """The hash of all that decides what it trains: of files by what they hold, wherever they lie."""
+        spec = self.spec(self.kernels or None)
+        begins = [_content(path) for path in (spec.pop("initial_checkpoint"), self.resumes)]
+        spec["data_plan"]["token_shards"] = [
+            {key: value for key, value in shard.items() if key != "path"} for shard in spec["data_plan"]["token_shards"]
+        ]
+        rest = [self.code, begins, self.until, self.ranks, self.environment, self.repeat]
+        return hashlib.sha256(json.dumps([spec, rest], sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """As the ledger keeps it: what is varied by its hash, and what differs from it."""
+        base = hashlib.sha256(json.dumps(dict(self.base), sort_keys=True, default=str).encode()).hexdigest()[:16]
+        found = {
+            "name": self.name, "base": base, "code": self.code, "recipe": dict(self.recipe), "plan": dict(self.plan),
+            "start": self.start and self.start.name, "first": self.first, "last": self.last, "seed": self.seed, "precision": self.precision,
+            "kernels": self.kernels, "ranks": self.ranks, "environment": self.environment, "repeat": self.repeat,
+        }  # fmt: skip
+        return {
+            key: value for key, value in found.items() if value not in (None, "", {}, 0) or key in ("first", "last")
+        }
+
+
+def refuse_impossible(arms: Sequence[Arm]) -> None:
+    """Raises: InputError, one line, for an arm with a key that no recipe has, and for two that differ in nothing."""
+    seen: dict[str, str] = {}
+    for arm in arms:
+        for path in arm.recipe:
+            _refuse_unknown(arm, path)
+        for key in arm.plan.keys() - DataPlan.model_fields.keys():
+            raise InputError(f"arm {arm.name!r}: no data plan has the key {key!r}{nearest(key, DataPlan.model_fields)}")
+        if (other := seen.setdefault(arm.key, arm.name)) != arm.name:
+            raise InputError(
+                f"the arms {other!r} and {arm.name!r} differ in nothing: leave one out, or give it 'repeat' to run the same again"
+            )
+
+
+def _refuse_unknown(arm: Arm, path: str) -> None:
+    parts = path.split(".")
+    for number, part in enumerate(parts):
+        try:
+            known = fields_at(Recipe, parts[:number])
+        except AttributeError:  # below it names are the user's own, such as a mixture's domains
+            return
+        if part not in known:
+            raise InputError(f"arm {arm.name!r}: no recipe has the key {path!r}{nearest(part, known)}")
+
+
+def _content(checkpoint: Path | str | None) -> str | None:
+    """The hash of a checkpoint's manifest, which holds the hashes of its files; its place, where it has none."""
+    if checkpoint is None:
+        return None
+    try:
+        return hashlib.sha256((Path(checkpoint) / "manifest.json").read_bytes()).hexdigest()
+    except (FileNotFoundError, NotADirectoryError):
+        return str(checkpoint)

@@ -1,0 +1,177 @@
+"""Trains arms with live code: those of one commit in one trainer (one import, one compilation, one read of the data), which waits for each
+(``python -m trainer --wait``); in as many trainers as there are devices, where each arm needs one.
+
+A killed factory goes on where it was: an arm that has its result is not run again, one that was cut short resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from factory.core import devices
+from factory.core.errors import SegmentError
+from factory.core.faults import cannot_be_read_now
+from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, exit_code, failure_line, forget_exit, ranks
+from factory.core.left_files import count_lines, read_object, read_tail
+from factory.core.progress import Task
+from factory.core.removal import remove
+from factory.ledger.plant import Plant
+from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.watchdog import UsualTimes, Watchdog
+from factory.runs.arm import Arm, Spec
+from factory.runs.folders import checkpoint_bytes, clear, folder_lock, refuse_full, write_spec
+from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
+from kernels.contract.files import write_atomically
+
+POLL_SECONDS = 1.0
+MAYBE_THE_MACHINES = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they come again and again
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a trainer ended: its exit code, and its last line. 0: every arm left its result."""
+
+    code: int = 0
+    line: str = ""
+
+
+def train(plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], title: str) -> Trained:
+    """Train ``arms``, by the folder below ``home`` that each is trained in; all of one number of ranks. How the first that failed ended.
+
+    Raises: SegmentError when a trainer was stopped or killed, hung, had too little memory, or the disk is full; not the last time of as
+    many in turn, without a new result, as ``policies/retries.yaml`` has tries.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    (count,) = {arm.ranks for arm in arms.values()}
+    alone = (ranks(plant.workspace) if count is None else count) == 1
+    lanes = _lanes(arms, len(devices.names()) if alone and len(arms) > 1 else 1)
+    with folder_lock(home) as lock:  # a trainer of a killed factory may still write its last checkpoint
+        clear(home, plant.progress)
+        specs = {folder: prepare(home, folder, arm) for folder, arm in arms.items()}
+        if all((folder / "result.json").exists() for folder in arms):
+            return Trained()
+        steps = sum(arm.last - arm.first for arm in arms.values())
+        with plant.progress.task(title, steps) as task:
+            run = lambda lane: _Lane(plant, code, home, {folder: specs[folder] for folder in lane}, title, count)
+            if len(lanes) == 1:
+                endings = [run(lanes[0]).train(task, lock)]
+            else:
+                endings = devices.side_by_side([_on_one(run(lane), task, lock) for lane in lanes])
+    return next((ending for ending in endings if ending.code), Trained())
+
+
+def _lanes(arms: Mapping[Path, Arm], count: int) -> list[list[Path]]:
+    """Folders by trainer."""
+    folders = list(arms)
+    return [lane for number in range(count) if (lane := folders[number::count])]
+
+
+def _on_one(lane: _Lane, task: Task, lock: int) -> Callable[[], Trained]:
+    """Train with one of the devices."""
+
+    def job() -> Trained:
+        with devices.one():
+            return lane.train(task, lock)
+
+    return job
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """Arms that one trainer trains, one after the other."""
+
+    plant: Plant
+    code: LiveCode
+    home: Path
+    specs: Mapping[Path, Spec]
+    title: str
+    count: int | None  # of ranks
+
+    def train(self, task: Task, lock: int) -> Trained:
+        """Raises: SegmentError."""
+        plant, folders = self.plant, list(self.specs)
+        log = self.home / f"{folders[0].name}.log"
+        for folder in folders:
+            forget_exit(folder)
+        largest = max((spec["recipe"] for spec in self.specs.values()), key=checkpoint_bytes)
+        refuse_full(self.home, largest, self.title)
+        policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
+        kills = oom_kills()
+        with open(log, "wb") as out:
+            process = start_trainer(
+                plant.workspace, self.code, ["--wait", *map(str, folders)], writable=folders,
+                readonly=sorted({path for spec in self.specs.values() for path in read_by(spec)}), out=out, lock=lock, count=self.count,
+            )  # fmt: skip
+            dog = Watchdog(policy, UsualTimes(), process.pid, self.home, starts_often=True)
+            done = made = 0
+            over, hung = False, ""
+            try:
+                while not over and not hung:
+                    over = ended(process, POLL_SECONDS)
+                    now = sum(count_lines(folder / "metrics.jsonl") for folder in folders)
+                    task.advance(now - done, self.code.folder.name[:12])
+                    made, done = made + max(0, now - done), now
+                    hung = "" if over else dog.look(made)
+            except BaseException:
+                stop_trainer(process)
+                raise
+            if hung:
+                stop_trainer(process)
+        for folder in folders:
+            clear(folder, plant.progress)
+        status, line = exit_code(process.wait(), folders), failure_line(log)
+        ending = ending_of(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
+        if hung:
+            ending = Ending(HUNG, f"hung and was killed: {hung}")
+        if status == EXIT_DISK_FULL:
+            refuse_full(self.home, largest, self.title, line)
+        if ending.kind in MAYBE_THE_MACHINES or status == EXIT_DISK_FULL:
+            ends = _count_end(log.with_suffix(".ends"), folders)
+            if ends < policy.tries:
+                raise SegmentError(
+                    f"{self.title}: its trainer {ending.says} (log: {log}). Run the same command again to go on: {ends} of {policy.tries} tries "
+                    "without a new result"
+                )
+            return Trained(status or 1, f"{policy.tries} times, it {ending.says}")
+        if status == 0 and not all((folder / "result.json").exists() for folder in folders):
+            return Trained(1, "it ended without a result")
+        return Trained(status, f"exit {status}: {line or 'nothing'}" if status else "")
+
+
+def _count_end(path: Path, folders: Sequence[Path]) -> int:
+    """How often in turn, this time included, the runs ended without a new result and for what may be the machine's fault."""
+    results = sum((folder / "result.json").exists() for folder in folders)
+    try:
+        before = read_object(path)
+        count = before["count"] if before["results"] == results else 0
+    except (SegmentError, LookupError):
+        count = 0
+    write_atomically(path, json.dumps({"results": results, "count": count + 1}))
+    return int(count) + 1
+
+
+def prepare(home: Path, folder: Path, arm: Arm) -> Spec:
+    """The arm's folder, kept when it was begun with the same specification; else made, with a copy of the checkpoint that it resumes from.
+    Returns the specification."""
+    kernels = home / f"{arm.key}.yaml" if arm.kernels else None
+    if kernels is not None:
+        write_atomically(kernels, arm.kernels)
+    spec = arm.spec(kernels)
+    try:
+        known = json.loads((folder / "segment.json").read_text())
+    except (OSError, ValueError) as error:
+        if cannot_be_read_now(error):
+            raise
+        known = None
+    if known != spec:
+        remove(folder)
+        folder.mkdir(parents=True)
+        if arm.resumes is not None:
+            shutil.copytree(arm.resumes, folder / "checkpoints" / arm.resumes.name)
+        write_spec(folder, spec)
+    return spec

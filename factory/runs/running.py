@@ -1,0 +1,155 @@
+"""``Runs``: the arms of one errand, trained where they are asked for, with a row each in the ledger."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.removal import remove
+from factory.ledger.ledger import runs
+from factory.ledger.plant import Plant
+from factory.ledger.rows import Reads, RunRow, Subject
+from factory.runs.arm import Arm, refuse_impossible
+from factory.runs.live import Trained, train
+from factory.runs.live_code import LiveCode
+from factory.runs.sandboxed import Ended, SandboxedTrainer
+from factory.runs.trace import Trace
+from kernels.contract.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Arms of one errand, below ``home``, by their keys: one that was trained there is not trained again."""
+
+    plant: Plant
+    home: Path
+    purpose: str  # 'certificate', 'preflight', 'audit', 'diagnosis'
+    subject: Subject  # what they are for
+
+    def folder(self, arm: Arm) -> Path:
+        """Where its trainer writes."""
+        return self.home / arm.key
+
+    def trace(self, arm: Arm) -> Trace:
+        """What an arm left that was trained to its end."""
+        return Trace(self.folder(arm), arm.first, arm.last)
+
+    def live(self, code: LiveCode, arms: Sequence[Arm], title: str) -> Trained:
+        """Train arms of one commit and one number of ranks with live code (``factory.runs.live``).
+
+        Raises: InputError for arms that are none; SegmentError when they were stopped: asked for again, they go on.
+        """
+        refuse_impossible(arms)
+        with self._noted(arms) as ends:
+            done = train(self.plant, code, self.home, {self.folder(arm): arm for arm in arms}, title)
+            for arm in arms:
+                left = (self.folder(arm) / "result.json").exists()
+                ends[arm.key] = "" if left else done.line or "it did not begin"
+        return done
+
+    def sandboxed(self, trainer: SandboxedTrainer, arm: Arm, wall_seconds: float) -> Ended:
+        """Train an arm in the sandbox, in a trainer that others may share (``factory.runs.sandboxed``).
+
+        Raises: InputError for an arm that is none; IsolationError.
+        """
+        refuse_impossible([arm])
+        with self._noted([arm]) as ends:
+            found = trainer.train(arm, wall_seconds)
+            ends[arm.key] = found.failed
+        return found
+
+    def alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> Ended:
+        """Train an arm in a sandbox of its own, in a folder of this name; one that ended well is not trained again. Raises: IsolationError."""
+        output, done = self.folder(arm), self.home / f"{arm.key}.json"
+        if done.exists():
+            return Ended(output / name, **json.loads(done.read_text()))
+        remove(output)  # of a process that was killed here
+        trainer = SandboxedTrainer(output, code, [name])
+        try:
+            found = self.sandboxed(trainer, arm, wall_seconds)
+        finally:
+            trainer.close()
+        if not found.failed:
+            write_atomically(done, json.dumps({"seconds": found.seconds}))
+        return found
+
+    @contextmanager
+    def _noted(self, arms: Sequence[Arm]) -> Iterator[dict[str, str]]:
+        """The rows of ``arms``: running, then as the block says how each ended ('': well); stopped, where it raises."""
+        note(self.plant, self, arms)
+        ends: dict[str, str] = {}
+        try:
+            yield ends
+        except BaseException as error:
+            _finish(self.plant, {arm.key: ("stopped", str(error)[:400] or type(error).__name__) for arm in arms})
+            raise
+        _finish(self.plant, {key: ("failed", why[:400]) if why else ("done", None) for key, why in ends.items()})
+
+
+def note(plant: Plant, of: Runs, arms: Sequence[Arm]) -> None:
+    """A row for each that is not done, before it begins."""
+    now = time.time()
+    with plant.ledger.begin() as tx:
+        for arm in arms:
+            values: dict[str, Any] = {
+                "purpose": of.purpose, "subject": str(of.subject), "arm": arm.to_json(), "state": "running",
+                "folder": plant.ledger.inside(of.folder(arm)), "started_at": now, "finished_at": None, "ended": None,
+            }  # fmt: skip
+            known = tx.execute(sa.select(runs.c.state, runs.c.folder).where(runs.c.id == arm.key)).first()
+            if known is None:
+                tx.execute(runs.insert().values(id=arm.key, **values))
+            elif tuple(known) != ("done", values["folder"]) or not of.folder(arm).exists():
+                tx.execute(runs.update().where(runs.c.id == arm.key).values(**values))
+
+
+def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:
+    with plant.ledger.begin() as tx:
+        for key, (state, ended) in ends.items():
+            going = (runs.c.id == key) & (runs.c.state == "running")
+            tx.execute(runs.update().where(going).values(state=state, ended=ended, finished_at=time.time()))
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+def every_run(db: Reads, newest: int | None = None) -> list[dict[str, Any]]:
+    """The newest runs, oldest first, as JSON: what a list, a page or MLflow shows."""
+    limit = "" if newest is None else f" LIMIT {newest}"
+    rows = RunRow.select(db, f"ORDER BY started_at DESC, id{limit}")
+    return [describe(row) for row in reversed(rows)]
+
+
+def describe(row: RunRow) -> dict[str, Any]:
+    """A run as JSON, with the seconds that it took and the newest step that it wrote down, while its folder is there."""
+    from factory.core.left_files import count_lines
+
+    took = None if row.finished_at is None else row.finished_at - row.started_at
+    there = Path(row.folder).is_dir()
+    return {
+        "key": row.id, **row.only("purpose subject state folder started_at finished_at ended"), "seconds": took,
+        "there": there, "steps": count_lines(Path(row.folder) / "metrics.jsonl") if there else None, "arm": row.arm,
+    }  # fmt: skip
+
+
+def in_words(run: dict[str, Any]) -> str:
+    """One line of a list.
+
+    >>> arm = {"name": "old code, again", "code": "c0ffee" * 6, "first": 20, "last": 40, "repeat": 1}
+    >>> run = {"key": "ab12", "purpose": "certificate", "subject": "segment:3", "state": "done", "seconds": 4.25, "ended": None}
+    >>> in_words(run | {"steps": 20, "arm": arm})
+    'ab12  certificate of segment 3: old code, again (steps 20–40): done in 4.2 s'
+    """
+    arm: dict[str, Any] = run["arm"]
+    kind, _, number = run["subject"].partition(":")
+    took = f" in {run['seconds']:.1f} s" if run["state"] == "done" and run["seconds"] is not None else ""
+    after = f" after {run['steps']} steps" if run["state"] == "running" and run["steps"] else ""
+    why = f": {run['ended']}" if run["ended"] else ""
+    return (
+        f"{run['key']}  {run['purpose']} of {kind} {number}: {arm['name']} (steps {arm['first']}–{arm['last']}): "
+        f"{run['state']}{took}{after}{why}"
+    )

@@ -1,0 +1,128 @@
+"""What a run left, read when it is asked for and without trust: no link is followed, what is read is bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from factory.core.errors import SegmentError
+from factory.core.faults import is_of_no_file
+from factory.core.left_files import parse_json, read_object
+from factory.gates.untrusted_files import UntrustedFileError, read_bytes
+from factory.runs.folders import result_of
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.errors import TrainerError
+
+LOG_BYTES = 1 << 30
+
+Series = list[float | None]  # a value a step; None: not finite, or not written
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps [first, last) of a run in ``folder``. Each part raises UntrustedFileError that says what is missing or wrong; OSError for a
+    fault of the machine, which says nothing about the run."""
+
+    folder: Path
+    first: int
+    last: int
+    ends: bool = True  # does it end there, so that its result names its last checkpoint?
+    where: Path | None = None  # its last checkpoint, where that lies elsewhere
+
+    @property
+    def checkpoint(self) -> Path:
+        """Its last checkpoint."""
+        return self.where or self.folder / "checkpoints" / checkpoints.name_of(self.last)
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """result.json."""
+        try:
+            return result_of(self.folder, self.last)
+        except SegmentError as error:
+            raise UntrustedFileError(str(error)) from None
+
+    @cached_property
+    def left(self) -> Checkpoint:
+        """Weights, moments and state after the last step; held as long as this trace is."""
+        assert not self.ends or self.result
+        return read_checkpoint(self.checkpoint)
+
+    @cached_property
+    def lines(self) -> dict[int, dict[str, Any]]:
+        """Of metrics.jsonl, by step; of a step with several the last."""
+        return {line["step"]: line for line in self._lines("metrics.jsonl")}
+
+    @cached_property
+    def anomalies(self) -> list[dict[str, Any]]:
+        """Of anomalies.jsonl."""
+        return self._lines("anomalies.jsonl")
+
+    def series(self, names: Sequence[str]) -> dict[str, Series]:
+        """Of those of ``names`` that metrics.jsonl has: a value a step."""
+        found = {}
+        for name in names:
+            values = {step: line.get(name) for step, line in self.lines.items()}
+            kept = [values.get(step) for step in range(self.first, self.last)]
+            series = [float(v) if isinstance(v, int | float) and math.isfinite(v) else None for v in kept]
+            if any(value is not None for value in series):
+                found[name] = series
+        return found
+
+    @cached_property
+    def replicas_apart(self) -> list[str] | None:
+        """The weights whose copies on its ranks differ, as the trainer says; None where it does not say."""
+        names = read_object(self.folder / "result.json").get("replicas_apart")
+        return [str(name)[:200] for name in names] if isinstance(names, list) else None
+
+    @property
+    def bits(self) -> str:
+        """A hash of weights and moments, as the manifest has them."""
+        files = checkpoints.read_manifest(self.checkpoint)["files"]
+        tensors = sorted((key, file["sha256"]) for key, file in files.items() if key != "state.json")
+        return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        return [line for line in step_lines(self.folder, name) if self.first <= line["step"] < self.last]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """One that a trainer left, whole. Raises: UntrustedFileError; OSError for a fault of the machine."""
+    try:
+        return checkpoints.load(path)
+    except (TrainerError, OSError, TypeError, ValueError, KeyError, RecursionError, MemoryError) as error:
+        if isinstance(error, OSError) and is_of_no_file(error):
+            raise
+        raise UntrustedFileError(f"the checkpoint {path.name} cannot be read: {str(error)[:300]}") from None
+
+
+def step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of a file, each of a step; none where there is no file. Raises: UntrustedFileError; OSError for a fault of the machine."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UntrustedFileError(f"{folder.name} is not there: {error.strerror}") from None
+    try:
+        if name not in os.listdir(opened):
+            return []
+        stored = read_bytes(opened, (name,), LOG_BYTES)
+    finally:
+        os.close(opened)
+    found = []
+    for line in stored.splitlines():
+        try:
+            record = parse_json(line)
+        except ValueError:
+            raise UntrustedFileError(f"{name} has a line that is no JSON") from None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise UntrustedFileError(f"{name} has a line without a step")
+        found.append(record)
+    return found

@@ -1,0 +1,197 @@
+"""What people are not shown yet: found in the ledger, level-triggered, and shown. Decisions record in the ledger, and know nothing of this.
+
+A list of showings: each says what is behind, from the ledger alone, and shows one. What was shown is recorded as an event, so that a pass opens
+MLflow only for what it lacks: because it is new, a process was killed, MLflow did not answer, or its database was lost. Pages come first, as they
+need no MLflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import sqlalchemy as sa
+
+from factory.core.workspace import PATIENCE
+from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about
+from factory.ledger.files import MLFLOW_REMADE, RETIRED
+from factory.ledger.ledger import exchanges
+from factory.ledger.plant import Plant
+from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.show.mlflow.outages import shown
+from factory.show.mlflow.releases import show_releases
+from factory.show.mlflow.runs import AUDITED, CLOSED, DELETED, DIAGNOSIS_SHOWN, PROFILE_SHOWN, SHOWN, Tracking
+from factory.show.mlflow.store import check_writable
+from factory.show.mlflow.traces import make_trace
+from factory.show.pages import anomaly_page, proposal_report, release_report
+
+
+@dataclass(frozen=True)
+class Showing:
+    """``behind``: of what is not shown, numbers or the like, from the ledger alone. ``show``: one of them, safe to repeat."""
+
+    name: str
+    behind: Callable[[Plant, Reads], Iterable[Any]]
+    show: Callable[[Plant, Tracking, Any], object]
+
+
+def catch_up(plant: Plant) -> None:
+    """Show all that is not shown yet. What MLflow cannot take now is said once, and shown by a later call.
+
+    Raises: ConfigError, and what a fault of the machine makes of it.
+    """
+    tracking = Tracking.open(plant)
+    with plant.ledger.snapshot() as db:
+        pages, rest = ([(one, [*one.behind(plant, db)]) for one in showings] for showings in (PAGES, IN_MLFLOW))
+    for showing, behind in pages:
+        for one in behind:
+            showing.show(plant, tracking, one)
+    if any(behind for _, behind in rest):
+        shown(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
+
+
+def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[Showing, list[Any]]]) -> bool:
+    """Raises: TrackingError; WorkspaceError while another process shows."""
+    with plant.workspace.lock("tracking", PATIENCE):  # two processes would send the same twice
+        check_writable(plant.workspace)
+        for showing, behind in rest:
+            for one in behind:
+                showing.show(plant, tracking, one)
+    return True
+
+
+# -- pages --------------------------------------------------------------------------------------------------------------
+def _candidates_without_page(plant: Plant, db: Reads) -> list[int]:
+    """Judged, and without a page, or with one from before the verdict or the release."""
+    judged, found = VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id"), []
+    released = {row.candidate: row for row in ReleaseRow.select(db)} if judged else {}
+    for verdict in judged:
+        page, release = release_report.page_of(plant, verdict.number), released.get(verdict.number)
+        newest = max(verdict.created_at, release.created_at if release else 0.0)
+        if not page.is_file() or page.stat().st_mtime < newest or (release and release.report is None):
+            found.append(verdict.number)
+    return [*dict.fromkeys(found)]
+
+
+def _proposals_without_page(plant: Plant, db: Reads) -> list[int]:
+    sql = "SELECT number FROM proposals WHERE verdict IS NOT NULL AND report IS NULL ORDER BY number"
+    return [row["number"] for row in db.read(sql)]
+
+
+def _diagnoses(db: Reads) -> list[tuple[int, float, dict[str, Any]]]:
+    """(newest event about it or its words, when that was, what it says) of the newest diagnosis of each episode."""
+    sql = (
+        "SELECT MAX(id) AS id, MAX(at) AS at, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
+    )
+    newest = {row["subject"]: row for row in db.read(sql, diagnosed=DIAGNOSED, worded=WORDED)}
+    if not newest:
+        return []
+    details = {detail["lead"]: detail for detail in newest_about(db, DIAGNOSED).values()}
+    about = [(newest[str(Subject("anomaly", lead))], details[lead]) for lead in sorted(details)]
+    return [(row["id"], row["at"], detail) for row, detail in about if detail.get("report")]
+
+
+def _diagnoses_without_page(plant: Plant, db: Reads) -> list[dict[str, Any]]:
+    """Or with one from before its words."""
+    found = [(anomaly_page.page_of(plant, detail), at, detail) for _, at, detail in _diagnoses(db)]
+    return [detail for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
+
+
+# -- MLflow -------------------------------------------------------------------------------------------------------------
+def _unclosed(plant: Plant, db: Reads) -> list[int]:
+    """Segments that ended, and whose runs are open."""
+    ended = db.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
+    closed = _newest(db, CLOSED) if ended else {}
+    return [row["id"] for row in ended if f"segment:{row['id']}" not in closed]
+
+
+def _close(plant: Plant, tracking: Tracking, number: int) -> None:
+    follower = tracking.follow_segment(SegmentRow.get(plant.ledger, number), plant.progress.line)
+    while follower.poll():
+        pass
+    follower.finish()
+
+
+def _any_judged(plant: Plant, db: Reads) -> list[None]:
+    """MLflow is asked what it shows, as people move aliases and delete versions there."""
+    return [None] if VerdictRow.first(db, "WHERE gate = 'release'") else []
+
+
+def _unshown_proposals(plant: Plant, db: Reads) -> list[int]:
+    """Whose run does not show the state that they are in."""
+    sql = """SELECT number, state FROM proposals WHERE state IN ('judged', 'approved', 'rejected', 'reverted', 'superseded') ORDER BY number"""
+    found = [(row["number"], row["state"]) for row in db.read(sql)]
+    told = _newest(db, SHOWN) if found else {}
+    return [number for number, state in found if told.get(f"proposal:{number}") != {"state": state}]
+
+
+def _unshown_audits(plant: Plant, db: Reads) -> list[VerdictRow]:
+    rows = VerdictRow.select(db, "WHERE gate = 'audit' AND subject LIKE 'segment:%' ORDER BY id")
+    told = _newest(db, AUDITED) if rows else {}
+    return [row for row in rows if str(Subject("verdict", row.id)) not in told]
+
+
+def _unshown_diagnoses(plant: Plant, db: Reads) -> list[tuple[int, dict[str, Any]]]:
+    found = _diagnoses(db)
+    told = _newest(db, DIAGNOSIS_SHOWN) if found else {}
+    return [(event, detail) for event, _, detail in found if f"diagnosis:{event}" not in told]
+
+
+def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, Any]]) -> None:
+    event, detail = one
+    segment, page = SegmentRow.get(plant.ledger, detail["segment"]), anomaly_page.page_of(plant, detail)
+    tracking.segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
+
+
+def _unshown_profiles(plant: Plant, db: Reads) -> list[int]:
+    rows = db.read("SELECT id, path FROM profiles ORDER BY id")
+    told = _newest(db, PROFILE_SHOWN) if rows else {}
+    return [row["id"] for row in rows if f"profile:{row['id']}" not in told and Path(row["path"]).is_file()]
+
+
+def _undeleted(plant: Plant, db: Reads) -> list[list[str]]:
+    """Names of the runs that were retired, at once: MLflow takes seconds to remove any."""
+    rows = db.read("SELECT subject FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id", kind=RETIRED)
+    names = [PurePosixPath(row["subject"]).name for row in rows]
+    told = _newest(db, DELETED) if names else {}
+    left = [name for name in names if f"run:{name}" not in told]
+    return [left] if left else []
+
+
+def _untraced(plant: Plant, db: Reads) -> list[dict[str, Any]]:
+    if not sa.inspect(plant.ledger.engine).has_table(exchanges.name):  # a ledger may be older
+        return []
+    return db.read("SELECT * FROM exchanges WHERE trace IS NULL AND file IS NOT NULL ORDER BY id")
+
+
+def _newest(db: Reads, kind: str) -> dict[str, Any]:
+    """subject → the detail of its newest event of a kind, since MLflow's database was made anew."""
+    rows = db.read(
+        "SELECT subject, detail FROM events WHERE kind = :kind AND id > "
+        "(SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = :remade) ORDER BY id",
+        kind=kind,
+        remade=MLFLOW_REMADE,
+    )
+    return {row["subject"]: row["detail"] for row in rows}
+
+
+PAGES = (
+    Showing(
+        "candidates' pages", _candidates_without_page, lambda plant, _, one: release_report.write_report(plant, one)
+    ),
+    Showing("proposals' pages", _proposals_without_page, lambda plant, _, one: proposal_report.write(plant, one)),
+    Showing("diagnoses' pages", _diagnoses_without_page, lambda plant, _, one: anomaly_page.write(plant, one)),
+)
+IN_MLFLOW = (
+    Showing("segments", _unclosed, _close),
+    Showing("releases", _any_judged, lambda plant, tracking, _: show_releases(plant, tracking)),
+    Showing("proposals", _unshown_proposals, lambda _, tracking, one: tracking.proposal_run(one)),
+    Showing("audits", _unshown_audits, lambda _, tracking, one: tracking.segment_audited(one)),
+    Showing("diagnoses", _unshown_diagnoses, _show_diagnosis),
+    Showing("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
+    Showing("exchanges", _untraced, make_trace),
+    Showing("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
+)

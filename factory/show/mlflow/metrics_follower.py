@@ -1,0 +1,191 @@
+"""Training metrics on their way to MLflow: the tail of a ``metrics.jsonl``, line by line, each step once."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from factory.core.left_files import open_file, parse_json
+from factory.core.workspace import Workspace
+from factory.show.mlflow.outages import shown
+from factory.show.mlflow.store import check_writable, mlflow_errors
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+LATEST_SECONDS = 1e12  # tens of thousands of years
+# MLflow sorts charts by the part of a metric's name before the last '/', those without one last: what decides comes first.
+PER_LAYER = ("grad_norm/", "update_ratio/", "activation_max/", "attention_logit_max/", "router_balance/")
+LOSS = "loss/all"
+# Of an evaluation's measurements, those that decide, in the order in which a run's table and a comparison show them.
+DECIDING = ("bpb/", "cloze/share_right", "cloze/by_domain/", "chat/", "dev/bpb/")
+METRICS_PER_BATCH = 1000  # MLflow's own limit
+BYTES_AT_ONCE = 16 << 20  # that one call of ``poll`` reads
+
+
+class MetricsFollower:
+    """Tails one ``metrics.jsonl`` into one run: call ``poll()`` every few seconds while the trainer writes.
+
+    Each step is logged once: a step at or below the highest one that the run has is passed over, so a new follower
+    (the factory was restarted) or a file that the trainer cut back and wrote on (it was resumed) adds nothing twice.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        client: Callable[[], MlflowClient],
+        path: Path,
+        run: Callable[[], str],
+        say: Callable[[str], None],
+        close: Callable[[], None],
+    ) -> None:
+        self.path = path
+        self.last_step: int | None = None  # highest step the run has; None until the run was read
+        self._workspace, self._client, self._run_of, self._say, self._close = workspace, client, run, say, close
+        self._run: str | None = None
+        self._offset = 0  # bytes of whole lines that are in MLflow
+        self._tail = b""  # the last of them, to notice a file that was rewritten
+
+    def begin(self) -> None:
+        """Make the run before there is anything to log, so that the ledger knows of it; like ``poll`` it raises nothing."""
+        self._without_raising(self._begin)
+
+    def poll(self) -> int:
+        """Log the whole lines that were added since the last poll; returns how many steps were logged.
+
+        Raises nothing when MLflow is locked or gone: reports it once, and the next poll tries again from the same place.
+        """
+        return self._without_raising(self._poll)
+
+    def finish(self) -> None:
+        """The last poll, and the run is closed; like ``poll`` it raises nothing."""
+        self.poll()
+        self._without_raising(self._finish)
+
+    def _without_raising(self, act: Callable[[], int]) -> int:
+        return shown(self._say, act) or 0
+
+    def _finish(self) -> int:
+        check_writable(self._workspace)
+        self._close()
+        return 0
+
+    def _poll(self) -> int:
+        lines = self._new_lines()
+        if not lines:
+            return 0
+        self._begin()
+        return self._log(lines)
+
+    def _begin(self) -> int:
+        check_writable(self._workspace)
+        if self._run is None:
+            run = self._run_of()
+            self.last_step = self._highest_step(run)
+            self._run = run
+        return 0
+
+    def _new_lines(self) -> list[bytes]:
+        """Whole lines after the offset, newline included; a torn last line waits for its end."""
+        try:
+            with open_file(self.path) as file:
+                file.seek(self._offset - len(self._tail))
+                if file.read(len(self._tail)) != self._tail:
+                    self._offset, self._tail = 0, b""
+                    file.seek(0)
+                data = file.read(BYTES_AT_ONCE)
+        except FileNotFoundError:
+            return []
+        return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+
+    def _log(self, lines: list[bytes]) -> int:
+        from mlflow.entities import Metric
+
+        batch: list[Metric] = []
+        logged, steps, consumed = 0, 0, 0
+        assert self.last_step is not None
+        newest = self.last_step
+        for index, line in enumerate(lines):
+            consumed += len(line)
+            row = _parse(line)
+            if row is not None and row["step"] > newest:
+                newest = row["step"]
+                at = _milliseconds(row.get("time"))
+                values = {k: v for k, v in row.items() if k not in ("step", "time")}
+                batch += [Metric(key, value, at, newest) for key, value in of_training(numbers(values)).items()]
+                steps += 1
+            room = METRICS_PER_BATCH - len(batch)
+            if index == len(lines) - 1 or room < 64:
+                with mlflow_errors("logging metrics"):
+                    for start in range(0, len(batch), METRICS_PER_BATCH):
+                        self._client().log_batch(str(self._run), metrics=batch[start : start + METRICS_PER_BATCH])
+                self._offset, self._tail, self.last_step = self._offset + consumed, line[-256:], newest
+                logged, steps, consumed, batch = logged + steps, 0, 0, []
+        return logged
+
+    def _highest_step(self, run: str) -> int:
+        with mlflow_errors("reading a run's metrics"):
+            return max((point.step for point in self._client().get_metric_history(run, LOSS)), default=-1)
+
+
+def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Every number in nested mappings under a key MLflow takes: ``{"bpb": {"code": 1.5}}`` → ``{"bpb/code": 1.5}``.
+
+    Names come from data (domains, rules) and are cleaned; text, lists and nulls are left out; a boolean becomes 0 or 1.
+    """
+    flat: dict[str, float] = {}
+    for key, value in tree.items():
+        name = metric_key(f"{prefix}{key}")
+        if isinstance(value, Mapping):
+            flat.update(numbers(value, f"{name}/"))
+        elif isinstance(value, int | float):
+            flat[name] = float(value)
+    return flat
+
+
+def of_training(values: Mapping[str, float]) -> dict[str, float]:
+    """Names of a step's metrics, so that MLflow's charts begin with the loss, whole and by domain, and end with single layers.
+
+    >>> of_training({"loss": 2.0, "loss/code": 2.0, "grad_norm": 1.0, "grad_norm/head": 0.5})
+    {'loss/all': 2.0, 'loss/code': 2.0, 'overall/grad_norm': 1.0, 'per_layer/grad_norm/head': 0.5}
+    """
+    return {_of_training(key)[:250]: value for key, value in values.items()}
+
+
+def _of_training(key: str) -> str:
+    if key == "loss":
+        return LOSS
+    return f"per_layer/{key}" if key.startswith(PER_LAYER) else key if "/" in key else f"overall/{key}"
+
+
+def of_evaluation(values: Mapping[str, float]) -> dict[str, float]:
+    """What decides first, the rest under details.
+
+    >>> of_evaluation({"seconds/bpb": 3.0, "cloze/share_right": 0.3, "bpb/code": 2.0})
+    {'bpb/code': 2.0, 'cloze/share_right': 0.3, 'details/seconds/bpb': 3.0}
+    """
+    first = {key: value for start in DECIDING for key, value in values.items() if key.startswith(start)}
+    return first | {f"details/{key}"[:250]: value for key, value in values.items() if key not in first}
+
+
+def metric_key(name: str) -> str:
+    """A name MLflow takes as a metric key: letters, digits, ``_-. :/``, a clean relative path, at most 250 long."""
+    clean = posixpath.normpath(re.sub(r"[^\w\-. :/]", "_", name))
+    return re.sub(r"^[./]+", "_", clean)[:250]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """One metrics row, or None for a line that is none (a torn write in the middle of a file)."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _milliseconds(seconds: Any) -> int:
+    """0 for what is no time that MLflow's 64 bits hold."""
+    return int(seconds * 1000) if isinstance(seconds, int | float) and 0 <= seconds < LATEST_SECONDS else 0

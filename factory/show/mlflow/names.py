@@ -1,0 +1,123 @@
+"""The names by which people reach MLflow's pages.
+
+MLflow's server refuses a request whose Host it was not told of, and a change that a page of another Origin sends: else any page that a person opens
+could make its own name point to this machine (DNS rebinding), and approve with that person's login.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import psutil
+
+from factory.core.errors import InputError
+from factory.show.mlflow.login import is_loopback
+
+PORTS = {"http": 80, "https": 443}  # that browsers leave out
+OF_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
+ANY_PORT = ("localhost:*", "127.0.0.1:*", "[[]::1]:*")  # patterns of fnmatch: a tunnel may end at any port
+PLAIN = re.compile(r"[a-z0-9]([a-z0-9_.-]{0,251}[a-z0-9])?")  # no pattern, and no comma, which separates names
+
+
+@dataclass(frozen=True)
+class Name:
+    """One name: ``gpu-box``, ``gpu-box:8080``, ``https://mlflow.example.org``, or an address."""
+
+    host: str  # in lower case; IPv6 in brackets
+    scheme: str = ""  # empty: http or https
+    port: int | None = None  # None: the server's, and those that browsers leave out
+
+    @classmethod
+    def parse(cls, text: str) -> Name:
+        """Raises: InputError."""
+        scheme, _, rest = text.strip().lower().rstrip("/").rpartition("://")
+        try:
+            parts = urlsplit(f"//{in_brackets(rest)}")
+            host, port = in_brackets(parts.hostname or ""), parts.port
+        except ValueError:
+            host, port = "", None
+        whole = _with_port(host, port) == in_brackets(rest)
+        if not whole or port == 0 or scheme not in ("", *PORTS) or not (host.startswith("[") or PLAIN.fullmatch(host)):
+            raise InputError(
+                f"--name {text!r}: a host is expected, as in gpu-box, 10.0.0.5:8080, https://mlflow.example.org"
+            )
+        return cls(host, scheme, port)
+
+    def hosts(self, port: int) -> list[str]:
+        """What a request may have as Host, when the server listens on ``port``."""
+        return [self.host, f"{self.host}:{self.port or PORTS.get(self.scheme, port)}"]
+
+    def origins(self, port: int) -> list[str]:
+        """What a page of that name has as Origin."""
+        schemes = [self.scheme] if self.scheme else list(PORTS)
+        if self.port:
+            return [_origin(scheme, self.host, self.port) for scheme in schemes]
+        plain = [f"{scheme}://{self.host}" for scheme in schemes]
+        return plain + ([] if self.scheme else [_origin(scheme, self.host, port) for scheme in schemes])
+
+    def address(self, port: int) -> str:
+        """To open it."""
+        if self.scheme and not self.port:
+            return f"{self.scheme}://{self.host}"
+        scheme = self.scheme or ("https" if self.port == PORTS["https"] else "http")
+        return _origin(scheme, self.host, self.port or port)
+
+
+def in_brackets(host: str) -> str:
+    """An IPv6 address as an address of a page has it; any other host as it is."""
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 and "%" not in host else host
+    except ValueError:
+        return host
+
+
+def reached_as(host: str, given: Sequence[str] = ()) -> list[Name]:
+    """The names for a server that listens on ``host``: those given, else this machine's own; none on loopback. Raises: InputError."""
+    own = [] if given or is_loopback(host) else own_names(host)
+    return [Name.parse(name) for name in dict.fromkeys(given or own)]
+
+
+def own_names(host: str) -> list[str]:
+    """``host`` unless it stands for all addresses, this machine's name, and its addresses."""
+    first = [] if _is_unspecified(host) else [host]
+    families = (socket.AF_INET, socket.AF_INET6)
+    interfaces = psutil.net_if_addrs().values()
+    addresses = [entry.address for interface in interfaces for entry in interface if entry.family in families]
+    machine = socket.gethostname().lower()
+    named = [machine] if PLAIN.fullmatch(machine) else []
+    found = [name for name in (*first, *named, *addresses) if not is_loopback(name) and "%" not in name]
+    return list(dict.fromkeys(found))
+
+
+def server_options(names: Sequence[Name], port: int) -> list[str]:
+    """For ``mlflow server``, so that it answers to these names and to this machine's own users; none: its defaults."""
+    if not names:
+        return []
+    hosts = [*OF_THIS_MACHINE, *ANY_PORT, *(host for name in names for host in name.hosts(port))]
+    origins = [origin for name in names for origin in name.origins(port)]  # MLflow adds those of OF_THIS_MACHINE
+    return [
+        "--allowed-hosts",
+        ",".join(dict.fromkeys(hosts)),
+        "--cors-allowed-origins",
+        ",".join(dict.fromkeys(origins)),
+    ]
+
+
+def _with_port(host: str, port: int | None) -> str:
+    return host if port is None else f"{host}:{port}"
+
+
+def _origin(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://{host}" if PORTS[scheme] == port else f"{scheme}://{host}:{port}"
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -1,0 +1,220 @@
+"""The registered model in MLflow: a version for every judged candidate, so that people see, compare and approve there.
+
+A version's tags carry the verdict and the lineage; the alias ``candidate`` is the newest judged candidate, ``champion`` is
+the ledger's champion. A version is found by its tags, so that registering again finds it instead of adding one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from factory.core.workspace import Workspace
+from factory.evals.statistics import interval_of
+from factory.ledger.decisions import override_on
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.removals import marks
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.release.checks import check_export, newest_verdict
+from factory.release.serving import MODEL_NAME as MODEL
+from factory.show.mlflow.loadable import log_model
+from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, Tracking, averaged_tag
+from factory.show.mlflow.store import mlflow_errors, open_client, waiting_lock
+from factory.show.mlflow.version_page import MODE, PICTURES, Place, Places, page
+from factory.show.pages.release_pictures import TITLES, files
+from factory.show.pages.release_report import write_report
+from factory.watching.moments import iso
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.tracking import MlflowClient
+
+CHAMPION, CANDIDATE = "champion", "candidate"
+SHOWN = (
+    "candidate",
+    "export_sha256",
+    "verdict_id",
+    "release",
+    "removed_data",
+    "bundle",
+)  # tags that tell what a version shows
+REGISTERED = (
+    "registered"  # the tag that is written last: of what was shown when alias, report and approval were there too
+)
+# Tags of what may be no more: data was put back, a release was withdrawn.
+PASSING = frozenset({"removed_data", "release", "bundle", "overridden_by", "override_reason"})
+ABOUT = (
+    "A version for each candidate that was judged. Alias champion: what is served; alias candidate: what was judged last. Click a version: "
+    "verdict, numbers, reasons, links to report, pictures, training and bundle. Approve or reject there, by the tag approval. Filter: "
+    "tags.verdict = 'promote'. The factory's ledger decides; this page shows what it says."
+)
+
+
+def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
+    """Make sure that a judged candidate has its version, tags, alias and report. Returns the version.
+
+    Raises: InputError when it was not judged or its export is not what was judged; TrackingError.
+    """
+    verdict = newest_verdict(plant.ledger, candidate_id)
+    candidate = check_export(plant.ledger, candidate_id)
+    run = tracking.candidate_run(candidate_id)
+    client = tracking.client
+    tags = _tags(plant.ledger, candidate, verdict)
+    if verdict.against:  # whose newest numbers are of the same documents
+        tracking.candidate_run(Subject.parse(verdict.against).number)
+    with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(plant.workspace, "registry"):
+        _ensure_model(client)
+        pictures = files(plant.ledger, candidate_id)
+        for name, picture in pictures.items():
+            client.log_text(run, picture, f"{PICTURES}/{name}")
+        segment, evidence = SegmentRow.get(plant.ledger, candidate.segment), verdict.evidence(plant.ledger)
+        about = page(
+            candidate,
+            segment,
+            verdict,
+            evidence,
+            _places(tracking, segment, verdict, tags, {name: TITLES[name] for name in pictures}),
+        )
+        version = find_version(client, candidate_id, candidate.export_sha256)
+        if version is None:
+            source = log_model(client, run, candidate)
+            version = client.create_model_version(MODEL, source, run, tags | {REGISTERED: "not yet"}, description=about)
+        for key in sorted(PASSING & version.tags.keys() - tags.keys()):
+            client.delete_model_version_tag(MODEL, version.version, key)
+        for key, value in tags.items():
+            if version.tags.get(key) != value:
+                client.set_model_version_tag(MODEL, version.version, key, value)
+        if version.description != about:
+            client.update_model_version(MODEL, version.version, about)
+        if candidate_id == _newest_judged(plant.ledger):
+            client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
+    tracking.log_report(run, write_report(plant, candidate_id))
+    return str(version.version)
+
+
+def is_whole(version: ModelVersion) -> bool:
+    """Was everything shown that belongs to what its tags tell? A version that an older factory made does not say, and counts as whole."""
+    return version.tags.get(REGISTERED) in (None, _digest(version))
+
+
+def mark_whole(client: MlflowClient, version: str) -> None:
+    """Raises: TrackingError."""
+    with mlflow_errors("marking a version"):
+        found = client.get_model_version(MODEL, version)
+        if found.tags.get(REGISTERED) != (digest := _digest(found)):
+            client.set_model_version_tag(MODEL, version, REGISTERED, digest)
+
+
+def _digest(version: ModelVersion) -> str:
+    return hashlib.sha256(json.dumps([version.tags.get(key) for key in SHOWN]).encode()).hexdigest()[:12]
+
+
+def find_version(client: MlflowClient, candidate: int, export_sha256: str) -> ModelVersion | None:
+    """The version of a candidate, by its tags: the candidate's number and the hash of its export."""
+    query = f"name = '{MODEL}' and tags.`candidate` = '{candidate}'"
+    found = [v for v in client.search_model_versions(query) if v.tags.get("export_sha256") == export_sha256]
+    return min(found, key=lambda version: int(version.version), default=None)
+
+
+def aliases(client: MlflowClient) -> dict[str, str]:
+    """``{alias: version}`` of the registered model; empty when there is no such model yet."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return {name: str(version) for name, version in client.get_registered_model(MODEL).aliases.items()}
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return {}
+
+
+def _ensure_model(client: MlflowClient) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(MODEL, description=ABOUT)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _places(
+    tracking: Tracking, segment: SegmentRow, verdict: VerdictRow, tags: dict[str, str], pictures: Mapping[str, str]
+) -> Places:
+    place = lambda subject: Place(*found) if (found := tracking.place(subject)) else None
+    mine = place(Subject("candidate", verdict.number))
+    assert mine is not None, "its run was made"
+    against = place(Subject.parse(verdict.against)) if verdict.against else None
+    number = int(tags["release"]) if "release" in tags else None
+    over = f"{tags['overridden_by']}: {tags['override_reason']}" if "overridden_by" in tags else None
+    return Places(mine, place(Subject("segment", segment.id)), against, number, tags.get("bundle"), pictures, over)
+
+
+def bundle(ledger: Ledger, release: int) -> str | None:
+    """The folder of the newest bundle of a release; None: it has none."""
+    sql = "SELECT detail FROM events WHERE kind = 'bundled' AND subject = :subject ORDER BY id DESC LIMIT 1"
+    rows = ledger.read(sql, subject=str(Subject("release", release)))
+    return str(rows[0]["detail"]["folder"]) if rows else None
+
+
+def _newest_judged(ledger: Ledger) -> int:
+    return max(verdict.number for verdict in VerdictRow.select(ledger, "WHERE gate = 'release'"))
+
+
+def removed_data(ledger: Ledger, release: int) -> str | None:
+    """What a release was trained on and was taken out since, as its version's tag; None: nothing."""
+    about = [mark for mark in marks(ledger) if mark["release"] == release and mark["removal"] is not None]
+    return "; ".join(f"removal {mark['removal']}: {mark['documents']} documents" for mark in about) or None
+
+
+def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[str, str]:
+    segment = SegmentRow.get(ledger, candidate.segment)
+    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
+    evaluation = EvaluationRow.newest(ledger, candidate.id)
+    tags = {
+        "verdict": verdict.outcome,
+        "release": release and release.number,
+        "candidate": candidate.id,
+        **_gain(verdict.evidence(ledger)),
+        "verdict_id": verdict.id,
+        "segment": segment.id,
+        "generation": segment.generation,
+        "recipe": segment.recipe,
+        "data_plan": segment.data_plan,
+        "code_commit": segment.code_commit,
+        "export_sha256": candidate.export_sha256,
+        "judged_at": iso(verdict.created_at),
+        "bundle": bundle(ledger, release.number) if release else None,
+        "removed_data": removed_data(ledger, release.number) if release else None,
+        **averaged_tag(segment.result),
+    }
+    if over := override_on(ledger, verdict):
+        tags |= {"overridden_by": over["by"], "override_reason": over["why"]}
+    bpb = evaluation.summary.get("bpb", {}) if evaluation else {}
+    tags |= {f"bpb.{domain}": f"{value:.4f}" for domain, value in bpb.items() if isinstance(value, int | float)}
+    return {key: str(value) for key, value in tags.items() if value is not None}
+
+
+def _gain(evidence: dict[str, Any]) -> dict[str, str]:
+    gain = interval_of(evidence.get("target"))
+    return {"gain": f"{gain[0]:+.4f}", "gain_low": f"{gain[1]:+.4f}"} if gain else {}
+
+
+def start_pages(workspace: Workspace, server: str) -> dict[str, str]:
+    """Where a person begins: what is there to see → its address on the server. MLflow's own start page opens in the mode for agents, which hides
+    the registered models. Whatever was moved with the workspace is found again from here on.
+
+    Raises: TrackingError when the store cannot be opened.
+    """
+    client = open_client(workspace)
+    pages = {"releases": f"models/{MODEL}"}
+    with mlflow_errors("listing experiments"):
+        for name in (CANDIDATES, TRAINING, PROPOSALS):
+            if found := client.get_experiment_by_name(name):
+                pages[name] = f"experiments/{found.experiment_id}"
+        if not client.search_registered_models(f"name = '{MODEL}'"):
+            del pages["releases"]
+    return {name: f"{server}/#/{page}?{MODE}" for name, page in pages.items()}

@@ -1,0 +1,400 @@
+"""What MLflow shows: a run per segment, candidate and proposal (DESIGN §5, Tracking). The ledger decides, MLflow shows.
+
+Everything here can be sent to MLflow again without doubling anything: a run is found by its ``factory.subject`` tag, a
+metric point is the same point when key, step, timestamp and value are, and ``tracked_runs`` maps subjects to runs.
+So MLflow may be locked, slow or even deleted: what is missing is sent later, and training never waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from factory.computing.computing import describe
+from factory.evals.statistics import interval_of
+from factory.ledger.ledger import record, tracked_runs
+from factory.ledger.plant import Plant
+from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.release.approvals import APPROVAL_TAG
+from factory.retention.stored import TRAINING
+from factory.show.mlflow.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
+from factory.show.mlflow.outages import refuse_resting
+from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, waiting_lock
+from factory.show.pages.release_facts import flatten
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+CANDIDATES, PROPOSALS, PROFILES = "candidates", "proposals", "profiles"  # the experiments, and TRAINING
+EXCHANGES = "exchanges"  # with language models: traces
+KIND, NOTE = (
+    "mlflow.experimentKind",
+    "mlflow.note.content",
+)  # how MLflow's pages show an experiment; what stands on top of them
+TRAINING_RUNS, LANGUAGE_MODELS = "custom_model_development", "genai_development"  # without a kind MLflow guesses
+ABOUT = {
+    TRAINING: "A run for each segment of training: the trunk, which never ends, and anneal branches off it. Charts: the "
+    "loss, whole and by domain, first; numbers of single layers last.",
+    CANDIDATES: "A run for each candidate for release: bits per byte and gains on held-out documents, samples, report.html, pictures. Sort by "
+    "gain/target, filter by tags.verdict. Approvals: Model registry, factory-lm.",
+    PROPOSALS: "A run for each patch that an agent proposed: evidence, verdict, report. The tag approval = approved or rejected decides.",
+    PROFILES: "A run for each line profile of the training code.",
+    EXCHANGES: "A trace for each exchange with a language model, with tokens and money.",
+}
+SUBJECT = "factory.subject"
+# Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.show.catching_up``).
+CLOSED, SHOWN, AUDITED, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "audit_shown", "diagnosis_shown"
+PROFILE_SHOWN, DELETED = "profile_shown", "run_deleted"
+PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person decides about
+PARAMS_PER_BATCH = 100  # MLflow's own limit
+
+
+class Tracking:
+    """One process's way to a workspace's MLflow. Opening costs nothing; the store is reached at the first need."""
+
+    def __init__(self, plant: Plant) -> None:
+        self.workspace, self.ledger = plant.workspace, plant.ledger
+        self._client: MlflowClient | None = None
+        self._experiments: dict[str, str] = {}
+
+    @classmethod
+    def open(cls, plant: Plant) -> Tracking:
+        return cls(plant)
+
+    @property
+    def client(self) -> MlflowClient:
+        """Raises: TrackingError when the store cannot be reached."""
+        if self._client is None:
+            self._client = open_client(self.workspace)
+        else:
+            refuse_resting(self.workspace.mlflow_uri)
+        return self._client
+
+    def _experiment(self, name: str) -> str:
+        if name not in self._experiments:
+            client = self.client
+            with waiting_lock(self.workspace, "mlflow"):
+                found = client.get_experiment_by_name(name)
+                tags = {KIND: LANGUAGE_MODELS if name == EXCHANGES else TRAINING_RUNS, NOTE: ABOUT[name]}
+                if found is None:
+                    remote = self.workspace.mlflow_uri.startswith("http")  # a server knows best where its artifacts go
+                    location = None if remote else (self.workspace.mlflow_artifacts / name).as_uri()
+                    self._experiments[name] = client.create_experiment(name, artifact_location=location, tags=tags)
+                else:
+                    self._experiments[name] = found.experiment_id
+                    for key in tags.keys() - found.tags.keys():  # an older factory's; what a person wrote there stays
+                        client.set_experiment_tag(found.experiment_id, key, tags[key])
+        return self._experiments[name]
+
+    def _run(
+        self, subject: Subject, experiment: str, name: str, started: float, tags: dict[str, Any], params: dict[str, Any]
+    ) -> str:
+        """The run of a subject, made if need be: exactly one, however often and in however many processes this is called."""
+        client = self.client
+        from mlflow.entities import Param
+
+        if known := self._known(subject):
+            return known
+        # A server may serve several workspaces, a store may outlive a ledger: an approval of another patch is not one of ours.
+        mine = f"tags.`{SUBJECT}` = '{subject}'"
+        mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
+        with mlflow_errors(f"the run of {subject}"):
+            experiment_id = self._experiment(experiment)
+            with waiting_lock(self.workspace, "mlflow"):
+                same = client.search_runs([experiment_id], mine, max_results=1)
+                if same:
+                    run_id = same[0].info.run_id
+                else:
+                    tags = {SUBJECT: str(subject), "mlflow.source.name": "factory", **tags}
+                    words = {key: str(value) for key, value in tags.items() if value is not None}
+                    run_id = client.create_run(experiment_id, int(started * 1000), words, name).info.run_id
+                pairs = [Param(key, str(value)) for key, value in params.items()]
+                for start in range(0, len(pairs), PARAMS_PER_BATCH):
+                    client.log_batch(run_id, params=pairs[start : start + PARAMS_PER_BATCH])
+                with self.ledger.begin() as tx:
+                    tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == subject))
+                    tx.execute(tracked_runs.insert().values(subject=subject, run_id=run_id))
+        return run_id
+
+    def _known(self, subject: Subject) -> str:
+        """The run of a subject, by the ledger; empty where it has none, or MLflow has it no longer."""
+        from mlflow.exceptions import MlflowException
+
+        known = self.ledger.one(sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == subject))
+        with mlflow_errors(f"the run of {subject}"):
+            try:
+                return str(self.client.get_run(known["run_id"]).info.run_id) if known else ""
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return ""
+
+    def place(self, subject: Subject) -> tuple[str, str] | None:
+        """(run, its experiment) of a subject; None where it has no run. Raises: TrackingError."""
+        if not (run := self._known(subject)):
+            return None
+        with mlflow_errors(f"the run of {subject}"):
+            return run, str(self.client.get_run(run).info.experiment_id)
+
+    # -- segments ---------------------------------------------------------------------------------------------------
+    def segment_run(self, segment: SegmentRow) -> str:
+        """The run of a segment: the recipe as parameters, lineage as tags. Returns its id.
+
+        Raises: TrackingError.
+        """
+        plan = self.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
+        tags = segment.only("kind generation parent recipe recipe_sha256 data_plan") | {
+            "segment": segment.id,
+            NOTE: f"Segment {segment.id} ({segment.kind}): steps {segment.first_step}–{segment.last_step}, recipe {segment.recipe}, "
+            f"generation {segment.generation}"
+            + (f", goes on from segment {segment.parent}." if segment.parent else "."),
+            "token_shards": len(plan[0]["plan"].get("token_shards", [])) if plan else None,
+            "mlflow.source.git.commit": segment.code_commit,
+            "computing": describe(segment.computing) or None,
+        }
+        params = {
+            "first_step": segment.first_step,
+            "last_step": segment.last_step,
+            **_params(segment.recipe_json),
+            **_params(segment.computing or {}, "computing."),
+        }
+        subject = Subject("segment", segment.id)
+        return self._run(subject, TRAINING, f"{segment.kind}-{segment.id}", segment.created_at, tags, params)
+
+    def follow_segment(self, segment: SegmentRow, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
+        """A follower of the segment's ``metrics.jsonl`` that also makes the run; whatever MLflow does, it never raises."""
+        path = Path(segment.folder) / "metrics.jsonl"
+        run, close = lambda: self.segment_run(segment), lambda: self.finish_segment(segment.id)
+        return MetricsFollower(self.workspace, lambda: self.client, path, run, say, close)
+
+    def finish_segment(self, segment_id: int) -> None:
+        """Close the run of a segment that is done or failed; one that is still planned stays open. Raises: TrackingError."""
+        segment = SegmentRow.get(self.ledger, segment_id)
+        if segment.state != "planned":
+            run = self.segment_run(segment)
+            with mlflow_errors(f"closing the run of segment {segment_id}"):
+                ended = int((segment.finished_at or time.time()) * 1000)
+                self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
+            self._note(Subject("segment", segment_id), CLOSED, {})
+
+    def segment_audited(self, verdict: VerdictRow) -> None:
+        """Tag a segment's run with the verdict of its audit. Raises: TrackingError."""
+        run = self.segment_run(SegmentRow.get(self.ledger, verdict.number))
+        self._tag(run, {"audit": verdict.outcome, "audit.reasons": short(verdict.reasons)})
+        self._note(Subject("verdict", verdict.id), AUDITED, {})
+
+    def segment_diagnosed(self, segment: SegmentRow, event: int, causes: Sequence[str], why: str, page: Path) -> None:
+        """Tag a segment's run with what the loss doctor found (``event`` is the number of that), and attach its page. Raises: TrackingError."""
+        run = self.segment_run(segment)
+        self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": short([why])})
+        with mlflow_errors(f"logging {page.name}"):
+            self.client.log_text(run, page.read_text(encoding="utf-8"), page.name)
+        self._note(Subject("diagnosis", event), DIAGNOSIS_SHOWN, {})
+
+    # -- candidates and proposals -----------------------------------------------------------------------------------
+    def candidate_run(self, candidate_id: int) -> str:
+        """The run of a candidate: its newest evaluation as metrics, its samples as an artifact. Returns its id.
+
+        Raises: TrackingError.
+        """
+        candidate = CandidateRow.get(self.ledger, candidate_id)
+        segment = SegmentRow.get(self.ledger, candidate.segment)
+        tags = {
+            "candidate": candidate_id,
+            NOTE: f"Candidate {candidate_id}, of segment {segment.id} ({segment.kind}). Under Artifacts: report.html, and pictures against the "
+            "champion in comparison. Its verdict, and where to approve: Registered models, above.",
+            "segment": segment.id,
+            "generation": segment.generation,
+            "data_plan": segment.data_plan,
+            "export_sha256": candidate.export_sha256,
+            "mlflow.source.git.commit": segment.code_commit,
+            **averaged_tag(segment.result),
+        }
+        subject, name = Subject("candidate", candidate_id), f"candidate-{candidate_id}"
+        run = self._run(subject, CANDIDATES, name, candidate.created_at, tags, {"recipe": segment.recipe})
+        if evaluation := EvaluationRow.newest(self.ledger, candidate_id):
+            summary = dict(evaluation.summary)
+            samples = summary.pop("samples", None)
+            files = {"evaluation.json": summary, "samples.json": samples}
+            self._log_once(run, of_evaluation(numbers(summary)), evaluation.created_at, files)
+        if verdict := VerdictRow.newest(self.ledger, "release", subject):
+            self._judged(run, candidate, verdict)
+        return run
+
+    def _judged(self, run: str, candidate: CandidateRow, verdict: VerdictRow) -> None:
+        """What was decided, so that the table of candidates sorts and filters by it, and the champion's numbers on the same documents."""
+        release = ReleaseRow.first(self.ledger, "WHERE candidate = :candidate", candidate=candidate.id)
+        self._tag(run, {"verdict": verdict.outcome, "release": release.number if release else "none"})
+        evidence = verdict.evidence(self.ledger)
+        gains = {"target": evidence.get("target"), **(evidence.get("guards") or {})}
+        found = {name: interval for name, stored in gains.items() if (interval := interval_of(stored))}
+        values = {f"gain/{name}": gain for name, (gain, _, _) in found.items()}
+        values |= {f"gain_low/{name}": low for name, (_, low, _) in found.items()}
+        champion = {"champion": {"bpb": evidence.get("champion_bits_per_byte") or {}}}
+        self._log_once(run, numbers(values | champion), verdict.created_at, {})
+
+    def proposal_run(self, number: int) -> str:
+        """The run of a proposal: its verdict and evidence, its report when there is one. Returns its id.
+
+        Raises: TrackingError.
+        """
+        proposal = ProposalRow.get(self.ledger, number)
+        tags = proposal.only("agent target branch base_commit") | {
+            "proposal": number,
+            NOTE: f"Proposal {number} by {proposal.agent}, branch {proposal.branch}: {' '.join(proposal.title.split())[:300]}",
+            PATCH: proposal.patch_sha256,
+            "mlflow.source.git.commit": proposal.commit,
+        }
+        params = proposal.only("title predicted_gain")
+        subject, name = Subject("proposal", number), f"proposal-{number}"
+        run = self._run(subject, PROPOSALS, name, proposal.created_at, tags, params)
+        if proposal.verdict:
+            verdict = VerdictRow.get(self.ledger, proposal.verdict)
+            self._tag(run, {"verdict": verdict.outcome, "reasons": short(verdict.reasons), "state": proposal.state})
+            waits = verdict.outcome == "promote" and proposal.state == "judged"
+            if waits and not self._tag_of(run, APPROVAL_TAG):
+                self._tag(run, {APPROVAL_TAG: "pending"})
+            evidence = verdict.evidence(self.ledger)
+            self._log_once(run, numbers(evidence), verdict.created_at, {"evidence.json": evidence})
+        if proposal.report and Path(proposal.report).is_file():
+            self.log_report(run, Path(proposal.report))
+        self._note(subject, SHOWN, {"state": proposal.state})
+        return run
+
+    def delete_runs(self, runs: Sequence[str]) -> None:
+        """Remove runs of segments, from an SQLite store for good; a server keeps them as deleted until its own ``mlflow gc``.
+
+        Raises: TrackingError.
+        """
+        from mlflow.exceptions import MlflowException
+
+        there = []
+        for run in runs:
+            with mlflow_errors(f"removing run {run}"):
+                try:
+                    self.client.delete_run(run)
+                    there.append(run)
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                        raise
+        remove_deleted(self.workspace, there)
+        for run in runs:
+            self._note(f"run:{run}", DELETED, {})
+
+    def _note(self, subject: Subject | str, kind: str, detail: dict[str, Any]) -> None:
+        """Record what MLflow has, unless the newest event says so."""
+        sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
+        newest = self.ledger.read(sql, kind=kind, subject=str(subject))
+        if not newest or newest[0]["detail"] != detail:
+            flush(self.workspace)
+            with self.ledger.begin() as tx:
+                record(tx, kind, subject, detail)
+
+    def proposal_word(self, number: int) -> str:
+        """What a person decided about a proposal: 'pending', 'approved' or 'rejected', the tag of its run. Raises: TrackingError."""
+        run = self._known(Subject("proposal", number)) or self.proposal_run(number)
+        return self._tag_of(run, APPROVAL_TAG).strip().lower()
+
+    def _tag_of(self, run: str, tag: str) -> str:
+        with mlflow_errors(f"reading the tags of run {run}"):
+            return str(self.client.get_run(run).data.tags.get(tag, ""))
+
+    def profile_run(self, number: int) -> str:
+        """The run of a profile: its step times as metrics, all of its files as artifacts. Returns its id.
+
+        Raises: TrackingError.
+        """
+        profile = self.ledger.read("SELECT * FROM profiles WHERE id = :id", id=number)[0]
+        summary, created = profile["summary"], profile["created_at"]
+        tags = {"profile": number, "device": summary.get("device"), "mlflow.source.git.commit": profile["code_commit"]}
+        run = self._run(Subject("profile", number), PROFILES, f"profile-{number}", created, tags, {})
+        self._log_once(run, numbers(summary), created, {})
+        with mlflow_errors(f"logging the files of profile {number}"):
+            self.client.log_artifacts(run, str(Path(profile["path"]).parent))
+        self._note(Subject("profile", number), PROFILE_SHOWN, {})
+        return run
+
+    def exchange_trace(
+        self,
+        name: str,
+        asked: Any,
+        answered: Any,
+        usage: tuple[int, int],
+        usd: float,
+        began: float,
+        ended: float,
+        tags: dict[str, str],
+    ) -> str:
+        """A trace of one exchange with a language model, with its tokens (in, out) and money. Returns its id.
+
+        Raises: TrackingError, also when MLflow reports no error but has not stored it.
+        """
+        client = self.client
+        import mlflow
+
+        experiment = self._experiment(EXCHANGES)
+        with mlflow_errors(f"tracing {name}"):
+            mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces go there, whatever the client's own address
+            counts = {"input_tokens": usage[0], "output_tokens": usage[1], "total_tokens": sum(usage)}
+            span = client.start_trace(
+                name,
+                span_type="CHAT_MODEL",
+                inputs=asked,
+                attributes={"mlflow.chat.tokenUsage": counts, "mlflow.llm.cost": {"total_cost": usd}},  # type: ignore[dict-item]
+                tags=tags,
+                experiment_id=experiment,
+                start_time_ns=int(began * 1e9),
+            )
+            status = "ERROR" if "error" in answered else "OK"
+            client.end_trace(span.trace_id, outputs=answered, status=status, end_time_ns=int(ended * 1e9))
+            client.get_trace(span.trace_id, display=False)  # exporting only logs its failures
+        return str(span.trace_id)
+
+    def log_report(self, run: str, path: Path) -> None:
+        """Attach a report to the run as ``report.html``. Raises: TrackingError."""
+        with mlflow_errors(f"logging {path.name}"):
+            self.client.log_text(run, path.read_text(encoding="utf-8"), "report.html")
+
+    def _tag(self, run: str, tags: dict[str, Any]) -> None:
+        from mlflow.entities import RunTag
+
+        with mlflow_errors("tagging a run"):
+            self.client.log_batch(run, tags=[RunTag(key, str(value)) for key, value in tags.items()])
+
+    def _log_once(self, run: str, values: dict[str, float], at: float, artifacts: dict[str, Any]) -> None:
+        """Log numbers under the moment they were measured, so that sending them again adds no second point."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(key, value, int(at * 1000), 0) for key, value in values.items()]
+        with mlflow_errors("logging an evaluation"):
+            for start in range(0, len(metrics), METRICS_PER_BATCH):
+                self.client.log_batch(run, metrics=metrics[start : start + METRICS_PER_BATCH])
+            for name, content in artifacts.items():
+                if content is not None:
+                    words = json.dumps(content, indent=2, ensure_ascii=False).encode("utf-8", "replace").decode()
+                    self.client.log_text(run, words, name)
+            self.client.set_terminated(run, "FINISHED", int(at * 1000))
+
+
+def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
+    """The tag with the sources of an average; empty for a segment that was trained."""
+    from factory.ledger.status import describe_average
+
+    averaged = (result or {}).get("averaged")
+    return {"averaged": describe_average(averaged)} if averaged else {}
+
+
+def _params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``flatten``, under names that MLflow takes."""
+    return {metric_key(f"{prefix}{name}".replace("*", "others")): value for name, value in flatten(tree).items()}
+
+
+def short(reasons: list[str], limit: int = 500) -> str:
+    """Reasons as one tag's worth of text."""
+    text = "; ".join(reasons)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,49 @@
+"""The page of a diagnosis, ``anomaly-N.html``: the loss around the window, each arm's curve, the documents' text, the cause, a model's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agents.core.pages import render
+from factory.diagnosis.wording import documents_of
+from factory.ledger.anomalies import draft_of, words_about, words_state
+from factory.ledger.plant import Plant
+from factory.show.pages.pictures import curves
+from kernels.contract.files import write_atomically
+
+TEMPLATE = Path(__file__).with_name("anomaly.html.jinja")
+SHOWN = ("kind", "segment", "onset", "last", "causes", "why", "steps", "budget", "guilty", "triggers")
+
+
+def page_of(plant: Plant, detail: Mapping[str, Any]) -> Path:
+    return (plant.ledger.root or Path()) / detail["report"]
+
+
+def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
+    """Write the page of a diagnosis, as ``newest_about`` has it; returns its path. A diagnosis from before December 2026 has no curves in the
+    ledger: a page that it left stays as it is."""
+    path, lead = page_of(plant, detail), detail["lead"]
+    if "drawn" not in detail and path.is_file():
+        path.touch()
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = detail.get("drawn", {"loss": {}, "grad_norm": {}})
+    marks = [(float(detail["onset"]), "onset")]
+    loss, norms = (
+        {name: [(x, y) for x, y in line if y is not None] for name, line in lines.items()} for lines in drawn.values()
+    )
+    words = {True: "there", False: "gone", None: "unclear"}
+    said = words_about(plant.ledger, lead)
+    write_atomically(
+        path,
+        render(
+            TEMPLATE, lead=lead, **{key: detail[key] for key in SHOWN},
+            loss=curves(loss, marks=marks), norms=curves(norms, marks=marks),
+            arms=[{**arm, "shows": words[arm["fires"]]} for arm in detail["arms"]],
+            documents=documents_of(plant, detail["guilty"] or detail["triggers"]),
+            state=words_state(detail, said), claims=said["claims"] if said else [], draft=draft_of(detail),
+        ),
+    )  # fmt: skip
+    return path

@@ -1,0 +1,81 @@
+"""What a person reads of a proposal, ``proposal-N.html`` (from ``proposal.html.jinja``), and for programs ``proposal-N.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agents.core.pages import render
+from agents.core.proposal import gain_words
+from factory.git import repository
+from factory.ledger.ledger import proposals
+from factory.ledger.plant import Plant
+from factory.ledger.rows import ProposalRow
+from kernels.contract.files import write_atomically
+
+TEMPLATE = Path(__file__).with_name("proposal.html.jinja")
+NOT_MEASUREMENTS = ("state", "reasons", "stage_seconds")  # of a stage: they have columns of their own
+
+
+def write(plant: Plant, number: int) -> Path:
+    """Write both files of a proposal that was judged, and note the HTML one; returns its path."""
+    row = ProposalRow.get(plant.ledger, number)
+    code, reports = plant.workspace.repository, plant.workspace.reports
+    facts = row.only("number agent target title hypothesis predicted_gain outcome reasons") | {
+        "evidence": row.evidence(plant.ledger),
+        "patch": repository.patch(code, row.base_commit, row.commit) if row.commit else "",
+    }
+    reports.mkdir(parents=True, exist_ok=True)
+    write_atomically(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
+    path = reports / f"proposal-{number}.html"
+    write_atomically(path, page(facts))
+    with plant.ledger.begin() as tx:
+        inside = plant.ledger.inside(path)
+        tx.execute(proposals.update().where(proposals.c.number == number).values(report=inside))
+    return path
+
+
+def page(facts: Mapping[str, Any]) -> str:
+    """The HTML page of what ``proposal-N.json`` holds."""
+    predicted, evidence = facts["predicted_gain"], {"stages": {}} | facts["evidence"]
+    return render(
+        TEMPLATE,
+        **facts,
+        head={
+            "Agent": facts["agent"],
+            "Target": facts["target"],
+            "Predicted": gain_words(facts["target"], predicted) if predicted else "not given",
+            "Measured": _gain(evidence),
+        },
+        stages=evidence["stages"],
+        measurements={name: _measurements(stage) for name, stage in evidence["stages"].items()},
+        others={name: value for name, value in evidence.items() if name != "stages"},
+        lines=[(_kind(line), line) for line in facts["patch"].splitlines()],
+    )
+
+
+def _measurements(stage: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
+    """(name, values): one value, or two where the stage measured ``again``."""
+    again = stage.get("again", {})
+    names = [name for name in {**stage, **again} if name not in (*NOT_MEASUREMENTS, "again")]
+    empty: tuple[Any, ...] = (None, "", [], {}, "–")
+    rows = [(name, [one.get(name, "–") for one in (stage, again)[: 1 + bool(again)]]) for name in names]
+    return [(name, values) for name, values in rows if any(value not in empty for value in values)]
+
+
+def _gain(evidence: Mapping[str, Any]) -> str:
+    gain = evidence.get("gain")
+    if not gain:
+        return "not measured"
+    if "bits_per_byte" in gain:
+        by_domain = ", ".join(f"{name} {found['mean']:+.4f}" for name, found in gain["domains"].items())
+        bounds = f"at least {gain['lower']:+.4f}, noise {gain['noise']:.4f}"
+        return f"{gain['bits_per_byte']:+.4f} bits per byte ({bounds}; {by_domain})"
+    return f"{gain['ratio']:.3f}× (at least {gain['lower']:.3f}, noise {gain['noise']:.3f})"
+
+
+def _kind(line: str) -> str:
+    """The CSS class of a line of a patch."""
+    return "at" if line.startswith(("+++", "---", "@")) else {"+": "add", "-": "del"}.get(line[:1], "")

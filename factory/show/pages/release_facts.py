@@ -1,0 +1,190 @@
+"""The releases and the candidates that wait, as JSON-ready data: the list, one of them, the difference of two. Read from the ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from factory.core.errors import InputError
+from factory.evals.statistics import compare, interval_of
+from factory.git import repository
+from factory.ledger.decisions import decision_on, override_on, undecided
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
+from factory.show.pages.provenance import made_of
+
+Facts = dict[str, Any]
+TARGET = "target"
+BETTER, WORSE, UNCLEAR = "better", "worse", "no difference shown"
+
+
+def find(ledger: Ledger, name: str) -> tuple[CandidateRow, ReleaseRow | None]:
+    """'2' is release 2, 'c3' candidate 3. Raises: InputError."""
+    number = name.removeprefix("c")
+    if not (number.isascii() and number.isdecimal() and len(number) < 10):
+        raise InputError(
+            f"{name!r} is neither a release ('2') nor a candidate ('c3'); 'factory releases list' has both"
+        )
+    if number != name:
+        candidate = CandidateRow.get(ledger, int(number))
+        return candidate, ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
+    release = ReleaseRow.get(ledger, int(number))
+    return CandidateRow.get(ledger, release.candidate), release
+
+
+def listed(ledger: Ledger) -> list[Facts]:
+    """Every release, oldest first, then every candidate without one: ``state`` is the release's, or waits for approval, rejected, held …"""
+    best = champion(ledger)
+    waiting = {verdict.number for verdict in undecided(ledger)}
+    released = {row.candidate: row for row in ReleaseRow.select(ledger)}
+    rows = [
+        _listed(ledger, candidate, released.get(candidate.id), waiting) for candidate in CandidateRow.select(ledger)
+    ]
+    for row in rows:
+        row["champion"] = best is not None and row["release"] == best.number
+    return sorted(rows, key=lambda row: (row["release"] is None, row["release"] or 0, row["candidate"]))
+
+
+def _listed(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None, waiting: set[int]) -> Facts:
+    verdict = _verdict(ledger, candidate, release)
+    evidence = verdict.evidence(ledger) if verdict else {}
+    return {
+        "release": release and release.number,
+        "candidate": candidate.id,
+        "state": release.state if release else _state(ledger, verdict, candidate.id in waiting),
+        "at": release.created_at if release else verdict.created_at if verdict else candidate.created_at,
+        "verdict": verdict and verdict.outcome,
+        "against": verdict and verdict.against,
+        "gain": interval(evidence.get(TARGET)),
+        "approved_by": release and release.approved_by,
+        "override": override_on(ledger, verdict) if verdict else None,
+    }
+
+
+def _state(ledger: Ledger, verdict: VerdictRow | None, waits: bool) -> str:
+    if verdict is None:
+        return "not judged yet"
+    decision = decision_on(ledger, verdict)
+    if decision:
+        return decision.word
+    if verdict.outcome != "promote":
+        return {"hold": "held", "reject": "failed the gate"}.get(verdict.outcome, verdict.outcome)
+    return "waits for approval" if waits else "out of date"
+
+
+def shown(plant: Plant, name: str) -> Facts:
+    """One release or candidate: what is better, worse, how sure; what it was trained on; who approved; where its report and its model lie.
+
+    Raises: InputError.
+    """
+    candidate, release = find(plant.ledger, name)
+    verdict = _verdict(plant.ledger, candidate, release)
+    evidence = verdict.evidence(plant.ledger) if verdict else {}
+    best = champion(plant.ledger)
+    waiting = {row.number for row in undecided(plant.ledger)}
+    decision = decision_on(plant.ledger, verdict) if verdict else None
+    report = plant.workspace.reports / f"candidate-{candidate.id}.html"
+    is_champion = best is not None and best.candidate == candidate.id
+    return (
+        _listed(plant.ledger, candidate, release, waiting)
+        | {
+            "champion": is_champion,
+            "reasons": verdict.reasons if verdict else [],
+            "measured": {TARGET: interval(evidence.get(TARGET))}
+            | {guard: interval(found) for guard, found in sorted((evidence.get("guards") or {}).items())},
+            "bits_per_byte": evidence.get("bits_per_byte") or {},
+            "champion_bits_per_byte": evidence.get("champion_bits_per_byte") or {},
+            "decision": decision and vars(decision),
+            "report": str(report) if report.is_file() else None,
+            "mlflow_version": release and release.mlflow_version,
+            "export": candidate.export_path,
+            "export_sha256": candidate.export_sha256,
+            "serve": "factory serve"
+            if is_champion
+            else f"factory releases rollback {release.number}"
+            if release
+            else None,
+        }
+        | made_of(plant.ledger, candidate.segment)
+    )
+
+
+def interval(stored: Any) -> Facts | None:
+    """A gain as the evidence has it, with its 95 % interval and what that shows; positive is better. None: it was not measured."""
+    found = interval_of(stored)
+    if found is None:
+        return None
+    gain, low, high = found
+    return {"gain": gain, "low": low, "high": high, "shows": BETTER if low > 0 else WORSE if high < 0 else UNCLEAR}
+
+
+def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None) -> VerdictRow | None:
+    """Of a release the verdict that released it."""
+    if release:
+        return VerdictRow.get(ledger, release.verdict)
+    return VerdictRow.newest(ledger, "release", Subject("candidate", candidate.id))
+
+
+# -- the difference of two ----------------------------------------------------------------------------------------------
+def difference(plant: Plant, one: str, other: str) -> Facts:
+    """What ``other`` is against ``one``: numbers by domain with intervals, recipe keys, data, commits. Raises: InputError."""
+    (a, _), (b, _) = find(plant.ledger, one), find(plant.ledger, other)
+    first, second = SegmentRow.get(plant.ledger, a.segment), SegmentRow.get(plant.ledger, b.segment)
+    before, after = made_of(plant.ledger, first.id), made_of(plant.ledger, second.id)
+    named = lambda facts: {shard["id"]: shard["name"] for shard in facts["shards"]}
+    return {
+        "one": one,
+        "other": other,
+        "measured": _compared(plant.ledger, a.id, b.id),
+        "recipe": _differing(flatten(first.recipe_json), flatten(second.recipe_json)),
+        "data": {
+            "added": sorted(name for key, name in named(after).items() if key not in named(before)),
+            "left_out": sorted(name for key, name in named(before).items() if key not in named(after)),
+            "tokens": [sum(shard["tokens"] for shard in facts["shards"]) for facts in (before, after)],
+        },
+        "code": {
+            "commits": [first.code_commit, second.code_commit],
+            "between": repository.subjects(plant.workspace.repository, first.code_commit, second.code_commit),
+        },
+        "steps": [first.last_step, second.last_step],
+    }
+
+
+def _compared(ledger: Ledger, one: int, other: int) -> Facts:
+    """Item by item on the newest suite that both were measured on; without one, only what each measured, without an interval."""
+    from factory.evals.evaluator import items_of  # which loads torch
+
+    ours, theirs = (EvaluationRow.select(ledger, "WHERE candidate = :c ORDER BY id DESC", c=c) for c in (other, one))
+    pairs = [(mine, its) for mine in ours for its in theirs if mine.suite_sha256 == its.suite_sha256]
+    mine, its = pairs[0] if pairs else (ours[0] if ours else None, theirs[0] if theirs else None)
+    found = compare(items_of(ledger, pairs[0][0].id), items_of(ledger, pairs[0][1].id), {}) if pairs else None
+    gains = (
+        {}
+        if found is None
+        else {TARGET: interval(vars(found[0])), **{k: interval(vars(g)) for k, g in found[1].items()}}
+    )
+    levels = [(row.summary.get("bpb") or {}) if row else {} for row in (its, mine)]
+    return {
+        "same_items": found is not None,
+        "gains": gains,
+        "bits_per_byte": {name: [level.get(name) for level in levels] for name in sorted({*levels[0], *levels[1]})},
+    }
+
+
+def _differing(before: Facts, after: Facts) -> dict[str, list[Any]]:
+    return {
+        key: [before.get(key), after.get(key)] for key in sorted({*before, *after}) if before.get(key) != after.get(key)
+    }
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level of dotted keys; lists become JSON. ``{"a": {"b": [1]}}`` → ``{"a.b": "[1]"}``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
+    return flat

@@ -1,0 +1,145 @@
+"""The pictures of a candidate's report, which are also files among the artifacts of its run: champion against candidate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from agents.core.pages import picture
+from factory.evals.statistics import compare, interval_of
+from factory.evals.tasks import EvalItem
+from factory.ledger.ledger import Ledger, eval_items
+from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject, VerdictRow
+from factory.show.pages.pictures import bars, curves, intervals
+
+CANDIDATE, CHAMPION, TRIGRAM, BIGRAM = "candidate", "champion", "byte trigram", "byte bigram"
+GAIN, LEVELS, LOSS = "gain.svg", "bits_per_byte.svg", "loss.svg"
+TITLES = {
+    GAIN: "Gain over the champion, paired, with its 95 % interval: right of zero is better",
+    LEVELS: "Bits per byte on held-out documents, each with the interval of it alone: fewer is better",
+    LOSS: "Training loss over steps, nats a supervised token",
+}
+
+
+@dataclass(frozen=True)
+class AgainstChampion:
+    """A candidate's evaluation, and that of the champion on the same documents, where there was one."""
+
+    candidate: CandidateRow
+    evaluation: EvaluationRow | None
+    evidence: dict[str, Any]
+    against: int | None  # the champion's candidate
+    champion: EvaluationRow | None
+
+    @classmethod
+    def of(cls, ledger: Ledger, candidate_id: int) -> AgainstChampion:
+        verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
+        evidence = verdict.evidence(ledger) if verdict else {}
+        against = Subject.parse(verdict.against).number if verdict and verdict.against else None
+        known = mapping(evidence.get("evaluations")).get("champion")
+        champion = EvaluationRow.get(ledger, known) if known else None
+        if against and not champion:
+            champion = EvaluationRow.newest(ledger, against)
+        newest = EvaluationRow.newest(ledger, candidate_id)
+        return cls(CandidateRow.get(ledger, candidate_id), newest, evidence, against, champion)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self.evaluation.summary if self.evaluation else {}
+
+    @property
+    def champion_summary(self) -> dict[str, Any]:
+        return self.champion.summary if self.champion else {}
+
+
+def files(ledger: Ledger, candidate_id: int) -> dict[str, str]:
+    """By name, those for which something was measured."""
+    found = AgainstChampion.of(ledger, candidate_id)
+    drawn = {GAIN: gains(found), LEVELS: bits_per_byte(ledger, found), LOSS: loss_beside(ledger, found)}
+    return {name: picture(svg) for name, svg in drawn.items() if svg}
+
+
+def bits_per_byte(ledger: Ledger, found: AgainstChampion) -> str:
+    """With the interval of each by itself; that of the difference, which is paired, is narrower."""
+    groups: dict[str, dict[str, float | None]] = {}
+    theirs = mapping(found.champion_summary.get("bpb"))
+    for domain, value in sorted(mapping(found.summary.get("bpb")).items()):
+        base = mapping(mapping(found.summary.get("baselines")).get(domain))
+        measured = {CANDIDATE: value, CHAMPION: theirs.get(domain)}
+        groups[domain] = measured | {TRIGRAM: base.get("trigram"), BIGRAM: base.get("bigram")}
+    between = {}
+    for name, row in ((CANDIDATE, found.evaluation), (CHAMPION, found.champion)):
+        for domain, ends in _levels(ledger, row).items() if row else ():
+            between[domain, name] = ends
+    return bars(groups, [CANDIDATE, CHAMPION, TRIGRAM, BIGRAM], between)
+
+
+def _levels(ledger: Ledger, row: EvaluationRow) -> dict[str, tuple[float, float]]:
+    """The 95 % interval of each domain's bits per byte: what is lost to a model that needs none."""
+    columns = [eval_items.c[name] for name in ("task", "item", "domain", "cluster", "value", "weight")]
+    chosen = sa.select(*columns).where(eval_items.c.evaluation == row.id, eval_items.c.task == "bpb")
+    items = [EvalItem(**item) for item in ledger.rows(chosen)]
+    measured = compare(items, [replace(item, value=0.0) for item in items], {}) if items else None
+    ends = {name: interval_of(vars(gain)) for name, gain in measured[1].items()} if measured else {}
+    return {name: (-found[2], -found[1]) for name, found in ends.items() if found}
+
+
+def gains(found: AgainstChampion) -> str:
+    stored = {"target": found.evidence.get("target"), **mapping(found.evidence.get("guards"))}
+    return intervals({name: gain for name, one in stored.items() if (gain := interval_of(one))})
+
+
+def loss_by_domain(lineage: list[SegmentRow]) -> str:
+    lines = _losses(lineage)
+    if len(lines) == 2:  # a single domain is the whole
+        lines.pop("all")
+    return curves(lines, marks=[(row.first_step, row.kind) for row in lineage[1:]])
+
+
+def loss_beside(ledger: Ledger, found: AgainstChampion) -> str:
+    """The training loss of champion and candidate, each with the segments before it; where they are the same, the candidate's is on top."""
+    mine = SegmentRow.lineage(ledger, found.candidate.segment)
+    lines = {}
+    if found.against:
+        theirs = SegmentRow.lineage(ledger, CandidateRow.get(ledger, found.against).segment)
+        lines[f"champion, candidate {found.against}"] = _losses(theirs)["all"]
+    lines[f"candidate {found.candidate.id}"] = _losses(mine)["all"]
+    return curves(lines, marks=[(row.first_step, row.kind) for row in mine[1:]])
+
+
+def _losses(lineage: list[SegmentRow]) -> dict[str, list[tuple[float, float]]]:
+    lines: dict[str, list[tuple[float, float]]] = {"all": []}
+    for row, child in zip(lineage, [*lineage[1:], None]):
+        end = child.first_step if child else row.last_step
+        for step, losses in _metrics(Path(row.folder) / "metrics.jsonl"):
+            if step <= end:
+                for name, loss in losses.items():
+                    lines.setdefault(name, []).append((step, loss))
+    return lines
+
+
+def _metrics(path: Path) -> list[tuple[float, dict[str, float]]]:
+    """(step, losses by domain) of a metrics.jsonl, the last line of each step; lines that cannot be read are left out."""
+    found: dict[float, dict[str, float]] = {}
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                    losses = {"all": float(row["loss"])}
+                    losses |= {k.removeprefix("loss/"): float(v) for k, v in row.items() if k.startswith("loss/")}
+                    found[float(row["step"])] = losses
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue
+    except OSError:
+        return []
+    return sorted(found.items())
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,143 @@
+"""The page of a candidate or release: one self-contained file (``release.html.jinja``), every number read from the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from agents.core.pages import number, render
+from factory.ledger.decisions import override_on
+from factory.ledger.ledger import Ledger, releases, shards, token_shards
+from factory.ledger.plant import Plant
+from factory.ledger.removals import mark_in_words, marks
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.show.pages.at_a_glance import at_a_glance
+from factory.show.pages.release_pictures import AgainstChampion, bits_per_byte, gains, loss_by_domain, mapping
+from kernels.contract.files import write_atomically
+
+Row = dict[str, Any]
+SAMPLES_SHOWN = 8
+TEMPLATE = Path(__file__).with_name("release.html.jinja")
+
+
+def write_report(plant: Plant, candidate_id: int) -> Path:
+    """Write ``reports/candidate-N.html``, and note it with its release; returns the path."""
+    path = page_of(plant, candidate_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, release_report(plant.ledger, candidate_id))
+    missing = (releases.c.candidate == candidate_id) & releases.c.report.is_(None)
+    with plant.ledger.begin() as tx:
+        tx.execute(releases.update().where(missing).values(report=plant.ledger.inside(path)))
+    return path
+
+
+def page_of(plant: Plant, candidate_id: int) -> Path:
+    return plant.workspace.reports / f"candidate-{candidate_id}.html"
+
+
+def release_report(ledger: Ledger, candidate_id: int) -> str:
+    """The page: verdict, measurements, samples, data, lineage. What was not measured is left out or shown as ``–``."""
+    candidate = CandidateRow.get(ledger, candidate_id)
+    verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
+    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
+    compared = AgainstChampion.of(ledger, candidate_id)
+    evaluation, summary, champion = compared.evaluation, compared.summary, compared.champion_summary
+    lineage = SegmentRow.lineage(ledger, candidate.segment)
+    trained, quarantined = _data(ledger, lineage[-1])
+    against = verdict.against if verdict else None
+    found = summary.get("samples")
+    over = override_on(ledger, verdict) if verdict else None
+    return render(
+        TEMPLATE,
+        name=f"Release {release.number}" if release else f"Candidate {candidate_id}",
+        verdict=verdict,
+        head={
+            "Candidate": candidate_id,
+            "AgainstChampion with": against.replace(":", " ") if against else "absolute floors (no champion yet)",
+            "Judged": _date(verdict.created_at) if verdict else "not yet",
+            "Approved by": (release and release.approved_by) or "–",
+            **({"Released though it was held, by": f"{over['by']}: {over['why']}"} if over else {}),
+            "Export": candidate.export_sha256[:16],
+        },
+        bits_per_byte=bits_per_byte(ledger, compared),
+        gains=gains(compared),
+        cloze=_cloze(summary, champion),
+        cloze_size=_cloze_size(mapping(summary.get("cloze"))),
+        checks={
+            name: check if isinstance(check, dict) else {"ok": check}
+            for name, check in mapping(summary.get("parity")).items()
+        },
+        samples=found[:SAMPLES_SHOWN] if isinstance(found, list) else [],
+        loss=loss_by_domain(lineage),
+        glance=at_a_glance(ledger, compared, verdict, release),
+        trained=trained,
+        quarantined=quarantined,
+        removed=[mark_in_words(mark) for mark in marks(ledger) if release and mark["release"] == release.number],
+        lineage=[vars(row) | {"tokens": mapping(row.result).get("tokens")} for row in lineage],
+        measured=_how(verdict, evaluation) if evaluation else {},
+        held_out=_held_out(summary),
+    )
+
+
+# -- verdict and measurements -------------------------------------------------------------------------------------------
+def _share(value: object) -> str:
+    return number(value * 100, 1) + " %" if isinstance(value, int | float) else "–"
+
+
+def _cloze(summary: Row, champion: Row) -> list[list[str]]:
+    mine, theirs = mapping(summary.get("cloze")), mapping(champion.get("cloze"))
+    before = mapping(theirs.get("by_domain"))
+    rows = [[d, _share(v), _share(before.get(d))] for d, v in sorted(mapping(mine.get("by_domain")).items())]
+    if "share_right" in mine:
+        rows.append(["all", _share(mine["share_right"]), _share(theirs.get("share_right"))])
+    return rows
+
+
+def _cloze_size(cloze: Mapping[str, Any]) -> str:
+    return f"{number(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}"
+
+
+def _how(verdict: VerdictRow | None, evaluation: EvaluationRow) -> dict[str, object]:
+    pairs: dict[str, object] = {
+        "Evaluation": f"{evaluation.id}, {_date(evaluation.created_at)}",
+        "Suite": evaluation.suite_sha256[:16],
+        "Verdict": f"{verdict.id} by policy {verdict.policy_sha256[:16]}" if verdict else "–",
+    }
+    if seconds := mapping(evaluation.summary.get("seconds")):
+        pairs["Took"] = f"{sum(v for v in seconds.values() if isinstance(v, int | float)):.0f} s"
+    return pairs
+
+
+def _held_out(summary: Row) -> list[list[str]]:
+    sizes, noise = mapping(summary.get("bytes")), mapping(summary.get("noise_floor"))
+    counts = sorted(mapping(summary.get("documents")).items())
+    return [[d, number(n), number(sizes.get(d), 0), number(noise.get(d), 4)] for d, n in counts]
+
+
+# -- training and data --------------------------------------------------------------------------------------------------
+def _data(ledger: Ledger, segment: SegmentRow) -> tuple[list[list[object]], list[Row]]:
+    """A row of each shard in the segment's data plan, and the quarantined shards."""
+    plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
+    entries = plan[0]["plan"].get("token_shards") or [] if plan else []
+    used = {row["id"]: row["shard"] for row in ledger.rows(sa.select(token_shards.c.id, token_shards.c.shard))}
+    trained = {used[entry["id"]] for entry in entries if entry.get("id") in used}
+    rows: list[list[object]] = []
+    quarantined = []
+    for shard in ledger.rows(sa.select(shards).order_by(shards.c.ingested_at, shards.c.name)):
+        counts = mapping(shard["counts"])
+        dropped = ", ".join(f"{rule} {number(n)}" for rule, n in sorted(mapping(counts.get("dropped")).items()) if n)
+        if shard["state"] == "quarantined":
+            quarantined.append(shard)
+        elif shard["sha256"] in trained:
+            used_of = [number(counts.get("train")), number(counts.get("held_out"))]
+            rows.append([shard["name"], number(shard["rows"]), *used_of, number(shard["tokens"]), dropped or "nothing"])
+    return rows, quarantined
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,108 @@
+"""Delivers messages: every receiver in the order of the events, each at least once, from a position of its own.
+
+The position in ``notified.json`` is moved after a delivery: killed in between, the message is delivered again. A receiver that fails keeps its
+position and is asked again after a while; another one is not held up by it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from factory.core.errors import ConfigError
+from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
+from factory.retrying.backoff import Backoff, in_words
+from factory.show.telling.messages import message_of
+from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
+from factory.watching.notified import FILE, read_positions
+from kernels.contract.files import write_atomically
+
+EVENTS_AT_ONCE = 200
+
+
+class Notifier:
+    """For one process: ``look`` every few seconds. Waits after failures are kept in memory."""
+
+    def __init__(self, plant: Plant) -> None:
+        self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
+        self._backoff: Backoff | None = None
+        self._looked_at: dict[
+            str, int
+        ] = {}  # by receiver, the newest event behind its position that is nothing to tell it
+
+    def look(self) -> None:
+        """Deliver what is new. A receiver that is new itself is told what happens from now on.
+
+        Raises: ConfigError, and what a fault of the machine makes of it.
+        """
+        policy = NotificationPolicy.load(self.workspace.policy("notifications.yaml"))
+        wanted = receivers(policy, self.workspace.root)
+        positions = _positions(self.workspace)
+        if not wanted and not positions:
+            return
+        if self._backoff is None:
+            self._backoff = Backoff(policy.first_wait_seconds, policy.longest_wait_seconds)
+        kept = {name: positions[name] for name in wanted if name in positions}
+        self._looked_at = {name: event for name, event in self._looked_at.items() if name in kept}
+        newest = self._newest() if wanted.keys() - kept.keys() else {}
+        kept |= {name: newest for name in wanted if name not in kept}
+        if kept != positions:
+            self._write(kept)
+        for name, receiver in wanted.items():
+            if not self._backoff.rests(name):
+                self._serve(name, receiver, policy, kept)
+
+    def _serve(self, name: str, receiver: Receiver, policy: NotificationPolicy, positions: dict[str, Any]) -> None:
+        assert self._backoff is not None
+        since = self._looked_at.get(name) or self._since(positions[name])
+        while events := self._events(since):
+            for event in events:
+                message = message_of(Plant(self.workspace, self.ledger), event)
+                if message is None or not set(message.kinds) & set(policy.kinds):
+                    since = self._looked_at[name] = event["id"]
+                    continue
+                try:
+                    receiver.deliver(message.to_json(self.workspace))
+                except NotDeliveredError as error:
+                    rest, news = self._backoff.failed(name, str(error))
+                    positions[name] |= {"failing": str(error), "failures": rest.failures}
+                    self._write(positions)
+                    if news:
+                        again = f"it gets event {event['id']} again in {in_words(rest.seconds)}, and nothing is lost"
+                        self.progress.line(f"  notifying by {name} failed: {error} ({again})")
+                    return
+                positions[name] = {"event": event["id"], "at": event["at"]}
+                self._write(positions)
+                since = self._looked_at[name] = event["id"]
+                if self._backoff.succeeded(name):
+                    self.progress.line(f"  notifying by {name} works again")
+
+    def _newest(self) -> dict[str, Any]:
+        rows = self.ledger.read("SELECT id, at FROM events ORDER BY id DESC LIMIT 1")
+        return {"event": rows[0]["id"], "at": rows[0]["at"]} if rows else {"event": 0, "at": 0.0}
+
+    def _since(self, position: dict[str, Any]) -> int:
+        """The newest event that was delivered. In a ledger that was restored the numbers may be others: then by time."""
+        known = self.ledger.read("SELECT at FROM events WHERE id = :id", id=position["event"])
+        if position["event"] == 0 or (known and known[0]["at"] == position["at"]):
+            return int(position["event"])
+        sql = "SELECT COALESCE(MAX(id), 0) AS id FROM events WHERE at <= :at"
+        return int(self.ledger.read(sql, at=position["at"])[0]["id"])
+
+    def _events(self, since: int) -> list[dict[str, Any]]:
+        sql = "SELECT id, at, kind, subject, detail FROM events WHERE id > :since ORDER BY id LIMIT :most"
+        return self.ledger.read(sql, since=since, most=EVENTS_AT_ONCE)
+
+    def _write(self, positions: dict[str, Any]) -> None:
+        write_atomically(self.workspace.root / FILE, json.dumps(positions, indent=2))
+
+
+def _positions(workspace: Workspace) -> dict[str, Any]:
+    found = read_positions(workspace)
+    if found is None:
+        path = workspace.root / FILE
+        raise ConfigError(
+            f"{path} cannot be read: remove it, and whoever is notified is told what happens from then on"
+        )
+    return found

@@ -1,0 +1,81 @@
+"""Sends one message over the network, in a process of its own, which a time limit can end whatever a server does.
+
+A script that imports nothing of this project: standard input has ``{"url", "message"}``, and ``"webhook": true`` where the message is POSTed as it
+is; every other address is one of apprise's. Exit 0 means delivered; otherwise the last line on standard error says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import ipaddress
+import json
+import os
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+SECRET = "FACTORY_WEBHOOK_SECRET"
+LOOK = {"failure": "failure", "anomaly": "warning", "release": "success"}  # what apprise calls it; else 'info'
+
+
+def post(url: str, message: dict[str, Any]) -> str:
+    """POST JSON; any answer of 2xx means delivered, and no redirect is followed. Returns why it was not, or ''."""
+    body = json.dumps(message).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "factory", "X-Factory-Event": str(message["id"])}
+    if secret := os.environ.get(SECRET, ""):
+        headers["X-Factory-Signature"] = "sha256=" + hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port)
+    try:
+        connection.request("POST", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), body, headers)
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if 200 <= status < 300 else f"it answered {status}"
+
+
+def tell(url: str, message: dict[str, Any]) -> str:
+    """Send by apprise. Returns why it was not delivered, or ''."""
+    from apprise import Apprise, AppriseAsset, LogCapture
+
+    # a redirect would turn a POST into a GET, and look delivered
+    asset = AppriseAsset(app_id="factory", app_desc="", app_url="", http_redirects=False)
+    with LogCapture(level=30, fmt="%(message)s") as log:
+        receiver = Apprise.instantiate(url, asset=asset)
+        if receiver is None:
+            return f"apprise does not take the address: {_last(log.getvalue()) or 'it is none of its forms'}"
+        if open_to_read(receiver):
+            return "this address sends without encryption, which is for this machine alone: use its encrypted form"
+        kinds = message["kinds"]
+        done = receiver.notify(
+            title=f"{message['workspace']}: {message['title']}",
+            body=f"{message['text']}\n(event {message['id']})".lstrip(),
+            notify_type=next((LOOK[kind] for kind in LOOK if kind in kinds), "info"),
+        )
+        return "" if done else _last(log.getvalue()) or "apprise says no more"
+
+
+def open_to_read(receiver: Any) -> bool:
+    """Could others on the way read what it sends?"""
+    words = lambda known: (known,) if isinstance(known, str) else known or ()
+    plain = receiver.schema in words(receiver.protocol) and receiver.schema not in words(receiver.secure_protocol)
+    host = getattr(receiver, "smtp_host", None) or getattr(receiver, "host", None)
+    if not plain or not host or getattr(receiver, "secure_mode", "insecure") != "insecure":
+        return False
+    try:
+        return host != "localhost" and not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return True
+
+
+def _last(text: str) -> str:
+    """Of what apprise logged, the last line that shows no address."""
+    return next((line for line in reversed(text.splitlines()) if line.strip() and "://" not in line), "")
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    sys.exit((post if given.get("webhook") else tell)(given["url"], given["message"]) or 0)

@@ -1,1 +1,0 @@
-"""What MLflow shows: runs of segments, candidates and proposals, and their metrics."""

@@ -1,0 +1,397 @@
+"""The code loop by itself: what is next, that each round ends, what it may cost, and that a kill in any stage loses and doubles nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import yaml
+
+from agents.core.improve_policy import AGENTS as NAMES
+from agents.core.improve_policy import ImproveBudget, ImprovePolicy
+from agents.core.proposal import Edit, Proposal
+from factory.code_loop import improving, submitting
+from factory.code_loop.agent_runs import AgentOptions
+from factory.code_loop.improvements import BEGAN, ENDED, Used, as_written, facts, lines, stages, used
+from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage
+from factory.code_loop.proposing import AGENTS
+from factory.code_loop.workbench import LiveWorkbench
+from factory.core.errors import ConfigError
+from factory.core.workspace import code_root
+from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
+from factory.ledger.plant import Plant
+from factory.ledger.writing import insert
+from factory.show.telling.messages import message_of
+from tests.support.factory.approvals import PatchPlant, given_verdict
+from tests.support.git import git
+from tests.support.plants.release_scene import add_segment, with_store
+from tests.support.said import Said
+from trainer.contract.recipe import Recipe
+
+IDLE = ImprovePolicy(when="when-idle")
+READY = LoopState(IDLE, 720, ("search", "kernel-engineer"), profile=7)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (replace(READY, policy=ImprovePolicy()), "off"),
+        (replace(READY, profile=None), LoopStage(PROFILE)),
+        (READY, LoopStage(PROPOSE, "search")),
+        (replace(READY, written=(4, "search")), LoopStage(JUDGE, "search", 4)),
+        (replace(READY, written=(4, "search"), promoted=3), LoopStage(MERGE, proposal=3)),
+        (replace(READY, finished=frozenset({"search"})), LoopStage(PROPOSE, "kernel-engineer")),
+        (replace(READY, finished=frozenset({"search", "kernel-engineer"})), "nothing is left"),
+        (replace(READY, agents=()), "no LLM endpoint"),
+        (replace(READY, agents=("recipe-scout",), profile=None), LoopStage(PROPOSE, "recipe-scout")),
+        (replace(READY, killed={"propose by search": 2}), LoopStage(PROPOSE, "search")),
+        (replace(READY, killed={"propose by search": 3}), LoopStage(PROPOSE, "kernel-engineer")),
+        (replace(READY, profile=None, killed={"profile": 3}), "nothing is left"),
+        (replace(READY, used=Used(14_399.0)), LoopStage(PROPOSE, "search")),
+        (replace(READY, used=Used(14_400.0)), "14,400 of 14,400 device-seconds"),
+        (replace(READY, used=Used(14_400.0), begun=True), LoopStage(PROPOSE, "search")),
+        (replace(READY, used=Used(0.0, 2_000_000)), "tokens of the last 24 hours are used"),
+        (replace(READY, used=Used(0.0, 0, 5.0)), "5 of 5 USD"),
+        (replace(READY, used=Used(14_400.0), written=(4, "search")), LoopStage(JUDGE, "search", 4)),
+        (
+            replace(READY, policy=IDLE.model_copy(update={"per_day": ImproveBudget(usd=0.0)})),
+            LoopStage(PROPOSE, "search"),
+        ),
+        (replace(READY, policy=ImprovePolicy(when="nightly")), "waits for the night (22:00-06:00)"),
+        (replace(READY, policy=ImprovePolicy(when="nightly"), minute=5 * 60 + 59), LoopStage(PROPOSE, "search")),
+        (replace(READY, policy=ImprovePolicy(when="nightly"), minute=6 * 60), "waits for the night"),
+        (replace(READY, policy=ImprovePolicy(when="nightly", night="12:00-12:01")), LoopStage(PROPOSE, "search")),
+    ],
+)
+def test_what_is_next(seen: LoopState, expected: LoopStage | str) -> None:
+    found = next_stage(seen)
+    assert found == expected if isinstance(expected, LoopStage) else isinstance(found, str) and expected in found, found
+
+
+@pytest.mark.parametrize(
+    ("improve", "words"),
+    [
+        ({"agents": ["serch"]}, "key 'improve.agents.0': no agent 'serch'; did you mean 'search'?"),
+        ({"agents": ["oracle"]}, "no agent 'oracle'; known: kernel-engineer, recipe-scout, search"),
+        ({"agents": []}, "key 'improve.agents'"),
+        ({"when": "daily"}, "key 'improve.when'"),
+        ({"night": "25:00-06:00"}, "key 'improve.night': expected two times of day, as 22:00-06:00, got '25:00-06:00'"),
+        (
+            {"per_day": {"device_second": 1.0}},
+            "unknown key 'improve.per_day.device_second'; did you mean 'device_seconds'?",
+        ),
+    ],
+)
+def test_a_wrong_key_is_one_line_that_names_it(improve: dict[str, Any], words: str, plant: PatchPlant) -> None:
+    allow(plant, **improve)
+    with pytest.raises(ConfigError) as caught:
+        improving.due(the(plant), plant.ledger)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_policy_knows_the_agents_that_there_are() -> None:
+    assert set(NAMES) == set(AGENTS)
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PatchPlant:
+    """Three files of code and a trunk; profiles and drafts take no time, and the gate holds what it is handed."""
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    made = PatchPlant(tmp_path)
+    with_store(made.workspace)
+    segment = add_segment(made.workspace, made.ledger, "trunk")
+    recipe = Recipe.load(code_root() / "policies" / "recipes" / "tiny.yaml").model_dump(mode="json")
+    with made.ledger.begin() as tx:
+        tx.execute(segments.update().values(recipe_json=recipe))
+        values = {"id": "c", "segment": segment.id, "step": 100, "path": "c", "created_at": 0.0}
+        tx.execute(checkpoints.insert().values(**values))
+    allow(made, when="when-idle")
+    monkeypatch.setattr(improving, "profile", profiled)
+    drafts(monkeypatch)
+    given_verdict(monkeypatch, "hold")
+    return made
+
+
+def profiled(plant: Plant, *_: object) -> int:
+    with plant.ledger.begin() as tx:
+        return insert(tx, profiles, code_commit="c", path="p", summary={}, created_at=time.time())
+
+
+def drafts(
+    monkeypatch: pytest.MonkeyPatch, targets: tuple[str, ...] = ("kernel:a",), before: Callable[[], None] = lambda: None
+) -> None:
+    """The search proposer tries these targets, each while it is not closed."""
+
+    def search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Any) -> list[int]:
+        before()
+        left = [one for one in targets if not any(attempt.closed for attempt in bench.history(one))]
+        text = f"x = {left[0] if left else ''!r}\n"
+        return [
+            submit(
+                bench.plant, Proposal("search", one, "Try it", "Why.", 1.1, (Edit("kernels/ops.py", text),)), bench.base
+            )
+            for one in left[:1]
+        ]
+
+    monkeypatch.setitem(AGENTS, "search", search)
+
+
+def allow(plant: PatchPlant, **improve: Any) -> None:
+    raw = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
+    path = plant.workspace.root / "policies" / "agents.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(raw | {"improve": raw["improve"] | improve}))
+
+
+def the(plant: PatchPlant, said: Said | None = None) -> Plant:
+    return Plant(plant.workspace, plant.ledger, *([said] if said else []))
+
+
+def rounds(plant: PatchPlant, said: Said | None = None, most: int = 12) -> list[str]:
+    """Let the daemon do what is due until nothing is: the stages, as text."""
+    done = []
+    while (stages := improving.due(the(plant), plant.ledger)) and len(done) < most:
+        improving.do(the(plant, said), stages[0])
+        done.append(str(stages[0]))
+    return done
+
+
+def test_a_round_goes_from_the_profile_to_the_verdict_and_each_target_is_tried_once(
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts(monkeypatch, ("kernel:a", "kernel:b"))
+    said = Said()
+    propose = "propose by search"
+    expected = ["profile", propose, "judge proposal 1", propose, "judge proposal 2", propose]
+    assert rounds(plant, said) == expected  # what was held is not proposed again
+    assert [row["outcome_of"] for row in judged(plant)] == ["kernel:a", "kernel:b"]
+    assert said.lines[0].startswith("  improve: no LLM endpoint is configured") and "kernel-engineer" in said.lines[0]
+    assert sum("no LLM endpoint" in line for line in said.lines) == 1
+    assert "nothing is left to try until code, recipe, machine or agents.yaml change" in said.lines[-1]
+    assert rounds(plant) == []
+    allow(plant, when="when-idle", night="21:00-06:00")  # the policy changed: all of it may be tried again
+    assert rounds(plant)[:3] == ["profile", propose, "judge proposal 3"]
+    before = len(judged(plant))
+    (plant.target / "README.md").write_text("# moved\n")
+    git(plant.target, "commit", "-q", "-a", "-m", "a person's")
+    assert rounds(plant, most=3)[0] == "profile" and len(judged(plant)) == before + 1
+
+
+def judged(plant: PatchPlant) -> list[dict[str, Any]]:
+    rows = plant.ledger.rows(sa.select(proposals).where(proposals.c.state == "judged").order_by(proposals.c.number))
+    return [row | {"outcome_of": row["target"]} for row in rows]
+
+
+def test_it_does_nothing_by_default_without_a_trunk_and_while_another_process_proposes(
+    plant: PatchPlant, tmp_path: Path
+) -> None:
+    look = lambda: improving.due(the(plant), plant.ledger)
+    assert look() == [LoopStage(PROFILE)]
+    with plant.workspace.lock("code-loop"):
+        assert look() == []
+    allow(plant)
+    assert look() == []
+    (tmp_path / "new").mkdir()
+    new = PatchPlant(tmp_path / "new")
+    allow(new, when="when-idle")
+    assert improving.due(the(new), new.ledger) == []
+
+
+def test_the_policy_of_the_gate_merges_and_what_waits_for_a_person_closes_its_target(
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_verdict(monkeypatch, "promote")
+    assert rounds(plant)[2:] == ["judge proposal 1", "propose by search"] and plant.row(1)["state"] == "judged"
+    gate = plant.workspace.root / "policies" / "gates" / "patch.yaml"
+    gate.parent.mkdir(parents=True)
+    gate.write_text("approval: automatic\n")
+    before = plant.head()
+    assert rounds(plant)[0] == "merge proposal 1"
+    assert plant.row(1)["state"] == "approved" and plant.head() != before
+    assert plant.words() == [("approved", "policy")]
+
+
+def test_the_budget_is_of_the_last_24_hours_and_ends_no_judgement(plant: PatchPlant) -> None:
+    allow(plant, when="when-idle", per_day={"device_seconds": 10.0})
+    assert rounds(plant, most=1) == ["profile"]
+    ended(plant, seconds=11.0)
+    assert rounds(plant, most=1) == ["propose by search"]
+    ended(plant, seconds=5.0, devices=2)
+    said = Said()
+    assert rounds(plant, said) == ["judge proposal 1"]
+    words = said.lines[-1].split()
+    assert (
+        words[:3] == ["improve:", "it", "waits:"] and float(words[3]) > 21 and "of 10 device-seconds" in said.lines[-1]
+    )
+    with plant.ledger.begin() as tx:
+        tx.execute(events.update().where(events.c.kind == ENDED).values(at=time.time() - 86_401))
+    assert rounds(plant, most=1) == ["propose by search"]
+
+
+def ended(plant: PatchPlant, **cost: Any) -> None:
+    """The newest stage took as much."""
+    row = plant.ledger.one(sa.select(events).where(events.c.kind == ENDED).order_by(events.c.id.desc()).limit(1))
+    assert row is not None
+    with plant.ledger.begin() as tx:
+        tx.execute(events.update().where(events.c.id == row["id"]).values(detail=row["detail"] | cost))
+
+
+def test_tokens_count_from_when_a_stage_began_even_if_it_was_killed(plant: PatchPlant) -> None:
+    now = time.time()
+    run = {
+        "agent": "kernel-engineer",
+        "asked": "",
+        "base_commit": "b",
+        "profile": 0,
+        "state": "running",
+        "created_at": now,
+    }
+    began = {"stage": PROPOSE, "agent": "kernel-engineer", "situation": "s", "model": True}
+    with plant.ledger.begin() as tx:
+        number = insert(tx, agent_runs, **run)
+        other = insert(tx, agent_runs, **(run | {"agent": "loss-doctor"}))
+        insert(tx, events, at=now - 100, kind=BEGAN, subject="code_loop", detail=began)
+        spent = {"label": "l", "state": "done", "usd": 0.25}
+        for at, who, tokens in (
+            (now - 200, number, 1),
+            (now - 50, number, 40),
+            (now - 40, other, 2),
+            (now - 1, number, 60),
+        ):
+            insert(tx, exchanges, at=at, run=who, tokens=tokens, **spent)
+    found = used(plant.ledger, stages(plant.ledger, now), now)
+    assert found == Used(0.0, 100, 0.5)
+
+
+KILL = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("point", ["profile", "draft", "written", "gate", "verdict"])
+def test_killed_in_a_stage_the_next_pass_does_it_again(
+    point: str, plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages_before = {"profile": 0, "draft": 1, "written": 1, "gate": 2, "verdict": 2}[point]
+    assert len(rounds(plant, most=stages_before)) == stages_before
+    stage = improving.due(the(plant), plant.ledger)[0]
+    child = os.fork()
+    if child == 0:
+        try:
+            place, name = {
+                "profile": (improving, "profile"),
+                "draft": (submitting.repository, "apply_proposal"),
+                "written": (improving, "write"),
+                "gate": (submitting, "_decide"),
+                "verdict": (submitting, "record_judged"),
+            }[point]
+            real = getattr(place, name)
+
+            def killed(*arguments: Any, **named: Any) -> None:
+                if point == "written":
+                    real(*arguments, **named)
+                KILL()
+
+            setattr(place, name, killed)
+            own = Ledger.open(plant.workspace.ledger_url, plant.workspace.root)
+            improving.do(Plant(plant.workspace, own), stage)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    again = rounds(plant)
+    expected = stage if point != "written" else LoopStage(JUDGE, "search", 1)
+    assert again[0] == str(expected), again
+    assert [row["target"] for row in judged(plant)] == ["kernel:a"]
+    assert {row["state"] for row in plant.ledger.rows(sa.select(proposals))} <= {"judged", "failed"}
+    assert sorted(path.name for path in plant.workspace.worktrees.iterdir()) == []
+    branches = git(plant.target, "branch", "--list", "factory/*").split()
+    assert branches == [judged(plant)[0]["branch"]]
+
+
+def test_what_kills_the_daemon_each_time_it_is_judged_is_given_up(plant: PatchPlant) -> None:
+    rounds(plant, most=2)
+    killed_in(plant, LoopStage(JUDGE, "search", 1), 3)
+    said = Said()
+    assert rounds(plant, said) == ["judge proposal 1"] and plant.row(1)["state"] == "failed"
+    assert "given up" in said.lines[1] and git(plant.target, "branch", "--list", "factory/*") == ""
+
+
+def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
+    situation = stages(plant.ledger, time.time())[-1].began["situation"]
+    with plant.ledger.begin() as tx:
+        for _ in range(times):
+            insert(
+                tx,
+                events,
+                at=time.time(),
+                kind=BEGAN,
+                subject="code_loop",
+                detail=stage.detail() | {"situation": situation},
+            )
+
+
+def test_what_fails_is_raised_recorded_and_tried_again(plant: PatchPlant, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds(plant, most=1)
+
+    def fails() -> None:
+        raise ConfigError("no such thing")
+
+    drafts(monkeypatch, before=fails)
+    with pytest.raises(ConfigError, match="no such thing"):
+        rounds(plant)
+    assert stages(plant.ledger, time.time())[-1].left["failed"] == "ConfigError: no such thing"  # type: ignore[index]
+    drafts(monkeypatch)
+    assert rounds(plant)[0] == "propose by search"
+
+
+def test_the_state_of_the_world_is_looked_at_again_before_a_stage(plant: PatchPlant) -> None:
+    stage = improving.due(the(plant), plant.ledger)[0]
+    allow(plant)
+    improving.do(the(plant), stage)
+    assert stages(plant.ledger, time.time()) == []
+
+
+def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
+    told = lambda running=True: lines(facts(plant.ledger, as_written(plant.workspace), time.time()), running)
+    assert told() == ["improve   when-idle"]
+    rounds(plant, most=2)
+    ended(plant, seconds=90.0, devices=4)
+    assert "propose by search: proposal 1" in told()[1]
+    assert told()[2].split()[:2] == ["360", "device-seconds,"]
+    killed_in(plant, LoopStage(JUDGE, "search", 1), 1)
+    assert "now judge proposal 1, since" in told()[0] and told(running=False)[0] == "improve   when-idle"
+    rounds(plant)
+    assert "propose by search: nothing found; nothing is left to try" in told()[1]
+    json.dumps(facts(plant.ledger, as_written(plant.workspace), time.time()))
+    allow(plant)
+    assert told()[0] == "improve   off" and "nothing is left" not in told()[1]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "approval", "kinds", "title"),
+    [
+        ("promote", "manual", ("verdict", "approval"), "proposal 1: promote, and waits for approval"),
+        ("promote", "automatic", ("verdict",), "proposal 1: promote"),
+        ("hold", "manual", ("verdict",), "proposal 1: hold"),
+    ],
+)
+def test_receivers_are_told_of_its_verdicts_and_merges(
+    outcome: str, approval: str, kinds: tuple[str, ...], title: str, tmp_path: Path
+) -> None:
+    plant = PatchPlant(tmp_path)
+    gate = plant.workspace.root / "policies" / "gates" / "patch.yaml"
+    gate.parent.mkdir(parents=True)
+    gate.write_text(f"approval: {approval}\n")
+    row = plant.judged(outcome=outcome)
+    event = {"id": 1, "at": 0.0, "subject": "proposal:1"}
+    told = message_of(plant, event | {"kind": "judged", "detail": {"outcome": outcome, "verdict": row["verdict"]}})
+    assert told is not None and (told.kinds, told.title) == (kinds, title) and "so it measured" in told.text
+    assert ("factory proposals approve 1" in told.text) is ("approval" in kinds)
+    merged = message_of(plant, event | {"kind": "proposal_approved", "detail": {"by": "policy"}})
+    assert merged is not None and (merged.title, merged.text) == ("proposal 1 is merged", "approved by policy")

@@ -1,0 +1,89 @@
+"""An arm is what it is: its key follows from that alone, and what cannot be an arm is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from factory.core.errors import InputError
+from factory.runs.arm import Arm, refuse_impossible
+from tests.support.trainer.segments import recipe_with
+from trainer.contract.checkpoint.format import Checkpoint, save
+
+
+def base(**keys: Any) -> dict[str, Any]:
+    plan = {"token_shards": [{"id": "a", "path": "here/a", "generation": 0}], "weights": {"*": 1.0}, "seed": 3}
+    spec = {"kind": "trunk", "recipe": recipe_with().model_dump(), "data_plan": plan, "first_step": 0, "last_step": 8}
+    return {**spec, "initial_checkpoint": None} | keys
+
+
+ARM = Arm("one", base(), "c0ffee")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"code": "beef"},
+        {"recipe": {"optimizer.lr": 0.5}},
+        {"plan": {"seed": 4}},
+        {"until": 4},
+        {"seed": 3},  # walks the data from its beginning
+        {"precision": "bf16"},
+        {"kernels": "cpu: {}"},
+        {"ranks": 2},
+        {"environment": "python"},
+        {"repeat": 1},
+    ],
+)
+def test_whatever_decides_what_is_trained_decides_the_key(keys: dict[str, Any]) -> None:
+    other = replace(ARM, name="other", **keys)
+    assert other.key != ARM.key
+    refuse_impossible([ARM, other])
+
+
+def test_names_and_places_do_not_decide_it(tmp_path: Path) -> None:
+    moved = base()
+    moved["data_plan"] |= {"token_shards": [{"id": "a", "path": "there/a", "generation": 0}]}
+    assert replace(ARM, name="two", base=moved).key == ARM.key
+    held = Checkpoint({"w": torch.ones(3)}, {"exp_avg.w": torch.zeros(3)}, {"step": 4})
+    here, there = (save(tmp_path / name, held) for name in "ab")
+    other = save(tmp_path / "c", replace(held, model={"w": torch.zeros(3)}))
+    keys = [replace(ARM, start=path).key for path in (here, there, other)]
+    assert keys[0] == keys[1] != keys[2] and keys[0] != ARM.key
+
+
+def test_a_start_within_the_segment_is_resumed_and_one_at_its_beginning_is_where_it_branches(tmp_path: Path) -> None:
+    within, begins = tmp_path / "step-00000004", tmp_path / "step-00000002"
+    arm = replace(ARM, base=base(first_step=2))
+    found = replace(arm, start=within)
+    assert (found.first, found.resumes, found.spec()["initial_checkpoint"]) == (4, within, None)
+    found = replace(arm, start=begins)
+    assert (found.first, found.resumes, found.spec()["initial_checkpoint"]) == (2, None, str(begins))
+
+
+@pytest.mark.parametrize(
+    ("arms", "says"),
+    [
+        (
+            [replace(ARM, recipe={"optimizer.lrr": 1})],
+            "arm 'one': no recipe has the key 'optimizer.lrr'; did you mean 'lr'",
+        ),
+        ([replace(ARM, recipe={"optimiser.lr": 1})], "no recipe has the key 'optimiser.lr'; did you mean 'optimizer'"),
+        ([replace(ARM, plan={"sede": 1})], "arm 'one': no data plan has the key 'sede'; did you mean 'seed'"),
+        ([ARM, replace(ARM, name="two")], "the arms 'one' and 'two' differ in nothing"),
+        ([ARM, replace(ARM, name="two", recipe={"precision": "fp32"})], "the arms 'one' and 'two' differ in nothing"),
+    ],
+)
+def test_what_is_no_arm_is_refused_in_one_line(arms: list[Arm], says: str) -> None:
+    with pytest.raises(InputError, match=says) as raised:
+        refuse_impossible(arms)
+    assert "\n" not in str(raised.value)
+
+
+def test_keys_that_are_the_users_own_are_not_looked_up() -> None:
+    refuse_impossible([replace(ARM, recipe={"mixture.weights": {"code": 1.0}, "schedule.trunk_steps.first": 9})])
+    refuse_impossible([replace(ARM, recipe={"mixture.weights.code": 1.0})])

@@ -1,0 +1,98 @@
+"""How far apart two runs are, held against the same by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from factory.runs.distance import (
+    Apart,
+    apart,
+    by_kind,
+    distance,
+    nudged,
+    same_bits,
+    sizes,
+    together,
+    unlike,
+    weights_apart,
+)
+from trainer.contract.checkpoint.format import Checkpoint, load, save
+
+
+def left(seed: int, **more: torch.Tensor) -> Checkpoint:
+    draw = torch.Generator().manual_seed(seed)
+    model = {name: torch.randn(4, 3, generator=draw) for name in ("a", "b")}
+    optimizer = {
+        f"{kind}.{name}": torch.randn(4, 3, generator=draw) for kind in ("exp_avg", "exp_avg_sq") for name in "ab"
+    }
+    return Checkpoint(model | more, optimizer | {"rng": torch.zeros(2, dtype=torch.uint8)}, {"step": 4})
+
+
+def test_weights_are_apart_by_their_ways_and_moments_by_themselves() -> None:
+    one, two, begun, other = (left(seed) for seed in range(4))
+    found = distance(one, two, begun.model, other.model)
+    a, b, c, d = (x.model["a"].double().numpy() for x in (one, two, begun, other))
+    assert found.weights["a"].apart == pytest.approx(np.linalg.norm((b - d) - (a - c)), rel=1e-12)
+    assert found.weights["a"].size == pytest.approx(np.linalg.norm(a - c), rel=1e-12)
+    m, n = (x.optimizer["exp_avg.a"].double().numpy() for x in (one, two))
+    assert found.shares()["exp_avg.a"] == pytest.approx(np.linalg.norm(n - m) / np.linalg.norm(m), rel=1e-12)
+    assert "rng" not in found.moments
+    whole = together(apart(one.model, two.model).values())
+    both = [np.concatenate([x.model[n].double().numpy().ravel() for n in "ab"]) for x in (one, two)]
+    assert whole.apart == pytest.approx(np.linalg.norm(both[1] - both[0]), rel=1e-12)
+    kinds = by_kind(found.moments)
+    assert kinds.keys() == {"exp_avg", "exp_avg_sq"}
+    assert kinds["exp_avg"].apart == pytest.approx(math.hypot(*(found.moments[f"exp_avg.{n}"].apart for n in "ab")))
+    assert sizes(one.model)["a"] == pytest.approx(np.linalg.norm(a))
+
+
+def test_what_has_no_counterpart_is_infinitely_far_and_not_the_same() -> None:
+    one = left(0)
+    for other in (left(0, c=torch.ones(2)), left(0, a=torch.ones(2))):
+        assert math.inf in distance(one, other).shares().values() and math.inf in distance(other, one).shares().values()
+        assert unlike(one, other) and not same_bits(one, other) and weights_apart(one.model, other.model)
+    assert apart(one.model, one.model, {"a": one.model["a"]})["b"].share == math.inf, "it is not known where b began"
+
+
+def test_one_bit_is_no_longer_the_same() -> None:
+    one, two = left(0), left(0)
+    assert (
+        same_bits(one, two)
+        and not weights_apart(one.model, two.model)
+        and set(distance(one, two).shares().values()) == {0.0}
+    )
+    two.optimizer["rng"][0] += 1
+    assert not same_bits(one, two), "the generator counts, though it is no distance"
+    two = left(0)
+    two.model["b"][0, 0] = torch.nextafter(two.model["b"][0, 0], torch.tensor(9.0))
+    assert not same_bits(one, two) and weights_apart(one.model, two.model) == ["b"]
+    assert 0 < distance(one, two).weights["b"].share < 1e-6
+
+
+def test_not_a_number_is_never_near() -> None:
+    one, two = left(0), left(0)
+    two.model["a"][0, 0] = math.nan
+    assert not distance(one, two).weights["a"].share <= 1e9 and not same_bits(two, two)
+
+
+def test_nudged_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Path) -> None:
+    straight = save(tmp_path / "straight", left(0))
+    one, two = (nudged(straight, tmp_path / str(seed), 2.0**-9, seed) for seed in (1, 2))
+    held, made = load(straight), load(one)
+    shares = ((made.model["a"] - held.model["a"]) / held.model["a"]).abs()
+    assert torch.allclose(shares, torch.full_like(shares, 2.0**-9), rtol=1e-3)
+    assert (
+        all(made.optimizer[name].equal(tensor) for name, tensor in held.optimizer.items()) and made.state == held.state
+    )
+    assert weights_apart(made.model, load(two).model) == ["a", "b"]
+    before = (one / "manifest.json").stat().st_mtime_ns
+    assert nudged(straight, tmp_path / "1", 2.0**-9, 1) == one and (one / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_share_of_nothing() -> None:
+    assert Apart(0.0, 0.0).share == 0.0 and Apart(1.0, 0.0).share == math.inf

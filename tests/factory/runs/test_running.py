@@ -1,0 +1,253 @@
+"""Arms are trained, with real trainers: each once, those of one code in one process, to the same bits wherever."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from factory.core import devices
+from factory.core.errors import InputError, SegmentError
+from factory.core.workspace import Workspace
+from factory.gates.untrusted_files import UntrustedFileError
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.rows import RunRow, Subject
+from factory.runs import live, sandboxed
+from factory.runs.arm import Arm
+from factory.runs.distance import same_bits
+from factory.runs.live_code import LiveCode
+from factory.runs.running import Runs, every_run, in_words
+from factory.runs.sandboxed import Ended, SandboxedTrainer
+from factory.runs.trace import Trace
+from tests.support.factory.command import command_here
+from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
+from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here
+from trainer.contract.checkpoint.format import name_of
+from trainer.contract.data.token_shard import write_token_shard
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("data")
+    shard = write_token_shard(root / "shard", make_documents(1, {"code": 60}), vocab_size=512, tokenizer_sha256="")
+    recipe = recipe_with(checkpoint_every=2, keep_checkpoints=9, mixture__weights={"*": 1.0})
+    plan = json.loads(plan_of(shard, weights={"*": 1.0}).to_json())
+    spec = {"kind": "trunk", "recipe": recipe.model_dump(), "data_plan": plan, "first_step": 0, "last_step": STEPS}
+    return {**spec, "initial_checkpoint": None, "code_commit": "0" * 40}
+
+
+@pytest.fixture
+def arm(base: dict[str, Any]) -> Arm:
+    return Arm("straight", base, "here", ranks=1)
+
+
+@pytest.fixture
+def runs(workspace: Workspace, ledger: Ledger) -> Runs:
+    return Runs(Plant(workspace, ledger), workspace.root / "compared", "audit", Subject("segment", 3))
+
+
+@pytest.fixture
+def code(workspace: Workspace) -> LiveCode:
+    return LiveCode(ROOT, workspace.root / "cache" / "code", True)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    """The calls of a function, which goes on doing what it does."""
+    calls: list[Any] = []
+    function: Callable[..., Any] = getattr(module, name)
+
+    def called(*words: Any, **keys: Any) -> Any:
+        calls.append(words)
+        return function(*words, **keys)
+
+    monkeypatch.setattr(module, name, called)
+    return calls
+
+
+def here(root: Path, arm: Arm) -> Trace:
+    """The same arm, trained in this process."""
+    root.mkdir(exist_ok=True)
+    live.prepare(root, root / arm.key, arm)
+    assert train_here(root / arm.key) == (0, "")
+    return Trace(root / arm.key, arm.first, arm.last)
+
+
+def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
+    runs: Runs, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = counted(monkeypatch, live, "start_trainer")
+    again = replace(arm, name="again", repeat=1)
+    low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
+    (runs.home / "gone").mkdir(parents=True)
+    gone = [{"id": "gone", "path": str(runs.home / "gone"), "generation": 0}]
+    bad = replace(arm, name="no data", plan={"token_shards": gone})
+    done = runs.live(code, [arm, again, low, bad], "four arms")
+    assert len(started) == 1 and done.code == 2 and "gone" in done.line
+    assert runs.live(code, [arm, again, low], "three arms").code == 0 and len(started) == 1
+    straight = runs.trace(arm)
+    assert same_bits(straight.left, runs.trace(again).left) and not same_bits(straight.left, runs.trace(low).left)
+    assert same_bits(straight.left, here(tmp_path / "here", arm).left), "as a process of its own"
+    losses = straight.series(["loss", "nothing"])
+    assert list(losses) == ["loss"] and len(losses["loss"]) == STEPS and None not in losses["loss"]
+    assert straight.result["last_step"] == STEPS and straight.replicas_apart == []
+    assert runs.live(code, [replace(arm, name="asked for by another name")], "the same arm").code == 0
+    assert len(started) == 1, "what was trained is not trained again"
+    resumed = replace(arm, name="resumed", start=straight.checkpoint.with_name(name_of(2)))
+    assert runs.live(code, [resumed], "one more").code == 0 and len(started) == 2
+    assert same_bits(straight.left, runs.trace(resumed).left) and runs.trace(resumed).lines.keys() == {2, 3}
+    rows = {run["arm"]["name"]: run for run in every_run(runs.plant.ledger)}
+    assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
+        ("straight", "again", "low rate", "resumed"), "done"
+    ) | {"no data": "failed"}
+    assert rows["no data"]["ended"] == done.line and "no data (steps 0–4): failed: exit 2" in in_words(rows["no data"])
+    assert {(run["subject"], run["purpose"]) for run in rows.values()} == {("segment:3", "audit")}
+    assert rows["low rate"]["arm"]["recipe"] == {"optimizer.lr": 1e-5} and rows["low rate"]["steps"] == STEPS
+    assert Path(rows["straight"]["folder"]) == runs.folder(arm)
+
+
+def test_arms_run_side_by_side_where_there_are_several_devices(
+    runs: Runs, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for _ in range(2):
+        free.put("")  # the CPU, twice
+    monkeypatch.setattr(devices, "names", lambda: ["", ""])
+    monkeypatch.setattr(devices, "_free", lambda: free)
+    started = counted(monkeypatch, live, "start_trainer")
+    arms = [replace(arm, name=f"seed {seed}", seed=seed) for seed in range(3)]
+    assert runs.live(code, arms, "three arms").code == 0
+    assert len(started) == 2
+    for one in arms:
+        assert same_bits(runs.trace(one).left, here(tmp_path / "here", one).left)
+
+
+def test_an_arm_that_is_stopped_says_so_in_its_row(
+    runs: Runs, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise SegmentError("stopped by a person")
+
+    monkeypatch.setattr("factory.runs.running.train", stopped)
+    with pytest.raises(SegmentError):
+        runs.live(code, [arm], "straight")
+    row = RunRow.get(runs.plant.ledger, arm.key)
+    assert (row.state, row.ended) == ("stopped", "stopped by a person")
+    assert in_words(every_run(runs.plant.ledger)[0]) == (
+        f"{arm.key}  audit of segment 3: straight (steps 0–4): stopped: stopped by a person"
+    )
+    with pytest.raises(InputError, match="no recipe has the key 'optimizer.lrr'"):
+        runs.live(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
+    home = runs.plant.workspace
+    (shown,) = json.loads(command_here("runs", "--json", home=home).stdout)
+    assert (shown["key"], shown["state"], shown["there"]) == (arm.key, "stopped", False)
+    assert "(removed: its errand is over)" in command_here("runs", "show", arm.key, home=home).stdout
+    assert "no run nothing; there are" in str(command_here("runs", "show", "nothing", home=home).exception)
+
+
+def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
+    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = counted(monkeypatch, sandboxed.sandbox, "run")
+    low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
+    expected = here(tmp_path / "here", arm)
+    resumed = replace(arm, name="resumed", start=expected.checkpoint.with_name(name_of(2)))
+    trainer = SandboxedTrainer(runs.home / "trainer", ROOT, ["1", "2", "3", "4"])
+    try:
+        ends = [runs.sandboxed(trainer, one, PATIENCE_S) for one in (arm, low, resumed)]
+        assert len(began) == 1 and not any(end.failed for end in ends)
+        left = [Trace(end.folder, one.first, STEPS).left for end, one in zip(ends, (arm, low, resumed))]
+        assert same_bits(left[0], expected.left) and same_bits(left[2], expected.left)
+        assert not same_bits(left[1], expected.left)
+        half = replace(arm, name="half of it", until=2)  # it would go on: its process ends with it
+        end = runs.sandboxed(trainer, half, PATIENCE_S)
+        assert not end.failed and len(began) == 1
+        assert Trace(end.folder, 0, 2, ends=False).left.state["step"] == 2
+    finally:
+        trainer.close()
+    assert {run["state"] for run in every_run(runs.plant.ledger)} == {"done"}
+
+
+HOSTILE = """
+import os, pathlib, sys, time
+mine, next_ = map(pathlib.Path, sys.argv[2:4])
+while not (mine / "segment.json").exists():
+    time.sleep(0.01)
+os.symlink("VICTIM", next_ / "checkpoints")
+(mine / "result.json").symlink_to("VICTIM/secret")
+(mine / "metrics.jsonl").symlink_to("VICTIM/secret")
+time.sleep(600)
+"""
+
+
+def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+    victim, code = tmp_path / "victim", tmp_path / "code"
+    victim.mkdir()
+    (victim / "secret").write_text('{"step": 0}\n')
+    (code / "trainer").mkdir(parents=True)
+    (code / "trainer" / "__main__.py").write_text(HOSTILE.replace("VICTIM", str(victim)))
+    start = tmp_path / name_of(2)
+    start.mkdir()
+    (start / "manifest.json").write_text("{}")
+    trainer = SandboxedTrainer(runs.home / "trainer", code, ["1", "2", "3"])
+    try:
+        first = runs.sandboxed(trainer, arm, PATIENCE_S)
+        assert not first.failed, "it says that it is done"
+        trace = Trace(first.folder, 0, STEPS)
+        for read in (lambda: trace.left, lambda: trace.lines, lambda: trace.result):
+            with pytest.raises(UntrustedFileError):
+                read()
+        second = runs.sandboxed(trainer, replace(arm, start=start), 2.0)
+        assert second == Ended(runs.home / "trainer" / "2", failed="it could not be begun: File exists")
+    finally:
+        trainer.close()
+    assert [path.name for path in victim.iterdir()] == ["secret"]
+    assert RunRow.get(runs.plant.ledger, replace(arm, start=start).key).state == "failed"
+
+
+QUICK = """
+import pathlib, sys
+(pathlib.Path(sys.argv[1]) / "result.json").write_text("{}")
+"""
+
+
+def test_the_time_until_a_device_is_free_does_not_count(
+    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code" / "trainer").mkdir(parents=True)
+    (tmp_path / "code" / "trainer" / "__main__.py").write_text(QUICK)
+    clock, found = [0.0], list[Ended]()
+    monkeypatch.setattr(sandboxed, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    trainer = SandboxedTrainer(runs.home, tmp_path / "code", ["1"])
+    waiting = threading.Thread(target=lambda: found.append(trainer.train(arm, 1.0)))
+    with devices.one():
+        waiting.start()
+        while not (runs.home / "1" / "segment.json").exists():
+            pass
+        clock[0] = 1000.0
+    waiting.join(PATIENCE_S)
+    trainer.close()
+    assert [(one.failed, one.seconds) for one in found] == [("", 0.0)]
+
+
+def test_one_that_is_too_slow_is_stopped_and_one_that_ended_well_is_kept(
+    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = runs.alone(arm, ROOT, "00003-trunk", 0.1)
+    assert found.out_of_time and "over its wall limit" in found.failed
+    began = counted(monkeypatch, sandboxed.sandbox, "run")
+    found = runs.alone(arm, ROOT, "00003-trunk", PATIENCE_S)
+    assert found == runs.alone(arm, ROOT, "00003-trunk", PATIENCE_S) and len(began) == 1
+    assert (
+        found.folder == runs.folder(arm) / "00003-trunk" and Trace(found.folder, 0, STEPS).left.state["step"] == STEPS
+    )

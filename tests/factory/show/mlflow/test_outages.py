@@ -1,0 +1,195 @@
+"""MLflow damaged, hanging or gone: nothing waits for it, it is said once, and it gets later what it missed."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from factory.backups.backups import make_backup
+from factory.core.workspace import Workspace
+from factory.ledger.ledger import Ledger, segments
+from factory.ledger.plant import Plant
+from factory.ledger.rows import ReleaseRow, SegmentRow, champion
+from factory.release.serving import served
+from factory.repairs.mending import repair_all
+from factory.show.catching_up import catch_up
+from factory.show.mlflow import outages
+from factory.show.mlflow.outages import TrackingError, shown
+from factory.show.mlflow.registry import CHAMPION, MODEL
+from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.store import open_client
+from tests.support.factory.shown import reconcile, release, rollback
+from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
+from tests.support.said import Said
+
+
+@pytest.fixture
+def silent_server() -> Iterator[tuple[str, list[socket.socket]]]:
+    """Takes connections and never answers."""
+    taken: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def take() -> None:
+            while True:
+                try:
+                    taken.append(server.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=take, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", taken
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def damage(workspace: Workspace) -> None:
+    (workspace.root / "mlflow.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 9000)
+    for ending in ("-wal", "-shm"):
+        (workspace.root / f"mlflow.db{ending}").unlink(missing_ok=True)
+
+
+def test_a_server_that_does_not_answer_costs_one_limit_and_is_left_alone(
+    workspace: Workspace,
+    ledger: Ledger,
+    silent_server: tuple[str, list[socket.socket]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uri, taken = silent_server
+    monkeypatch.setitem(outages._servers, uri, outages.TrackingServer(limit=1.0))
+    workspace = replace(workspace, config=replace(workspace.config, mlflow_uri=uri))
+    number = add_candidate(workspace, ledger)
+    tracking, said = Tracking.open(Plant(workspace, ledger)), Said()
+    for _ in range(20):
+        assert shown(said.line, lambda: tracking.candidate_run(number)) is None
+    assert len(taken) == 1, "asked once; then it rests"
+    assert len(said.lines) == 1 and "Training and releases go on" in said.lines[0]
+    with pytest.raises(TrackingError, match=r"does not answer \(for 1 s\); it is asked again in \d+ s"):
+        tracking.candidate_run(number)
+    server = outages._servers[uri]
+    assert server.limit == 2.0 and server.rests_until > time.monotonic()
+    server.rests_until = 0.0  # the time has passed
+    assert shown(said.line, lambda: tracking.candidate_run(number)) is None
+    assert len(taken) == 2 and server.limit == 4.0
+
+
+def test_the_limit_follows_the_slowest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "_servers", {})
+    outages.refuse_resting("http://here")
+    assert outages._servers["http://here"].limit == outages.LEAST
+    for seconds, limit in ((0.01, outages.LEAST), (1.5, 30.0), (0.01, 30.0), (60.0, outages.MOST)):
+        outages.note_answer(seconds)
+        assert outages._servers["http://here"].limit == limit
+
+
+def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    approval(with_store(workspace), "automatic")
+    make_backup(Plant(workspace, ledger))
+    first = add_candidate(workspace, ledger)
+    verdict = add_verdict(ledger, first)
+    damage(workspace)
+    said = Said()
+    plant = Plant(workspace, ledger, said)
+    number = release(plant, verdict)
+    row = ReleaseRow.get(ledger, number)
+    assert (row.state, row.mlflow_version) == ("published", None)
+    best = champion(ledger)
+    assert best and best.number == number and (served(workspace) or {})["release"] == number
+    outage = [line for line in said.lines if "Training and releases go on" in line]
+    assert (
+        len(outage) == 1
+        and "its database is damaged: 'factory doctor --repair' (stop 'factory run' first) puts its backup back"
+        in outage[0]
+    )
+    assert reconcile(Plant(workspace, ledger, said)) == []
+    assert len([line for line in said.lines if "Training and releases go on" in line]) == 1
+    done = repair_all(workspace, False, said)
+    catch_up(plant)
+    assert any(line.startswith("mlflow: mended") for line in done), done
+    assert any("the one of backup" in line for line in said.lines)
+    client = open_client(workspace)
+    version = client.get_model_version_by_alias(MODEL, CHAMPION)
+    assert version.tags["candidate"] == str(first)
+    assert ReleaseRow.get(ledger, number).mlflow_version == str(version.version)
+    assert any("answers again" in line for line in said.lines)
+
+
+def test_a_version_that_does_not_say_its_release_is_told_later(workspace: Workspace, ledger: Ledger) -> None:
+    """As a disk that was full when the release was registered leaves it."""
+    approval(with_store(workspace), "automatic")
+    candidate = add_candidate(workspace, ledger)
+    number = release(Plant(workspace, ledger, Said()), add_verdict(ledger, candidate))
+    client = open_client(workspace)
+    version = client.get_model_version_by_alias(MODEL, CHAMPION)
+    client.delete_model_version_tag(MODEL, version.version, "release")
+    reconcile(Plant(workspace, ledger, Said()))
+    assert client.get_model_version(MODEL, version.version).tags["release"] == str(number)
+    assert reconcile(Plant(workspace, ledger, Said())) == []
+
+
+def test_a_rollback_does_not_wait_for_mlflow(workspace: Workspace, ledger: Ledger) -> None:
+    approval(with_store(workspace), "automatic")
+    numbers = []
+    for _ in range(2):
+        best = champion(ledger)
+        candidate = add_candidate(workspace, ledger)
+        against = best.candidate if best else None
+        numbers.append(release(Plant(workspace, ledger), add_verdict(ledger, candidate, against=against)))
+    damage(workspace)
+    rollback(Plant(workspace, ledger, Said()), numbers[0])
+    best = champion(ledger)
+    assert best and best.number == numbers[0] and (served(workspace) or {})["release"] == numbers[0]
+
+
+def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, ledger: Ledger) -> None:
+    with_store(workspace)
+    number = add_candidate(workspace, ledger)
+    with ledger.begin() as tx:
+        tx.execute(segments.update().values(state="done"))
+    catch_up(Plant(workspace, ledger))
+    run = Tracking.open(Plant(workspace, ledger)).segment_run
+    segment = SegmentRow.get(ledger, 1)
+    first = run(segment)
+    assert len(open_client(workspace).get_metric_history(first, "loss/all")) == 100
+    damage(workspace)
+    said = Said()
+    catch_up(Plant(workspace, ledger, said))
+    assert said.lines == [], "what it has been shown is not looked for"
+    (workspace.root / "backups").mkdir(exist_ok=True)
+    repair_all(workspace, False, said)
+    catch_up(Plant(workspace, ledger, said))
+    second = run(segment)
+    client = open_client(workspace)
+    assert second != first and len(client.get_metric_history(second, "loss/all")) == 100
+    assert client.get_run(second).info.status == "FINISHED"
+    assert number == 1
+
+
+def test_a_moved_workspace_has_its_artifacts(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    approval(with_store(workspace), "automatic")
+    number = release(Plant(workspace, ledger), add_verdict(ledger, add_candidate(workspace, ledger)))
+    ledger.engine.dispose()
+    shutil.move(workspace.root, tmp_path / "there")
+    moved = Workspace.open(tmp_path / "there")
+    client = open_client(moved)
+    version = client.get_model_version_by_alias(MODEL, CHAMPION)
+    assert Path(version.source.removeprefix("file://")).is_relative_to(moved.root)
+    run = client.get_run(version.run_id)
+    assert run.info.artifact_uri.startswith(moved.mlflow_artifacts.as_uri())
+    assert "report.html" in {one.path for one in client.list_artifacts(version.run_id)}
+    again = Ledger.open(moved.ledger_url, moved.root)
+    assert reconcile(Plant(moved, again)) == [] and (served(moved) or {})["release"] == number
+
+
+def test_other_errors_are_no_outage(workspace: Workspace, ledger: Ledger) -> None:
+    tracking = Tracking.open(Plant(with_store(workspace), ledger))
+    act: Callable[[], object] = lambda: tracking.candidate_run(9)
+    with pytest.raises(Exception, match="no candidate 9"):
+        shown(print, act)

@@ -1,0 +1,325 @@
+"""A real MLflow store on SQLite, and real processes where several of them matter."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+from factory.core.workspace import Workspace, code_root
+from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
+from factory.ledger.plant import Plant
+from factory.show.mlflow.metrics_follower import metric_key, numbers
+from factory.show.mlflow.runs import SUBJECT, Tracking, _params
+from factory.show.mlflow.store import TrackingError, flush, open_client, waiting_lock
+from factory.show.pages.release_facts import flatten
+from tests.support.patience import PATIENCE_S
+from tests.support.plants.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
+
+OPENER = """
+import sys
+from pathlib import Path
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.show.mlflow.runs import Tracking
+from factory.core.workspace import Workspace
+workspace = Workspace.open(Path(sys.argv[1]))
+ledger = Ledger.open(workspace.ledger_url)
+from factory.ledger.rows import SegmentRow
+print(Tracking.open(Plant(workspace, ledger)).segment_run(SegmentRow.get(ledger, 1)))
+"""
+
+
+@pytest.fixture
+def tracking(workspace: Workspace, ledger: Ledger) -> Tracking:
+    return Tracking.open(Plant(with_store(workspace), ledger))
+
+
+def test_who_flushes_the_store_keeps_its_locks(workspace: Workspace, ledger: Ledger, tracking: Tracking) -> None:
+    """Another process that closes it is not the last one, and leaves the log in which the next rows go."""
+    run = tracking.segment_run(add_segment(workspace, ledger))
+    flush(workspace)
+    file = workspace.root / "mlflow.db"
+    closes = f"import sqlite3; db = sqlite3.connect({str(file)!r}); db.execute('SELECT COUNT(*) FROM runs').fetchone(); db.close()"
+    subprocess.run([sys.executable, "-c", closes], check=True)
+    assert (workspace.root / "mlflow.db-wal").exists()
+    tracking.client.log_metric(run, "loss", 2.0, step=1)
+    with closing(sqlite3.connect(file)) as db:
+        assert db.execute("SELECT COUNT(*) FROM metrics").fetchone() == (1,)
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_processes_that_start_at_once_make_one_store_and_one_run(workspace: Workspace, ledger: Ledger) -> None:
+    left_over = workspace.root / ".mlflow.db.new"  # of a process that was killed while it made the store
+    left_over.write_bytes(b"SQLite format 3\0 and then the power went")
+    segment = add_segment(workspace, ledger)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", OPENER, str(workspace.root)],
+            cwd=code_root(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        for _ in range(2)
+    ]
+    tracking = Tracking.open(Plant(workspace, ledger))
+    ours = tracking.segment_run(segment)
+    outputs = [process.communicate(timeout=PATIENCE_S) for process in started]
+    assert outputs == [(f"{ours}\n", "")] * 2, "one run, and not a word on stderr"
+    assert len(tracking.client.search_runs([tracking._experiment("training")])) == 1
+    assert not left_over.exists()
+    with sqlite3.connect(workspace.root / "mlflow.db") as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_broken_store_is_a_clear_error_at_once(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workspace.root / "mlflow.db").write_bytes(b"no database " * 100)
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(TrackingError, match="not a database"):
+        open_client(workspace)
+    assert slept == [], "MLflow would try again for 100 s"
+
+
+def test_segment_run_carries_the_recipe_and_lineage_once(
+    tracking: Tracking, ledger: Ledger, workspace: Workspace
+) -> None:
+    segment = add_segment(workspace, ledger)
+    run = tracking.segment_run(segment)
+    assert tracking.segment_run(segment) == run == Tracking.open(Plant(workspace, ledger)).segment_run(segment)
+    data = tracking.client.get_run(run).data
+    assert data.params["model.d_model"] == "64" and data.params["phases"] == "[0.5, 0.5]"
+    assert data.tags["data_plan"] == "p" * 64 and data.tags["mlflow.source.git.commit"] == "c" * 40
+    assert data.tags[SUBJECT] == "segment:1" and data.tags["generation"] == "1" and "parent" not in data.tags
+    tracking.follow_segment(segment).finish()
+    assert tracking.client.get_run(run).info.status == "FINISHED"
+
+
+def test_a_run_made_just_before_a_kill_is_found_again(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+    segment = add_segment(workspace, ledger)
+    run = tracking.segment_run(segment)
+    with ledger.begin() as tx:  # as if killed between MLflow's commit and the ledger's
+        tx.execute(tracked_runs.delete())
+    assert Tracking.open(Plant(workspace, ledger)).segment_run(segment) == run
+
+
+def test_a_deleted_store_gets_everything_again(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+    candidate = add_candidate(workspace, ledger)
+    tracking.candidate_run(candidate)
+    elsewhere = Workspace(workspace.root, type(workspace.config)(mlflow_uri=f"sqlite:///{workspace.root}/other.db"))
+    (workspace.root / "other.db").write_bytes((with_store(workspace).root / "mlflow.db").read_bytes())
+    again = Tracking.open(Plant(elsewhere, ledger))
+    assert again.client.get_run(again.candidate_run(candidate)).data.metrics["bpb/code"] == 2.1
+
+
+def history(tracking: Tracking, run: str, key: str = "loss/all") -> list[tuple[int, float]]:
+    return [(m.step, m.value) for m in tracking.client.get_metric_history(run, key)]
+
+
+def test_follower_sees_lines_as_they_come_each_step_once(
+    tracking: Tracking, ledger: Ledger, workspace: Workspace
+) -> None:
+    segment = add_segment(workspace, ledger)
+    path = Path(segment.folder) / "metrics.jsonl"
+    follower = tracking.follow_segment(segment)
+    assert follower.poll() == 0, "no file yet"
+    write_metrics(path, 0, 3)
+    torn = metrics_line(3)
+    with open(path, "a") as file:
+        file.write(torn[:25])
+    assert follower.poll() == 3
+    with open(path, "a") as file:
+        file.write(torn[25:])
+    assert (follower.poll(), follower.poll()) == (1, 0)
+    run = tracking.segment_run(segment)
+    assert history(tracking, run) == [(s, json.loads(metrics_line(s))["loss"]) for s in range(4)]
+
+    write_metrics(path, 4, 6)
+    restarted = Tracking.open(Plant(workspace, ledger)).follow_segment(segment)
+    assert restarted.poll() == 2, "a new process goes on where MLflow stands"
+    assert [step for step, _ in history(tracking, run, "loss/docs")] == list(range(6))
+
+
+def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
+    tracking: Tracking, ledger: Ledger, workspace: Workspace
+) -> None:
+    segment = add_segment(workspace, ledger)
+    path = Path(segment.folder) / "metrics.jsonl"
+    write_metrics(path, 0, 50)
+    follower = tracking.follow_segment(segment)
+    assert follower.poll() == 50
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:40]))
+    with open(path, "a") as file:  # the same steps at other times, and on beyond the old end of the file
+        file.writelines(metrics_line(step).replace("17000", "19000") for step in range(40, 70))
+    assert follower.poll() == 20
+    assert [step for step, _ in history(tracking, tracking.segment_run(segment))] == list(range(70))
+
+
+def test_hostile_metrics_do_not_stop_the_others(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+    segment = add_segment(workspace, ledger)
+    path = Path(segment.folder) / "metrics.jsonl"
+    many = {f"loss/domain {i}": float(i) for i in range(2500)}
+    rows: list[object] = [
+        {"step": 0, "loss": math.nan, "time": math.inf},
+        {
+            "step": 1,
+            "time": 1e308,
+            "loss": math.inf,
+            "loss/../../etc": 1.0,
+            "loss/ü;DROP": 2,
+            "note": "text",
+            "none": None,
+        },
+        [1, 2],
+        {"step": "two", "loss": 1.0},
+        {"step": 2, "loss": 2.0, **many},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "}{ torn\n" + metrics_line(3))
+    assert tracking.follow_segment(segment).poll() == 4
+    run = tracking.segment_run(segment)
+    values = dict(history(tracking, run))
+    assert math.isnan(values[0]) and values[1] > 1e300 and values[2] == 2.0
+    metrics = tracking.client.get_run(run).data.metrics
+    assert metrics["loss/domain 2499"] == 2499.0 and metrics["overall/_etc"] == 1.0
+
+
+def test_a_locked_store_never_stops_training_and_is_reported_once(
+    tracking: Tracking, ledger: Ledger, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = add_segment(workspace, ledger)
+    write_metrics(Path(segment.folder) / "metrics.jsonl", 0, 10)
+    said: list[str] = []
+    asked: list[object] = []
+    follower = tracking.follow_segment(segment, said.append)
+    with sqlite3.connect(workspace.root / "mlflow.db", isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with monkeypatch.context() as patch:
+            patch.setattr(type(tracking.client), "log_batch", lambda *asks, **_: asked.append(asks))
+            assert (follower.poll(), follower.poll()) == (0, 0)
+        assert asked == [], "a poll gives up after a second, and leaves MLflow alone, which waits for twenty"
+        other.rollback()
+    assert follower.poll() == 10
+    assert (
+        len(said) == 2
+        and "locked" in said[0]
+        and "Training and releases go on" in said[0]
+        and "answers again" in said[1]
+    )
+
+
+def test_candidate_run_has_the_evaluation_once(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+    candidate = add_candidate(workspace, ledger)
+    run = tracking.candidate_run(candidate)
+    assert tracking.candidate_run(candidate) == run
+    data = tracking.client.get_run(run).data
+    assert data.metrics["bpb/docs"] == 2.4 and data.metrics["details/baselines/code/trigram"] == 2.9
+    assert data.metrics["details/parity/tokenizer/ok"] == 1.0 and data.metrics["cloze/share_right"] == 0.31
+    assert len(history(tracking, run, "bpb/code")) == 1
+    assert {a.path for a in tracking.client.list_artifacts(run)} >= {"samples.json", "evaluation.json"}
+    assert (workspace.mlflow_artifacts / "candidates" / run / "artifacts" / "samples.json").is_file()
+
+
+def test_proposal_run_shows_verdict_evidence_and_report(
+    tracking: Tracking, ledger: Ledger, workspace: Workspace
+) -> None:
+    report = workspace.reports / "proposal-1.html"
+    report.write_text("<!doctype html><title>1</title>")
+    with ledger.begin() as tx:
+        tx.execute(
+            verdicts.insert().values(
+                id=1,
+                gate="patch",
+                subject="proposal:1",
+                against="b" * 40,
+                policy_sha256="y" * 64,
+                subject_sha256="h" * 64,
+                outcome="reject",
+                reasons=["no gain", "ü" * 600],
+                evidence={"timing": {"ratio": 1.01}},
+                created_at=1.7e9,
+            )  # fmt: skip
+        )
+        tx.execute(
+            proposals.insert().values(
+                number=1,
+                agent="search",
+                target="attention",
+                title="fold the query group",
+                hypothesis="…",
+                predicted_gain=1.2,
+                base_commit="b" * 40,
+                branch="factory/search/1-fold",
+                state="rejected",
+                verdict=1,
+                report=str(report),
+                created_at=1.7e9,
+            )  # fmt: skip
+        )
+    run = tracking.proposal_run(1)
+    data = tracking.client.get_run(run).data
+    assert data.tags["verdict"] == "reject" and data.tags["reasons"].startswith("no gain; ü")
+    assert len(data.tags["reasons"]) == 500 and data.metrics["timing/ratio"] == 1.01
+    assert {a.path for a in tracking.client.list_artifacts(run)} == {"evidence.json", "report.html"}
+
+
+def test_waiting_lock_waits_and_then_names_the_holder(workspace: Workspace) -> None:
+    order: list[str] = []
+    refused = threading.Event()
+
+    def holder() -> None:
+        with waiting_lock(workspace, "line"):
+            order.append("first")
+            refused.wait(PATIENCE_S)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=holder)
+    thread.start()
+    while not order:
+        time.sleep(0.01)
+    with (
+        pytest.raises(Exception, match=f"process {os.getpid()} holds line.lock"),
+        waiting_lock(workspace, "line", 0.05),
+    ):
+        pass
+    refused.set()
+    with waiting_lock(workspace, "line", PATIENCE_S):
+        order.append("second")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_flatten_and_numbers_and_keys() -> None:
+    assert flatten({"a": {"b": [1], "c": None}, "d": 2}) == {"a.b": "[1]", "a.c": None, "d": 2}
+    assert _params({"weights": {"*": 0.1}}) == {"weights.others": 0.1}, "MLflow refuses a * in a name"
+    assert numbers({"a": {"b": 1, "c": True, "d": "x", "e": [1]}, "f": 2.5}) == {"a/b": 1.0, "a/c": 1.0, "f": 2.5}
+    assert [metric_key(k) for k in ("loss/code", "/x", "a//b", "..", "é$")] == ["loss/code", "_x", "a/b", "_", "é_"]
+
+
+def test_nothing_of_a_run_is_left_open_in_the_ledger(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+    for _ in range(2):
+        tracking.segment_run(add_segment(workspace, ledger))
+    subjects = ledger.rows(sa.select(tracked_runs.c.subject).order_by(tracked_runs.c.subject))
+    assert [row["subject"] for row in subjects] == ["segment:1", "segment:2"]
+
+
+def test_only_the_stores_own_connections_flush_less(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+    tracking.client.search_experiments()
+    assert Ledger.open(ledger.url).rows(sa.text("PRAGMA synchronous")) == [{"synchronous": 2}]
+    other = sa.create_engine(f"sqlite:///{workspace.root / 'mlflow.db'}")
+    with other.connect() as connection:
+        assert connection.execute(sa.text("PRAGMA synchronous")).scalar() == 2
+    with SqlAlchemyStore(workspace.mlflow_uri, workspace.mlflow_artifacts.as_uri()).engine.connect() as connection:
+        assert connection.execute(sa.text("PRAGMA synchronous")).scalar() == 1

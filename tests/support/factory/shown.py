@@ -1,0 +1,32 @@
+"""What is decided, and then shown, as a command or a pass of the daemon does both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from factory.ledger.plant import Plant
+from factory.release import releases
+from factory.show.catching_up import catch_up
+
+
+def release(plant: Plant, verdict: int, **how: Any) -> int:
+    number = releases.release(plant, verdict, **how)
+    catch_up(plant)
+    return number
+
+
+def override(plant: Plant, candidate: int, by: str, why: str) -> int:
+    number = releases.override(plant, candidate, by, why)
+    catch_up(plant)
+    return number
+
+
+def rollback(plant: Plant, number: int) -> None:
+    releases.rollback(plant, number)
+    catch_up(plant)
+
+
+def reconcile(plant: Plant) -> list[str]:
+    done = releases.reconcile(plant)
+    catch_up(plant)
+    return done
