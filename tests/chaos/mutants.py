@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/ingest/filing.py",
-        'shutil.move(place, workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")',
+        'shutil.move(place, plant.workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")',
         "tests/chaos/test_flushes.py::test_a_file_that_took_an_ingested_ones_name_goes_back_to_the_inbox",
     ),
     Mutant(
@@ -196,11 +196,11 @@ MUTANTS = (
     ),
     Mutant(
         "factory/erasing/erasing.py",
-        "sync_folder(workspace.shards)  # before it is recorded that nothing is left",
+        "sync_folder(plant.workspace.shards)  # before it is recorded that nothing is left",
         Cut("erase"),
     ),
     Mutant("factory/demo/demo.py", "os.rename(aside, folder)", DEMO),
-    Mutant("factory/demo/demo.py", "os.replace(aside, workspace.inbox / path.name)", DEMO),
+    Mutant("factory/demo/demo.py", "os.replace(aside, plant.workspace.inbox / path.name)", DEMO),
     Mutant(
         "factory/evals/probes/server_probe.py",
         'os.replace(answer_path + ".part", answer_path)',

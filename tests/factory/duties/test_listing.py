@@ -30,7 +30,7 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
 
     shown = command_here("duties", home=workspace).stdout.splitlines()
     places = [next(n for n, line in enumerate(shown) if f"  {duty.name}  " in line) for duty in DUTIES]
-    assert places[:-1] == sorted(places[:-1]), "in the order of the table"
+    assert list(dict.fromkeys(places)) == sorted(set(places)), "in the order of the table"
     below = {duty.name: shown[at + 1].strip() for duty, at in zip(DUTIES, places)}
     assert (
         below["train"] == f"due: train {number}" and "waits: training is paused by ada since" in shown[places[14] + 2]

@@ -223,7 +223,9 @@ def test_it_is_answered_while_the_main_thread_works(workspace: Workspace, ledger
         until(lambda: said.about("Training and releases go on") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")
-        until(lambda: person.reads(version).startswith("released as 1"))
+        until(
+            lambda: person.reads(version).startswith("released as 1") and champion(ledger)
+        )  # the answer stands once it is decided
     assert said.about("answers again")
     row = champion(ledger)
     assert row and row.approved_by == "mlflow"
