@@ -50,7 +50,7 @@ def add_segment(workspace: Workspace, ledger: Ledger, kind: str = "anneal", pare
         row = {
             "id": number, "kind": kind, "parent": parent, "generation": 1, "recipe": "demo", "recipe_json": recipe,
             "recipe_sha256": "r" * 64, "data_plan": "p" * 64, "code_commit": "c" * 40, "first_step": 0, "last_step": 100,
-            "state": "done", "attempts": 1, "folder": str(folder), "result": {"tokens": 10_000, "loss": 2.5},
+            "state": "done", "attempts": 1, "folder": ledger.inside(folder), "result": {"tokens": 10_000, "loss": 2.5},
             "created_at": 1.7e9 + number, "finished_at": 1.7e9 + number + 60,
         }  # fmt: skip
         tx.execute(segments.insert().values(row))
