@@ -29,6 +29,7 @@ from factory.core.console import Terminal
 from factory.core.progress import SILENT
 from factory.gates.training_start import Start
 from factory.ledger.plant import Plant
+from factory.show.catching_up import catch_up
 from factory.ledger.ledger import proposals, verdicts
 from factory.code_loop.submitting import submit
 
@@ -64,7 +65,9 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     path = PATHS[request.param]
     drafted = Proposal("evil\n" + HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.5, (Edit(path, COMMENT + YAML),))
     screen = io.StringIO()
-    number = submit(Plant(made.workspace, made.ledger, Terminal(Console(file=screen, width=400))), drafted, made.base)
+    plant = Plant(made.workspace, made.ledger, Terminal(Console(file=screen, width=400)))
+    number = submit(plant, drafted, made.base)
+    catch_up(plant)
     row = made.ledger.one(
         sa.select(proposals, verdicts.c.reasons, verdicts.c.outcome)
         .join(verdicts, verdicts.c.id == proposals.c.verdict)
