@@ -91,13 +91,14 @@ class Steady:
         self._told: set[str] = set()  # keys of what was said to have failed, by an earlier daemon too
         with contextlib.suppress(Exception):  # the ledger cannot be read now
             self._told = {one["what"] for one in failing(plant.ledger)}
-        self._rested: frozenset[str] = frozenset()  # when the world was last looked at
+        self._rested: set[str] = set()  # at some moment of this pass
         self._failed: set[str] = set()  # in this pass
         self._waiting = ""  # what was said that training waits for
 
     def resting(self) -> frozenset[str]:
-        self._rested = self.backoff.resting()
-        return self._rested
+        resting = self.backoff.resting()
+        self._rested |= resting
+        return resting
 
     def failing(self) -> frozenset[str]:
         return frozenset({*self.backoff.known(), *self._told})
@@ -155,6 +156,7 @@ class Steady:
             self.backoff.succeeded(key)
             self._tell_no_longer(key, f"{key} failed, and is no longer to be done", "")
         self._failed.clear()
+        self._rested.clear()
 
     def pass_failed(self, error: Exception) -> None:
         """A pass ended early: a fault of the machine, or of ours."""

@@ -25,6 +25,7 @@ from factory.git.scope import Change
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.sandbox import sandbox
+from factory.show.catching_up import catch_up
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
 
@@ -135,6 +136,7 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     assert row["subject_sha256"] == row["patch_sha256"]
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert f"Verdict: {row['outcome']}" in message and "Because." in message and "Oracle: passed" in message
+    catch_up(Plant(made.workspace, made.ledger))
     report = json.loads((made.workspace.reports / f"proposal-{row['number']}.json").read_text())
     assert report["outcome"] == row["outcome"] and "chunked" in report["patch"]
 
