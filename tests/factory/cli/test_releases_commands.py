@@ -156,7 +156,7 @@ def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monke
     monkeypatch.setenv("USER", "bob")
     add_verdict(scene, 3, against=1)
     assert read(workspace, "reject", "3", "--why", "it swears")["rejected_by"] == "bob"
-    tags = open_client(workspace).get_model_version(MODEL, "2").tags
+    tags = open_client(workspace).get_model_version(MODEL, "3").tags
     assert (tags["candidate"], tags["approval"], tags["approval_answer"]) == (
         "3",
         "rejected",
