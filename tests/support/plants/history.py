@@ -79,7 +79,8 @@ class History:
                 segments.insert().values(
                     id=number, kind=kind, parent=parent and parent.id, generation=1, recipe="demo", recipe_sha256="r",
                     recipe_json={"checkpoint_every": 5, "precision": "fp32"}, data_plan="p", code_commit=commit, first_step=first,
-                    last_step=last, state=state, folder=self.ledger.inside(folder), created_at=ended - 100.0, finished_at=None if state == "planned" else ended,
+                    last_step=last, state=state, folder=self.ledger.inside(folder),
+                    created_at=ended - 100.0, finished_at=None if state == "planned" else ended,
                 )
             )  # fmt: skip
             record(tx, "segment_planned", Subject("segment", number), detail)

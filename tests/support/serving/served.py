@@ -49,7 +49,12 @@ def add_release(workspace: Workspace, ledger: Ledger, export: Path) -> int:
     """The rows that a finished release leaves, and its event: the ledger's champion is this one from now on."""
     segment = add_segment(workspace, ledger)
     with ledger.begin() as tx:
-        values = {"segment": segment.id, "checkpoint": "k" * 64, "export_path": ledger.inside(export), "created_at": 1.7e9}
+        values = {
+            "segment": segment.id,
+            "checkpoint": "k" * 64,
+            "export_path": ledger.inside(export),
+            "created_at": 1.7e9,
+        }
         key = tx.execute(candidates.insert().values(**values, export_sha256=folder_sha256(export))).inserted_primary_key
     assert key
     verdict = add_verdict(ledger, int(key[0]))
