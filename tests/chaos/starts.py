@@ -219,7 +219,7 @@ def with_older_ledger(site: Path) -> None:
     with closing(sqlite3.connect(plant / "ledger.db")) as db, db:
         for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
             db.execute(f'DROP TRIGGER "{name}"')
-        db.executescript("DROP TABLE changes; DROP TABLE relabels; DROP INDEX documents_by_group;")
+        db.executescript("DROP TABLE changes; DROP TABLE relabels; DROP TABLE runs; DROP INDEX documents_by_group;")
         for column in ("documents.group_key", "documents.facts", "held_out.sealed", "token_shards.moved"):
             db.execute("ALTER TABLE {} DROP COLUMN {}".format(*column.split(".")))
         db.execute("ALTER TABLE held_out RENAME COLUMN group_key TO source")
