@@ -32,6 +32,7 @@ def diagnose(
     from factory.diagnosis.wording import word_waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy
     from factory.ledger.anomalies import AnomalyRow, undiagnosed
+    from factory.show.catching_up import catch_up
 
     plant, terminal = open_plant(where, as_json)
     kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
@@ -46,6 +47,7 @@ def diagnose(
             return
         found = diagnose_and_act(plant, number, steps)
         word_waiting(plant)
+        catch_up(plant)
     if as_json:
         print_json(found)
     else:

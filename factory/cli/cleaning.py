@@ -25,6 +25,7 @@ def clean_up(
     """Remove checkpoints, exports, worktrees and logs that policies/retention.yaml no longer keeps. The daemon does this after each segment."""
     from factory.core.workspace import MODEL_LOOP
     from factory.retention.cleaning import Cleaned, clean, describe, examine
+    from factory.show.catching_up import catch_up
 
     plant, terminal = open_plant(where, as_json)
     if dry_run:
@@ -33,6 +34,7 @@ def clean_up(
     else:
         with plant.workspace.lock(MODEL_LOOP):
             cleaned = clean(plant, hard=hard)
+        catch_up(plant)
     sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
     if as_json:
         print_json(

@@ -73,9 +73,11 @@ def propose(
         agent = AGENT if wants_model(plant.workspace, options) else "search"
         if agent != AGENT:
             terminal.line("  no LLM endpoint is configured: the search proposer is used")
-    with plant.workspace.lock("code-loop"):
-        numbers = propose_patch(plant, agent=agent, options=options, count=count)
-    catch_up(plant)
+    try:
+        with plant.workspace.lock("code-loop"):
+            numbers = propose_patch(plant, agent=agent, options=options, count=count)
+    finally:  # what was judged before an error, too
+        catch_up(plant)
     for number in numbers:
         _show_proposal(plant.workspace, number, False)
 

@@ -101,6 +101,17 @@ def next_stage(seen: LoopState) -> LoopStage | str:
     return "nothing is left to try until code, recipe, machine or agents.yaml change"
 
 
+def next_stages(seen: LoopState) -> list[LoopStage]:
+    """``next_stage``, then what would come next if its agent were finished: one that fails and rests holds up no other."""
+    found: list[LoopStage] = []
+    while isinstance(stage := next_stage(seen), LoopStage):
+        found.append(stage)
+        if not stage.agent or stage.name != PROPOSE:
+            break
+        seen = replace(seen, finished=seen.finished | {stage.agent})
+    return found
+
+
 @dataclass(frozen=True)
 class Situation:
     """A workspace at one moment, as far as the code loop asks."""
@@ -179,17 +190,17 @@ class Situation:
 
 
 def due(plant: Plant, db: Reads) -> list[LoopStage]:
-    """What to do now: one stage, or nothing. Raises: ConfigError."""
+    """What to do now, the first that does not rest: one stage for each agent that has something to do. Raises: ConfigError."""
     situation = Situation.of(plant, db)
     policy = situation.agents.improve
     if policy.when == OFF or not SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done'"):
         return []
-    stage = next_stage(situation.seen())
-    if isinstance(stage, str):
+    found = next_stages(situation.seen())
+    if not found:
         return []
     try:
         with plant.workspace.lock(LOCK):
-            return [stage]
+            return found
     except WorkspaceError:  # 'factory propose' is at work
         return []
 
@@ -198,7 +209,7 @@ def do(plant: Plant, stage: LoopStage) -> None:
     """Do one stage, and record what it left and cost. Raises: as ``propose`` and the gates do."""
     situation = Situation.of(plant, plant.ledger)
     seen = situation.seen()
-    if next_stage(seen) != stage:
+    if stage not in next_stages(seen):
         return  # the world went on since
     for table in (agent_runs, exchanges):
         table.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than these tables

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from agents.core.proposal import Edit, Proposal, gain_words
 from factory.code_loop.workbench import history
 from factory.core import devices
+from factory.core.faults import fault_of
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import patch_gate
@@ -93,7 +94,8 @@ def judge(plant: Plant, number: int) -> None:
         record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
         plant.say(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
     except BaseException as error:
-        if isinstance(error, Exception) or row.state == DRAFTED:  # of what is WRITTEN a later pass goes on
+        later = row.state == WRITTEN and (not isinstance(error, Exception) or fault_of(error) is not None)
+        if not later:  # a kill and a fault of the machine say nothing of what is WRITTEN: a later pass judges it
             give_up(plant, number, f"{type(error).__name__}: {error}")
         raise
 

@@ -246,6 +246,10 @@ class LiveWorkbench:
             )
             for row, patch_id in history(self.ledger)
             if of_kind(row.target)
+        ] + [  # what could not be judged, and is not to be tried again for now
+            Attempt("", "", "it could not be judged", row.title, True)
+            for row in ProposalRow.select(self.ledger, "WHERE state = 'failed' ORDER BY number")
+            if row.number in self.closed and of_kind(row.target)
         ]
 
 

@@ -15,4 +15,6 @@ TEND_INBOX = Duty(
     do=tend,
     each="pass",
 )
-INGEST = Duty("ingest", "ingest a file of the inbox", due=lambda look: arrived(look.plant, look.settle), do=take)
+INGEST = Duty(
+    "ingest", "ingest a file of the inbox", due=lambda look: arrived(look.plant, look.settle), do=take, recurs=True
+)

@@ -76,6 +76,7 @@ class Duty:
     fills_disk: bool = False  # waits while the disk is below its floor
     plans: bool = False  # it plans a segment: waits while one is open, or is stuck until a person decides
     when_idle: bool = False  # waits while a segment is open
+    recurs: bool = False  # the same subject may be due again at once, as a file of the same name: it is no sign that nothing was done
     each: Literal["", "pass", "look"] = (
         ""  # done once in each pass, before all else; or before whatever follows it in the list
     )

@@ -100,7 +100,7 @@ def work(
             if errand.duty.each:
                 attempts.attempt(str(errand), partial(errand.do, plant))
                 continue
-            repeats = repeats + 1 if str(errand) == previous else 0
+            repeats = repeats + 1 if str(errand) == previous and not errand.duty.recurs else 0
             previous = str(errand)
             worked = attempts.attempt(previous, partial(_do, plant, errand, repeats))
             note(plant.workspace, attempts.rests(), errand if worked else None)

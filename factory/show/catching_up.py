@@ -15,6 +15,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from factory.core.errors import FactoryError
+from factory.core.faults import fault_of
 from factory.core.workspace import PATIENCE
 from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about
 from factory.ledger.files import MLFLOW_REMADE, RETIRED
@@ -39,16 +41,16 @@ class Showing:
 
 
 def catch_up(plant: Plant) -> None:
-    """Show all that is not shown yet. What MLflow cannot take now is said once, and shown by a later call.
+    """Show all that is not shown yet. What cannot be shown now is said once, stops nothing behind it, and is tried again by a later call.
 
-    Raises: ConfigError, and what a fault of the machine makes of it.
+    Raises: what a fault of the machine makes of it.
     """
     tracking = Tracking.open(plant)
     with plant.ledger.snapshot() as db:
         pages, rest = ([(one, [*one.behind(plant, db)]) for one in showings] for showings in (PAGES, IN_MLFLOW))
     for showing, behind in pages:
         for one in behind:
-            showing.show(plant, tracking, one)
+            _alone(plant, tracking, showing, one)
     if any(behind for _, behind in rest):
         shown(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
 
@@ -59,8 +61,30 @@ def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[Showing, l
         check_writable(plant.workspace)
         for showing, behind in rest:
             for one in behind:
-                showing.show(plant, tracking, one)
+                _ = tracking.client  # what does not answer at all is asked once, not for each
+                _alone(plant, tracking, showing, one)
+        _ = tracking.client
     return True
+
+
+_refused: set[tuple[Path, str]] = set()  # what this process has said
+
+
+def _alone(plant: Plant, tracking: Tracking, showing: Showing, one: Any) -> None:
+    """Show one; what it alone meets (a run that a person deleted, a branch that is gone) is said once in a process.
+
+    Raises: what a fault of the machine makes of it.
+    """
+    try:
+        showing.show(plant, tracking, one)
+    except Exception as error:
+        if not isinstance(error, FactoryError) and fault_of(error) is not None:
+            raise
+        words = str(error) if isinstance(error, FactoryError) else f"{type(error).__name__}: {error}"
+        said = plant.workspace.root, f"  of {showing.name}, one cannot be shown: {words}"
+        if said not in _refused:
+            _refused.add(said)
+            plant.say(said[1])
 
 
 # -- pages --------------------------------------------------------------------------------------------------------------

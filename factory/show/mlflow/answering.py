@@ -7,6 +7,7 @@ has it, and about its newest verdict; whatever else a version says of itself is 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from factory.ledger.writing import record_once
 from factory.release.approvals import APPROVAL_TAG, how_to_answer, reject, waits
 from factory.release.checks import newest_verdict
 from factory.release.releases import release
-from factory.show.mlflow.outages import shown
+from factory.show.mlflow.outages import TrackingError, shown
 from factory.show.mlflow.registry import MODEL, find_version
 from factory.show.mlflow.releases import PENDING, REASON_TAG, decided, set_tags, show_releases
 from factory.show.mlflow.runs import Tracking
@@ -65,7 +66,8 @@ class ApprovalAnswers:
         spoken = [one for one in found if _word(one) not in QUIET]
         lines = [self._answer(one) for one in sorted(spoken, key=lambda one: int(one.version))]
         if spoken:  # a segment may train for hours before the daemon's next pass
-            show_releases(self.plant, self.tracking)
+            with suppress(InputError, TrackingError):  # the duty 'show' says it
+                show_releases(self.plant, self.tracking)
         return [line for line in lines if line]
 
     def _answer(self, version: ModelVersion) -> str:

@@ -28,6 +28,7 @@ SENDING = Path(__file__).with_name("sending.py")
 OWN = ("webhook", "command")  # receivers that have keys of their own
 VARIABLE = re.compile(r"\$(\w+)")
 SAID_BYTES = 300
+MOST_READ = 1 << 20  # of what a receiver says, before its secrets are taken out
 SHORTEST_SECRET = 4  # shorter parts of an address hide nothing, and occur in any sentence
 
 
@@ -158,7 +159,7 @@ class Receiver:
                     raise
                 raise NotDeliveredError(f"{self.what} did not end within {self.seconds:g} s") from None
             if code:
-                said.seek(max(0, said.seek(0, os.SEEK_END) - 2 * SAID_BYTES))
+                said.seek(max(0, said.seek(0, os.SEEK_END) - MOST_READ))
                 words = said.read().decode(errors="replace").strip()
                 for secret in secrets:
                     words = words.replace(secret, "***")

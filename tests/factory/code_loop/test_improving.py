@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from agents.core.proposal import Edit, Proposal
 from factory.code_loop import improving, submitting
 from factory.code_loop.agent_runs import AgentOptions
 from factory.code_loop.improvements import BEGAN, ENDED, Used, as_written, facts, lines, stages, used
-from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage
+from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage, next_stages
 from factory.code_loop.proposing import AGENTS
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import ConfigError
@@ -269,6 +271,32 @@ def test_tokens_count_from_when_a_stage_began_even_if_it_was_killed(plant: Patch
             insert(tx, exchanges, at=at, run=who, tokens=tokens, **spent)
     found = used(plant.ledger, stages(plant.ledger, now), now)
     assert found == Used(0.0, 100, 0.5)
+
+
+def test_a_judgement_that_fails_closes_its_target_and_one_that_a_full_disk_ends_is_done_again(
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts(monkeypatch, ("kernel:a", "kernel:b"))
+    assert rounds(plant, most=2) == ["profile", "propose by search"]
+    for error, state in ((OSError(errno.ENOSPC, "No space left on device"), "written"), (ConfigError("no"), "failed")):
+        monkeypatch.setattr(submitting, "_decide", partial(_raises, error))
+        (stage, *_) = improving.due(the(plant), plant.ledger)
+        with pytest.raises(type(error)):
+            improving.do(the(plant), stage)
+        assert plant.row()["state"] == state
+    assert rounds(plant, most=1) == ["propose by search"]
+    assert plant.row(2)["target"] == "kernel:b"
+
+
+def _raises(error: Exception, *_: Any) -> None:
+    raise error
+
+
+def test_an_agent_that_fails_holds_up_no_other() -> None:
+    seen = LoopState(ImprovePolicy(when="when-idle"), 0, ("search", "recipe-scout"), profile=1)
+    assert next_stages(seen) == [LoopStage(PROPOSE, "search"), LoopStage(PROPOSE, "recipe-scout")]
+    assert next_stages(replace(seen, written=(3, "search"))) == [LoopStage(JUDGE, "search", 3)]
+    assert next_stages(replace(seen, finished=frozenset(seen.agents))) == []
 
 
 KILL = lambda: os.kill(os.getpid(), signal.SIGKILL)
