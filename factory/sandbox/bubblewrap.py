@@ -77,7 +77,7 @@ def command(
 
 
 def choose() -> tuple[str, str]:
-    """(the first bwrap that isolates here, why not those before it); one that isolates is tried once a process, any other each time: its fault may pass.
+    """(the first bwrap that isolates here, why not those before it); one that isolates is tried once a process, any other each time.
 
     Raises: IsolationError that says why none does, and what to do.
     """
