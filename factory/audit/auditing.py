@@ -187,6 +187,10 @@ def gather(
         evidence["subject_sha256"] = manifest_sha256(end)
         origin = load(kept(plant, row, window.first)).model
         base_commit = _without(plant.workspace, row.code_commit, patches)
+        if not Path(row.folder).is_dir():
+            raise _NotMeasured(
+                f"{row.folder}, where segment {row.id} trained, is not there: mount or restore it, then audit again"
+            )
         live = None
         try:
             live = read_whole(Trace(Path(row.folder), window.first, window.last, ends=False, where=end))

@@ -49,7 +49,6 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 
-MOST_ARMS = 1000
 PATIENCE_SECONDS = 600.0  # beyond many times what the longest replay took
 AROUND = 40  # steps before the onset, and after the last step, that are drawn
 CURVES = 4  # of arms, besides the live run's
@@ -105,8 +104,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 notes.append(f"previous_python in policies/anomalies.yaml, {policy.previous_python}, cannot be run")
             elif policy.previous_python and episode.environment_changed:
                 bench.before = policy.previous_python
-            with closing(trainers):
-                found = diagnose(bench)
+            found = diagnose(bench)
             keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
             why = "; ".join([found.why, *notes])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
@@ -328,7 +326,8 @@ def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
 
 
 class _Trainers:
-    """Trains the arms of an episode in the sandbox. Those of the same code and environment share a trainer, and what it compiled.
+    """Trains the arms of an episode in the sandbox, each in a process and a folder of its own: what code keeps of one arm, in memory or in a
+    file, would make another blame or clear the wrong thing.
 
     After the first that ended an arm is stopped much sooner than the policy allows: one that hangs in every arm would take days.
     """
@@ -336,23 +335,13 @@ class _Trainers:
     def __init__(self, runs: Runs, episode: Episode, wall_seconds: float) -> None:
         self.runs, self.episode, self.wall_seconds = runs, episode, wall_seconds
         self._ended: list[float] = []  # seconds
-        self._trainer: SandboxedTrainer | None = None
-        self._of: tuple[str, str] | None = None  # what the trainer is of
 
     def __call__(self, arm: Arm) -> Ended:
-        if self._trainer is None or self._of != (arm.code, arm.environment):
-            self.close()
-            code = self.episode.code_of(arm)
-            output = self.runs.home / "trainers" / (code.name + "-before" * bool(arm.environment))
-            self._of = arm.code, arm.environment
-            self._trainer = SandboxedTrainer(
-                output, code, [f"{number:05d}-trunk" for number in range(MOST_ARMS)], arm.environment
-            )
+        output = self.runs.home / "trainer"
+        remove(output)  # of the arm before, which has been read
+        trainer = SandboxedTrainer(output, self.episode.code_of(arm), ["00000-trunk"], arm.environment)
         limit = min(self.wall_seconds, PATIENCE_SECONDS + 20 * max(self._ended)) if self._ended else self.wall_seconds
-        found = self.runs.sandboxed(self._trainer, arm, limit)
+        with closing(trainer):
+            found = self.runs.sandboxed(trainer, arm, limit)
         self._ended += [] if found.failed else [found.seconds]
         return found
-
-    def close(self) -> None:
-        if self._trainer is not None:
-            self._trainer.close()

@@ -9,6 +9,7 @@ descriptors of folders that were made before it began, and no link in them is fo
 from __future__ import annotations
 
 import contextvars
+import errno
 import os
 import shutil
 import sys
@@ -60,7 +61,10 @@ class SandboxedTrainer:
         """Until there is a checkpoint of the arm's last step. Raises: IsolationError; OSError for a fault of the machine."""
         spec = arm.spec()
         shards = [shard["path"] for shard in spec["data_plan"]["token_shards"]]
-        reads = {Path(path) for path in (*shards, spec["initial_checkpoint"]) if path}
+        begins = (
+            None if arm.resumes else spec["initial_checkpoint"]
+        )  # which one that resumes does not read, and may be gone
+        reads = {Path(path) for path in (*shards, begins) if path}
         if self._process is None or not self._process.waits or not reads <= self._reads:
             self.close()
             self._reads |= reads
@@ -128,6 +132,8 @@ class _Process:
         """Fill the next folder. Raises: OSError."""
         path, folder = self.folders[self._revealed], self._opened[self._revealed]
         self._revealed += 1
+        if set(os.listdir(folder)) - {"ready"}:  # what waits for it may say so there, and no more
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         if arm.resumes is not None:
             _copy(arm.resumes, folder)
         if arm.kernels:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +55,7 @@ class Trace:
     def left(self) -> Checkpoint:
         """Weights, moments and state after the last step; held as long as this trace is."""
         assert not self.ends or self.result
-        return read_checkpoint(self.checkpoint)
+        return read_checkpoint(self.checkpoint, self._folders)
 
     @cached_property
     def lines(self) -> dict[int, dict[str, Any]]:
@@ -86,22 +87,47 @@ class Trace:
     @property
     def bits(self) -> str:
         """A hash of weights and moments, as the manifest has them."""
+        refuse_links(self.checkpoint, self._folders)
         files = checkpoints.read_manifest(self.checkpoint)["files"]
         tensors = sorted((key, file["sha256"]) for key, file in files.items() if key != "state.json")
         return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+
+    @property
+    def _folders(self) -> list[Path]:
+        """Above its last checkpoint, those where its trainer could write."""
+        return [] if self.where else [self.folder, self.folder / "checkpoints"]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         return [line for line in step_lines(self.folder, name) if self.first <= line["step"] < self.last]
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """One that a trainer left, whole. Raises: UntrustedFileError; OSError for a fault of the machine."""
+def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
+    """One that a trainer which has ended left, whole. ``folders``: as of ``refuse_links``. Raises: UntrustedFileError; OSError for a fault of the
+    machine."""
+    refuse_links(path, folders)
     try:
         return checkpoints.load(path)
     except (TrainerError, OSError, TypeError, ValueError, KeyError, RecursionError, MemoryError) as error:
         if isinstance(error, OSError) and is_of_no_file(error):
             raise
         raise UntrustedFileError(f"the checkpoint {path.name} cannot be read: {str(error)[:300]}") from None
+
+
+def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
+    """Before what a trainer left is opened: are ``folders`` and the checkpoint folders, and all in it regular files? A link leads elsewhere, and
+    a pipe blocks. Raises: UntrustedFileError; OSError for a fault of the machine."""
+    try:
+        for folder in (*folders, checkpoint):
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                raise UntrustedFileError(f"{folder.name} is not a folder")
+        with os.scandir(checkpoint) as entries:
+            for entry in entries:
+                if not entry.is_file(follow_symlinks=False):
+                    raise UntrustedFileError(f"{checkpoint.name}/{entry.name[:80]} is not a regular file")
+    except OSError as error:
+        if is_of_no_file(error):
+            raise
+        raise UntrustedFileError(f"the checkpoint {checkpoint.name} is not there: {error.strerror}") from None
 
 
 def step_lines(folder: Path, name: str) -> list[dict[str, Any]]:

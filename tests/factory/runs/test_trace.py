@@ -1,0 +1,49 @@
+"""What a run left is read without following links, and without waiting for a pipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from factory.runs.trace import Trace
+from factory.runs.untrusted_files import UntrustedFileError
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "spoil"),
+    [
+        (".", linked),
+        ("checkpoints", linked),
+        ("checkpoints/step-00000004", linked),
+        ("checkpoints/step-00000004/manifest.json", linked),
+        ("checkpoints/step-00000004/manifest.json", pipe),
+    ],
+)
+def test_no_link_of_a_checkpoint_is_followed_and_no_pipe_waited_for(
+    tmp_path: Path, where: str, spoil: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "run"
+    path = checkpoints.save(folder / "checkpoints", Checkpoint({"w": torch.ones(2)}, {}, {"step": 4, "recipe": {}}))
+    trace = Trace(folder, 0, 4, ends=False)
+    assert path == trace.checkpoint and trace.bits and trace.left.state["step"] == 4
+    spoil(folder / where)
+    trace = Trace(folder, 0, 4, ends=False)
+    for read in (lambda: trace.bits, lambda: trace.left):
+        with pytest.raises(UntrustedFileError, match="is not a"):
+            read()
