@@ -124,6 +124,8 @@ def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
             for entry in entries:
                 if not entry.is_file(follow_symlinks=False):
                     raise UntrustedFileError(f"{checkpoint.name}/{entry.name[:80]} is not a regular file")
+    except FileNotFoundError:
+        pass  # who opens it says so
     except OSError as error:
         if is_of_no_file(error):
             raise
