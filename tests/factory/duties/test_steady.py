@@ -369,3 +369,15 @@ def test_a_clock_that_jumps_stops_nothing(
 def test_each_fault_has_words_of_its_own() -> None:
     every = [one for one in vars(faults).values() if isinstance(one, faults.Fault)]
     assert len({one.says for one in every}) == len(every) >= 9 and all(one.exit_code in range(71, 76) for one in every)
+
+
+@pytest.mark.parametrize(("recurs", "times"), [(True, 6), (False, 3)])
+def test_what_recurs_is_no_errand_without_effect(
+    recurs: bool, times: int, workspace: Workspace, ledger: Ledger
+) -> None:
+    """A producer that drops a file of the same name whenever it was taken."""
+    taken: list[object] = []
+    due = lambda look: [workspace.inbox / "new.jsonl"] if len(taken) < 6 else []
+    duty = Duty("take", "", due, lambda plant, path: taken.append(path), recurs=recurs)
+    work(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=Steady(Plant(workspace, ledger)))
+    assert len(taken) == times

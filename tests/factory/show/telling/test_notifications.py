@@ -389,3 +389,14 @@ def test_a_policy_that_is_wrong_is_named(workspace: Workspace, keys: dict[str, A
     with pytest.raises(ConfigError, match="notifications.yaml") as refused:
         NotificationPolicy.load(workspace.policy("notifications.yaml"))
     assert why in str(refused.value)
+
+
+def test_a_long_secret_is_taken_out_whole_before_words_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver's error repeats it until it lies across every place where a text may be cut."""
+    secret = "".join(f"{number:03d}abcdefg" for number in range(20))
+    monkeypatch.setenv("HOOK", secret)
+    repeats = "import json, sys; sys.exit((json.load(sys.stdin)['url'] + ' ') * 5)"
+    receiver = Receiver("team", (sys.executable, "-I", "-c", repeats), 60.0, tmp_path, "slack://$HOOK")
+    with pytest.raises(NotDeliveredError) as told:
+        receiver.deliver({})
+    assert "slack://***" in str(told.value) and not re.search("[0-9]{3}abcdefg", str(told.value))
