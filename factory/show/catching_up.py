@@ -15,15 +15,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.errors import FactoryError
-from factory.core.faults import fault_of
 from factory.core.workspace import PATIENCE
 from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about
 from factory.ledger.files import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.show.mlflow.outages import shown
+from factory.show.mlflow.outages import TrackingError, of_one_thing, shown
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import AUDITED, CLOSED, DELETED, DIAGNOSIS_SHOWN, PROFILE_SHOWN, SHOWN, Tracking
 from factory.show.mlflow.store import check_writable
@@ -73,15 +71,14 @@ _refused: set[tuple[Path, str]] = set()  # what this process has said
 def _alone(plant: Plant, tracking: Tracking, showing: Showing, one: Any) -> None:
     """Show one; what it alone meets (a run that a person deleted, a branch that is gone) is said once in a process.
 
-    Raises: what a fault of the machine makes of it.
+    Raises: TrackingError where MLflow does not answer; what a fault of the machine makes of it.
     """
     try:
         showing.show(plant, tracking, one)
     except Exception as error:
-        if not isinstance(error, FactoryError) and fault_of(error) is not None:
-            raise
-        words = str(error) if isinstance(error, FactoryError) else f"{type(error).__name__}: {error}"
-        said = plant.workspace.root, f"  of {showing.name}, one cannot be shown: {words}"
+        if isinstance(error, TrackingError):
+            _ = tracking.client  # raises, where MLflow does not answer at all
+        said = plant.workspace.root, f"  of {showing.name}, one cannot be shown: {of_one_thing(error)}"
         if said not in _refused:
             _refused.add(said)
             plant.say(said[1])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from factory.core.errors import FactoryError, WorkspaceError
+from factory.core.faults import fault_of
 
 T = TypeVar("T")
 LEAST, MOST = 5.0, 120.0  # seconds; MLflow's own limit is 120, seven times over
@@ -85,6 +86,16 @@ def advice(error: BaseException | None) -> str:
             return f"; its database is damaged: {REPAIR}"
         error = error.__cause__ or error.__context__
     return ""
+
+
+def of_one_thing(error: Exception) -> str:
+    """What one thing alone met that was to be shown, in words: a run that a person deleted, a page that cannot be made. Others can be shown.
+
+    Raises: ``error``, where it is a fault of the machine.
+    """
+    if not isinstance(error, FactoryError) and fault_of(error) is not None:
+        raise error
+    return str(error) if isinstance(error, FactoryError) else f"{type(error).__name__}: {error}"
 
 
 def shown(say: Callable[[str], None], act: Callable[[], T]) -> T | None:

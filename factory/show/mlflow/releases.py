@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from factory.core.errors import FactoryError, InputError
+from factory.core.errors import InputError
 from factory.core.workspace import PATIENCE
 from factory.ledger.decisions import APPROVED, BY_POLICY, OVERRIDDEN, REJECTED, decision_on, override_on
 from factory.ledger.ledger import Ledger, record, releases
@@ -10,7 +10,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
 from factory.release.approvals import APPROVAL_TAG, how_to_answer, waits
 from factory.release.checks import newest_verdict
-from factory.show.mlflow.outages import TrackingError
+from factory.show.mlflow.outages import of_one_thing
 from factory.show.mlflow.registry import (
     CHAMPION,
     MODEL,
@@ -41,15 +41,15 @@ def show_releases(plant: Plant, tracking: Tracking) -> None:
     if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
         return  # no candidate was judged, so MLflow has nothing to show and need not be imported
     with plant.workspace.lock("release", PATIENCE):
-        refused: list[FactoryError] = []
+        refused: list[str] = []
         for candidate in _unshown(plant, tracking):
             try:
                 register_candidate(plant, candidate)
-            except (InputError, TrackingError) as error:
-                refused.append(type(error)(f"candidate {candidate} cannot be shown in MLflow: {error}"))
+            except Exception as error:
+                refused.append(f"candidate {candidate} cannot be shown in MLflow: {of_one_thing(error)}")
         _point(plant, tracking)
     if refused:
-        raise refused[0]
+        raise InputError(refused[0])
 
 
 def _unshown(plant: Plant, tracking: Tracking) -> list[int]:
