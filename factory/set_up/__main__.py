@@ -28,14 +28,16 @@ def too_old(version: "tuple[int, ...]") -> str:
     return line if tuple(version[:2]) < (3, 11) else ""
 
 
-def missing() -> "list[str]":
-    """One line for each thing that a person has to install."""
+def missing(folder: Path) -> "list[str]":
+    """One line for each thing that a person has to install, or to make room for in ``folder``."""
     venv = all(map(importlib.util.find_spec, ("venv", "ensurepip")))
-    compiler = shutil.which("g++") or shutil.which("clang++")
+    compiler, free = shutil.which("g++") or shutil.which("clang++"), shutil.disk_usage(str(folder)).free / 1e9
     needs = [] if venv else [f"{sys.executable} cannot make virtual environments: install python3-venv"]
     needs += [] if compiler else ["a C++ compiler is needed (torch.compile uses it): install g++"]
     needs += [] if shutil.which("git") else ["git is needed (proposals are branches): install git"]
-    return [f"{need} with your system's package manager" for need in needs]
+    needs = [f"{need} with your system's package manager" for need in needs]
+    room = free > DISK_GB or any(folder.glob(".venv*/.ready"))  # one that is there is only brought up to date
+    return needs + ([] if room else [f"{DISK_GB} GB of disk are needed, {free:.1f} GB are free at {folder}"])
 
 
 def works(venv: Path) -> bool:
@@ -59,13 +61,8 @@ def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", wi
         fcntl.flock(lock, fcntl.LOCK_EX)
     if stamp.exists() and stamp.read_text() in (made_from, better) and works(venv):
         return
-    if missing():
-        sys.exit("\n".join(missing()))
-    free = shutil.disk_usage(str(venv.parent)).free / 1e9
-    if free < DISK_GB:
-        sys.exit(
-            f"{venv.name} and what pip downloads need up to {DISK_GB} GB of disk, {free:.1f} GB are free at {venv.parent}{AGAIN}"
-        )
+    if missing(venv.parent):
+        sys.exit("\n".join(missing(venv.parent)))
     stamp.unlink(missing_ok=True)  # a half-updated environment is like nothing
     if not works(venv):
         print(f"making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))}", flush=True)
