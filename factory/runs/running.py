@@ -98,13 +98,9 @@ class Runs:
         _finish(self.plant, {key: ("failed", why[:400]) if why else ("done", None) for key, why in ends.items()})
 
     def _note(self, arms: Mapping[Path, Arm]) -> None:
-        """A row for each that is not done, before it begins; what ran for the same errand was killed: it trains one thing at a time."""
+        """A row for each that is not done, before it begins."""
         now, ledger = time.time(), self.plant.ledger
-        same = (runs.c.purpose == self.purpose) & (runs.c.subject == str(self.subject)) & (runs.c.state == "running")
         with ledger.begin() as tx:
-            tx.execute(
-                runs.update().where(same).values(state="stopped", ended="its factory was killed", finished_at=now)
-            )
             for folder, arm in arms.items():
                 values: dict[str, Any] = {
                     "purpose": self.purpose, "subject": str(self.subject), "arm": arm.to_json(), "state": "running",
