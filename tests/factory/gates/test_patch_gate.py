@@ -51,45 +51,32 @@ def test_strange_yaml_is_refused(text: str) -> None:
     assert source_rules.problems(Change("policies/kernels.yaml", text.encode()), b"cpu: {}\n")
 
 
-@pytest.mark.parametrize(("busy", "state"), [(1, "passed"), (3, "missing")])
-def test_an_op_that_looks_faster_than_itself_is_timed_again(
-    busy: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter([2.0, 1.3] * busy + [2.0, 1.0] * (3 - busy))
-
-    def run(command: list[str], **_: object) -> sandbox.Result:
-        ratio = next(answers)
-        said = json.dumps({"ratio": ratio, "ratio_low": ratio, "ratio_high": ratio})
-        return sandbox.Result(0, said, "", 1.0, None, 0, 0)
-
-    monkeypatch.setattr(sandbox, "run", run)
-    op = ChangedOp("attention", "reference", "native")
-    found = isolated.compare(IsolatedPolicy(), [op], {}, tmp_path, tmp_path / "work")
-    assert found["state"] == state and found["ops"]["attention"]["ratio"] == 2.0
+QUICK, LIKE_ITSELF, QUICKER_THAN_ITSELF = (2.0,) * 3, (1.0, 0.99, 1.01), (1.3,) * 3
 
 
 @pytest.mark.parametrize(
-    ("ratio", "low", "high", "control", "state"),
+    (
+        "told",
+        "state",
+    ),  # (ratio, low, high) of the new implementation and of the old one against itself, as often as it is timed
     [
-        (1.3, 1.2, 1.4, (0.99, 1.01), "passed"),
-        (0.8, 0.7, 0.9, (0.99, 1.01), "failed"),
-        (0.95, 0.6, 1.3, (0.99, 1.01), "passed"),  # busy: nothing is known, and the whole step decides
-        (0.8, 0.7, 0.9, (0.80, 0.90), "missing"),  # slower than itself, too: a neighbour took its share
+        ([QUICK, QUICKER_THAN_ITSELF, QUICK, LIKE_ITSELF], "passed"),  # timed again
+        ([QUICK, QUICKER_THAN_ITSELF] * 3, "missing"),
+        ([(1.3, 1.2, 1.4), LIKE_ITSELF], "passed"),
+        ([(0.8, 0.7, 0.9), LIKE_ITSELF], "failed"),
+        ([(0.95, 0.6, 1.3), LIKE_ITSELF], "passed"),  # busy: nothing is known, and the whole step decides
+        ([(0.8, 0.7, 0.9), (0.85, 0.8, 0.9)] * 3, "missing"),  # slower than itself, too: a neighbour took its share
     ],
 )
 def test_an_op_fails_alone_only_if_it_is_slower_beyond_the_noise(
-    ratio: float, low: float, high: float, control: Any, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: list[tuple[float, ...]], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = [dict(zip(("ratio", "ratio_low", "ratio_high"), (ratio, low, high), strict=True))]
-    told.append({"ratio": sum(control) / 2, "ratio_low": control[0], "ratio_high": control[1]})
-    answers = iter(told * 3)
-
-    def run(command: list[str], **_: object) -> sandbox.Result:
-        return sandbox.Result(0, json.dumps(next(answers)), "", 1.0, None, 0, 0)
-
-    monkeypatch.setattr(sandbox, "run", run)
+    answers = iter([json.dumps(dict(zip(("ratio", "ratio_low", "ratio_high"), one, strict=True))) for one in told])
+    monkeypatch.setattr(sandbox, "run", lambda command, **_: sandbox.Result(0, next(answers), "", 1.0, None, 0, 0))
     op = ChangedOp("attention", "reference", "native")
-    assert isolated.compare(IsolatedPolicy(), [op], {}, tmp_path, tmp_path / "work")["state"] == state
+    found = isolated.compare(IsolatedPolicy(), [op], {}, tmp_path, tmp_path / "work")
+    assert found["state"] == state and found["ops"]["attention"]["ratio"] == told[0][0]
+    assert next(answers, None) is None, "timed as often as is needed"
 
 
 # -- the whole chain ---------------------------------------------------------------------------------------------------
@@ -202,7 +189,7 @@ def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.Monkey
         with made.ledger.begin() as tx:
             tx.execute(segments.update().where(segments.c.id == 1).values(recipe_json=recipe))
 
-    def seen(policy: Any, start: Any, baseline: Any, candidate: Any, *others: Any) -> Any:
+    def seen(runs: Any, policy: Any, start: Any, baseline: Any, candidate: Any, *others: Any) -> Any:
         sides.extend([baseline.recipe, candidate.recipe])
         return {"state": "missing", "reasons": ["seen"]}, None
 
