@@ -18,8 +18,7 @@ from factory.gates.case import PatchCase, StageResult, failed, missing, not_need
 from factory.gates.patch.executed import Executed
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
 from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
-from factory.gates.patch.matrix.compare import compare_runs
-from factory.gates.patch.matrix.rounding import measure_rounding
+from factory.gates.patch.matrix.compare import compare_runs, measure_rounding
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
