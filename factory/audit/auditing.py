@@ -26,14 +26,12 @@ from factory.core.policy_file import policy_sha256
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.likeness import differs, drift, squares
-from factory.gates.patch.session import Weights
-from factory.gates.patch.training import for_one_rank
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
-from factory.runs.arm import Arm
+from factory.runs.arm import Arm, for_one_rank
 from factory.runs.distance import same_bits, unlike
 from factory.runs.running import Runs
 from factory.runs.trace import Trace
@@ -41,7 +39,7 @@ from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.segment_folder import spec_of
 from kernels.contract.choice import resolved_text
 from kernels.contract.files import finite
-from trainer.contract.checkpoint.format import Checkpoint, load, manifest_sha256
+from trainer.contract.checkpoint.format import Checkpoint, Tensors, load, manifest_sha256
 from trainer.contract.errors import TrainerError
 
 
@@ -114,7 +112,7 @@ class _Measured:
     tuned: Mapping[str, str]  # op → the implementation that ``auto`` stood for before the patches
     wall_seconds: float
     live: Trace | None  # None: it cannot be read
-    origin: Weights
+    origin: Tensors
     claims: dict[str, Any]
 
     def arm(self, name: str, commit: str, code: Path, until: int) -> Arm:

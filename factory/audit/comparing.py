@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
-from factory.gates.patch.session import Rest
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
 from trainer.contract.checkpoint.format import Checkpoint
@@ -33,12 +33,10 @@ def read_whole(trace: Trace) -> Trace:
     return trace
 
 
-def rest_of(left: Checkpoint) -> Rest:
-    """The optimiser's tensors and state.json, without what a replay may have otherwise."""
+def rest_of(left: Checkpoint) -> Checkpoint:
+    """Without what a replay may have otherwise in state.json."""
     recipe = left.state["recipe"] | LAYOUT
-    return Rest(
-        left.optimizer, left.state | {"recipe": recipe, "skipped": []}
-    )  # a bad checkpoint of a stopped run is no difference
+    return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # of a run that was stopped
 
 
 def lines_differ(live: Trace, base: Trace, share: float) -> str:

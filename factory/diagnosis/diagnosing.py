@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from factory.diagnosis import acting
 from factory.diagnosis.bench import Episode, WindowBench
 from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
 from factory.diagnosis.ladder import ladder_of
-from factory.gates.patch.training import for_one_rank
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
 from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
@@ -37,9 +35,9 @@ from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
-from factory.runs.arm import Arm
+from factory.runs.arm import Arm, for_one_rank
 from factory.runs.running import Runs
-from factory.runs.sandboxed import Ended, SandboxedTrainer
+from factory.runs.sandboxed import Ended
 from factory.runs.trace import step_lines
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.planning import plan_of
@@ -335,13 +333,14 @@ class _Trainers:
     def __init__(self, runs: Runs, episode: Episode, wall_seconds: float) -> None:
         self.runs, self.episode, self.wall_seconds = runs, episode, wall_seconds
         self._ended: list[float] = []  # seconds
+        self._left: list[Path] = []
 
     def __call__(self, arm: Arm) -> Ended:
-        output = self.runs.home / "trainer"
-        remove(output)  # of the arm before, which has been read
-        trainer = SandboxedTrainer(output, self.episode.code_of(arm), ["00000-trunk"], arm.environment)
+        output = self.runs.folder(arm)
+        for left in (*self._left, output):  # of the arm before, which has been read, and of a process that was killed
+            remove(left)
+        self._left = [output]
         limit = min(self.wall_seconds, PATIENCE_SECONDS + 20 * max(self._ended)) if self._ended else self.wall_seconds
-        with closing(trainer):
-            found = self.runs.sandboxed(trainer, arm, limit)
+        (found,) = self.runs.sandboxed(output, self.episode.code_of(arm), {output / "00000-trunk": arm}, limit)
         self._ended += [] if found.failed else [found.seconds]
         return found

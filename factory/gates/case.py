@@ -19,7 +19,8 @@ from factory.core.workspace import Workspace
 from factory.gates.training_start import Start
 from factory.git.repository import Applied
 from factory.git.scope import AgentsPolicy, Change
-from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.rows import Subject
 
 Policy = TypeVar("Policy", bound=StrictPolicy)
 StageEvidence = dict[str, Any]
@@ -31,8 +32,8 @@ not be measured) and 'not needed'."""
 class PatchCase(Generic[Policy]):
     """A patch that is being judged: everything that a stage may use."""
 
-    workspace: Workspace
-    ledger: Ledger
+    plant: Plant
+    subject: Subject  # the proposal
     policy: Policy
     agents: AgentsPolicy
     applied: Applied
@@ -40,10 +41,17 @@ class PatchCase(Generic[Policy]):
     baseline: Path  # worktree of the base commit
     work: Path  # scratch folder, removed after the last stage
     start: Start | None  # where the gate's training starts; None: the trunk has no checkpoint yet
-    progress: Progress
     tries: int  # how often this target was tried, this time included
     handed_on: Mapping[str, Any] = field(default_factory=dict)  # by earlier stages, by the stage's name
     after_stages: ExitStack = field(default_factory=ExitStack)  # closed after the last stage, whatever happened
+
+    @property
+    def workspace(self) -> Workspace:
+        return self.plant.workspace
+
+    @property
+    def progress(self) -> Progress:
+        return self.plant.progress
 
     @property
     def paths(self) -> list[str]:

@@ -51,9 +51,9 @@ class StagedGate(Generic[Policy]):
         patch_id: str,
     ) -> tuple[int, Verdict, dict[str, Any]]:
         """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
-        evidence = self.gather(plant, applied, tries) | {"gate": self.name, "patch_id": patch_id}
-        verdict = self.judge(self.policy, evidence)
         subject = Subject("proposal", number)
+        evidence = self.gather(plant, subject, applied, tries) | {"gate": self.name, "patch_id": patch_id}
+        verdict = self.judge(self.policy, evidence)
         with plant.ledger.begin() as tx:
             recorded = record_verdict(
                 tx,
@@ -69,7 +69,7 @@ class StagedGate(Generic[Policy]):
             record(tx, "judged", subject, {"outcome": verdict.outcome, "verdict": recorded})
         return recorded, verdict, evidence
 
-    def gather(self, plant: Plant, applied: Applied, tries: int) -> dict[str, Any]:
+    def gather(self, plant: Plant, subject: Subject, applied: Applied, tries: int) -> dict[str, Any]:
         """The evidence of every stage up to the first that did not pass."""
         repo = plant.workspace.repository
         work = gate_folder(applied.worktree)
@@ -78,8 +78,8 @@ class StagedGate(Generic[Policy]):
         with ExitStack() as after_stages:
             after_stages.callback(remove, work)
             case = PatchCase(
-                plant.workspace,
-                plant.ledger,
+                plant,
+                subject,
                 self.policy,
                 AgentsPolicy.load(plant.workspace.policy("agents.yaml")),
                 applied,
@@ -87,7 +87,6 @@ class StagedGate(Generic[Policy]):
                 repository.checkout_live(plant.workspace, applied.base),
                 work,
                 find_start(plant.ledger),
-                plant.progress,
                 tries,
                 after_stages=after_stages,
             )

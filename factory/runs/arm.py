@@ -100,6 +100,11 @@ class Arm:
         }
 
 
+def for_one_rank(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe for the sandbox's one rank: nothing is split over ranks; recomputation stays."""
+    return with_keys(recipe, {"parallel.tensor": 1, "parallel.replicas": 1})
+
+
 def refuse_impossible(arms: Sequence[Arm]) -> None:
     """Raises: InputError, one line, for an arm with a key that no recipe has, and for two that differ in nothing."""
     seen: dict[str, str] = {}

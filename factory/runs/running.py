@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from factory.core.removal import remove
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, RunRow, Subject
+from factory.runs import sandboxed
 from factory.runs.arm import Arm, refuse_impossible
 from factory.runs.live import Trained, train
 from factory.runs.live_code import LiveCode
-from factory.runs.sandboxed import Ended, SandboxedTrainer
+from factory.runs.sandboxed import Ended
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
 
@@ -30,7 +31,7 @@ class Runs:
 
     plant: Plant
     home: Path
-    purpose: str  # 'certificate', 'preflight', 'audit', 'diagnosis'
+    purpose: str  # 'certificate', 'preflight', 'audit', 'diagnosis', 'patch gate', 'recipe gate'
     subject: Subject  # what they are for
 
     def folder(self, arm: Arm) -> Path:
@@ -47,23 +48,29 @@ class Runs:
         Raises: InputError for arms that are none; SegmentError when they were stopped: asked for again, they go on.
         """
         refuse_impossible(arms)
-        with self._noted(arms) as ends:
-            done = train(self.plant, code, self.home, {self.folder(arm): arm for arm in arms}, title)
-            for arm in arms:
-                left = (self.folder(arm) / "result.json").exists()
-                ends[arm.key] = "" if left else done.line or "it did not begin"
+        folders = {self.folder(arm): arm for arm in arms}
+        with self.noted(folders) as ends:
+            done = train(self.plant, code, self.home, folders, title)
+            for folder, arm in folders.items():
+                ends[arm.key] = "" if (folder / "result.json").exists() else done.line or "it did not begin"
         return done
 
-    def sandboxed(self, trainer: SandboxedTrainer, arm: Arm, wall_seconds: float) -> Ended:
-        """Train an arm in the sandbox, in a trainer that others may share (``factory.runs.sandboxed``).
+    def sandboxed(
+        self, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
+    ) -> Generator[Ended, None, None]:
+        """Train arms in the sandbox, each when it is asked for (``factory.runs.sandboxed.train``): close the iterator.
 
         Raises: InputError for an arm that is none; IsolationError.
         """
-        refuse_impossible([arm])
-        with self._noted([arm]) as ends:
-            found = trainer.train(arm, wall_seconds)
-            ends[arm.key] = found.failed
-        return found
+        refuse_impossible(list(arms.values()))  # their keys, too, before anything that is not trusted runs
+        with closing(sandboxed.train(output, code, arms, wall_seconds)) as trained:
+            for folder, arm in arms.items():
+                with self.noted({folder: arm}) as ends:
+                    ended = next(trained)
+                    ends[arm.key] = ended.failed
+                yield ended
+                if ended.failed:
+                    return
 
     def alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> Ended:
         """Train an arm in a sandbox of its own, in a folder of this name; one that ended well is not trained again. Raises: IsolationError."""
@@ -71,42 +78,39 @@ class Runs:
         if done.exists():
             return Ended(output / name, **json.loads(done.read_text()))
         remove(output)  # of a process that was killed here
-        trainer = SandboxedTrainer(output, code, [name])
-        try:
-            found = self.sandboxed(trainer, arm, wall_seconds)
-        finally:
-            trainer.close()
+        (found,) = self.sandboxed(output, code, {output / name: arm}, wall_seconds)
         if not found.failed:
             write_atomically(done, json.dumps({"seconds": found.seconds}))
         return found
 
     @contextmanager
-    def _noted(self, arms: Sequence[Arm]) -> Iterator[dict[str, str]]:
+    def noted(self, arms: Mapping[Path, Arm]) -> Iterator[dict[str, str]]:
         """The rows of ``arms``: running, then as the block says how each ended ('': well); stopped, where it raises."""
-        note(self.plant, self, arms)
+        self._note(arms)
         ends: dict[str, str] = {}
         try:
             yield ends
         except BaseException as error:
-            _finish(self.plant, {arm.key: ("stopped", str(error)[:400] or type(error).__name__) for arm in arms})
+            _finish(
+                self.plant, {arm.key: ("stopped", str(error)[:400] or type(error).__name__) for arm in arms.values()}
+            )
             raise
         _finish(self.plant, {key: ("failed", why[:400]) if why else ("done", None) for key, why in ends.items()})
 
-
-def note(plant: Plant, of: Runs, arms: Sequence[Arm]) -> None:
-    """A row for each that is not done, before it begins."""
-    now = time.time()
-    with plant.ledger.begin() as tx:
-        for arm in arms:
-            values: dict[str, Any] = {
-                "purpose": of.purpose, "subject": str(of.subject), "arm": arm.to_json(), "state": "running",
-                "folder": plant.ledger.inside(of.folder(arm)), "started_at": now, "finished_at": None, "ended": None,
-            }  # fmt: skip
-            known = tx.execute(sa.select(runs.c.state, runs.c.folder).where(runs.c.id == arm.key)).first()
-            if known is None:
-                tx.execute(runs.insert().values(id=arm.key, **values))
-            elif tuple(known) != ("done", values["folder"]) or not of.folder(arm).exists():
-                tx.execute(runs.update().where(runs.c.id == arm.key).values(**values))
+    def _note(self, arms: Mapping[Path, Arm]) -> None:
+        """A row for each that is not done, before it begins."""
+        now, ledger = time.time(), self.plant.ledger
+        with ledger.begin() as tx:
+            for folder, arm in arms.items():
+                values: dict[str, Any] = {
+                    "purpose": self.purpose, "subject": str(self.subject), "arm": arm.to_json(), "state": "running",
+                    "folder": ledger.inside(folder), "started_at": now, "finished_at": None, "ended": None,
+                }  # fmt: skip
+                known = tx.execute(sa.select(runs.c.state, runs.c.folder).where(runs.c.id == arm.key)).first()
+                if known is None:
+                    tx.execute(runs.insert().values(id=arm.key, **values))
+                elif tuple(known) != ("done", values["folder"]) or not folder.exists():
+                    tx.execute(runs.update().where(runs.c.id == arm.key).values(**values))
 
 
 def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:

@@ -1,9 +1,12 @@
-"""Trains arms in the sandbox, with code that is not trusted, or that is run again to see what it does.
+"""Trains arms in one sandboxed trainer, one after the other, with code that is not trusted, or that is run again to see what it does.
 
-``SandboxedTrainer`` trains arms of one code, one after the other. The first finds its folder ready, as a segment's trainer does; where more
-may follow, the process waits for them (``python -m trainer --wait``), and each is revealed when it is asked for. It compiles for itself: what
-live code compiled is not trusted. What runs in the sandbox may write in all of its folders at any time, so that they are entered through
-descriptors of folders that were made before it began, and no link in them is followed.
+A single arm finds its folder ready when its trainer starts, as a segment does. A trainer of several is started once, with all their folders
+(``python -m trainer --wait …``), says in each that it waits for it, and is shown an arm by its ``segment.json`` when the caller asks for it:
+start-up and compilation are not timed, and nothing of an arm can be computed before. While the caller reads what an arm left, the
+trainer waits. Time is taken here, outside: of the clock, and of the CPU by the sandbox's processes.
+
+What runs in the sandbox may write in all of its folders at any time, so that they are entered through descriptors of folders that were made
+before it began, and no link in them is followed. It compiles for itself: what live code compiled is not trusted.
 """
 
 from __future__ import annotations
@@ -15,22 +18,23 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from factory.core import devices
 from factory.core.faults import is_of_no_file
 from factory.core.removal import remove
-from factory.runs.arm import Arm
+from factory.runs.arm import Arm, Spec
 from factory.runs.folders import reveal
-from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits, Result
+from factory.sandbox import clock, sandbox
+from factory.sandbox.clock import CpuSeconds
+from factory.sandbox.sandbox import Limits
 from trainer.contract.checkpoint.format import name_of
 
-POLL_SECONDS = 0.02
-AHEAD = 16  # arms that one process waits for
+POLL_SECONDS = 0.003
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -40,175 +44,151 @@ class Ended:
     """How an arm ended. ``failed``: why there is no last checkpoint; '': there is one in ``folder``."""
 
     folder: Path
-    seconds: float = 0.0
+    seconds: float = 0.0  # from when it was shown to the trainer, or the trainer was started with it
     failed: str = ""
-    out_of_time: bool = False
+    out_of_time: bool = False  # a time limit ended it, which says nothing about its code
+    cpu: CpuSeconds | None = (
+        None  # of the sandbox over the same seconds; None: of a single arm, or not known
+    )
+    opened: int = -1  # of one of several: the descriptor of ``folder``, until the iterator is closed
 
 
-class SandboxedTrainer:
-    """Of one code, which sees what its arms need and writes in ``output`` alone.
+def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float) -> Generator[Ended, None, None]:
+    """Train ``arms``, by their folders below ``output``, which is all that their trainer may write in; each when it is asked for.
 
-    names: of the arms' folders below ``output``, in order; no more arms can be trained. python: the interpreter of another environment.
+    The iterator ends after the first that fails. Close it: that ends the trainer. Of an arm that would go on the trainer ends at its last
+    checkpoint. ``wall_seconds``: of all together. Raises: IsolationError; OSError for a fault of the machine.
     """
-
-    def __init__(self, output: Path, code: Path, names: Sequence[str], python: str = "") -> None:
-        self.output, self.code, self.python = output, code, python
-        self._folders = [output / name for name in names]
-        self._reads: set[Path] = set()
-        self._process: _Process | None = None
-
-    def train(self, arm: Arm, wall_seconds: float) -> Ended:
-        """Until there is a checkpoint of the arm's last step. Raises: IsolationError; OSError for a fault of the machine."""
-        spec = arm.spec()
-        shards = [shard["path"] for shard in spec["data_plan"]["token_shards"]]
-        begins = (
-            None if arm.resumes else spec["initial_checkpoint"]
-        )  # which one that resumes does not read, and may be gone
-        reads = {Path(path) for path in (*shards, begins) if path}
-        if self._process is None or not self._process.waits or not reads <= self._reads:
-            self.close()
-            self._reads |= reads
-            self._process = _Process(self._folders[:AHEAD])
-        folder, process = self._folders.pop(0), self._process
-        try:
-            process.reveal(arm, spec)
-        except OSError as error:  # code in the sandbox took the name
-            if is_of_no_file(error):
-                raise
-            self.close()
-            return Ended(folder, failed=f"it could not be begun: {error.strerror}")
-        if not process.began:
-            process.begin(self, arm, wall_seconds)
-            process.holds.wait()  # a device, which others may hold for long
-        began = time.monotonic()
-        goes_on = arm.last < spec["last_step"]
-        there = process.wait_for(folder / ("checkpoints" if goes_on else ""), arm, began + wall_seconds)
-        seconds, late = time.monotonic() - began, not process.over.is_set()
-        result = self.close() if goes_on or not there else None
-        if there:
-            return Ended(folder, seconds)
-        if late or result is None:
-            return Ended(folder, seconds, f"stopped: over its wall limit after {seconds:.1f} s", True)
-        return Ended(folder, seconds, result.why(), result.timed_out)
-
-    def close(self) -> Result | None:
-        """End the process; returns how it ended. Raises: IsolationError when nothing was run."""
-        process, self._process = self._process, None
-        return process.end() if process is not None else None
-
-    def command(self, folders: Sequence[Path]) -> list[str]:
-        """What trains in ``folders``."""
-        wait = ["--wait"] if len(folders) > 1 else []
-        return [self.python or sys.executable, "-m", "trainer", *wait, *map(str, folders)]
-
-    def readonly(self) -> list[Path]:
-        """What its process sees."""
-        of_python = (self.python, os.path.realpath(self.python)) if self.python else ()
-        return [self.code, *sorted(self._reads), *(Path(path).parent.parent for path in of_python)]
+    with ExitStack() as held:
+        opened = {folder: _made(folder, held) for folder in arms}
+        specs = {folder: _prepared(folder, opened[folder], arm) for folder, arm in arms.items() if len(arms) == 1}
+        for folder, spec in specs.items():
+            reveal(opened[folder], spec)
+        held.enter_context(devices.one())  # others may hold it for long, which does not count
+        trainer = _Trainer(held, output, code, arms, wall_seconds)
+        for folder, arm in arms.items():
+            ended = trainer.train(folder, opened[folder], arm, folder in specs)
+            yield ended
+            if ended.failed:
+                return
 
 
-class _Process:
-    """One process, and the folders that it was told of."""
+class _Trainer:
+    """One process tree in the sandbox, which a thread of its own waits for."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders, self.began = list(folders), False
-        self.holds, self.over = threading.Event(), threading.Event()
-        self._revealed, self._enough = 0, threading.Event()
-        self._result: Result | None = None
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._opened = []
-        for folder in folders:
-            remove(folder)  # of a process before this one
-            folder.mkdir(parents=True)
-            self._opened.append(os.open(folder, FOLDER))
+    def __init__(
+        self, held: ExitStack, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
+    ) -> None:
+        self._enough, self._inits = threading.Event(), list[int]()
+        pool = held.enter_context(ThreadPoolExecutor(1))
+        held.callback(self._enough.set)
+        python = next(iter(arms.values())).environment
+        command = [python or sys.executable, "-m", "trainer", *["--wait"][: len(arms) - 1], *map(str, arms)]
+        reads = {path for arm in arms.values() for path in _read_by(arm) if not path.is_relative_to(output)}
+        of_python = [Path(path).parent.parent for path in (python, os.path.realpath(python)) if python]
+        limits = _limits(arms.values(), output, wall_seconds)
+        self._process = pool.submit(
+            contextvars.copy_context().run,  # with the device that is held
+            lambda: sandbox.run(
+                command, output=output, readonly=[code, *sorted(reads), *of_python], cwd=code, limits=limits,
+                begun=self._inits.append, enough=self._enough,
+            ),
+        )  # fmt: skip
 
-    @property
-    def waits(self) -> bool:
-        """May another arm be revealed?"""
-        return not self.over.is_set() and self._revealed < len(self.folders)
-
-    def reveal(self, arm: Arm, spec: dict[str, Any]) -> None:
-        """Fill the next folder. Raises: OSError."""
-        path, folder = self.folders[self._revealed], self._opened[self._revealed]
-        self._revealed += 1
-        if set(os.listdir(folder)) - {"ready"}:  # what waits for it may say so there, and no more
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        if arm.resumes is not None:
-            _copy(arm.resumes, folder)
-        if arm.kernels:
-            _write(folder, "kernels.yaml", arm.kernels.encode())
-            spec = spec | {"kernels": str(path / "kernels.yaml")}
-        reveal(folder, spec)
-
-    def begin(self, of: SandboxedTrainer, arm: Arm, wall_seconds: float) -> None:
-        """Start it. Its own limits are for a caller that does not end it."""
-        begins = arm.resumes or arm.base["initial_checkpoint"]
-        size = sum(file.stat().st_size for file in Path(begins).iterdir()) if begins else 0
-        limits = Limits(
-            wall_seconds=wall_seconds * len(self.folders),
-            memory=max(Limits.memory, 8 * size),
-            file=max(Limits.file, 2 * size),
-            output=max(Limits.output, 8 * size),
-        )
-
-        def work() -> None:
+    def train(self, path: Path, folder: int, arm: Arm, shown: bool) -> Ended:
+        """``shown``: the trainer was started with it. Raises: IsolationError when nothing was run; OSError."""
+        used, began = clock.Reading(), time.monotonic()
+        if not shown:
+            if not self._wait_for(folder, "ready"):
+                return self._failed(path, 0.0)
             try:
-                with devices.one():
-                    self.holds.set()
-                    self._result = sandbox.run(
-                        of.command(self.folders), output=of.output, readonly=of.readonly(), cwd=of.code, limits=limits, enough=self._enough
-                    )  # fmt: skip
-            except BaseException as error:  # raised where its end is waited for
-                self._error = error
-            finally:
-                self.over.set()
-                self.holds.set()
+                spec = _prepared(path, folder, arm)
+                used, began = clock.read(self._inits[0]), time.monotonic()
+                reveal(folder, spec)
+            except OSError as error:  # code in the sandbox took the name
+                if is_of_no_file(error):
+                    raise
+                return Ended(path, failed=f"it could not be begun: {error.strerror}")
+        goes_on = arm.last < arm.base["last_step"]
+        there = self._wait_for(folder, f"checkpoints/{name_of(arm.last)}/manifest.json" if goes_on else "result.json")
+        seconds = time.monotonic() - began
+        if not there:
+            return self._failed(path, seconds)
+        cpu = clock.between(used, clock.read(self._inits[0])) if not shown else None
+        if goes_on:
+            self._enough.set()
+            self._process.result()
+        return Ended(path, seconds, cpu=cpu, opened=-1 if shown else folder)
 
-        self.began = True
-        context = contextvars.copy_context()  # with a device that the caller holds
-        self._thread = threading.Thread(target=context.run, args=(work,), daemon=True)
-        self._thread.start()
+    def _wait_for(self, folder: int, name: str) -> bool:
+        """Is the file there? Each is renamed into place, so it is whole; the trainer may have ended right after."""
+        while True:
+            over = self._process.done()
+            try:
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
+                return True
+            except OSError:
+                if over:
+                    return False
+            time.sleep(POLL_SECONDS)
 
-    def wait_for(self, where: Path, arm: Arm, deadline: float) -> bool:
-        """Is the last checkpoint there? What is looked for is renamed into place, so it is whole. ``where``: ``checkpoints`` of an arm that would go
-        on, else its folder."""
-        left = where / name_of(arm.last) / "manifest.json" if where.name == "checkpoints" else where / "result.json"
-        while not os.path.lexists(left):
-            if self.over.wait(POLL_SECONDS) or time.monotonic() > deadline:
-                break  # it may have ended right after it wrote the file
-        return os.path.lexists(left)
+    def _failed(self, path: Path, seconds: float) -> Ended:
+        result = self._process.result()
+        why = "the trainer ended before it was done" if result.ok else result.why()
+        return Ended(path, seconds, why, result.timed_out)
 
-    def end(self) -> Result | None:
-        """Raises: IsolationError when nothing was run."""
-        self._enough.set()
-        if self._thread is not None:
-            self._thread.join()
-        for descriptor in self._opened:
-            os.close(descriptor)
-        if self._error is not None:
-            raise self._error
-        return self._result
+
+def _made(folder: Path, held: ExitStack) -> int:
+    """An empty folder's descriptor."""
+    remove(folder)  # of a process before this one
+    folder.mkdir(parents=True)
+    opened = os.open(folder, FOLDER)
+    held.callback(os.close, opened)
+    return opened
+
+
+def _prepared(path: Path, folder: int, arm: Arm) -> Spec:
+    """Put what an arm needs into its folder; returns its specification. Raises: OSError."""
+    if set(os.listdir(folder)) - {"ready"}:  # what waits for it may say so there, and no more
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    if arm.resumes is not None:
+        _copy(arm.resumes, folder)
+    if arm.kernels:
+        with os.fdopen(os.open("kernels.yaml", NEW_FILE, 0o644, dir_fd=folder), "w") as out:
+            out.write(arm.kernels)
+    return arm.spec(path / "kernels.yaml" if arm.kernels else None)
 
 
 def _copy(checkpoint: Path, folder: int) -> None:
     """A copy of a checkpoint in ``checkpoints`` of an opened folder. Raises: OSError."""
-    opened = [folder]
-    try:
+    with ExitStack() as held:
         for name in ("checkpoints", checkpoint.name):
-            os.mkdir(name, dir_fd=opened[-1])
-            opened.append(os.open(name, FOLDER, dir_fd=opened[-1]))
+            os.mkdir(name, dir_fd=folder)
+            folder = os.open(name, FOLDER, dir_fd=folder)
+            held.callback(os.close, folder)
         for file in sorted(checkpoint.iterdir()):
-            with (
-                open(file, "rb") as held,
-                os.fdopen(os.open(file.name, NEW_FILE, 0o644, dir_fd=opened[-1]), "wb") as out,
-            ):
-                shutil.copyfileobj(held, out)
-    finally:
-        for descriptor in opened[1:]:
-            os.close(descriptor)
+            copy = os.open(file.name, NEW_FILE, 0o644, dir_fd=folder)
+            with open(file, "rb") as read, os.fdopen(copy, "wb") as out:
+                shutil.copyfileobj(read, out)
 
 
-def _write(folder: int, name: str, content: bytes) -> None:
-    with os.fdopen(os.open(name, NEW_FILE, 0o644, dir_fd=folder), "wb") as out:
-        out.write(content)
+def _read_by(arm: Arm) -> list[Path]:
+    """The shards, and the checkpoint that it begins with: one that resumes does not read it, and it may be gone."""
+    spec = arm.spec()
+    begins = None if arm.resumes else spec["initial_checkpoint"]
+    return [Path(path) for path in (*(shard["path"] for shard in spec["data_plan"]["token_shards"]), begins) if path]
+
+
+def _limits(arms: Collection[Arm], output: Path, wall_seconds: float) -> Limits:
+    """Room for a checkpoint of each arm, and a few being written, by the size of what they begin with."""
+    begins = {Path(path) for arm in arms if (path := arm.resumes or arm.spec()["initial_checkpoint"])}
+    size = max(
+        (sum(file.stat().st_size for file in path.iterdir()) for path in begins if not path.is_relative_to(output)),
+        default=0,
+    )
+    return Limits(
+        wall_seconds=wall_seconds,
+        memory=max(Limits.memory, 8 * size),
+        file=max(Limits.file, 2 * size),
+        output=max(Limits.output, (7 + len(arms)) * size),
+    )

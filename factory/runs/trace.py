@@ -7,8 +7,9 @@ import json
 import math
 import os
 import stat
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from factory.core.errors import SegmentError
 from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_json, read_object
 from factory.runs.folders import result_of
-from factory.runs.untrusted_files import UntrustedFileError, read_bytes
+from factory.runs.untrusted_files import UntrustedFileError, object_of, read_bytes
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.format import Checkpoint
+from trainer.contract.checkpoint.format import Checkpoint, Tensors
 from trainer.contract.errors import TrainerError
 
 LOG_BYTES = 1 << 30
+JSON_BYTES = 1 << 26  # most of a checkpoint's JSON
 
 Series = list[float | None]  # a value a step; None: not finite, or not written
 
@@ -107,10 +109,40 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
     refuse_links(path, folders)
     try:
         return checkpoints.load(path)
-    except (TrainerError, OSError, TypeError, ValueError, KeyError, RecursionError, MemoryError) as error:
+    except (TrainerError, OSError, TypeError, ValueError, KeyError, RuntimeError, MemoryError) as error:
         if isinstance(error, OSError) and is_of_no_file(error):
             raise
-        raise UntrustedFileError(f"the checkpoint {path.name} cannot be read: {str(error)[:300]}") from None
+        said = str(error).replace(f"{path.parent}/", "")[:300]
+        raise UntrustedFileError(f"the checkpoint {path.name} cannot be read: {said}") from None
+
+
+def read_alive(folder: int, step: int, like: Tensors) -> Checkpoint:
+    """The checkpoint of ``step`` in an opened folder whose trainer still lives, and may change any file at any moment: a private copy is read.
+
+    Raises: UntrustedFileError where a file is not what the manifest says, or the weights are not finite or have other names, shapes or
+    dtypes than ``like``; OSError for a fault of the machine.
+    """
+    name, size = checkpoints.name_of(step), sum(tensor.numel() * tensor.element_size() for tensor in like.values())
+    files = {"manifest.json": 0, "model.safetensors": 2 * size, "optimizer.safetensors": 4 * size, "state.json": 0}
+    try:
+        with tempfile.TemporaryDirectory() as private:
+            copy = Path(private, name)
+            copy.mkdir()
+            for file, most in files.items():
+                (copy / file).write_bytes(read_bytes(folder, ("checkpoints", name, file), most + JSON_BYTES))
+            left = read_checkpoint(copy)
+            state = object_of((copy / "state.json").read_bytes(), "state.json")  # more strictly than a trainer reads it
+    except UntrustedFileError as error:
+        raise UntrustedFileError(
+            f"it left no checkpoint of step {step} that training could continue from: {error}"
+        ) from None
+    for key in left.model.keys() | like.keys():
+        found, tensor = left.model.get(key), like.get(key)
+        if found is None or tensor is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            raise UntrustedFileError(f"its weights are not this model's ({key[:200]})")
+        if not bool(found.isfinite().all()):
+            raise UntrustedFileError(f"its weights are not finite ({key})")
+    return replace(left, state=state)
 
 
 def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
@@ -139,11 +171,14 @@ def step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UntrustedFileError(f"{folder.name} is not there: {error.strerror}") from None
     try:
-        if name not in os.listdir(opened):
-            return []
-        stored = read_bytes(opened, (name,), LOG_BYTES)
+        return lines_in(opened, name)
     finally:
         os.close(opened)
+
+
+def lines_in(folder: int, name: str) -> list[dict[str, Any]]:
+    """As ``step_lines``, of an opened folder."""
+    stored = read_bytes(folder, (name,), LOG_BYTES) if name in os.listdir(folder) else b""
     found = []
     for line in stored.splitlines():
         try:

@@ -14,9 +14,11 @@ from factory.git import repository
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.git.scope import AgentsPolicy
-from factory.gates.patch.training import Side, compare_training
+from factory.gates.patch.stages.training import Side, compare_training
 from factory.gates.training_start import find_start
-from factory.core.progress import SILENT
+from factory.ledger.plant import Plant
+from factory.ledger.rows import Subject
+from factory.runs.running import Runs
 from factory.core.workspace import code_root
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
@@ -115,7 +117,8 @@ def compared(
         Side(code, repository.live_commit(code) if (code / ".git").exists() else made.base, start.recipe, folder / name)
         for name, code in (("a", baseline), ("b", code))
     ]
-    return compare_training(policy, start, *sides, made.workspace, SILENT, new_code, 1)[0]
+    runs = Runs(Plant(made.workspace, made.ledger), folder, "patch gate", Subject("proposal", 99))
+    return compare_training(runs, policy, start, *sides, new_code, 1)[0]
 
 
 EVERY_DAY = (

@@ -57,7 +57,7 @@ ONLY_TIME = {
     ("factory/watching/log.py", "os.replace(newer, older)"): "a log",
     ("factory/watching/log.py", "os.replace(aside, self.note)"): "what the daemon does now",
     ("factory/retention/disk.py", "os.replace(aside, path)"): "samples of free room",
-    ("factory/gates/patch/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
+    ("factory/gates/patch/stages/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
     ("factory/runs/compile_cache.py", "aside.rename(own)"): "a compile cache",
     ("factory/retrying/backoff.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",

@@ -14,10 +14,10 @@ from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import held_out_documents
 from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_documents, ratio_bits
 from factory.evals.token_bytes import TokenBytes
-from factory.gates.patch.session import Weights
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
 from trainer.contract.checkpoint.export import hf_config, hf_tensors
+from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.recipe import Recipe
 
 
@@ -32,19 +32,19 @@ def held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[ScoredText
     return encode_documents(dev, tokenizer, token_bytes, size), policy
 
 
-def reference_model(weights: Weights, recipe: dict[str, Any]) -> ReferenceModel:
+def reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:
     """The judge's own model of weights with the trainer's names, as the recipe's export would be."""
     shape = Recipe.parse(recipe).model
     return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
 
 
-def scores(weights: Weights, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy) -> list[EvalItem]:
+def scores(weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy) -> list[EvalItem]:
     """An item a document: its nats, and its bytes as weight."""
     return bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None)
 
 
 def weights_bits(
-    weights: Weights, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
+    weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
 ) -> dict[str, float]:
     """Bits per byte by domain."""
     return ratio_bits(scores(weights, recipe, texts, policy))

@@ -1,23 +1,85 @@
-"""Paired runs of the recipe as it is and as proposed, with an anneal tail; the weights are scored on held-out documents."""
+"""Paired runs of the recipe as it is and as proposed, from one checkpoint, scored on held-out documents: N steps of trunk and an anneal to
+rate zero, a random seed a pair, in the sandbox.
+
+Why the tail. Weights in mid-trunk carry the noise of their learning rate: after a few steps a lower rate looks better, and so does a larger
+batch, though the lead disappears once the rate falls (arXiv 2410.05192 §3: a high rate makes progress that only the decay shows). So every
+run ends in an anneal of the recipe's shape to zero, as every release does, and weights are scored after it. A tail that is too short leaves
+some of that lead (docs/LOG.md), so runs for a lower rate or a larger batch are longer, on both sides. A run of N steps cannot show
+what only later steps do: a rate that is too low in the long run may win a short one.
+
+Both sides have the same code (the base's, approved; recipes are data), checkpoint, kernels, seed of the data and tokens a run. Where the batch
+differs, the steps differ, so that the candidate gets no token more; where the length of the anneal differs, its share of the run differs.
+
+All runs share one trainer process, which waits while a run is scored, so that at most two runs are on disk. The first pair begins with the
+baseline, so that the process's peak memory after it is the baseline's; later pairs alternate.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import secrets
 import shutil
-from typing import Any
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from factory.core import devices
+from factory.core.removal import remove
 from factory.gates.case import NO_START, NOTHING_HELD_OUT, PatchCase, StageResult, failed, missing, passed
 from factory.gates.patch.held_out import held_out_texts, weights_bits
 from factory.gates.patience import out_of_time
-from factory.gates.recipe.paired_runs import MeasuredRuns, lengthened, lengths, paired_runs
-from factory.gates.recipe.policy import RecipePolicy
-from factory.ledger.plant import Plant
+from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
+from factory.gates.training_start import Start
+from factory.runs.arm import Arm, for_one_rank
+from factory.runs.running import Runs
+from factory.runs.sandboxed import Ended
+from factory.runs.trace import lines_in, read_alive
+from factory.runs.untrusted_files import UntrustedFileError
 from trainer.contract.checkpoint import format as checkpoint_files
-from trainer.contract.errors import TrainerError
-from trainer.contract.recipe import Recipe
+from trainer.contract.checkpoint.format import Tensors
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import RecipeError, TrainerError
+from trainer.contract.recipe import Recipe, with_keys
 
 # A change of these, with the same code on as many positions, changes no step's time or memory, whatever a busy machine's clock says.
 FREE = ("optimizer.", "mixture.", "schedule.", "stability.")
+NEVER = 1 << 30  # checkpoint_every: a run writes its last step only
+UNSTEADY_STEPS = 2  # first steps of a run whose speed is that of compilation and caches
+SIDES = ("baseline", "candidate")
+
+Score = Callable[[Tensors], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Steps of one side's runs."""
+
+    trunk: int
+    tail: int
+
+
+@dataclass
+class MeasuredRuns:
+    """What was measured, lists by side with an entry for each seed. ``failed``: what went wrong; '': nothing."""
+
+    bits: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    tokens_per_s: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    memory: dict[str, float] = field(default_factory=dict)
+    failed: str = ""
+    failed_side: str = ""  # whose run failed; '': neither's
+    out_of_time: bool = False  # the time limit ended the runs
+
+    def to_json(self) -> dict[str, Any]:
+        """As the judge reads it."""
+        evidence: dict[str, Any] = dict(self.bits)
+        for side, speeds in self.tokens_per_s.items():
+            evidence |= {f"{side}_tokens_per_s": speeds, f"{side}_memory": self.memory.get(side)}
+        return evidence
 
 
 def run(case: PatchCase[RecipePolicy]) -> StageResult:
@@ -30,9 +92,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
         return StageResult(missing(f"the trunk was trained with a different model or optimiser than {path} has"))
-    texts, eval_policy = held_out_texts(
-        policy.held_out_documents, policy.held_out_bytes, Plant(case.workspace, case.ledger)
-    )
+    texts, eval_policy = held_out_texts(policy.held_out_documents, policy.held_out_bytes, case.plant)
     if not texts:
         return StageResult(NOTHING_HELD_OUT)
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
@@ -40,24 +100,24 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     compiled = devices.compiled(case.workspace.root, start.commit)  # by approved code while it trained
     if compiled.is_dir():
         shutil.copytree(compiled, case.work / "recipe" / "cache", symlinks=True)
+    runs = Runs(case.plant, case.work, "recipe gate", case.subject)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
         try:
-            found = paired_runs(
-                policy,
-                start,
-                recipes,
-                set(changes),
-                case.baseline,
-                case.applied.base,
-                case.work / "recipe",
-                origin,
-                lambda weights: weights_bits(weights, shape, texts, eval_policy),
-                lambda words: task.advance(1, words),
-            )
+            sizes = lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
+            held, kernels = domains_of(start), start.kernels_of(case.baseline)
+            own_floor = "schedule.final_lr_share" in changes
+            sides = {
+                name: Side(
+                    name, recipe, run_recipe(recipe, own_floor, start.recipe["precision"]), sizes[name], held, case.applied.base, kernels
+                )
+                for name, recipe in recipes.items()
+            }  # fmt: skip
+            score = lambda weights: weights_bits(weights, shape, texts, eval_policy)
+            advance = lambda words: task.advance(1, words)
+            found = paired_runs(runs, policy, start, sides, case.baseline, origin, score, advance)
         except TrainerError as error:
             return StageResult(missing(str(error)))
-    sizes = lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
-    evidence = _evidence(found) | {
+    evidence = found.to_json() | {
         "held_out_documents": len(texts),
         "from_step": start.step,
         "same_cost": all(key.startswith(FREE) for key in changes),
@@ -74,8 +134,146 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     return StageResult(passed(reason, **evidence))
 
 
-def _evidence(found: MeasuredRuns) -> dict[str, Any]:
-    evidence: dict[str, Any] = dict(found.bits)
-    for side, speeds in found.tokens_per_s.items():
-        evidence |= {f"{side}_tokens_per_s": speeds, f"{side}_memory": found.memory.get(side)}
-    return evidence
+def lengthened(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
+    """``policy`` with longer runs where the candidate's rate (by peak or by schedule) is lower or its batch larger, from ``step``."""
+    old, new = baseline.schedule, candidate.schedule
+    warms = new.warmup_steps > max(old.warmup_steps, step)
+    falls = new.kind == "cosine" and new.final_lr_share < old.final_lr_share
+    lower = candidate.optimizer.lr < baseline.optimizer.lr or warms or falls
+    calmer = lower or candidate.batch.sequences > baseline.batch.sequences
+    times = policy.calmer_longer if calmer else 1
+    return policy.model_copy(update={"steps": times * policy.steps, "tail_steps": times * policy.tail_steps})
+
+
+def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, Lengths]:
+    """Steps by side. The candidate gets at most the baseline's tokens; its tail gets the share of them that its recipe gives it.
+
+    Raises: RecipeError when its batch is so large that no two steps fit, or its anneal so long that no trunk is left before it.
+    """
+    total = policy.steps + policy.tail_steps
+    tokens = baseline.tokens_between(step, step + total)
+    steps = 0
+    while candidate.tokens_between(step, step + steps + 1) <= tokens:
+        steps += 1
+    if steps < 2:
+        raise RecipeError(
+            f"batch.sequences: {total} steps of the baseline have fewer tokens than two of the candidate: raise runs.steps"
+        )
+    ratio = candidate.schedule.anneal_steps / baseline.schedule.anneal_steps
+    tail = max(1, round(policy.tail_steps * steps / total * ratio))
+    if tail >= steps:
+        raise RecipeError(
+            f"schedule.anneal_steps: an anneal {ratio:.3g} times as long leaves no trunk in runs of {total} steps: raise runs.steps"
+        )
+    return {"baseline": Lengths(policy.steps, policy.tail_steps), "candidate": Lengths(steps - tail, tail)}
+
+
+def run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
+    """The recipe for the sandbox's one rank, in the trunk's precision. The anneal ends at zero, unless the patch changes where it ends."""
+    keys = {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision, "stability.noise_scale_every": 0}
+    return with_keys(for_one_rank(recipe.model_dump()), keys | ({} if own_floor else {"schedule.final_lr_share": 0.0}))
+
+
+def domains_of(start: Start) -> set[str]:
+    """The domains that the trunk's token shards hold. Raises: TrainerError for a shard that is damaged."""
+    shards = [TokenShard(shard["path"], shard.get("moved")) for shard in start.plan["token_shards"]]
+    return {domain for shard in shards for domain in shard.documents.column("domain").unique().to_pylist()}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What the runs of one recipe have in common. ``raw``: of ``run_recipe``; ``held``: the domains that the shards hold."""
+
+    name: str
+    recipe: Recipe
+    raw: Mapping[str, Any]
+    size: Lengths
+    held: set[str]
+    commit: str
+    kernels: str
+
+    def arms(self, start: Start, seed: int, folder: Path) -> dict[Path, Arm]:
+        """(trunk, tail) of one run, by their folders; the tail continues from the trunk's checkpoint, and in its data.
+
+        Raises: DataPlanError when no token shard has a domain of a mixture.
+        """
+        shards = [
+            (shard["id"], shard["path"], shard["generation"], shard.get("content", ""), shard.get("moved", {}))
+            for shard in start.plan["token_shards"]
+        ]
+        middle = start.step + self.size.trunk
+
+        def arm(kind: Literal["trunk", "anneal"], first: int, stop: int, checkpoint: Path) -> Arm:
+            plan, _ = DataPlan.make(self.recipe.mixture, kind, shards, seed).of_arrived(self.held, first, stop)
+            base = {
+                "kind": kind, "recipe": self.raw, "data_plan": json.loads(plan.to_json()), "first_step": first, "last_step": stop,
+                "initial_checkpoint": str(checkpoint), "restart_data": kind == "trunk", "code_commit": self.commit,
+            }  # fmt: skip
+            return Arm(f"{self.name}, run {folder.name}, {kind}", base, self.commit, kernels=self.kernels)
+
+        between = folder / "trunk" / "checkpoints" / checkpoint_files.name_of(middle)
+        return {
+            folder / "trunk": arm("trunk", start.step, middle, start.checkpoint),
+            folder / "tail": arm("anneal", middle, middle + self.size.tail, between),
+        }
+
+
+def paired_runs(
+    runs: Runs,
+    policy: RunsPolicy,
+    start: Start,
+    sides: Mapping[str, Side],
+    code: Path,
+    origin: Tensors,
+    score: Score,
+    advance: Callable[[str], None],
+) -> MeasuredRuns:
+    """Run and score every pair. ``code``: of the base.
+
+    Raises: IsolationError; DataPlanError when no token shard has a domain of a mixture.
+    """
+    work = runs.home / "recipe"
+    drawn = secrets.randbelow(90_000)  # the folders are named as live segments are
+    order: list[Side] = []
+    arms: dict[Path, Arm] = {}
+    for number in range(policy.seeds):
+        seed = secrets.randbelow(1 << 31)
+        for name in SIDES if number % 2 == 0 else reversed(SIDES):
+            arms |= sides[name].arms(start, seed, work / "segments" / f"{drawn + len(order):05d}")
+            order.append(sides[name])
+    found = MeasuredRuns()
+    with closing(runs.sandboxed(work, code, arms, policy.wall_seconds)) as trained:
+        for done, side in enumerate(order):
+            parts = [next(trained)]
+            if not parts[0].failed:
+                parts.append(next(trained))
+            try:
+                if parts[-1].failed:
+                    raise UntrustedFileError(parts[-1].failed)
+                last = start.step + side.size.trunk + side.size.tail
+                bits = _measure(found, side.name, parts, last, origin, score)
+            except UntrustedFileError as error:
+                found.failed, found.failed_side = str(error), side.name
+            if parts[-1].out_of_time:
+                found.failed_side, found.out_of_time = "", True
+                found.failed = (
+                    f"{done} of {len(order)} runs were done after {policy.wall_seconds:.0f} s, which says nothing about the recipe: close "
+                    "other programs and have it judged again, or raise runs.wall_seconds in policies/gates/recipe.yaml"
+                )
+            if found.failed:
+                return found
+            remove(parts[0].folder.parent)
+            advance(f"{side.name}: {bits:.4f} bits per byte")
+    return found
+
+
+def _measure(found: MeasuredRuns, side: str, parts: Sequence[Ended], last: int, origin: Tensors, score: Score) -> float:
+    """Add what a run left to ``found``; returns its mean bits per byte. Raises: UntrustedFileError, which says what is wrong."""
+    bits = score(read_alive(parts[-1].opened, last, origin).model)
+    if not all(math.isfinite(value) for value in bits.values()):
+        raise UntrustedFileError("its weights have no finite loss on held-out documents")
+    lines = [line for part in parts for line in lines_in(part.opened, "metrics.jsonl")]
+    found.bits[side].append(bits)
+    found.tokens_per_s[side].append(statistics.median(line["tokens_per_s"] for line in lines[UNSTEADY_STEPS:] or lines))
+    found.memory.setdefault(side, float(max(line["memory"] for line in lines)))
+    return statistics.fmean(bits.values())

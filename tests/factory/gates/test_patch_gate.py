@@ -202,7 +202,7 @@ def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.Monkey
         with made.ledger.begin() as tx:
             tx.execute(segments.update().where(segments.c.id == 1).values(recipe_json=recipe))
 
-    def seen(policy: Any, start: Any, baseline: Any, candidate: Any, *others: Any) -> Any:
+    def seen(runs: Any, policy: Any, start: Any, baseline: Any, candidate: Any, *others: Any) -> Any:
         sides.extend([baseline.recipe, candidate.recipe])
         return {"state": "missing", "reasons": ["seen"]}, None
 

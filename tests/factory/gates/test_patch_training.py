@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,10 @@ import torch
 
 from factory.gates.patch.held_out import reference_model
 from factory.gates.patch.likeness import differs, squares
-from factory.gates.patch.session import Rest, read_rest
-from factory.gates.patch.training import for_one_rank
+from factory.runs.arm import for_one_rank
 from factory.runs.folders import reveal
+from factory.runs.trace import read_alive
+from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.registry import bind
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.segments import recipe_with
@@ -82,10 +84,10 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], **state: Any) -> Pat
     return save(folder / "checkpoints", Checkpoint(WEIGHTS, tensors, STATE | state))
 
 
-def rest_of(folder: Path) -> tuple[Rest | None, str]:
+def left_in(folder: Path, like: dict[str, torch.Tensor] = WEIGHTS) -> Checkpoint:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return read_rest(descriptor, STEP, WEIGHTS)
+        return read_alive(descriptor, STEP, like)
     finally:
         os.close(descriptor)
 
@@ -128,27 +130,59 @@ def test_a_checkpoint_is_compared_whole(
     written(tmp_path / "a", tensors, **state)
     written(tmp_path / "b", optimizer())
     written(tmp_path / "c", optimizer(0.1))
-    (ours, wrong), (theirs, _), (fewer, _) = (rest_of(tmp_path / name) for name in "abc")
-    assert not wrong
+    ours, theirs, fewer = (left_in(tmp_path / name) for name in "abc")
     found = differs(ours, theirs, squares(fewer, theirs), 0.5)
     assert words in found and bool(found) == bool(words), found
+
+
+def linked(folder: Path) -> None:
+    (folder / "state.json").rename(folder / "elsewhere")
+    (folder / "state.json").symlink_to("elsewhere")
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda folder: (folder / "state.json").write_text("{}"), "state.json is not what manifest.json says"),
+        (lambda folder: (folder / "state.json").write_text("{}"), "state.json: 2 bytes, its manifest says"),
+        (lambda folder: (folder / "model.safetensors").open("r+b").write(b"0"), "SHA-256 is not the one in the manifest"),
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is not there"),
-        (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text('{"files": []}'), "is not what manifest.json says"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "it is no JSON object"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "cannot be read: maximum recursion"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'), "names no state.json"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is damaged"),
+        (linked, "state.json is not there"),
+        (lambda folder: os.truncate(folder / "state.json", 1 << 27), "bytes, at most"),
         (shutil.rmtree, "is not there"),
     ],
 )
 def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], Any], words: str) -> None:
     spoil(written(tmp_path, optimizer()))
-    found, wrong = rest_of(tmp_path)
-    assert found is None and "that training could continue from" in wrong and words in wrong
+    with pytest.raises(UntrustedFileError, match="that training could continue from") as error:
+        left_in(tmp_path)
+    assert words in str(error.value) and str(tmp_path) not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("like", "words"),
+    [
+        ({"w": torch.ones(5)}, "not this model's (w)"),
+        ({"w": torch.ones(4, dtype=torch.float64)}, "not this model's (w)"),
+        ({"v": torch.ones(4)}, "not this model's"),
+        (WEIGHTS | {"v": torch.ones(4)}, "not this model's (v)"),
+        ({}, "not this model's (w)"),
+    ],
+)
+def test_weights_of_another_model_are_none(tmp_path: Path, like: dict[str, torch.Tensor], words: str) -> None:
+    written(tmp_path, optimizer())
+    with pytest.raises(UntrustedFileError) as error:
+        left_in(tmp_path, like)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_none(tmp_path: Path, value: float) -> None:
+    save(tmp_path / "checkpoints", Checkpoint({"w": torch.full((4,), value)}, optimizer(), STATE))
+    with pytest.raises(UntrustedFileError, match="its weights are not finite"):
+        left_in(tmp_path)
 
 
 def test_a_run_is_revealed_whole(tmp_path: Path) -> None:

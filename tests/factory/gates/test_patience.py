@@ -11,16 +11,21 @@ import pytest
 import torch
 
 from factory.core import devices
-from factory.core.progress import SILENT
-from factory.gates.patch import training as patch_training
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.session import PatchSession, Rest, TimedRun
-from factory.gates.patch.training import Side, compare_training
+from factory.gates.patch.session import PatchSession, TimedRun
+from factory.gates.patch.stages import training as patch_training
+from factory.gates.patch.stages.training import Side, compare_training
 from factory.gates.patience import Patience, patiently, stopped
 from factory.gates.training_start import Start
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.rows import Subject
+from factory.runs.arm import Arm
+from factory.runs.running import Runs, every_run
 from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import Limits
+from trainer.contract.checkpoint.format import Checkpoint
 
 
 @pytest.mark.parametrize(
@@ -63,10 +68,11 @@ POLICY = TrainingPolicy(steps=50, pairs=4, budget_seconds=1e6)
 OVERHEAD, STEP = 1.0, 0.1
 
 
-class Plant:
+class Sessions:
     """Stands for the sandbox: sessions whose seconds the test tells, and whose weights say how many steps were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.limits: dict[str, list[float]] = {"baseline": [], "candidate": []}
         self.caches: list[list[str]] = []  # what the candidate found in its cache, a session each
         self.busy: dict[tuple[str, int], list[float]] = {}  # side and number of the session: factors of its runs
@@ -74,8 +80,7 @@ class Plant:
         self.order: list[str] = []
 
     def session(
-        self, folder: Path, code: Path, specs: list[dict[str, Any]], readonly: Any, origin: Any, wall_seconds: float,
-        whole: Any, early: dict[int, int],
+        self, folder: Path, code: Path, arms: list[Arm], origin: Any, wall_seconds: float, whole: Any, early: dict[int, int]
     ) -> PatchSession:  # fmt: skip
         side = code.name
         number = len(self.limits[side])
@@ -89,37 +94,38 @@ class Plant:
             return PatchSession(failed="stopped", out_of_time=True, seconds=wall_seconds)
         factors = self.busy.get((side, number), [])
         runs, folders = [], [folder / "warm-up"]
-        for place, spec in enumerate(specs[1:], 1):
-            steps = spec["last_step"] - spec["first_step"]
+        for place, arm in enumerate(arms[1:], 1):
+            steps = arm.last - arm.first
             busy = factors[place - 2] if 0 <= place - 2 < len(factors) else 1.0
             span = STEP * (steps - 1) * busy
             of = folder / "segments" / f"{place:05d}"
             of.mkdir(parents=True)
             folders.append(of)
-            (of / "metrics.jsonl").write_text("".join(json.dumps({"time": at}) + "\n" for at in (0.0, span)))
+            (of / "metrics.jsonl").write_text("".join(json.dumps({"step": 0, "time": at}) + "\n" for at in (0.0, span)))
             moments = {"exp_avg.w": torch.ones(2) * steps}
-            rest = Rest(moments, {"step": spec["last_step"], "recipe": {}})
-            weights, before = ({"w": torch.ones(2) * n} for n in (steps, early.get(place, 0) - spec["first_step"]))
+            rest = Checkpoint({}, moments, {"step": arm.last, "recipe": {}})
+            weights, before = ({"w": torch.ones(2) * n} for n in (steps, early.get(place, 0) - arm.first))
             seconds = OVERHEAD + span
             runs.append(TimedRun(seconds, weights, rest, before, CpuSeconds(2 * seconds, seconds)))
         return PatchSession(runs, folders, seconds=30.0)
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
-    made = Plant()
+def plant(monkeypatch: pytest.MonkeyPatch, ledger: Ledger) -> Sessions:
+    made = Sessions(ledger)
     monkeypatch.setattr(patch_training, "timed_session", made.session)
     monkeypatch.setattr(patch_training.checkpoint_files, "read_tensors", lambda *_: {"w": torch.zeros(2)})
     return made
 
 
-def measured(plant: Plant, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True) -> Any:
+def measured(plant: Sessions, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True) -> Any:
     start = Start(folder / "checkpoint", 6, {}, {"token_shards": []})
-    sides = [Side(folder / name, "c" * 40, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
+    sides = [Side(folder / name, name[0] * 40, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
     for side in sides:
         (side.code / "policies").mkdir(parents=True, exist_ok=True)
         (side.code / "policies" / "kernels.yaml").write_text("cpu: {attention: auto}\n")
-    found, _ = compare_training(policy, start, *sides, workspace, SILENT, new_code, 1)
+    runs = Runs(Plant(workspace, plant.ledger), folder, "patch gate", Subject("proposal", 1))
+    found, _ = compare_training(runs, policy, start, *sides, new_code, 1)
     stages: dict[str, Any] = {name: {"state": "passed", "reasons": [name]} for name in STAGES}
     stages["evals"]["gains"] = {"code": [0.0, 0.0]}
     return found, judge_patch(PatchPolicy(training=policy), {"stages": stages | {"training": found}, "tries": 1})
@@ -151,7 +157,7 @@ FASTER = {("candidate", number): [0.7, 0.7, 0.7] for number in range(9)}
     ],
 )
 def test_a_disturbed_baseline_is_measured_again(
-    plant: Plant, tmp_path: Path, workspace: Any, busy: Any, policy: Any, sessions: int, outcome: str, words: str
+    plant: Sessions, tmp_path: Path, workspace: Any, busy: Any, policy: Any, sessions: int, outcome: str, words: str
 ) -> None:
     plant.busy = busy
     found, verdict = measured(plant, POLICY.model_copy(update=policy), tmp_path, workspace, new_code=False)
@@ -173,7 +179,7 @@ def test_a_disturbed_baseline_is_measured_again(
 )
 @pytest.mark.parametrize("new_code", [False, True])
 def test_a_gain_is_measured_again_the_candidate_first(
-    plant: Plant, tmp_path: Path, workspace: Any, new_code: bool, busy: Any, sessions: int, outcome: str, words: str
+    plant: Sessions, tmp_path: Path, workspace: Any, new_code: bool, busy: Any, sessions: int, outcome: str, words: str
 ) -> None:
     plant.busy = {key: [*factors, *[0.7] * (key[0] == "candidate")] for key, factors in busy.items()}
     found, verdict = measured(plant, POLICY, tmp_path, workspace, new_code)
@@ -186,7 +192,7 @@ def test_a_gain_is_measured_again_the_candidate_first(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_candidate_that_never_ends_when_repeated_is_held(
-    plant: Plant, tmp_path: Path, workspace: Any, number: int
+    plant: Sessions, tmp_path: Path, workspace: Any, number: int
 ) -> None:
     plant.busy, plant.out_of_time = FASTER, {("candidate", 2 + number), ("candidate", 3 + number)}
     found, verdict = measured(plant, POLICY, tmp_path, workspace, new_code=False)
@@ -195,7 +201,7 @@ def test_a_candidate_that_never_ends_when_repeated_is_held(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_candidate_that_was_stopped_is_tried_once_more(
-    plant: Plant, tmp_path: Path, workspace: Any, number: int
+    plant: Sessions, tmp_path: Path, workspace: Any, number: int
 ) -> None:
     plant.out_of_time = {("candidate", number)}
     found, verdict = measured(plant, POLICY, tmp_path, workspace)
@@ -204,9 +210,12 @@ def test_a_candidate_that_was_stopped_is_tried_once_more(
     expected.insert(number + 1, 900.0)
     assert plant.limits["candidate"] == expected
     assert plant.caches[number + 1] == [], "it has seen this data: nothing that it kept is there"
+    rows = [(run["arm"]["name"], run["state"]) for run in every_run(plant.ledger)]  # of each session, what it was tried with
+    assert len(rows) == 4 and {state for _, state in rows} == {"done"}, rows
+    assert {name.partition(",")[0] for name, _ in rows} == {"baseline", "candidate"}
 
 
-def test_a_candidate_that_never_ends_is_held_back(plant: Plant, tmp_path: Path, workspace: Any) -> None:
+def test_a_candidate_that_never_ends_is_held_back(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.out_of_time = {("candidate", 0), ("candidate", 1)}
     found, verdict = measured(plant, POLICY, tmp_path, workspace)
     assert plant.limits["candidate"] == [300.0, 900.0] and found["state"] == "missing"
@@ -215,14 +224,14 @@ def test_a_candidate_that_never_ends_is_held_back(plant: Plant, tmp_path: Path, 
     assert "training.patience in policies/gates/patch.yaml" in verdict.reasons[0]
 
 
-def test_a_stopped_baseline_holds_the_patch(plant: Plant, tmp_path: Path, workspace: Any) -> None:
+def test_a_stopped_baseline_holds_the_patch(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.out_of_time = {("baseline", 0)}
     found, verdict = measured(plant, POLICY, tmp_path, workspace)
     assert found["out_of_time"] and verdict.outcome == "hold" and plant.limits["candidate"] == []
     assert "training.wall_seconds" in verdict.reasons[0] and "3600 s with approved code" in verdict.reasons[0]
 
 
-def test_a_compile_cache_moves_along_with_its_own_side(plant: Plant, tmp_path: Path, workspace: Any) -> None:
+def test_a_compile_cache_moves_along_with_its_own_side(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     compiled = devices.compiled(workspace.root, "") / "inductor"
     compiled.mkdir(parents=True)
     plant.out_of_time = {("candidate", 1)}

@@ -20,12 +20,13 @@ from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
-from factory.gates.recipe.paired_runs import lengthened, lengths, run_recipe, segment_specs
 from factory.gates.recipe.policy import RunsPolicy
+from factory.gates.recipe.runs import Side, lengthened, lengths, run_recipe
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
 from factory.ledger.plant import Plant
+from factory.runs.running import every_run
 from factory.show.catching_up import catch_up
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
@@ -236,7 +237,8 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
     size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
     raw = run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
-    trunk, tail = segment_specs(start, other, raw, size, 7, held, Path("/run"), Path("/kernels.yaml"), "c" * 40)
+    side = Side("candidate", other, raw, size, held, "c" * 40, "")
+    trunk, tail = (arm.spec() for arm in side.arms(start, 7, Path("/run")).values())
     assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
     assert (tail["kind"], tail["first_step"], tail["last_step"], tail["restart_data"]) == ("anneal", 18, 23, False)
     assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"
@@ -260,6 +262,9 @@ def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None
     assert runs["steps"] == {"baseline": [12, 5], "candidate": [12, 5]} and runs["same_cost"] is True
     assert found.verdict["gate"] == "recipe" and found.row["patch_sha256"] == found.verdict["subject_sha256"]
     assert made.left_behind() == []
+    rows = [run for run in every_run(made.ledger) if run["subject"] == f"proposal:{found.number}"]
+    assert [(run["purpose"], run["state"], run["there"]) for run in rows] == [("recipe gate", "done", False)] * 12
+    assert {run["arm"]["last"] - run["arm"]["first"] for run in rows} == {12, 5}
 
 
 def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:

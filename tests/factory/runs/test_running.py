@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 
 from factory.core import devices
 from factory.core.errors import InputError, SegmentError
+from factory.core.faults import HANDLES, fault_of
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -22,12 +25,14 @@ from factory.ledger.rows import RunRow, Subject
 from factory.runs import live, sandboxed
 from factory.runs.arm import Arm
 from factory.runs.distance import same_bits
+from factory.runs.folders import reveal
 from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs, every_run, in_words
-from factory.runs.sandboxed import Ended, SandboxedTrainer
-from factory.runs.trace import Trace
+from factory.runs.sandboxed import Ended
+from factory.runs.trace import Trace, lines_in, read_alive
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
+from tests.support.failing.limits import few_handles
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here
@@ -162,75 +167,91 @@ def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
     low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
     expected = here(tmp_path / "here", arm)
     resumed = replace(arm, name="resumed", start=expected.checkpoint.with_name(name_of(2)))
-    trainer = SandboxedTrainer(runs.home / "trainer", ROOT, ["1", "2", "3", "4"])
-    try:
-        ends = [runs.sandboxed(trainer, one, PATIENCE_S) for one in (arm, low, resumed)]
-        assert len(began) == 1 and not any(end.failed for end in ends)
-        left = [Trace(end.folder, one.first, STEPS).left for end, one in zip(ends, (arm, low, resumed))]
-        assert same_bits(left[0], expected.left) and same_bits(left[2], expected.left)
-        assert not same_bits(left[1], expected.left)
-        half = replace(arm, name="half of it", until=2)  # it would go on: its process ends with it
-        end = runs.sandboxed(trainer, half, PATIENCE_S)
-        assert not end.failed and len(began) == 1
-        assert Trace(end.folder, 0, 2, ends=False).left.state["step"] == 2
-    finally:
-        trainer.close()
+    half = replace(arm, name="half of it", until=2)  # it would go on: its process ends with it
+    arms = {runs.home / "trainer" / str(number): one for number, one in enumerate((arm, low, resumed, half))}
+    left = []
+    with closing(runs.sandboxed(runs.home / "trainer", ROOT, arms, PATIENCE_S)) as trained:
+        for (folder, one), ended in zip(arms.items(), trained, strict=True):
+            assert (ended.folder, ended.failed) == (folder, "") and ended.cpu and 0 < ended.cpu.thread < ended.cpu.tree
+            assert sum((path / "segment.json").exists() for path in arms) == len(left) + 1, "the next is not shown yet"
+            left.append(read_alive(ended.opened, one.last, expected.left.model))
+    assert len(began) == 1 and left[3].state["step"] == 2
+    assert same_bits(left[0], expected.left) and same_bits(left[2], expected.left)
+    assert not same_bits(left[1], expected.left)
     assert {run["state"] for run in every_run(runs.plant.ledger)} == {"done"}
 
 
-HOSTILE = """
+def code_of(tmp_path: Path, script: str) -> Path:
+    (tmp_path / "code" / "trainer").mkdir(parents=True)
+    (tmp_path / "code" / "trainer" / "__main__.py").write_text(script)
+    return tmp_path / "code"
+
+
+WAITS = """
 import os, pathlib, sys, time
 mine, next_ = map(pathlib.Path, sys.argv[2:4])
+(mine / "ready").touch()
+(next_ / "ready").touch()
 while not (mine / "segment.json").exists():
     time.sleep(0.01)
+"""
+HOSTILE = """
+os.symlink("VICTIM", mine / "checkpoints")
 os.symlink("VICTIM", next_ / "checkpoints")
-(mine / "result.json").symlink_to("VICTIM/secret")
 (mine / "metrics.jsonl").symlink_to("VICTIM/secret")
+(mine / "result.json").symlink_to("VICTIM/secret")
 time.sleep(600)
 """
-
-
-def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs, arm: Arm, tmp_path: Path) -> None:
-    victim, code = tmp_path / "victim", tmp_path / "code"
-    victim.mkdir()
-    (victim / "secret").write_text('{"step": 0}\n')
-    (code / "trainer").mkdir(parents=True)
-    (code / "trainer" / "__main__.py").write_text(HOSTILE.replace("VICTIM", str(victim)))
-    start = tmp_path / name_of(2)
-    start.mkdir()
-    (start / "manifest.json").write_text("{}")
-    trainer = SandboxedTrainer(runs.home / "trainer", code, ["1", "2", "3"])
-    try:
-        first = runs.sandboxed(trainer, arm, PATIENCE_S)
-        assert not first.failed, "it says that it is done"
-        trace = Trace(first.folder, 0, STEPS)
-        for read in (lambda: trace.left, lambda: trace.lines, lambda: trace.result):
-            with pytest.raises(UntrustedFileError):
-                read()
-        second = runs.sandboxed(trainer, replace(arm, start=start), 2.0)
-        assert second == Ended(runs.home / "trainer" / "2", failed="it could not be begun: File exists")
-    finally:
-        trainer.close()
-    assert [path.name for path in victim.iterdir()] == ["secret"]
-    assert RunRow.get(runs.plant.ledger, replace(arm, start=start).key).state == "failed"
-
-
 AHEAD = """
-import pathlib, sys, time
-mine, next_ = map(pathlib.Path, sys.argv[2:4])
 (next_ / "result.json").write_text("{}")
 (mine / "result.json").write_text("{}")
 time.sleep(600)
 """
 
 
+def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+    victim, code = tmp_path / "victim", code_of(tmp_path, WAITS + HOSTILE.replace("VICTIM", str(tmp_path / "victim")))
+    victim.mkdir()
+    (victim / "secret").write_text('{"step": 0}\n')
+    start = tmp_path / name_of(2)
+    start.mkdir()
+    (start / "manifest.json").write_text("{}")
+    output = runs.home / "trainer"
+    arms = {output / "1": arm, output / "2": replace(arm, start=start)}
+    with closing(runs.sandboxed(output, code, arms, PATIENCE_S)) as trained:
+        first = next(trained)
+        assert not first.failed, "it says that it is done"
+        trace = Trace(first.folder, 0, STEPS)
+        for read in (
+            lambda: trace.left, lambda: trace.lines, lambda: trace.result,
+            lambda: read_alive(first.opened, STEPS, {}), lambda: lines_in(first.opened, "metrics.jsonl"),
+        ):  # fmt: skip
+            with pytest.raises(UntrustedFileError):
+                read()
+        assert list(trained) == [Ended(output / "2", failed="it could not be begun: File exists")]
+    assert [path.name for path in victim.iterdir()] == ["secret"]
+    assert RunRow.get(runs.plant.ledger, arms[output / "2"].key).state == "failed"
+
+
 def test_what_was_written_before_an_arm_was_asked_for_is_not_its_result(runs: Runs, arm: Arm, tmp_path: Path) -> None:
-    trainer = SandboxedTrainer(runs.home / "trainer", code_of(tmp_path, AHEAD), ["1", "2"])
-    try:
-        assert not trainer.train(arm, PATIENCE_S).failed
-        assert trainer.train(arm, PATIENCE_S).failed == "it could not be begun: File exists"
-    finally:
-        trainer.close()
+    arms = {runs.home / str(number): replace(arm, repeat=number) for number in range(2)}
+    first, second = runs.sandboxed(runs.home, code_of(tmp_path, WAITS + AHEAD), arms, PATIENCE_S)
+    assert not first.failed and second.failed == "it could not be begun: File exists"
+
+
+def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_codes(
+    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_handles(folder: int, spec: Any) -> None:
+        with few_handles():
+            reveal(folder, spec)
+
+    monkeypatch.setattr(sandboxed, "reveal", without_handles)
+    arms = {runs.home / str(number): replace(arm, repeat=number) for number in range(2)}
+    with pytest.raises(OSError) as error:
+        list(runs.sandboxed(runs.home, code_of(tmp_path, WAITS + AHEAD), arms, PATIENCE_S))
+    assert fault_of(error.value) == HANDLES
+    assert [run["state"] for run in every_run(runs.plant.ledger)] == ["stopped"]
 
 
 def test_one_that_resumes_does_not_need_what_its_segment_began_with(runs: Runs, arm: Arm, tmp_path: Path) -> None:
@@ -238,17 +259,8 @@ def test_one_that_resumes_does_not_need_what_its_segment_began_with(runs: Runs, 
     start.mkdir()
     (start / "manifest.json").write_text("{}")
     gone = replace(arm, base={**arm.base, "initial_checkpoint": str(tmp_path / "gone")}, start=start)
-    trainer = SandboxedTrainer(runs.home, code_of(tmp_path, QUICK), ["1"])
-    try:
-        assert not trainer.train(gone, PATIENCE_S).failed
-    finally:
-        trainer.close()
-
-
-def code_of(tmp_path: Path, script: str) -> Path:
-    (tmp_path / "code" / "trainer").mkdir(parents=True)
-    (tmp_path / "code" / "trainer" / "__main__.py").write_text(script)
-    return tmp_path / "code"
+    (found,) = runs.sandboxed(runs.home, code_of(tmp_path, QUICK), {runs.home / "1": gone}, PATIENCE_S)
+    assert not found.failed
 
 
 QUICK = """
@@ -260,19 +272,16 @@ import pathlib, sys
 def test_the_time_until_a_device_is_free_does_not_count(
     runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "code" / "trainer").mkdir(parents=True)
-    (tmp_path / "code" / "trainer" / "__main__.py").write_text(QUICK)
-    clock, found = [0.0], list[Ended]()
-    monkeypatch.setattr(sandboxed, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    trainer = SandboxedTrainer(runs.home, tmp_path / "code", ["1"])
-    waiting = threading.Thread(target=lambda: found.append(trainer.train(arm, 1.0)))
+    clock, found, code = [0.0], list[Ended](), code_of(tmp_path, QUICK)
+    monkeypatch.setattr(sandboxed, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    train = lambda: found.extend(sandboxed.train(runs.home, code, {runs.home / "1": arm}, PATIENCE_S))
+    waiting = threading.Thread(target=train)
     with devices.one():
         waiting.start()
         while not (runs.home / "1" / "segment.json").exists():
             pass
         clock[0] = 1000.0
     waiting.join(PATIENCE_S)
-    trainer.close()
     assert [(one.failed, one.seconds) for one in found] == [("", 0.0)]
 
 

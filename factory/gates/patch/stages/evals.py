@@ -5,13 +5,12 @@ from __future__ import annotations
 from factory.gates.case import NOTHING_HELD_OUT, PatchCase, StageResult, passed
 from factory.gates.patch.held_out import gains, held_out_texts, scores
 from factory.gates.patch.policy import PatchPolicy
-from factory.ledger.plant import Plant
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     policy, start = case.policy.evals, case.start
     assert start is not None  # the training stage passed
-    texts, eval_policy = held_out_texts(policy.documents, policy.document_bytes, Plant(case.workspace, case.ledger))
+    texts, eval_policy = held_out_texts(policy.documents, policy.document_bytes, case.plant)
     if not texts:
         return StageResult(NOTHING_HELD_OUT)
     candidate, baseline = (scores(run.weights, start.recipe, texts, eval_policy) for run in case.handed_on["training"])
