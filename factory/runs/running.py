@@ -16,9 +16,10 @@ from factory.core.removal import remove
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, RunRow, Subject
+from factory.retrying.watchdog import UsualTimes
 from factory.runs import sandboxed
 from factory.runs.arm import Arm, refuse_impossible
-from factory.runs.live import Trained, train
+from factory.runs.live import UNMEASURED, Trained, train
 from factory.runs.live_code import LiveCode
 from factory.runs.sandboxed import Ended
 from factory.runs.trace import Trace
@@ -42,15 +43,15 @@ class Runs:
         """What an arm left that was trained to its end."""
         return Trace(self.folder(arm), arm.first, arm.last)
 
-    def live(self, code: LiveCode, arms: Sequence[Arm], title: str) -> Trained:
+    def live(self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualTimes = UNMEASURED) -> Trained:
         """Train arms of one commit and one number of ranks with live code (``factory.runs.live``).
 
-        Raises: InputError for arms that are none; SegmentError when they were stopped: asked for again, they go on.
+        Raises: InputError for arms that are none; PausedError, SegmentError when they were stopped: asked for again, they go on.
         """
         refuse_impossible(arms)
         folders = {self.folder(arm): arm for arm in arms}
         with self.noted(folders) as ends:
-            done = train(self.plant, code, self.home, folders, title)
+            done = train(self.plant, code, self.home, folders, title, usual)
             for folder, arm in folders.items():
                 ends[arm.key] = "" if (folder / "result.json").exists() else done.line or "it did not begin"
         return done

@@ -47,9 +47,7 @@ class Ended:
     seconds: float = 0.0  # from when it was shown to the trainer, or the trainer was started with it
     failed: str = ""
     out_of_time: bool = False  # a time limit ended it, which says nothing about its code
-    cpu: CpuSeconds | None = (
-        None  # of the sandbox over the same seconds; None: of a single arm, or not known
-    )
+    cpu: CpuSeconds | None = None  # of the sandbox over the same seconds; None: of a single arm, or not known
     opened: int = -1  # of one of several: the descriptor of ``folder``, until the iterator is closed
 
 

@@ -25,9 +25,11 @@ from factory.gates.release.replicas import MEASURED, due, may_start, newest_meas
 from factory.ledger.ledger import Ledger, record, releases, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
-from factory.replicas.replicating import replicate
-from factory.replicas.waiting import folder_of
+from factory.replicas.replicating import folder_of, replica, replicate, runs_of
 from factory.retention.needs import Needs
+from factory.runs import live
+from factory.runs.arm import Arm
+from factory.runs.running import Runs, every_run
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
@@ -69,7 +71,12 @@ def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
         record(tx, "promoted", f"release:{number}")
 
 
-TABLES = ("segments", "candidates", "checkpoints", "evaluations")
+def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[Runs, list[Arm]]:
+    plant = Plant(workspace, ledger)
+    return runs_of(plant, 2), [replica(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
+
+
+TABLES = ("segments", "candidates", "checkpoints", "evaluations", "data_plans")
 REPLICATE = "replicate 2"
 
 
@@ -84,9 +91,10 @@ def undisturbed(plant: Opened) -> Path:
         assert next_due(Plant(workspace, ledger)) == REPLICATE
         do(Plant(workspace, ledger), REPLICATE)
         write_replicas(workspace, "from_release: 1")  # what has begun goes on
-    folder, kept = folder_of(workspace) / "00002", workspace.root.parent / "undisturbed"
-    shutil.copytree(folder, kept)
-    for one in (kept / "1", kept / "2"):
+    runs, arms = two_replicas(workspace, ledger)
+    folder, kept = runs.home, workspace.root.parent / "undisturbed"
+    for number, arm in enumerate(arms, 1):
+        one = shutil.copytree(runs.folder(arm), kept / str(number))
         result = json.loads((one / "result.json").read_text())
         result["checkpoint"] = str(one / "checkpoints" / Path(result["checkpoint"]).name)
         (one / "result.json").write_text(json.dumps(result))
@@ -95,6 +103,8 @@ def undisturbed(plant: Opened) -> Path:
     assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
     after = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
     assert after == before, "a replica is no segment and no candidate"
+    told = {run["key"]: (run["purpose"], run["state"], run["arm"]["plan"]) for run in every_run(ledger)}
+    assert [told[arm.key] for arm in arms] == [("replica", "done", {"reshuffled": number}) for number in (1, 2)]
     return kept
 
 
@@ -125,25 +135,25 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opene
     assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
 
 
-@pytest.mark.long("two replicas, killed five times while they train and are measured")
+@pytest.mark.long("two replicas, killed four times while they train")
 def test_killed_anywhere_it_goes_on_to_the_bit(plant: Opened, undisturbed: Path) -> None:
-    """Asked for once more, by another recipe's hash in the event. SIGKILL at a checkpoint, between two, before the first one and while it is
-    measured, to the trainer alone and to the factory."""
+    """Asked for once more, by another recipe's hash in the event. SIGKILL at a checkpoint, between two and before the first one, to the trainer
+    alone and to the factory."""
     workspace, ledger = plant
-    before, folder = newest_measured(ledger), folder_of(workspace) / "00002"
+    runs, arms = two_replicas(workspace, ledger)
+    before, folder = newest_measured(ledger), runs.home
     assert before is not None
     write_replicas(workspace, "from_release: 1, steps_max: 1.0")
     with ledger.begin() as tx:
         record(tx, MEASURED, "segment:0", {"release": 0, "recipe_sha256": "another", "runs": []})
-    one, other = folder / "1", folder / "2"
-    one.mkdir(parents=True)
+    one, other = map(runs.folder, arms)
+    for path, arm in zip((one, other), arms):
+        live.prepare(folder, path, arm)
     for mark in ("always-linger-22", "fault-kill-25"):
         (one / mark).touch()
     kill_factory_once(workspace, one / "lingers")  # at a checkpoint
     (one / "always-linger-22").unlink()
-    with pytest.raises(
-        FactoryError, match=r"replica 1 of segment 2 ended with exit .*segment-00002\.log"
-    ):  # between two
+    with pytest.raises(FactoryError, match=rf"replica 1 of segment 2: its trainer was killed.*{one.name}\.log"):
         go_on(str(workspace.root))
     assert [step for step, _ in checkpoints.steps_in(one / "checkpoints")] == [22, 24] and not (
         one / "result.json"
@@ -152,21 +162,19 @@ def test_killed_anywhere_it_goes_on_to_the_bit(plant: Opened, undisturbed: Path)
         "a document is cut there"
     )
     replicate(Plant(workspace, ledger), 2)
-    other.mkdir()
     for mark in ("fault-kill-21", "fault-kill-24"):
         (other / mark).touch()
         with pytest.raises(FactoryError, match="replica 2 of segment 2"):
             go_on(str(workspace.root))
     replicate(Plant(workspace, ledger), 2)
-    for number in ("1", "2"):
-        assert_same_run(undisturbed / number, folder / number)
+    for number, path in (("1", one), ("2", other)):
+        assert_same_run(undisturbed / number, path)
     overflows(other / "checkpoints")
     with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
         replicate(Plant(workspace, ledger), 2)
     found = newest_measured(ledger)
     assert found is not None and found["runs"] == [], "nothing was recorded"
     shutil.copytree(undisturbed / "2" / "checkpoints", other / "checkpoints", dirs_exist_ok=True)
-    kill_factory_once(workspace, folder / "export" / "config.json")
     go_on(str(workspace.root))
     found = newest_measured(ledger)
     assert found is not None and found["release"] == 1
