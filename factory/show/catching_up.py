@@ -20,10 +20,20 @@ from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about
 from factory.ledger.files import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import Reads, ReleaseRow, RunRow, SegmentRow, Subject, VerdictRow
+from factory.runs.running import as_it_stands
 from factory.show.mlflow.outages import TrackingError, of_one_thing, shown
 from factory.show.mlflow.releases import show_releases
-from factory.show.mlflow.runs import AUDITED, CLOSED, DELETED, DIAGNOSIS_SHOWN, PROFILE_SHOWN, SHOWN, Tracking
+from factory.show.mlflow.runs import (
+    ARM_SHOWN,
+    AUDITED,
+    CLOSED,
+    DELETED,
+    DIAGNOSIS_SHOWN,
+    PROFILE_SHOWN,
+    SHOWN,
+    Tracking,
+)
 from factory.show.mlflow.store import check_writable
 from factory.show.mlflow.traces import make_trace
 from factory.show.pages import anomaly_page, proposal_report, release_report
@@ -175,6 +185,12 @@ def _unshown_profiles(plant: Plant, db: Reads) -> list[int]:
     return [row["id"] for row in rows if f"profile:{row['id']}" not in told and Path(row["path"]).is_file()]
 
 
+def _unshown_arms(plant: Plant, db: Reads) -> list[RunRow]:
+    rows = [row for row in map(as_it_stands, RunRow.select(db, "ORDER BY started_at, id")) if row.state != "running"]
+    told = _newest(db, ARM_SHOWN) if rows else {}
+    return [row for row in rows if told.get(f"arm:{row.id}") != {"state": row.state, "at": row.started_at}]
+
+
 def _undeleted(plant: Plant, db: Reads) -> list[list[str]]:
     """Names of the runs that were retired, at once: MLflow takes seconds to remove any."""
     names = [PurePosixPath(row["subject"]).name for row in _retired_runs(db)]
@@ -219,6 +235,7 @@ IN_MLFLOW = (
     Showing("audits", _unshown_audits, lambda _, tracking, one: tracking.segment_audited(one)),
     Showing("diagnoses", _unshown_diagnoses, _show_diagnosis),
     Showing("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
+    Showing("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
     Showing("exchanges", _untraced, make_trace),
     Showing("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
 )

@@ -131,7 +131,7 @@ class MatrixPlan:
     def together(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
         """All runs of one side, as the ledger has them: one row, with the steps of all."""
         one = self.arm(cases[0])
-        steps = sum(self.steps[case.name] for case in cases)
+        steps = sum(case.steps for case in cases)
         base = {**one.base, "first_step": 0, "last_step": steps, "initial_checkpoint": None}
         return Arm(f"{who}, {len(cases)} tiny runs", base, code)
 
