@@ -35,8 +35,6 @@ from factory.sandbox.sandbox import Limits
 from trainer.contract.checkpoint.format import name_of
 
 POLL_SECONDS = 0.003
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -58,17 +56,40 @@ def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: floa
     checkpoint. ``wall_seconds``: of all together. Raises: IsolationError; OSError for a fault of the machine.
     """
     with ExitStack() as held:
-        opened = {folder: _made(folder, held) for folder in arms}
-        specs = {folder: _prepared(folder, opened[folder], arm) for folder, arm in arms.items() if len(arms) == 1}
-        for folder, spec in specs.items():
-            reveal(opened[folder], spec)
+        waiting = [_Waiting.made(folder, arm, held) for folder, arm in arms.items()]
+        if len(waiting) == 1:
+            reveal(waiting[0].opened, waiting[0].spec)
         held.enter_context(devices.one())  # others may hold it for long, which does not count
         trainer = _Trainer(held, output, code, arms, wall_seconds)
-        for folder, arm in arms.items():
-            ended = trainer.train(folder, opened[folder], arm, folder in specs)
+        for one in waiting:
+            ended = trainer.train(one, shown=len(waiting) == 1)
             yield ended
             if ended.failed:
                 return
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An arm's folder, with all but the specification that shows it."""
+
+    path: Path
+    opened: int
+    spec: Spec
+    last: int
+    holds: frozenset[str]  # names, with the one that says that the trainer waits for it
+
+    @classmethod
+    def made(cls, path: Path, arm: Arm, held: ExitStack) -> _Waiting:
+        remove(path)  # of a process before this one
+        path.mkdir(parents=True)
+        if arm.resumes is not None:
+            shutil.copytree(arm.resumes, path / "checkpoints" / arm.resumes.name)
+        if arm.kernels:
+            (path / "kernels.yaml").write_text(arm.kernels)
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        held.callback(os.close, opened)
+        spec = arm.spec(path / "kernels.yaml" if arm.kernels else None)
+        return cls(path, opened, spec, arm.last, frozenset(os.listdir(path)) | {"ready"})
 
 
 class _Trainer:
@@ -93,30 +114,31 @@ class _Trainer:
             ),
         )  # fmt: skip
 
-    def train(self, path: Path, folder: int, arm: Arm, shown: bool) -> Ended:
+    def train(self, arm: _Waiting, shown: bool) -> Ended:
         """``shown``: the trainer was started with it. Raises: IsolationError when nothing was run; OSError."""
         used, began = clock.Reading(), time.monotonic()
         if not shown:
-            if not self._wait_for(folder, "ready"):
-                return self._failed(path, 0.0)
+            if not self._wait_for(arm.opened, "ready"):
+                return self._failed(arm.path, 0.0)
             try:
-                spec = _prepared(path, folder, arm)
+                if set(os.listdir(arm.opened)) - arm.holds:  # what was there before would be taken for its own
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 used, began = clock.read(self._inits[0]), time.monotonic()
-                reveal(folder, spec)
+                reveal(arm.opened, arm.spec)
             except OSError as error:  # code in the sandbox took the name
                 if is_of_no_file(error):
                     raise
-                return Ended(path, failed=f"it could not be begun: {error.strerror}")
-        goes_on = arm.last < arm.base["last_step"]
-        there = self._wait_for(folder, f"checkpoints/{name_of(arm.last)}/manifest.json" if goes_on else "result.json")
-        seconds = time.monotonic() - began
+                return Ended(arm.path, failed=f"it could not be begun: {error.strerror}")
+        goes_on = arm.last < arm.spec["last_step"]
+        left = f"checkpoints/{name_of(arm.last)}/manifest.json" if goes_on else "result.json"
+        there, seconds = self._wait_for(arm.opened, left), time.monotonic() - began
         if not there:
-            return self._failed(path, seconds)
+            return self._failed(arm.path, seconds)
         cpu = clock.between(used, clock.read(self._inits[0])) if not shown else None
         if goes_on:
             self._enough.set()
             self._process.result()
-        return Ended(path, seconds, cpu=cpu, opened=-1 if shown else folder)
+        return Ended(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
 
     def _wait_for(self, folder: int, name: str) -> bool:
         """Is the file there? Each is renamed into place, so it is whole; the trainer may have ended right after."""
@@ -134,40 +156,6 @@ class _Trainer:
         result = self._process.result()
         why = "the trainer ended before it was done" if result.ok else result.why()
         return Ended(path, seconds, why, result.timed_out)
-
-
-def _made(folder: Path, held: ExitStack) -> int:
-    """An empty folder's descriptor."""
-    remove(folder)  # of a process before this one
-    folder.mkdir(parents=True)
-    opened = os.open(folder, FOLDER)
-    held.callback(os.close, opened)
-    return opened
-
-
-def _prepared(path: Path, folder: int, arm: Arm) -> Spec:
-    """Put what an arm needs into its folder; returns its specification. Raises: OSError."""
-    if set(os.listdir(folder)) - {"ready"}:  # what waits for it may say so there, and no more
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    if arm.resumes is not None:
-        _copy(arm.resumes, folder)
-    if arm.kernels:
-        with os.fdopen(os.open("kernels.yaml", NEW_FILE, 0o644, dir_fd=folder), "w") as out:
-            out.write(arm.kernels)
-    return arm.spec(path / "kernels.yaml" if arm.kernels else None)
-
-
-def _copy(checkpoint: Path, folder: int) -> None:
-    """A copy of a checkpoint in ``checkpoints`` of an opened folder. Raises: OSError."""
-    with ExitStack() as held:
-        for name in ("checkpoints", checkpoint.name):
-            os.mkdir(name, dir_fd=folder)
-            folder = os.open(name, FOLDER, dir_fd=folder)
-            held.callback(os.close, folder)
-        for file in sorted(checkpoint.iterdir()):
-            copy = os.open(file.name, NEW_FILE, 0o644, dir_fd=folder)
-            with open(file, "rb") as read, os.fdopen(copy, "wb") as out:
-                shutil.copyfileobj(read, out)
 
 
 def _read_by(arm: Arm) -> list[Path]:

@@ -144,7 +144,10 @@ def linked(folder: Path) -> None:
     ("spoil", "words"),
     [
         (lambda folder: (folder / "state.json").write_text("{}"), "state.json: 2 bytes, its manifest says"),
-        (lambda folder: (folder / "model.safetensors").open("r+b").write(b"0"), "SHA-256 is not the one in the manifest"),
+        (
+            lambda folder: (folder / "model.safetensors").open("r+b").write(b"0"),
+            "SHA-256 is not the one in the manifest",
+        ),
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is not there"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "cannot be read: maximum recursion"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'), "names no state.json"),

@@ -210,7 +210,9 @@ def test_a_candidate_that_was_stopped_is_tried_once_more(
     expected.insert(number + 1, 900.0)
     assert plant.limits["candidate"] == expected
     assert plant.caches[number + 1] == [], "it has seen this data: nothing that it kept is there"
-    rows = [(run["arm"]["name"], run["state"]) for run in every_run(plant.ledger)]  # of each session, what it was tried with
+    rows = [
+        (run["arm"]["name"], run["state"]) for run in every_run(plant.ledger)
+    ]  # of each session, what it was tried with
     assert len(rows) == 4 and {state for _, state in rows} == {"done"}, rows
     assert {name.partition(",")[0] for name, _ in rows} == {"baseline", "candidate"}
 

@@ -231,11 +231,8 @@ def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs,
     victim, code = tmp_path / "victim", code_of(tmp_path, WAITS + HOSTILE.replace("VICTIM", str(tmp_path / "victim")))
     victim.mkdir()
     (victim / "secret").write_text('{"step": 0}\n')
-    start = tmp_path / name_of(2)
-    start.mkdir()
-    (start / "manifest.json").write_text("{}")
     output = runs.home / "trainer"
-    arms = {output / "1": arm, output / "2": replace(arm, start=start)}
+    arms = {output / "1": arm, output / "2": replace(arm, name="again", repeat=1)}
     with closing(runs.sandboxed(output, code, arms, PATIENCE_S)) as trained:
         first = next(trained)
         assert not first.failed, "it says that it is done"
