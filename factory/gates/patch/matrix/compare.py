@@ -33,7 +33,8 @@ from factory.core.faults import is_of_no_file
 from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, run_cases
 from factory.runs.distance import Apart, between, together, values_apart
-from factory.runs.untrusted_files import UntrustedFileError, object_of, read_bytes, read_object, tensors_of
+from factory.runs.trace import lines_in
+from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_object, tensors_of
 
 FILE_BYTES = 1 << 26
 CLOCKED = {"time", "tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "memory", "seconds", "speed"}
@@ -145,7 +146,7 @@ def _worst(parts: Iterable[Discrepancy]) -> Discrepancy:
 def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     """Everything that is not the same. Raises: UntrustedFileError."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
-        ours, theirs = (_lines(folder, name) for folder in (baseline, candidate))
+        ours, theirs = (lines_in(folder, name) for folder in (baseline, candidate))
         if name == "anomalies.jsonl":  # a throughput drop is the machine's
             ours, theirs = (
                 [line for line in lines if line.get("kind") != "throughput_drop"] for lines in (ours, theirs)
@@ -275,11 +276,6 @@ def _totals(parts: Iterable[Discrepancy]) -> Iterator[Discrepancy]:
 
 def _values(where: str, one: Any, other: Any, ignored: Set[str] = frozenset()) -> Iterator[Discrepancy]:
     return (Discrepancy(what, far) for what, far in values_apart(one, other, CLOCKED | ignored, where))
-
-
-def _lines(folder: int, name: str) -> list[dict[str, Any]]:
-    text = read_bytes(folder, [name], FILE_BYTES)
-    return [object_of(line, name) for line in text.splitlines()]
 
 
 def _checkpoints(folder: int) -> list[str]:
