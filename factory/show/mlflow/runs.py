@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.computing.computing import describe
+from factory.core.workspace import PATIENCE
 from factory.evals.statistics import interval_of
 from factory.ledger.ledger import record, tracked_runs
 from factory.ledger.plant import Plant
@@ -41,7 +42,7 @@ from factory.show.mlflow.metrics_follower import (
     of_evaluation,
 )
 from factory.show.mlflow.outages import refuse_resting
-from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, waiting_lock
+from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted
 from factory.show.pages.release_facts import flatten
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Tracking:
     def _experiment(self, name: str) -> str:
         if name not in self._experiments:
             client = self.client
-            with waiting_lock(self.workspace, "mlflow"):
+            with self.workspace.lock("mlflow", PATIENCE):
                 found = client.get_experiment_by_name(name)
                 tags = {KIND: LANGUAGE_MODELS if name == EXCHANGES else TRAINING_RUNS, NOTE: ABOUT[name]}
                 if found is None:
@@ -132,7 +133,7 @@ class Tracking:
         mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
         with mlflow_errors(f"the run of {subject}"):
             experiment_id = self._experiment(experiment)
-            with waiting_lock(self.workspace, "mlflow"):
+            with self.workspace.lock("mlflow", PATIENCE):
                 same = client.search_runs([experiment_id], mine, max_results=1)
                 if same:
                     run_id = same[0].info.run_id
