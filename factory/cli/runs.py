@@ -13,7 +13,7 @@ from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
 
 runs = typer.Typer(
     invoke_without_command=True,
-    help="What was trained beside the segments: by certificates, preflights, audits, diagnoses, replicas and gates.",
+    help="What was trained beside the segments: by certificates, preflights, audits, diagnoses, replicas and the gates of patches.",
 )
 app.add_typer(runs, name="runs")
 NEWEST = 40
@@ -40,7 +40,7 @@ def list_runs(
         terminal.line(in_words(run))
     if not found:
         terminal.line(
-            "  nothing was trained beside the segments yet: a certificate, a preflight, an audit or a diagnosis does"
+            "  nothing was trained beside the segments yet: a certificate, a preflight, an audit, a diagnosis or a gate does"
         )
 
 

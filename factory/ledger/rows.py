@@ -125,7 +125,7 @@ class SegmentRow(LedgerRow):
 @dataclass(frozen=True)
 class RunRow(LedgerRow):
     noun, source = "run", "runs"
-    how = ": a certificate, a preflight, an audit or a diagnosis makes them"
+    how = ": a certificate, a preflight, an audit, a diagnosis or a gate makes them"
 
     id: str
     purpose: str

@@ -74,6 +74,12 @@ def readable(plant: Plant, commit: str) -> Iterator[Path]:
             yield cache
 
 
+def copy_cache(compiled: Path, cache: Path) -> None:
+    """Give a gate's run its own copy of what approved code compiled: nobody else ever reads what a candidate writes there."""
+    if compiled.is_dir():
+        shutil.copytree(compiled, cache, symlinks=True)
+
+
 def _copy(source: Path, target: Path) -> None:
     """Folders and plain files alone: code that may be hostile wrote them."""
     for folder, _, names in os.walk(source):

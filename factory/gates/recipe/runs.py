@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -35,6 +34,7 @@ from factory.gates.patience import out_of_time
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.training_start import Start
 from factory.runs.arm import Arm, for_one_rank
+from factory.runs.compile_cache import copy_cache
 from factory.runs.running import Runs
 from factory.runs.sandboxed import Ended
 from factory.runs.trace import lines_in, read_alive
@@ -98,8 +98,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     shape = recipes["baseline"].model_dump()
     compiled = devices.compiled(case.workspace.root, start.commit)  # by approved code while it trained
-    if compiled.is_dir():
-        shutil.copytree(compiled, case.work / "recipe" / "cache", symlinks=True)
+    copy_cache(compiled, case.work / "recipe" / "cache")
     runs = Runs(case.plant, case.work, "recipe gate", case.subject)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
         try:
@@ -107,7 +106,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
             held, kernels = domains_of(start), start.kernels_of(case.baseline)
             own_floor = "schedule.final_lr_share" in changes
             sides = {
-                name: Side(
+                name: RecipeSide(
                     name, recipe, run_recipe(recipe, own_floor, start.recipe["precision"]), sizes[name], held, case.applied.base, kernels
                 )
                 for name, recipe in recipes.items()
@@ -181,7 +180,7 @@ def domains_of(start: Start) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Side:
+class RecipeSide:
     """What the runs of one recipe have in common. ``raw``: of ``run_recipe``; ``held``: the domains that the shards hold."""
 
     name: str
@@ -222,7 +221,7 @@ def paired_runs(
     runs: Runs,
     policy: RunsPolicy,
     start: Start,
-    sides: Mapping[str, Side],
+    sides: Mapping[str, RecipeSide],
     code: Path,
     origin: Tensors,
     score: Score,
@@ -234,7 +233,7 @@ def paired_runs(
     """
     work = runs.home / "recipe"
     drawn = secrets.randbelow(90_000)  # the folders are named as live segments are
-    order: list[Side] = []
+    order: list[RecipeSide] = []
     arms: dict[Path, Arm] = {}
     for number in range(policy.seeds):
         seed = secrets.randbelow(1 << 31)

@@ -21,7 +21,7 @@ from factory.core.errors import InputError
 from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.gates.recipe.policy import RunsPolicy
-from factory.gates.recipe.runs import Side, lengthened, lengths, run_recipe
+from factory.gates.recipe.runs import RecipeSide, lengthened, lengths, run_recipe
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
@@ -237,7 +237,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
     size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
     raw = run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
-    side = Side("candidate", other, raw, size, held, "c" * 40, "")
+    side = RecipeSide("candidate", other, raw, size, held, "c" * 40, "")
     trunk, tail = (arm.spec() for arm in side.arms(start, 7, Path("/run")).values())
     assert (trunk["kind"], trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == ("trunk", 6, 18, True)
     assert (tail["kind"], tail["first_step"], tail["last_step"], tail["restart_data"]) == ("anneal", 18, 23, False)

@@ -21,7 +21,6 @@ optimiser's moments, the position in the data, the recipe and the anomaly detect
 from __future__ import annotations
 
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +41,7 @@ from factory.gates.recipe_changes import used_recipe
 from factory.gates.release.judge import PROMOTE
 from factory.gates.training_start import Start
 from factory.runs.arm import Arm, for_one_rank
+from factory.runs.compile_cache import copy_cache
 from factory.runs.running import Runs
 from factory.runs.trace import step_lines
 from trainer.contract.checkpoint import format as checkpoint_files
@@ -76,10 +76,8 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     )
     new_code = any(path.endswith(".py") for path in case.paths)
     policy = case.policy.training
-    steps = policy.steps + secrets.randbelow(
-        1 + policy.steps // DRAWN
-    )  # a fixed number would tell a run that it is judged
-    policy = policy.model_copy(update={"steps": steps})
+    more = secrets.randbelow(1 + policy.steps // DRAWN)  # a fixed number would tell a run that it is judged
+    policy = policy.model_copy(update={"steps": policy.steps + more})
     runs = Runs(case.plant, case.work, "patch gate", case.subject)
     return StageResult(*compare_training(runs, policy, case.start, baseline, candidate, new_code, case.tries))
 
@@ -151,17 +149,10 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class PlannedSession:
-    """One process of one side: a control run, then timed runs on the same data as the other side's."""
-
-    side: str
-    control: PlannedRun
-    timed: Sequence[PlannedRun]
-
-
-@dataclass(frozen=True)
 class Plan:
-    sessions: Sequence[PlannedSession]  # two of each side, in the order in which they run
+    """``sessions``: of each process its side and its runs, a control and then timed runs on the same data as the other side's."""
+
+    sessions: Sequence[tuple[str, list[PlannedRun]]]  # two of each side, in the order in which they run
     whole: tuple[int, int]  # the timed runs whose checkpoints are compared whole, one of each half
     long: PlannedRun  # at the end of the second half's sessions, where new code looks faster
 
@@ -174,12 +165,9 @@ class Plan:
         fewer = replace(timed[whole[0]], steps=policy.steps - policy.left_out)
         long_steps = policy.long * policy.steps
         long = PlannedRun(_seed(), long_steps, early=long_steps - policy.worth(long_steps))
-        sessions: list[PlannedSession] = []
+        sessions: list[tuple[str, list[PlannedRun]]] = []
         for control, runs in ((fewer, timed[:half]), (PlannedRun(_seed(), 2 * policy.steps), timed[half:])):
-            pair = [
-                PlannedSession(BASELINE, control, runs),
-                PlannedSession(CANDIDATE, PlannedRun(_seed(), BRIEF_STEPS), runs),
-            ]
+            pair = [(BASELINE, [control, *runs]), (CANDIDATE, [PlannedRun(_seed(), BRIEF_STEPS), *runs])]
             sessions += reversed(pair) if candidate_first else pair  # a machine that becomes quieter helps who is last
         return cls(sessions, whole, long)
 
@@ -191,9 +179,7 @@ class SideRuns:
     controls: list[TimedRun] = field(default_factory=list)  # one a session
     timed: list[TimedRun] = field(default_factory=list)
     long: TimedRun | None = None
-    overheads: list[float] = field(
-        default_factory=list
-    )  # seconds of a timed run besides its steps; the baseline's only
+    overheads: list[float] = field(default_factory=list)  # seconds of a timed run besides its steps; the baseline's
     session_s: list[float] = field(default_factory=list)
 
     def total(self, runs: int) -> float:
@@ -220,9 +206,7 @@ class _Comparison:
     new_code: bool
     compiled: Path  # by approved code
     origin: Weights
-    repeated_s: float = (
-        0.0  # of the baseline's first session in the measurement that this one repeats; 0: it repeats none
-    )
+    repeated_s: float = 0.0  # of the baseline's first session in the measurement that this repeats; 0: it repeats none
 
     def measure_steadily(self) -> tuple[StageEvidence, Pair | None]:
         """``measure``, again on new data while the baseline's own runs differ too much: ``tries`` times within the budget."""
@@ -261,36 +245,25 @@ class _Comparison:
         """Raises: _EndedEarly."""
         half = self.policy.pairs // 2
         with self.runs.plant.progress.task("training steps, baseline and candidate", 2 * self.policy.pairs) as task:
-            for number, planned in enumerate(plan.sessions):
+            for number, (name, planned) in enumerate(plan.sessions):
                 faster = number >= 2 and runs[BASELINE].total(half) > runs[CANDIDATE].total(half)
                 long = [plan.long] if self.new_code and faster and not self.repeated_s else []
-                before_s = (runs[BASELINE].session_s or [self.repeated_s])[-1]
-                done = self._run_session(planned, long, runs[planned.side], before_s)
-                task.advance(len(done), f"{planned.side}: {min(run.seconds for run in done):.1f} s a run")
+                before_s = (runs[BASELINE].session_s or [self.repeated_s])[-1]  # of the baseline's session before it
+                session, folder = self._session(name, [*planned, *long], before_s)
+                control, *done = session.runs[: len(planned)]
+                left = runs[name]
+                left.controls.append(control)
+                left.timed += done
+                left.long = session.runs[-1] if long else left.long
+                left.session_s.append(session.seconds)
+                if name == BASELINE:  # after the warm-up and the control
+                    left.overheads += [run.seconds - _recorded_span(at) for run, at in zip(done, session.folders[2:])]
+                remove(folder / "segments")
+                task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
                 if number == 1:  # a pair of sessions is enough to see a difference
                     found, _ = self._weights(plan, runs)
                     if training_differs(self.policy, found):
-                        reason = training_difference(self.policy, found)
-                        raise _EndedEarly(failed(reason, **found))
-
-    def _run_session(
-        self, planned: PlannedSession, long: Sequence[PlannedRun], left: SideRuns, before_s: float
-    ) -> Sequence[TimedRun]:
-        """Run one session and add to what its side left; returns the timed runs. ``before_s``: of the baseline's session before it.
-
-        Raises: _EndedEarly.
-        """
-        session, folder = self._session(planned.side, [planned.control, *planned.timed, *long], before_s)
-        done = session.runs[1 : 1 + len(planned.timed)]
-        left.controls.append(session.runs[0])
-        left.timed += done
-        left.long = session.runs[-1] if long else left.long
-        left.session_s.append(session.seconds)
-        if planned.side == BASELINE:
-            for number, run in enumerate(done, 2):  # after the warm-up and the control
-                left.overheads.append(run.seconds - _recorded_span(session.folders[number]))
-        remove(folder / "segments")
-        return done
+                        raise _EndedEarly(failed(training_difference(self.policy, found), **found))
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
         """A session of one side, and its folder; a stopped candidate's is tried again, with a longer limit. Raises: _EndedEarly."""
@@ -358,12 +331,8 @@ class _Comparison:
                 reason = f"the candidate's checkpoint would not continue training as the baseline's would: {wrong}"
                 raise _EndedEarly(failed(reason, **evidence))
         evidence |= _times(policy, baseline, candidate)
-        evidence |= {
-            "steps": policy.steps,
-            "new_code": self.new_code,
-            "device": devices.kind(),
-            "session_seconds": baseline.session_s[0],
-        }
+        evidence |= {"steps": policy.steps, "new_code": self.new_code, "device": devices.kind()}
+        evidence |= {"session_seconds": baseline.session_s[0]}
         furthest = pairs[drifts.index(max(drifts))]
         if doubt := evidence.get("doubt"):
             return missing(doubt, **evidence), furthest
@@ -379,19 +348,13 @@ class _Comparison:
     def _weights(self, plan: Plan, runs: dict[str, SideRuns]) -> tuple[dict[str, Any], list[float]]:
         """How far apart the weights are, as evidence, and each pair's distance."""
         baseline, candidate = runs[BASELINE], runs[CANDIDATE]
-        fewer, all_steps = (
-            baseline.controls[0],
-            baseline.timed[plan.whole[0]],
-        )  # the same data, but for the steps left out
+        fewer, all_steps = baseline.controls[0], baseline.timed[plan.whole[0]]  # the same data, but for some steps
         control = drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
         pairs = zip(candidate.timed, baseline.timed, strict=True)
         drifts = [drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
         totals = {name: [run.seconds for run in side.timed] for name, side in runs.items()}
-        left_out = self.policy.left_out
-        evidence = {
-            "total_seconds": totals, "drift": max(drifts), "control_drift": control, "left_out": left_out
-        }  # fmt: skip
-        return evidence, drifts
+        evidence = {"total_seconds": totals, "drift": max(drifts), "control_drift": control}
+        return evidence | {"left_out": self.policy.left_out}, drifts
 
 
 def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> dict[str, Any]:
@@ -412,12 +375,6 @@ def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> d
 
 def _seed() -> int:
     return secrets.randbelow(1 << 31)
-
-
-def copy_cache(compiled: Path, cache: Path) -> None:
-    """Give a side its own copy of what approved code compiled: nobody else ever reads what a candidate writes there."""
-    if compiled.is_dir():
-        shutil.copytree(compiled, cache, symlinks=True)
 
 
 def _recorded_span(folder: Path) -> float:
