@@ -8,14 +8,22 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from factory.core.workspace import Workspace
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.compare import Compared, Difference, Discrepancy, Rounding, measure_rounding
 from factory.gates.patch.matrix.runs import copy_libraries
+from factory.gates.patch.stages import matrix
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.rows import Subject
 from factory.runs.distance import Apart
+from factory.runs.running import every_run
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.matrix import prepare
 
@@ -77,7 +85,7 @@ def test_numbers_that_went_through_a_lower_precision_are_found_at_any_size_of_ro
 
 @pytest.mark.long("tiny trainings of several processes")
 def test_what_rounding_explains_is_no_difference_and_the_rest_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "MOST_TWINS", compare.TWINS + 2)  # fewer than a gate runs: the rule is the same
     with ExitStack() as after:
@@ -103,3 +111,11 @@ def test_what_rounding_explains_is_no_difference_and_the_rest_is(
         )  # as if all twins told one line more
         found = measured("undecided", **{"first steps": math.inf})
         assert found.undecided == ["first steps"] and not found.beyond
+        patch = SimpleNamespace(commit="c0ffee", base="ba5e")
+        case: Any = SimpleNamespace(applied=patch, plant=Plant(workspace, ledger), subject=Subject("proposal", 7))
+        side = replace(prepared.side, folder=tmp_path / "told", instructions=["trainer/run.py"])
+        runs = matrix._side(case, prepared.plan, side, prepared.cases, (), "candidate")
+        assert not runs.failed and runs.executed.instructions
+        (row,) = every_run(ledger)
+        assert (row["purpose"], row["subject"], row["state"]) == ("patch gate", "proposal:7", "done")
+        assert row["arm"]["code"] == "c0ffee" and row["arm"]["name"] == "candidate, 2 tiny runs"
