@@ -35,7 +35,6 @@ from factory.show.mlflow.runs import (
     Tracking,
 )
 from factory.show.mlflow.store import check_writable
-from factory.show.mlflow.traces import make_trace
 from factory.show.pages import anomaly_page, proposal_report, release_report
 
 Wanted = Mapping[str, tuple[Any, dict[str, Any]]]  # by subject: a thing, and what an event says of it once it is shown
@@ -234,6 +233,6 @@ IN_MLFLOW = (
     Showing("diagnoses", _unshown_diagnoses, _show_diagnosis),
     Showing("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
     Showing("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
-    Showing("exchanges", _untraced, make_trace),
+    Showing("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.say)),
     Showing("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
 )

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import stdev
 
@@ -27,17 +23,14 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
 from factory.replicas.replicating import folder_of, replica, replicate, runs_of
 from factory.retention.needs import Needs
-from factory.runs import live
 from factory.runs.arm import Arm
 from factory.runs.running import Runs, every_run
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.errands import do, next_due
-from tests.support.failing.deaths import make_mortal
 from tests.support.plants.release_scene import add_candidate, add_verdict
 from tests.support.plants.trained_plant import make_plant, train_anneal
-from tests.support.trainer.segment_runs import assert_same_run
 from trainer.contract.checkpoint import format as checkpoints
 
 Opened = tuple[Workspace, Ledger]
@@ -47,9 +40,7 @@ Opened = tuple[Workspace, Ledger]
 def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """Release 1 is made of an anneal, steps 20–26 with a checkpoint every second; the policy asks for two replicas of a first release."""
     root = tmp_path_factory.mktemp("replicas")
-    code = make_target(root / "code")
-    make_mortal(code)
-    workspace, ledger = make_plant(root, code, checkpoint_every=2, keep_checkpoints=9)
+    workspace, ledger = make_plant(root, make_target(root / "code"), checkpoint_every=2, keep_checkpoints=9)
     write_replicas(workspace, "from_release: 1")
     candidate = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     promote(ledger, 1, candidate, add_verdict(ledger, candidate))
@@ -94,10 +85,11 @@ def undisturbed(plant: Opened) -> Path:
     runs, arms = two_replicas(workspace, ledger)
     folder, kept = runs.home, workspace.root.parent / "undisturbed"
     for number, arm in enumerate(arms, 1):
-        one = shutil.copytree(runs.folder(arm), kept / str(number))
-        result = json.loads((one / "result.json").read_text())
-        result["checkpoint"] = str(one / "checkpoints" / Path(result["checkpoint"]).name)
-        (one / "result.json").write_text(json.dumps(result))
+        shutil.copytree(runs.folder(arm), kept / str(number))
+    overflows(runs.folder(arms[1]) / "checkpoints")
+    with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
+        replicate(Plant(workspace, ledger), 2)
+    shutil.copytree(kept / "2" / "checkpoints", runs.folder(arms[1]) / "checkpoints", dirs_exist_ok=True)
     assert newest_measured(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE
     do(Plant(workspace, ledger), REPLICATE)
     assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
@@ -112,22 +104,13 @@ def undisturbed(plant: Opened) -> Path:
 def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opened, undisturbed: Path) -> None:
     _, ledger = plant
     anneal, weights = SegmentRow.get(ledger, 2), []
-    for place in (Path(anneal.folder), undisturbed / "1", undisturbed / "2"):
+    of_anneal = anneal.first_step, anneal.last_step, anneal.recipe_json, last_checkpoint(ledger, 1)["path"]
+    for number, place in enumerate((Path(anneal.folder), undisturbed / "1", undisturbed / "2")):
         spec = json.loads((place / "segment.json").read_text())
-        assert (spec["first_step"], spec["last_step"], spec["recipe"]) == (
-            anneal.first_step,
-            anneal.last_step,
-            anneal.recipe_json,
-        )
-        assert spec["initial_checkpoint"] == last_checkpoint(ledger, 1)["path"]
+        assert tuple(spec[key] for key in ("first_step", "last_step", "recipe", "initial_checkpoint")) == of_anneal
+        assert spec["data_plan"].get("reshuffled", 0) == number
         weights.append(load_file(place / "checkpoints" / checkpoints.name_of(anneal.last_step) / "model.safetensors"))
-    assert [json.loads((undisturbed / n / "segment.json").read_text())["data_plan"]["reshuffled"] for n in "12"] == [
-        1,
-        2,
-    ]
-    assert all(
-        any((a[name] != b[name]).any() for name in a) for a, b in ((weights[0], weights[1]), (weights[1], weights[2]))
-    )
+    assert all(any((a[name] != b[name]).any() for name in a) for a, b in pairwise(weights))
     found = newest_measured(ledger)
     assert found is not None and found["subject"] == "segment:2" and len(found["runs"]) == 3
     noise = newest_noise(ledger, {"code": 1.0})
@@ -135,76 +118,11 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opene
     assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
 
 
-@pytest.mark.long("two replicas, killed four times while they train")
-def test_killed_anywhere_it_goes_on_to_the_bit(plant: Opened, undisturbed: Path) -> None:
-    """Asked for once more, by another recipe's hash in the event. SIGKILL at a checkpoint, between two and before the first one, to the trainer
-    alone and to the factory."""
-    workspace, ledger = plant
-    runs, arms = two_replicas(workspace, ledger)
-    before, folder = newest_measured(ledger), runs.home
-    assert before is not None
-    write_replicas(workspace, "from_release: 1, steps_max: 1.0")
-    with ledger.begin() as tx:
-        record(tx, MEASURED, "segment:0", {"release": 0, "recipe_sha256": "another", "runs": []})
-    one, other = map(runs.folder, arms)
-    for path, arm in zip((one, other), arms):
-        live.prepare(folder, path, arm)
-    for mark in ("always-linger-22", "fault-kill-25"):
-        (one / mark).touch()
-    kill_factory_once(workspace, one / "lingers")  # at a checkpoint
-    (one / "always-linger-22").unlink()
-    with pytest.raises(FactoryError, match=rf"replica 1 of segment 2: its trainer was killed.*{one.name}\.log"):
-        go_on(str(workspace.root))
-    assert [step for step, _ in checkpoints.steps_in(one / "checkpoints")] == [22, 24] and not (
-        one / "result.json"
-    ).exists()
-    assert checkpoints.read_state(one / "checkpoints" / checkpoints.name_of(24))["sampler"]["begun"], (
-        "a document is cut there"
-    )
-    replicate(Plant(workspace, ledger), 2)
-    for mark in ("fault-kill-21", "fault-kill-24"):
-        (other / mark).touch()
-        with pytest.raises(FactoryError, match="replica 2 of segment 2"):
-            go_on(str(workspace.root))
-    replicate(Plant(workspace, ledger), 2)
-    for number, path in (("1", one), ("2", other)):
-        assert_same_run(undisturbed / number, path)
-    overflows(other / "checkpoints")
-    with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
-        replicate(Plant(workspace, ledger), 2)
-    found = newest_measured(ledger)
-    assert found is not None and found["runs"] == [], "nothing was recorded"
-    shutil.copytree(undisturbed / "2" / "checkpoints", other / "checkpoints", dirs_exist_ok=True)
-    go_on(str(workspace.root))
-    found = newest_measured(ledger)
-    assert found is not None and found["release"] == 1
-    assert found["runs"] == before["runs"], "the measured noise, to the bit"
-    assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
-
-
 def overflows(folder: Path) -> None:
     """Make the newest checkpoint one of finite weights that gives no finite loss."""
     whole = checkpoints.load(checkpoints.steps_in(folder)[-1][1])
     model = {name: torch.full_like(w, 3e38) if w.dim() == 1 else w for name, w in whole.model.items()}
     checkpoints.save(folder, replace(whole, model=model))
-
-
-def kill_factory_once(workspace: Workspace, there: Path) -> None:
-    """SIGKILL to a process that does as the daemon does, once a file is there."""
-    words = "import sys; from tests.factory.test_replicas import go_on; go_on(sys.argv[1])"
-    process = subprocess.Popen([sys.executable, "-c", words, str(workspace.root)], start_new_session=True)
-    while not there.exists() and process.poll() is None:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and there.exists()
-
-
-def go_on(root: str) -> None:
-    """As the daemon does, until the replicas are measured."""
-    workspace = Workspace.open(Path(root))
-    ledger = Ledger.open(workspace.ledger_url, workspace.root)
-    while next_due(Plant(workspace, ledger)) == REPLICATE:
-        replicate(Plant(workspace, ledger), 2)
 
 
 def schedule(db: Reads, **keys: int) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from factory.computing.computing import describe
 from factory.core.workspace import PATIENCE
 from factory.evals.statistics import interval_of
-from factory.ledger.ledger import record, tracked_runs
+from factory.ledger.ledger import exchanges, record, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import (
     CandidateRow,
@@ -369,39 +369,40 @@ class Tracking:
             pass
         follower.finish()
 
-    def exchange_trace(
-        self,
-        name: str,
-        asked: Any,
-        answered: Any,
-        usage: tuple[int, int],
-        usd: float,
-        began: float,
-        ended: float,
-        tags: dict[str, str],
-    ) -> str:
-        """A trace of one exchange with a language model, with its tokens (in, out) and money. Returns its id.
+    def exchange_trace(self, row: dict[str, Any], say: Callable[[str], None]) -> None:
+        """A trace of one exchange with a language model, a row of the ledger's, with its tokens and money.
 
         Raises: TrackingError, also when MLflow reports no error but has not stored it.
         """
+        trace = ""
+        try:
+            told = json.loads(Path(row["file"]).read_text())
+        except (OSError, ValueError) as error:
+            say(f"  exchange {row['id']} has no trace in MLflow: {row['file']}: {error}")
+        else:
+            trace = self._trace(row, told)
+        with self.ledger.begin() as tx:
+            tx.execute(exchanges.update().where(exchanges.c.id == row["id"]).values(trace=trace))
+
+    def _trace(self, row: dict[str, Any], told: dict[str, Any]) -> str:
         client = self.client
         import mlflow
 
-        experiment = self._experiment(EXCHANGES)
-        with mlflow_errors(f"tracing {name}"):
+        experiment, (sent, got) = self._experiment(EXCHANGES), (told["input_tokens"], told["output_tokens"])
+        counts = {"input_tokens": sent, "output_tokens": got, "total_tokens": sent + got}
+        with mlflow_errors(f"tracing {told['label']}"):
             mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces go there, whatever the client's own address
-            counts = {"input_tokens": usage[0], "output_tokens": usage[1], "total_tokens": sum(usage)}
             span = client.start_trace(
-                name,
+                told["label"],
                 span_type="CHAT_MODEL",
-                inputs=asked,
-                attributes={"mlflow.chat.tokenUsage": counts, "mlflow.llm.cost": {"total_cost": usd}},  # type: ignore[dict-item]
-                tags=tags,
+                inputs=told["request"],
+                attributes={"mlflow.chat.tokenUsage": counts, "mlflow.llm.cost": {"total_cost": told["usd"]}},  # type: ignore[dict-item]
+                tags={"run": str(row["run"]), "exchange": str(row["id"]), "endpoint": told["endpoint"]},
                 experiment_id=experiment,
-                start_time_ns=int(began * 1e9),
+                start_time_ns=int(told["began"] * 1e9),
             )
-            status = "ERROR" if "error" in answered else "OK"
-            client.end_trace(span.trace_id, outputs=answered, status=status, end_time_ns=int(ended * 1e9))
+            status = "ERROR" if "error" in told["reply"] else "OK"
+            client.end_trace(span.trace_id, outputs=told["reply"], status=status, end_time_ns=int(told["ended"] * 1e9))
             client.get_trace(span.trace_id, display=False)  # exporting only logs its failures
         return str(span.trace_id)
 

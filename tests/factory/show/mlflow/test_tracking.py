@@ -238,34 +238,16 @@ def test_proposal_run_shows_verdict_evidence_and_report(
     with ledger.begin() as tx:
         tx.execute(
             verdicts.insert().values(
-                id=1,
-                gate="patch",
-                subject="proposal:1",
-                against="b" * 40,
-                policy_sha256="y" * 64,
-                subject_sha256="h" * 64,
-                outcome="reject",
-                reasons=["no gain", "ü" * 600],
-                evidence={"timing": {"ratio": 1.01}},
-                created_at=1.7e9,
-            )  # fmt: skip
-        )
+                id=1, gate="patch", subject="proposal:1", against="b" * 40, policy_sha256="y" * 64, subject_sha256="h" * 64, outcome="reject",
+                reasons=["no gain", "ü" * 600], evidence={"timing": {"ratio": 1.01}}, created_at=1.7e9,
+            )
+        )  # fmt: skip
         tx.execute(
             proposals.insert().values(
-                number=1,
-                agent="search",
-                target="attention",
-                title="fold the query group",
-                hypothesis="…",
-                predicted_gain=1.2,
-                base_commit="b" * 40,
-                branch="factory/search/1-fold",
-                state="rejected",
-                verdict=1,
-                report=str(report),
-                created_at=1.7e9,
-            )  # fmt: skip
-        )
+                number=1, agent="search", target="attention", title="fold the query group", hypothesis="…", predicted_gain=1.2,
+                base_commit="b" * 40, branch="factory/search/1-fold", state="rejected", verdict=1, report=str(report), created_at=1.7e9,
+            )
+        )  # fmt: skip
     run = tracking.proposal_run(1)
     data = tracking.client.get_run(run).data
     assert data.tags["verdict"] == "reject" and data.tags["reasons"].startswith("no gain; ü")
