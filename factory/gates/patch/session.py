@@ -14,7 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from factory.core.removal import remove
 from factory.runs import sandboxed
 from factory.runs.arm import Arm
 from factory.runs.trace import read_alive
@@ -23,7 +22,7 @@ from factory.sandbox.clock import CpuSeconds
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.checkpoint.format import Tensors as Weights
 
-Rest = Checkpoint
+Rest = Checkpoint  # as ``likeness`` names it
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ def timed_session(
     Every run must leave a checkpoint that training can continue from. ``whole``: the numbers of the runs whose checkpoint is returned
     besides the weights; ``early``: number → an earlier step whose weights are returned too.
     """
-    remove(folder / "segments")
     first = 1 + secrets.randbelow(90_000)  # named as live segments are
     named = {folder / "segments" / f"{first + number:05d}-trunk": arm for number, arm in enumerate(arms)}
     session, began = PatchSession(folders=list(named)), time.monotonic()
