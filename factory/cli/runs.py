@@ -13,7 +13,7 @@ from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
 
 runs = typer.Typer(
     invoke_without_command=True,
-    help="What was trained beside the segments: by certificates, preflights, audits, diagnoses and the gates of patches.",
+    help="What was trained beside the segments: by certificates, preflights, audits, diagnoses, replicas and the gates of patches.",
 )
 app.add_typer(runs, name="runs")
 NEWEST = 40

@@ -18,7 +18,7 @@ from factory.core.errors import InputError, nearest
 from factory.data.metrics import metrics_of
 from factory.ledger.rows import SegmentRow
 
-STEP_NAMES = (
+STEP_NAMES = [
     "step",
     "steps",
     "_step",
@@ -28,8 +28,8 @@ STEP_NAMES = (
     "train/step",
     "train/global_step",
     "trainer/global_step",
-)
-TOKEN_NAMES = (
+]
+TOKEN_NAMES = [
     "tokens",
     "_tokens",
     "tokens_seen",
@@ -37,7 +37,7 @@ TOKEN_NAMES = (
     "num_tokens",
     "train/tokens",
     "throughput/total_tokens",
-)
+]
 MOST_BYTES = 1 << 30
 X_NAMES = {"steps": STEP_NAMES, "tokens": TOKEN_NAMES}
 BOUNDS = ("__min", "__max")  # what W&B adds to a smoothed metric's name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -244,9 +244,8 @@ class WindowBench:
         """Of each domain, what the shards that joined last bring into the window."""
         order = order_at(self.episode, self.episode.onset)
         keys: dict[str, set[str]] = defaultdict(set)
-        while order.step < self.episode.until:
-            for piece in (piece for row in order.next_rows() for piece in row):
-                keys[piece.stream].add(order.streams[piece.stream].key(piece.document))
+        for key, piece in read_until(order, self.episode.until):
+            keys[piece.stream].add(key)
         return joined_in(order, {stream: tuple(sorted(found)) for stream, found in keys.items()})
 
 
@@ -266,15 +265,21 @@ def order_at(episode: Episode, step: int) -> DataOrder:
     return order
 
 
+def read_until(order: DataOrder, step: int) -> Iterator[tuple[str, Piece]]:
+    """Each piece of the steps up to ``step``, by its document's key."""
+    while order.step < step:
+        for piece in (piece for row in order.next_rows() for piece in row):
+            yield order.streams[piece.stream].key(piece.document), piece
+
+
 def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
     """Loss and gradient norm of each document of an episode's steps, of what was trained on of it, and of some others (``samples``), at a
     checkpoint. On the CPU."""
     model = reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
     order = order_at(episode, episode.onset)
     pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
-    while order.step < episode.until:
-        for piece in (piece for row in order.next_rows() for piece in row):
-            pieces[order.streams[piece.stream].key(piece.document), True].append(piece)
+    for key, piece in read_until(order, episode.until):
+        pieces[key, True].append(piece)
     for piece in samples(order, SAMPLE):
         key = order.streams[piece.stream].key(piece.document)
         if (key, True) not in pieces:

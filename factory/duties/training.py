@@ -19,8 +19,7 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.status import describe_average
 from factory.ledger.writing import record_once
 from factory.repairs.mending import mend_inputs
-from factory.replicas.replicating import replicate
-from factory.replicas.waiting import waits
+from factory.replicas.replicating import replicate, waits
 from factory.retention.cleaning import tidy
 from factory.show.mlflow.runs import Tracking
 from factory.training.planning import Trunk, next_trunk, plan_anneal, plan_trunk

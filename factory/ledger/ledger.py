@@ -212,7 +212,7 @@ runs = sa.Table(  # what was trained beside the segments, to compare (``factory.
     C("folder", T, nullable=False),  # where it trains; once its errand is over it may be gone
     C("started_at", F, nullable=False),
     C("finished_at", F),
-    C("ended", T),  # how it ended, for a person; null: well
+    C("ended", T),  # how it ended, for a person; null: well. While it runs: whose process trains it
 )
 
 candidates = sa.Table(

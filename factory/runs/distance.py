@@ -1,4 +1,4 @@
-"""How far apart are two runs? The one place that says it, of weights and of moments, tensor by tensor.
+"""How far apart are two runs? The one place that says it: of weights and of moments tensor by tensor, of what they wrote down number by number.
 
     distance(a, b)                     ‖b − a‖ beside ‖a‖
     distance(a, b, begun=c)            of weights ‖(b − c) − (a − c)‖ beside how far a moved from c, ‖a − c‖
@@ -11,9 +11,10 @@ distance of a run that goes on from the copy is the least that another distance 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,11 +69,17 @@ def apart(a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors |
         if one is None or two is None or one.shape != two.shape or lost:
             found[name] = Apart(math.inf, 1.0)
             continue
-        way, others = one.double(), two.double()
-        if begun is not None and other is not None:
-            way, others = way - begun[name].double(), others - other[name].double()
-        found[name] = Apart(float((others - way).norm()), float(way.norm()))
+        starts = (None, None) if begun is None or other is None else (begun[name], other[name])
+        found[name] = between(one, two, *starts)
     return found
+
+
+def between(one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None) -> Apart:
+    """``distance`` of two tensors of one shape."""
+    way, others = one.double(), two.double()
+    if begun is not None and other is not None:
+        way, others = way - begun.double(), others - other.double()
+    return Apart(float((others - way).norm()), float(way.norm()))
 
 
 def by_kind(moments: Mapping[str, Apart]) -> dict[str, Apart]:
@@ -130,10 +137,39 @@ def length(parts: Iterable[float]) -> float:
 
 
 def share(difference: float, size: float) -> float:
-    """A difference as a share of a size; infinite where that is nothing."""
+    """A difference as a share of a size; infinite where that is nothing, or the difference no number."""
     if difference == 0:
         return 0.0
-    return difference / size if size > 0 else math.inf
+    found = difference / size if size > 0 else math.inf
+    return math.inf if math.isnan(found) else found
+
+
+def values_apart(one: Any, other: Any, ignored: Collection[str] = (), where: str = "") -> Iterator[tuple[str, Apart]]:
+    """Where two JSON values differ, and how far. Floats differ by a share of the larger one; all else wholly or not at all. Of the keys in
+    ``ignored`` only the type counts.
+
+    >>> list(values_apart({"loss": 2.0, "time": 5.0}, {"loss": 2.5, "time": 9.0}, {"time"}, "line 1"))
+    [('line 1: loss', Apart(apart=0.5, size=2.5))]
+    """
+    wholly = Apart(math.inf, 1.0)
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            yield f"{where}: other keys: {', '.join(sorted(map(str, one.keys() ^ other.keys()))[:5])}", wholly
+            return
+        for key in one:
+            if key not in ignored:
+                yield from values_apart(one[key], other[key], ignored, f"{where}: {key}")
+            elif type(one[key]) is not type(other[key]):
+                yield f"{where}: {key} is no {type(one[key]).__name__}", wholly
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, pair in enumerate(zip(one, other)):
+            yield from values_apart(*pair, ignored, f"{where}[{number}]")
+    elif type(one) is float and type(other) is float:
+        if one != other and not (math.isnan(one) and math.isnan(other)):
+            finite = math.isfinite(one) and math.isfinite(other)
+            yield where, Apart(abs(one - other), max(abs(one), abs(other))) if finite else wholly
+    elif type(one) is not type(other) or one != other:
+        yield f"{where}: {str(other)[:80]} where the baseline has {str(one)[:80]}", wholly
 
 
 def shares_of(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:

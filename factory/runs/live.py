@@ -1,25 +1,27 @@
 """Trains arms with live code: those of one commit in one trainer (one import, one compilation, one read of the data), which waits for each
 (``python -m trainer --wait``); in as many trainers as there are devices, where each arm needs one.
 
-A killed factory goes on where it was: an arm that has its result is not run again, one that was cut short resumes.
+A killed factory goes on where it was: an arm that has its result is not run again, one that was cut short resumes. A pause stops them all.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core import devices
-from factory.core.errors import SegmentError
-from factory.core.faults import cannot_be_read_now
+from factory.core.errors import SegmentError, WaitingError
+from factory.core.faults import cannot_be_read_now, is_of_the_machine
 from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, exit_code, failure_line, forget_exit, ranks
 from factory.core.left_files import count_lines, read_object, read_tail
 from factory.core.progress import Task
 from factory.core.removal import remove
 from factory.ledger.plant import Plant
+from factory.retrying.asking import refuse_paused
 from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog
@@ -29,6 +31,7 @@ from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop
 from kernels.contract.files import write_atomically
 
 POLL_SECONDS = 1.0
+UNMEASURED = UsualTimes()
 MAYBE_THE_MACHINES = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they come again and again
 
 
@@ -40,12 +43,16 @@ class Trained:
     line: str = ""
 
 
-def train(plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], title: str) -> Trained:
+def train(
+    plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], title: str, usual: UsualTimes = UNMEASURED
+) -> Trained:
     """Train ``arms``, by the folder below ``home`` that each is trained in; all of one number of ranks. How the first that failed ended.
+    ``usual``: what was measured of such a trainer before.
 
-    Raises: SegmentError when a trainer was stopped or killed, hung, had too little memory, or the disk is full; not the last time of as
-    many in turn, without a new result, as ``policies/retries.yaml`` has tries.
+    Raises: PausedError while training is paused; SegmentError when a trainer was stopped or killed, hung, had too little memory, or the disk is
+    full; not the last time of as many in turn, without a new result, as ``policies/retries.yaml`` has tries.
     """
+    refuse_paused(plant.ledger)
     home.mkdir(parents=True, exist_ok=True)
     (count,) = {arm.ranks for arm in arms.values()}
     alone = (ranks(plant.workspace) if count is None else count) == 1
@@ -57,7 +64,7 @@ def train(plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], ti
             return Trained()
         steps = sum(arm.last - arm.first for arm in arms.values())
         with plant.progress.task(title, steps) as task:
-            run = lambda lane: _Lane(plant, code, home, {folder: specs[folder] for folder in lane}, title, count)
+            run = lambda lane: _Lane(plant, code, home, {folder: specs[folder] for folder in lane}, title, count, usual)
             if len(lanes) == 1:
                 endings = [run(lanes[0]).train(task, lock)]
             else:
@@ -91,9 +98,10 @@ class _Lane:
     specs: Mapping[Path, Spec]
     title: str
     count: int | None  # of ranks
+    usual: UsualTimes
 
     def train(self, task: Task, lock: int) -> Trained:
-        """Raises: SegmentError."""
+        """Raises: PausedError, SegmentError."""
         plant, folders = self.plant, list(self.specs)
         log = self.home / f"{folders[0].name}.log"
         for folder in folders:
@@ -107,7 +115,7 @@ class _Lane:
                 plant.workspace, self.code, ["--wait", *map(str, folders)], writable=folders,
                 readonly=sorted({path for spec in self.specs.values() for path in read_by(spec)}), out=out, lock=lock, count=self.count,
             )  # fmt: skip
-            dog = Watchdog(policy, UsualTimes(), process.pid, self.home, starts_often=True)
+            dog = Watchdog(policy, self.usual, process.pid, self.home, starts_often=len(folders) > 1)
             done = made = 0
             over, hung = False, ""
             try:
@@ -117,6 +125,8 @@ class _Lane:
                     task.advance(now - done, self.code.folder.name[:12])
                     made, done = made + max(0, now - done), now
                     hung = "" if over else dog.look(made)
+                    with not_for_the_machine():
+                        refuse_paused(plant.ledger)
             except BaseException:
                 stop_trainer(process)
                 raise
@@ -141,6 +151,18 @@ class _Lane:
         if status == 0 and not all((folder / "result.json").exists() for folder in folders):
             return Trained(1, "it ended without a result")
         return Trained(status, f"exit {status}: {line or 'nothing'}" if status else "")
+
+
+@contextmanager
+def not_for_the_machine() -> Iterator[None]:
+    """A ledger or a disk that is locked, full or gone for a while is no reason to stop a trainer."""
+    try:
+        yield
+    except WaitingError:
+        raise
+    except Exception as error:
+        if not is_of_the_machine(error):
+            raise
 
 
 def _count_end(path: Path, folders: Sequence[Path]) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,17 @@ from factory.core.removal import remove
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, RunRow, Subject
+from factory.retrying.watchdog import UsualTimes
 from factory.runs import sandboxed
 from factory.runs.arm import Arm, refuse_impossible
-from factory.runs.live import Trained, train
+from factory.runs.live import UNMEASURED, Trained, train
 from factory.runs.live_code import LiveCode
 from factory.runs.sandboxed import Ended
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
+
+PROCESS = "process "  # how ``ended`` begins of one that runs: who trains it, and on which machine
+SLACK_SECONDS = 60.0  # by which a machine's clock may be set back
 
 
 @dataclass(frozen=True)
@@ -42,15 +48,15 @@ class Runs:
         """What an arm left that was trained to its end."""
         return Trace(self.folder(arm), arm.first, arm.last)
 
-    def live(self, code: LiveCode, arms: Sequence[Arm], title: str) -> Trained:
+    def live(self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualTimes = UNMEASURED) -> Trained:
         """Train arms of one commit and one number of ranks with live code (``factory.runs.live``).
 
-        Raises: InputError for arms that are none; SegmentError when they were stopped: asked for again, they go on.
+        Raises: InputError for arms that are none; PausedError, SegmentError when they were stopped: asked for again, they go on.
         """
         refuse_impossible(arms)
         folders = {self.folder(arm): arm for arm in arms}
         with self.noted(folders) as ends:
-            done = train(self.plant, code, self.home, folders, title)
+            done = train(self.plant, code, self.home, folders, title, usual)
             for folder, arm in folders.items():
                 ends[arm.key] = "" if (folder / "result.json").exists() else done.line or "it did not begin"
         return done
@@ -104,7 +110,8 @@ class Runs:
             for folder, arm in arms.items():
                 values: dict[str, Any] = {
                     "purpose": self.purpose, "subject": str(self.subject), "arm": arm.to_json(), "state": "running",
-                    "folder": ledger.inside(folder), "started_at": now, "finished_at": None, "ended": None,
+                    "folder": ledger.inside(folder), "started_at": now, "finished_at": None,
+                    "ended": f"{PROCESS}{os.getpid()} of {socket.gethostname()}",
                 }  # fmt: skip
                 known = tx.execute(sa.select(runs.c.state, runs.c.folder).where(runs.c.id == arm.key)).first()
                 if known is None:
@@ -121,17 +128,32 @@ def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
+def as_it_stands(row: RunRow) -> RunRow:
+    """One whose process is gone was stopped, whatever its row says."""
+    import psutil
+
+    if row.state != "running":
+        return row
+    number, _, host = (row.ended or "").removeprefix(PROCESS).partition(" of ")
+    try:
+        elsewhere = host not in ("", socket.gethostname())
+        lives = elsewhere or psutil.Process(int(number)).create_time() < row.started_at + SLACK_SECONDS
+    except (psutil.Error, ValueError):  # an older factory noted no process
+        lives = False
+    return replace(row, ended=None) if lives else replace(row, state="stopped", ended="its process ended")
+
+
 def every_run(db: Reads, newest: int | None = None) -> list[dict[str, Any]]:
     """The newest runs, oldest first, as JSON: what a list, a page or MLflow shows."""
     limit = "" if newest is None else f" LIMIT {newest}"
-    rows = RunRow.select(db, f"ORDER BY started_at DESC, id{limit}")
-    return [describe(row) for row in reversed(rows)]
+    return [describe(row) for row in reversed(RunRow.select(db, f"ORDER BY started_at DESC, id{limit}"))]
 
 
 def describe(row: RunRow) -> dict[str, Any]:
     """A run as JSON, with the seconds that it took and the newest step that it wrote down, while its folder is there."""
     from factory.core.left_files import count_lines
 
+    row = as_it_stands(row)
     took = None if row.finished_at is None else row.finished_at - row.started_at
     there = Path(row.folder).is_dir()
     return {

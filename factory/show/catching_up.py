@@ -7,7 +7,7 @@ need no MLflow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,13 +20,24 @@ from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about
 from factory.ledger.files import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import Reads, ReleaseRow, RunRow, SegmentRow, Subject, VerdictRow
+from factory.runs.running import as_it_stands
 from factory.show.mlflow.outages import TrackingError, of_one_thing, shown
 from factory.show.mlflow.releases import show_releases
-from factory.show.mlflow.runs import AUDITED, CLOSED, DELETED, DIAGNOSIS_SHOWN, PROFILE_SHOWN, SHOWN, Tracking
+from factory.show.mlflow.runs import (
+    ARM_SHOWN,
+    AUDITED,
+    CLOSED,
+    DELETED,
+    DIAGNOSIS_SHOWN,
+    PROFILE_SHOWN,
+    SHOWN,
+    Tracking,
+)
 from factory.show.mlflow.store import check_writable
-from factory.show.mlflow.traces import make_trace
 from factory.show.pages import anomaly_page, proposal_report, release_report
+
+Wanted = Mapping[str, tuple[Any, dict[str, Any]]]  # by subject: a thing, and what an event says of it once it is shown
 
 
 @dataclass(frozen=True)
@@ -125,8 +136,7 @@ def _diagnoses_without_page(plant: Plant, db: Reads) -> list[dict[str, Any]]:
 def _unclosed(plant: Plant, db: Reads) -> list[int]:
     """Segments that ended, and whose runs are open. One whose run was retired is not shown again."""
     ended = db.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
-    closed = _newest(db, CLOSED) if ended else {}
-    left = [row["id"] for row in ended if f"segment:{row['id']}" not in closed]
+    left = _untold(db, CLOSED, {f"segment:{row['id']}": (row["id"], {}) for row in ended})
     retired = {row["detail"].get("segment") for row in _retired_runs(db)} if left else set()
     return [number for number in left if number not in retired]
 
@@ -146,21 +156,18 @@ def _any_judged(plant: Plant, db: Reads) -> list[None]:
 def _unshown_proposals(plant: Plant, db: Reads) -> list[int]:
     """Whose run does not show the state that they are in."""
     sql = """SELECT number, state FROM proposals WHERE state IN ('judged', 'approved', 'rejected', 'reverted', 'superseded') ORDER BY number"""
-    found = [(row["number"], row["state"]) for row in db.read(sql)]
-    told = _newest(db, SHOWN) if found else {}
-    return [number for number, state in found if told.get(f"proposal:{number}") != {"state": state}]
+    states = {row["number"]: row["state"] for row in db.read(sql)}
+    return _untold(db, SHOWN, {f"proposal:{number}": (number, {"state": state}) for number, state in states.items()})
 
 
 def _unshown_audits(plant: Plant, db: Reads) -> list[VerdictRow]:
     rows = VerdictRow.select(db, "WHERE gate = 'audit' AND subject LIKE 'segment:%' ORDER BY id")
-    told = _newest(db, AUDITED) if rows else {}
-    return [row for row in rows if str(Subject("verdict", row.id)) not in told]
+    return _untold(db, AUDITED, {f"verdict:{row.id}": (row, {}) for row in rows})
 
 
 def _unshown_diagnoses(plant: Plant, db: Reads) -> list[tuple[int, dict[str, Any]]]:
-    found = _diagnoses(db)
-    told = _newest(db, DIAGNOSIS_SHOWN) if found else {}
-    return [(event, detail) for event, _, detail in found if f"diagnosis:{event}" not in told]
+    found: Wanted = {f"diagnosis:{event}": ((event, detail), {}) for event, _, detail in _diagnoses(db)}
+    return _untold(db, DIAGNOSIS_SHOWN, found)
 
 
 def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, Any]]) -> None:
@@ -170,16 +177,19 @@ def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, 
 
 
 def _unshown_profiles(plant: Plant, db: Reads) -> list[int]:
-    rows = db.read("SELECT id, path FROM profiles ORDER BY id")
-    told = _newest(db, PROFILE_SHOWN) if rows else {}
-    return [row["id"] for row in rows if f"profile:{row['id']}" not in told and Path(row["path"]).is_file()]
+    rows: Wanted = {f"profile:{row['id']}": (row, {}) for row in db.read("SELECT id, path FROM profiles ORDER BY id")}
+    return [row["id"] for row in _untold(db, PROFILE_SHOWN, rows) if Path(row["path"]).is_file()]
+
+
+def _unshown_arms(plant: Plant, db: Reads) -> list[RunRow]:
+    rows = [row for row in map(as_it_stands, RunRow.select(db, "ORDER BY started_at, id")) if row.state != "running"]
+    return _untold(db, ARM_SHOWN, {f"arm:{row.id}": (row, {"state": row.state, "at": row.started_at}) for row in rows})
 
 
 def _undeleted(plant: Plant, db: Reads) -> list[list[str]]:
     """Names of the runs that were retired, at once: MLflow takes seconds to remove any."""
     names = [PurePosixPath(row["subject"]).name for row in _retired_runs(db)]
-    told = _newest(db, DELETED) if names else {}
-    left = [name for name in names if f"run:{name}" not in told]
+    left = _untold(db, DELETED, {f"run:{name}": (name, {}) for name in names})
     return [left] if left else []
 
 
@@ -194,15 +204,18 @@ def _untraced(plant: Plant, db: Reads) -> list[dict[str, Any]]:
     return db.read("SELECT * FROM exchanges WHERE trace IS NULL AND file IS NOT NULL ORDER BY id")
 
 
-def _newest(db: Reads, kind: str) -> dict[str, Any]:
-    """subject → the detail of its newest event of a kind, since MLflow's database was made anew."""
+def _untold(db: Reads, kind: str, wanted: Wanted) -> list[Any]:
+    """The things of which the newest event of this kind, since MLflow's database was made anew, does not say that."""
+    if not wanted:
+        return []
     rows = db.read(
         "SELECT subject, detail FROM events WHERE kind = :kind AND id > "
         "(SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = :remade) ORDER BY id",
         kind=kind,
         remade=MLFLOW_REMADE,
     )
-    return {row["subject"]: row["detail"] for row in rows}
+    told = {row["subject"]: row["detail"] for row in rows}
+    return [one for subject, (one, detail) in wanted.items() if told.get(subject) != detail]
 
 
 PAGES = (
@@ -219,6 +232,7 @@ IN_MLFLOW = (
     Showing("audits", _unshown_audits, lambda _, tracking, one: tracking.segment_audited(one)),
     Showing("diagnoses", _unshown_diagnoses, _show_diagnosis),
     Showing("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
-    Showing("exchanges", _untraced, make_trace),
+    Showing("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
+    Showing("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.say)),
     Showing("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
 )

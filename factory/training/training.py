@@ -7,14 +7,12 @@ again and the trainer resumes from its newest good checkpoint. Results are read 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from factory.computing.computing import write_kernels
-from factory.core.errors import SegmentError, WaitingError
-from factory.core.faults import is_of_the_machine
+from factory.core.errors import SegmentError
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, exit_code, forget_exit
 from factory.core.left_files import parse_json, read_tail
 from factory.ledger.plant import Plant
@@ -25,6 +23,7 @@ from factory.retrying.policy import RetryPolicy
 from factory.retrying.rewound import refuse_rewound
 from factory.retrying.watchdog import Watchdog, record_begun, usual_of
 from factory.runs.folders import clear, folder_lock, refuse_full, result_of, write_spec
+from factory.runs.live import not_for_the_machine
 from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.sandbox.live import Running
 from factory.training.segment_folder import claim, failed, record_done, spec_of
@@ -121,7 +120,7 @@ def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower 
                 begins, number = dog.steps is None, process.command()
                 watch.report(task)
                 hung = dog.look(watch.made)
-                with _not_for_the_machine():
+                with not_for_the_machine():
                     if begins and dog.steps is not None:
                         record_begun(plant.ledger, row, number, dog.clock() - dog.started)
                     refuse_paused(plant.ledger)
@@ -151,18 +150,6 @@ def _kill(process: Running, row: SegmentRow, number: int, hung: str) -> None:
             f"segment {row.id} hung: {hung}; its trainer, process {number}, was killed and does not end: it waits in the kernel for a disk "
             "or a driver. The segment goes on once it has ended; if it never does, restart the machine"
         ) from None
-
-
-@contextmanager
-def _not_for_the_machine() -> Iterator[None]:
-    """A ledger or a disk that is locked, full or gone for a while is no reason to stop a trainer."""
-    try:
-        yield
-    except WaitingError:
-        raise
-    except Exception as error:
-        if not is_of_the_machine(error):
-            raise
 
 
 class _StepWatch:

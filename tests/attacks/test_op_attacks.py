@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.support.factory.code_loop import make_target
 
-from factory.gates.patch import op_answers, op_tests, source_rules
+from factory.gates.patch import op_answers, source_rules
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import exploits, oracle
@@ -334,7 +334,7 @@ def test_a_patch_does_not_change_what_ops_are_tested_with(
     op = candidate / "kernels" / "swiglu" / "__init__.py"
     assert old in op.read_text()
     op.write_text(op.read_text().replace(old, new, 1))
-    found = op_tests.changed(answers, SHIPPED.oracle.patience, candidate, tmp_path)
+    found = op_answers.changed_tests(answers, SHIPPED.oracle.patience, candidate, tmp_path)
     assert words in "; ".join(found.get("reasons", [])) and found.get("state") == ("failed" if words else None), found
 
 

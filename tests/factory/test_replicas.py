@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import stdev
 
@@ -25,17 +21,16 @@ from factory.gates.release.replicas import MEASURED, due, may_start, newest_meas
 from factory.ledger.ledger import Ledger, record, releases, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
-from factory.replicas.replicating import replicate
-from factory.replicas.waiting import folder_of
+from factory.replicas.replicating import folder_of, replica, replicate, runs_of
 from factory.retention.needs import Needs
+from factory.runs.arm import Arm
+from factory.runs.running import Runs, every_run
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.errands import do, next_due
-from tests.support.failing.deaths import make_mortal
 from tests.support.plants.release_scene import add_candidate, add_verdict
 from tests.support.plants.trained_plant import make_plant, train_anneal
-from tests.support.trainer.segment_runs import assert_same_run
 from trainer.contract.checkpoint import format as checkpoints
 
 Opened = tuple[Workspace, Ledger]
@@ -45,9 +40,7 @@ Opened = tuple[Workspace, Ledger]
 def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """Release 1 is made of an anneal, steps 20–26 with a checkpoint every second; the policy asks for two replicas of a first release."""
     root = tmp_path_factory.mktemp("replicas")
-    code = make_target(root / "code")
-    make_mortal(code)
-    workspace, ledger = make_plant(root, code, checkpoint_every=2, keep_checkpoints=9)
+    workspace, ledger = make_plant(root, make_target(root / "code"), checkpoint_every=2, keep_checkpoints=9)
     write_replicas(workspace, "from_release: 1")
     candidate = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     promote(ledger, 1, candidate, add_verdict(ledger, candidate))
@@ -69,7 +62,12 @@ def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
         record(tx, "promoted", f"release:{number}")
 
 
-TABLES = ("segments", "candidates", "checkpoints", "evaluations")
+def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[Runs, list[Arm]]:
+    plant = Plant(workspace, ledger)
+    return runs_of(plant, 2), [replica(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
+
+
+TABLES = ("segments", "candidates", "checkpoints", "evaluations", "data_plans")
 REPLICATE = "replicate 2"
 
 
@@ -84,17 +82,21 @@ def undisturbed(plant: Opened) -> Path:
         assert next_due(Plant(workspace, ledger)) == REPLICATE
         do(Plant(workspace, ledger), REPLICATE)
         write_replicas(workspace, "from_release: 1")  # what has begun goes on
-    folder, kept = folder_of(workspace) / "00002", workspace.root.parent / "undisturbed"
-    shutil.copytree(folder, kept)
-    for one in (kept / "1", kept / "2"):
-        result = json.loads((one / "result.json").read_text())
-        result["checkpoint"] = str(one / "checkpoints" / Path(result["checkpoint"]).name)
-        (one / "result.json").write_text(json.dumps(result))
+    runs, arms = two_replicas(workspace, ledger)
+    folder, kept = runs.home, workspace.root.parent / "undisturbed"
+    for number, arm in enumerate(arms, 1):
+        shutil.copytree(runs.folder(arm), kept / str(number))
+    overflows(runs.folder(arms[1]) / "checkpoints")
+    with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
+        replicate(Plant(workspace, ledger), 2)
+    shutil.copytree(kept / "2" / "checkpoints", runs.folder(arms[1]) / "checkpoints", dirs_exist_ok=True)
     assert newest_measured(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE
     do(Plant(workspace, ledger), REPLICATE)
     assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
     after = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
     assert after == before, "a replica is no segment and no candidate"
+    told = {run["key"]: (run["purpose"], run["state"], run["arm"]["plan"]) for run in every_run(ledger)}
+    assert [told[arm.key] for arm in arms] == [("replica", "done", {"reshuffled": number}) for number in (1, 2)]
     return kept
 
 
@@ -102,22 +104,13 @@ def undisturbed(plant: Opened) -> Path:
 def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opened, undisturbed: Path) -> None:
     _, ledger = plant
     anneal, weights = SegmentRow.get(ledger, 2), []
-    for place in (Path(anneal.folder), undisturbed / "1", undisturbed / "2"):
+    of_anneal = anneal.first_step, anneal.last_step, anneal.recipe_json, last_checkpoint(ledger, 1)["path"]
+    for number, place in enumerate((Path(anneal.folder), undisturbed / "1", undisturbed / "2")):
         spec = json.loads((place / "segment.json").read_text())
-        assert (spec["first_step"], spec["last_step"], spec["recipe"]) == (
-            anneal.first_step,
-            anneal.last_step,
-            anneal.recipe_json,
-        )
-        assert spec["initial_checkpoint"] == last_checkpoint(ledger, 1)["path"]
+        assert tuple(spec[key] for key in ("first_step", "last_step", "recipe", "initial_checkpoint")) == of_anneal
+        assert spec["data_plan"].get("reshuffled", 0) == number
         weights.append(load_file(place / "checkpoints" / checkpoints.name_of(anneal.last_step) / "model.safetensors"))
-    assert [json.loads((undisturbed / n / "segment.json").read_text())["data_plan"]["reshuffled"] for n in "12"] == [
-        1,
-        2,
-    ]
-    assert all(
-        any((a[name] != b[name]).any() for name in a) for a, b in ((weights[0], weights[1]), (weights[1], weights[2]))
-    )
+    assert all(any((a[name] != b[name]).any() for name in a) for a, b in pairwise(weights))
     found = newest_measured(ledger)
     assert found is not None and found["subject"] == "segment:2" and len(found["runs"]) == 3
     noise = newest_noise(ledger, {"code": 1.0})
@@ -125,78 +118,11 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opene
     assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
 
 
-@pytest.mark.long("two replicas, killed five times while they train and are measured")
-def test_killed_anywhere_it_goes_on_to_the_bit(plant: Opened, undisturbed: Path) -> None:
-    """Asked for once more, by another recipe's hash in the event. SIGKILL at a checkpoint, between two, before the first one and while it is
-    measured, to the trainer alone and to the factory."""
-    workspace, ledger = plant
-    before, folder = newest_measured(ledger), folder_of(workspace) / "00002"
-    assert before is not None
-    write_replicas(workspace, "from_release: 1, steps_max: 1.0")
-    with ledger.begin() as tx:
-        record(tx, MEASURED, "segment:0", {"release": 0, "recipe_sha256": "another", "runs": []})
-    one, other = folder / "1", folder / "2"
-    one.mkdir(parents=True)
-    for mark in ("always-linger-22", "fault-kill-25"):
-        (one / mark).touch()
-    kill_factory_once(workspace, one / "lingers")  # at a checkpoint
-    (one / "always-linger-22").unlink()
-    with pytest.raises(
-        FactoryError, match=r"replica 1 of segment 2 ended with exit .*segment-00002\.log"
-    ):  # between two
-        go_on(str(workspace.root))
-    assert [step for step, _ in checkpoints.steps_in(one / "checkpoints")] == [22, 24] and not (
-        one / "result.json"
-    ).exists()
-    assert checkpoints.read_state(one / "checkpoints" / checkpoints.name_of(24))["sampler"]["begun"], (
-        "a document is cut there"
-    )
-    replicate(Plant(workspace, ledger), 2)
-    other.mkdir()
-    for mark in ("fault-kill-21", "fault-kill-24"):
-        (other / mark).touch()
-        with pytest.raises(FactoryError, match="replica 2 of segment 2"):
-            go_on(str(workspace.root))
-    replicate(Plant(workspace, ledger), 2)
-    for number in ("1", "2"):
-        assert_same_run(undisturbed / number, folder / number)
-    overflows(other / "checkpoints")
-    with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
-        replicate(Plant(workspace, ledger), 2)
-    found = newest_measured(ledger)
-    assert found is not None and found["runs"] == [], "nothing was recorded"
-    shutil.copytree(undisturbed / "2" / "checkpoints", other / "checkpoints", dirs_exist_ok=True)
-    kill_factory_once(workspace, folder / "export" / "config.json")
-    go_on(str(workspace.root))
-    found = newest_measured(ledger)
-    assert found is not None and found["release"] == 1
-    assert found["runs"] == before["runs"], "the measured noise, to the bit"
-    assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
-
-
 def overflows(folder: Path) -> None:
     """Make the newest checkpoint one of finite weights that gives no finite loss."""
     whole = checkpoints.load(checkpoints.steps_in(folder)[-1][1])
     model = {name: torch.full_like(w, 3e38) if w.dim() == 1 else w for name, w in whole.model.items()}
     checkpoints.save(folder, replace(whole, model=model))
-
-
-def kill_factory_once(workspace: Workspace, there: Path) -> None:
-    """SIGKILL to a process that does as the daemon does, once a file is there."""
-    words = "import sys; from tests.factory.test_replicas import go_on; go_on(sys.argv[1])"
-    process = subprocess.Popen([sys.executable, "-c", words, str(workspace.root)], start_new_session=True)
-    while not there.exists() and process.poll() is None:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and there.exists()
-
-
-def go_on(root: str) -> None:
-    """As the daemon does, until the replicas are measured."""
-    workspace = Workspace.open(Path(root))
-    ledger = Ledger.open(workspace.ledger_url, workspace.root)
-    while next_due(Plant(workspace, ledger)) == REPLICATE:
-        replicate(Plant(workspace, ledger), 2)
 
 
 def schedule(db: Reads, **keys: int) -> tuple[int, int] | None:

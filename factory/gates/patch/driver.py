@@ -65,12 +65,12 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         for kind, arguments, given in (("exact", exact, [u.double() for u in by]), ("eager", here, by)):
             found, _ = call(op.reference, arguments, op.gradients, op.writes, given, outputs=op.writes)
             save_file({name: x.cpu() for name, x in found.items()}, truth / f"{kind}-{number}.safetensors")
-        tensors = {_name(i, j): x.contiguous() for i, value in enumerate(inputs) for j, x in _tensors(value)}
+        tensors: dict[str, Tensor] = {}
+        told = [_told(value, tensors) for value in inputs]
         save_file(tensors | {f"upstream {i}": u for i, u in enumerate(upstream)}, out / f"given-{number}.safetensors")
         words = {
-            "plain": {str(i): x for i, x in enumerate(inputs) if not isinstance(x, (Tensor, list))},
-            "lists": {str(i): len(x) for i, x in enumerate(inputs) if isinstance(x, list)},
-            "count": len(inputs),
+            "inputs": told,
+            "upstream": len(upstream),
             "gradients": op.gradients,
             "writes": op.writes,
             "spoils": op.spoils,
@@ -184,10 +184,10 @@ def _save(found: dict[str, Tensor], out: Path, number: int) -> None:
 
 def _read(words: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Tensor]]:
     """One job's inputs and upstream gradients, as ``make`` wrote them."""
-    inputs = [_given(tensors, words, i) for i in range(words["count"])]
+    inputs = [_given(value, tensors) for value in words["inputs"]]
     if not words["contiguous"]:
         inputs = tree_map_only(Tensor, _strided, inputs)
-    return inputs, [tensors[f"upstream {i}"] for i in range(sum(name.startswith("upstream") for name in tensors))]
+    return inputs, [tensors[f"upstream {i}"] for i in range(words["upstream"])]
 
 
 def _into(
@@ -240,27 +240,27 @@ def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
     return [draw(o) if o.ndim else torch.full((), -0.5, dtype=o.dtype) for o in outputs if o.requires_grad]
 
 
-def _tensors(value: Any) -> list[tuple[int | None, Tensor]]:
-    """The tensors of one argument, each with its place if the argument is a list."""
+def _told(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """One argument as JSON; its tensors go into ``tensors``."""
     if isinstance(value, list):
-        return list(enumerate(value))
-    return [(None, value)] if isinstance(value, Tensor) else []
+        return [_told(one, tensors) for one in value]
+    if not isinstance(value, Tensor):
+        return value
+    name = f"input {len(tensors)}"
+    tensors[name] = value.contiguous()
+    return {"tensor": name}
 
 
-def _name(argument: int, place: int | None) -> str:
-    return f"input {argument}" if place is None else f"input {argument} {place}"
-
-
-def _given(tensors: dict[str, Tensor], words: dict[str, Any], argument: int) -> Any:
-    if str(argument) in words["plain"]:
-        return words["plain"][str(argument)]
-    if str(argument) in words["lists"]:
-        return [tensors[_name(argument, place)] for place in range(words["lists"][str(argument)])]
-    return tensors[_name(argument, None)]
+def _given(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What ``_told`` was given."""
+    if isinstance(value, list):
+        return [_given(one, tensors) for one in value]
+    return tensors[value["tensor"]] if isinstance(value, dict) else value
 
 
 def _same(before: Any, after: Any) -> bool:
-    return all(torch.equal(a, b) for (_, a), (_, b) in zip(_tensors(before), _tensors(after)))
+    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
 
 
 def _copy(x: Tensor) -> Tensor:

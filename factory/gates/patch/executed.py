@@ -33,12 +33,17 @@ def name_of(code: CodeType) -> str:
 def _names(path: str) -> Iterator[str]:
     """Of every code object of a file, as compiled from its text."""
     try:
-        pending = [compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)]
+        yield from map(name_of, code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)))
     except (OSError, SyntaxError, ValueError):
         return
+
+
+def code_objects(code: CodeType) -> Iterator[CodeType]:
+    """A module's code and all that lies in it."""
+    pending = [code]
     while pending:
         code = pending.pop()
-        yield name_of(code)
+        yield code
         pending += [part for part in code.co_consts if isinstance(part, CodeType)]
 
 

@@ -5,13 +5,12 @@ The distance of two weights is a share of how far training moved them; that of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 
 from factory.gates.patch.session import Rest, Weights
-from factory.runs.distance import apart, by_kind, together
+from factory.runs.distance import apart, by_kind, share, together, values_apart
 
 # Keys of state.json that must be equal, and those that must be equal up to rounding.
 EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
@@ -45,8 +44,9 @@ def differs(candidate: Rest | None, baseline: Rest | None, away: Mapping[str, fl
         return f"state.json has no {', '.join(lost)}"
     if other := [key for key in EQUAL if candidate.state.get(key) != baseline.state.get(key)]:
         return f"state.json has a different {', '.join(other)}"
-    if other := [key for key in ROUGHLY_EQUAL if not _alike(candidate.state.get(key), baseline.state.get(key))]:
-        return f"state.json has a different {', '.join(other)}"
+    for key in ROUGHLY_EQUAL:
+        if any(far.share > ROUNDED for _, far in values_apart(baseline.state.get(key), candidate.state.get(key))):
+            return f"state.json has a different {key}"
     if _without_computing(candidate.state.get("recipe")) != _without_computing(baseline.state.get("recipe")):
         return "state.json has a different recipe"
     for name, tensor in sorted(baseline.optimizer.items()):
@@ -56,22 +56,10 @@ def differs(candidate: Rest | None, baseline: Rest | None, away: Mapping[str, fl
         if name.startswith("step.") and not torch.equal(found, tensor):
             return f"the optimiser's {name} differs"
     for kind, square in sorted(squares(candidate, baseline).items()):
-        allowed = away.get(kind, 0.0)
-        share = (square / allowed) ** 0.5 if allowed else math.inf
-        if square and not share <= max_drift:
-            return f"the optimiser's {kind} differs by {share:.2g} of what leaving out steps causes, at most {max_drift:g} is allowed"
+        off = share(square, away.get(kind, 0.0)) ** 0.5
+        if off > max_drift:
+            return f"the optimiser's {kind} differs by {off:.2g} of what leaving out steps causes, at most {max_drift:g} is allowed"
     return ""
-
-
-def _alike(one: object, other: object) -> bool:
-    """Are all numbers (losses, norms of gradients) equal up to rounding, and everything else equal?"""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= ROUNDED * max(abs(one), abs(other))
-    return one == other
 
 
 def _without_computing(recipe: object) -> object:

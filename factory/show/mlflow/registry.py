@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from factory.core.workspace import Workspace
+from factory.core.workspace import PATIENCE, Workspace
 from factory.evals.statistics import interval_of
 from factory.ledger.decisions import override_on
 from factory.ledger.ledger import Ledger
@@ -22,7 +22,7 @@ from factory.release.checks import check_export, newest_verdict
 from factory.release.serving import MODEL_NAME as MODEL
 from factory.show.mlflow.loadable import log_model
 from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, Tracking, averaged_tag
-from factory.show.mlflow.store import mlflow_errors, open_client, waiting_lock
+from factory.show.mlflow.store import mlflow_errors, open_client
 from factory.show.mlflow.version_page import MODE, PICTURES, Place, Places, page
 from factory.show.pages.release_pictures import TITLES, files
 from factory.show.pages.release_report import write_report
@@ -65,7 +65,7 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
     tags = _tags(plant.ledger, candidate, verdict)
     if verdict.against:  # whose newest numbers are of the same documents
         tracking.candidate_run(Subject.parse(verdict.against).number)
-    with mlflow_errors(f"registering candidate {candidate_id}"), waiting_lock(plant.workspace, "registry"):
+    with mlflow_errors(f"registering candidate {candidate_id}"), plant.workspace.lock("registry", PATIENCE):
         _ensure_model(client)
         pictures = files(plant.ledger, candidate_id)
         for name, picture in pictures.items():

@@ -16,21 +16,40 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.computing.computing import describe
+from factory.core.workspace import PATIENCE
 from factory.evals.statistics import interval_of
-from factory.ledger.ledger import record, tracked_runs
+from factory.ledger.ledger import exchanges, record, tracked_runs
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, EvaluationRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import (
+    CandidateRow,
+    EvaluationRow,
+    ProposalRow,
+    ReleaseRow,
+    RunRow,
+    SegmentRow,
+    Subject,
+    VerdictRow,
+)
 from factory.release.approvals import APPROVAL_TAG
 from factory.retention.stored import TRAINING
-from factory.show.mlflow.metrics_follower import METRICS_PER_BATCH, MetricsFollower, metric_key, numbers, of_evaluation
+from factory.runs.running import describe as describe_run
+from factory.runs.running import in_words
+from factory.show.mlflow.metrics_follower import (
+    METRICS_PER_BATCH,
+    MetricsFollower,
+    metric_key,
+    numbers,
+    of_evaluation,
+)
 from factory.show.mlflow.outages import refuse_resting
-from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted, waiting_lock
+from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted
 from factory.show.pages.release_facts import flatten
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 CANDIDATES, PROPOSALS, PROFILES = "candidates", "proposals", "profiles"  # the experiments, and TRAINING
+ARMS = "runs"  # of factory.runs
 EXCHANGES = "exchanges"  # with language models: traces
 KIND, NOTE = (
     "mlflow.experimentKind",
@@ -43,13 +62,16 @@ ABOUT = {
     CANDIDATES: "A run for each candidate for release: bits per byte and gains on held-out documents, samples, report.html, pictures. Sort by "
     "gain/target, filter by tags.verdict. Approvals: Model registry, factory-lm.",
     PROPOSALS: "A run for each patch that an agent proposed: evidence, verdict, report. The tag approval = approved or rejected decides.",
+    ARMS: "A run for each variant that was trained beside the segments, to compare: by certificates, preflights, audits, diagnoses, replicas "
+    "and gates. Filter by tags.purpose and tags.for.",
     PROFILES: "A run for each line profile of the training code.",
     EXCHANGES: "A trace for each exchange with a language model, with tokens and money.",
 }
 SUBJECT = "factory.subject"
 # Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.show.catching_up``).
 CLOSED, SHOWN, AUDITED, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "audit_shown", "diagnosis_shown"
-PROFILE_SHOWN, DELETED = "profile_shown", "run_deleted"
+PROFILE_SHOWN, DELETED, ARM_SHOWN = "profile_shown", "run_deleted", "arm_shown"
+STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # of an arm
 PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person decides about
 PARAMS_PER_BATCH = 100  # MLflow's own limit
 
@@ -78,7 +100,7 @@ class Tracking:
     def _experiment(self, name: str) -> str:
         if name not in self._experiments:
             client = self.client
-            with waiting_lock(self.workspace, "mlflow"):
+            with self.workspace.lock("mlflow", PATIENCE):
                 found = client.get_experiment_by_name(name)
                 tags = {KIND: LANGUAGE_MODELS if name == EXCHANGES else TRAINING_RUNS, NOTE: ABOUT[name]}
                 if found is None:
@@ -92,7 +114,13 @@ class Tracking:
         return self._experiments[name]
 
     def _run(
-        self, subject: Subject, experiment: str, name: str, started: float, tags: dict[str, Any], params: dict[str, Any]
+        self,
+        subject: Subject | str,
+        experiment: str,
+        name: str,
+        started: float,
+        tags: dict[str, Any],
+        params: dict[str, Any],
     ) -> str:
         """The run of a subject, made if need be: exactly one, however often and in however many processes this is called."""
         client = self.client
@@ -105,7 +133,7 @@ class Tracking:
         mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
         with mlflow_errors(f"the run of {subject}"):
             experiment_id = self._experiment(experiment)
-            with waiting_lock(self.workspace, "mlflow"):
+            with self.workspace.lock("mlflow", PATIENCE):
                 same = client.search_runs([experiment_id], mine, max_results=1)
                 if same:
                     run_id = same[0].info.run_id
@@ -121,7 +149,7 @@ class Tracking:
                     tx.execute(tracked_runs.insert().values(subject=subject, run_id=run_id))
         return run_id
 
-    def _known(self, subject: Subject) -> str:
+    def _known(self, subject: Subject | str) -> str:
         """The run of a subject, by the ledger; empty where it has none, or MLflow has it no longer."""
         from mlflow.exceptions import MlflowException
 
@@ -134,7 +162,7 @@ class Tracking:
                     raise
                 return ""
 
-    def place(self, subject: Subject) -> tuple[str, str] | None:
+    def place(self, subject: Subject | str) -> tuple[str, str] | None:
         """(run, its experiment) of a subject; None where it has no run. Raises: TrackingError."""
         if not (run := self._known(subject)):
             return None
@@ -319,39 +347,62 @@ class Tracking:
         self._note(Subject("profile", number), PROFILE_SHOWN, {})
         return run
 
-    def exchange_trace(
-        self,
-        name: str,
-        asked: Any,
-        answered: Any,
-        usage: tuple[int, int],
-        usd: float,
-        began: float,
-        ended: float,
-        tags: dict[str, str],
-    ) -> str:
-        """A trace of one exchange with a language model, with its tokens (in, out) and money. Returns its id.
+    def arm_run(self, row: RunRow, say: Callable[[str], None]) -> None:
+        """The run of an arm that ended: what it changes as parameters, how it ended, its metrics while its folder is there.
+
+        Raises: TrackingError.
+        """
+        arm, subject, name = row.arm, f"arm:{row.id}", f"{row.purpose}: {row.arm['name']}"
+        params = {name: short([str(value)]) for name, value in _params(arm).items() if value is not None}
+        run = self._run(subject, ARMS, name, row.started_at, {"mlflow.source.git.commit": arm["code"]}, params)
+        about = {"purpose": row.purpose, "for": row.subject, "state": row.state, NOTE: in_words(describe_run(row))}
+        self._tag(run, about)
+
+        def close() -> None:
+            with mlflow_errors(f"closing the run of {subject}"):
+                self.client.set_terminated(run, STATUS[row.state], int((row.finished_at or row.started_at) * 1000))
+            self._note(subject, ARM_SHOWN, {"state": row.state, "at": row.started_at})
+
+        path = Path(row.folder) / "metrics.jsonl"
+        follower = MetricsFollower(self.workspace, lambda: self.client, path, lambda: run, say, close)
+        while follower.poll():
+            pass
+        follower.finish()
+
+    def exchange_trace(self, row: dict[str, Any], say: Callable[[str], None]) -> None:
+        """A trace of one exchange with a language model, a row of the ledger's, with its tokens and money.
 
         Raises: TrackingError, also when MLflow reports no error but has not stored it.
         """
+        trace = ""
+        try:
+            told = json.loads(Path(row["file"]).read_text())
+        except (OSError, ValueError) as error:
+            say(f"  exchange {row['id']} has no trace in MLflow: {row['file']}: {error}")
+        else:
+            trace = self._trace(row, told)
+        with self.ledger.begin() as tx:
+            tx.execute(exchanges.update().where(exchanges.c.id == row["id"]).values(trace=trace))
+
+    def _trace(self, row: dict[str, Any], told: dict[str, Any]) -> str:
         client = self.client
         import mlflow
 
-        experiment = self._experiment(EXCHANGES)
-        with mlflow_errors(f"tracing {name}"):
+        experiment, (sent, got) = self._experiment(EXCHANGES), (told["input_tokens"], told["output_tokens"])
+        counts = {"input_tokens": sent, "output_tokens": got, "total_tokens": sent + got}
+        with mlflow_errors(f"tracing {told['label']}"):
             mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces go there, whatever the client's own address
-            counts = {"input_tokens": usage[0], "output_tokens": usage[1], "total_tokens": sum(usage)}
             span = client.start_trace(
-                name,
+                told["label"],
                 span_type="CHAT_MODEL",
-                inputs=asked,
-                attributes={"mlflow.chat.tokenUsage": counts, "mlflow.llm.cost": {"total_cost": usd}},  # type: ignore[dict-item]
-                tags=tags,
+                inputs=told["request"],
+                attributes={"mlflow.chat.tokenUsage": counts, "mlflow.llm.cost": {"total_cost": told["usd"]}},  # type: ignore[dict-item]
+                tags={"run": str(row["run"]), "exchange": str(row["id"]), "endpoint": told["endpoint"]},
                 experiment_id=experiment,
-                start_time_ns=int(began * 1e9),
+                start_time_ns=int(told["began"] * 1e9),
             )
-            status = "ERROR" if "error" in answered else "OK"
-            client.end_trace(span.trace_id, outputs=answered, status=status, end_time_ns=int(ended * 1e9))
+            status = "ERROR" if "error" in told["reply"] else "OK"
+            client.end_trace(span.trace_id, outputs=told["reply"], status=status, end_time_ns=int(told["ended"] * 1e9))
             client.get_trace(span.trace_id, display=False)  # exporting only logs its failures
         return str(span.trace_id)
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,11 +39,6 @@ ENVIRONMENT = {
     "GIT_PYTHON_REFRESH": "quiet",
     "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # a trace is stored when the call returns, or sent again later
 }
-
-
-def waiting_lock(workspace: Workspace, name: str, patience: float = PATIENCE) -> AbstractContextManager[None]:
-    """``workspace.lock``, which waits ``patience`` seconds for whoever holds it."""
-    return workspace.lock(name, patience)
 
 
 @contextmanager
@@ -73,7 +68,7 @@ def open_client(workspace: Workspace) -> MlflowClient:
     # MLflow logs a traceback for every refused write and then raises it as well; once is enough.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = workspace.mlflow_uri
-    with mlflow_errors(f"opening {uri}"), waiting_lock(workspace, "mlflow"):
+    with mlflow_errors(f"opening {uri}"), workspace.lock("mlflow", PATIENCE):
         if path := _sqlite_path(uri):
             _create_store(path, workspace.mlflow_artifacts)
             with closing(_connect(path, 1.0)) as connection:  # MLflow retries a broken file for 100 s

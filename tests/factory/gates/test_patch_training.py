@@ -103,7 +103,7 @@ def left_in(folder: Path) -> Checkpoint:
             {},
             "exp_avg_sq differs by 10 of what",
         ),  # however small beside the others
-        (optimizer(**{"exp_avg.w": torch.ones(4) * torch.nan}), {}, "exp_avg differs by nan"),
+        (optimizer(**{"exp_avg.w": torch.ones(4) * torch.nan}), {}, "exp_avg differs by inf"),
         (optimizer(**{"exp_avg.w": torch.ones(2)}), {}, "exp_avg.w is missing"),
         ({"rng": torch.zeros(2, dtype=torch.uint8)}, {}, "exp_avg.w is missing"),
         (optimizer(**{"step.w": torch.tensor(0.0)}), {}, "step.w differs"),

@@ -19,6 +19,7 @@ from factory.runs.distance import (
     sizes,
     together,
     unlike,
+    values_apart,
     weights_apart,
 )
 from trainer.contract.checkpoint.format import Checkpoint, load, save
@@ -95,4 +96,22 @@ def test_nudged_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Path)
 
 
 def test_a_share_of_nothing() -> None:
-    assert Apart(0.0, 0.0).share == 0.0 and Apart(1.0, 0.0).share == math.inf
+    assert Apart(0.0, 0.0).share == 0.0 and Apart(1.0, 0.0).share == Apart(math.nan, 1.0).share == math.inf
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        *((2.0, odd, [("x: loss", math.inf)]) for odd in (math.nan, math.inf, "2.0", None, 2, [2.0])),
+        (2.0, 2.5, [("x: loss", 0.2)]),
+        ([1.0, {"a": 4.0}], [1.0, {"a": 3.0}], [("x: loss[1]: a", 0.25)]),
+        ([1.0], [1.0, 2.0], [("x: loss", math.inf)]),
+        (math.nan, math.nan, []),
+    ],
+)
+def test_numbers_that_were_written_down(one: object, other: object, found: list[tuple[str, float]]) -> None:
+    """What is no finite number is no small difference; what a clock says counts by its type."""
+    sides = ({"loss": value, "time": time} for value, time in ((one, 5.0), (other, 7.0)))
+    told = list(values_apart(*sides, {"time"}, "x"))
+    assert [(what[: len(name)], far.share) for (what, far), (name, _) in zip(told, found, strict=True)] == found
+    assert [far.share for _, far in values_apart({"time": 5.0}, {"time": "fast"}, {"time"})] == [math.inf]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +23,10 @@ from factory.core.errors import InputError, SegmentError
 from factory.core.faults import HANDLES, fault_of
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
+from factory.ledger.ledger import runs as ledger_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import RunRow, Subject
+from factory.retrying.asking import TRAINING, PausedError, pause, resume
 from factory.runs import live, sandboxed
 from factory.runs.arm import Arm
 from factory.runs.distance import same_bits
@@ -158,6 +163,40 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
     assert (shown["key"], shown["state"], shown["there"]) == (arm.key, "stopped", False)
     assert "(removed: its errand is over)" in command_here("runs", "show", arm.key, home=home).stdout
     assert "no run nothing; there are" in str(command_here("runs", "show", "nothing", home=home).exception)
+
+
+def test_a_pause_stops_them_and_they_go_on(
+    runs: Runs, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, start = runs.plant.ledger, live.start_trainer
+
+    def paused(*arguments: Any, **named: Any) -> Any:
+        process = start(*arguments, **named)
+        pause(ledger, TRAINING, "ada")
+        return process
+
+    monkeypatch.setattr(live, "start_trainer", paused)
+    for _ in range(2):  # while it trains, and before it begins
+        with pytest.raises(PausedError):
+            runs.live(code, [arm], "straight")
+        assert "stopped: training is paused by ada" in in_words(every_run(ledger)[0])
+    monkeypatch.undo()
+    resume(ledger, "ada")
+    assert runs.live(code, [arm], "straight").code == 0 and runs.trace(arm).left.step == STEPS
+
+
+def test_one_whose_process_is_gone_was_stopped(runs: Runs, arm: Arm) -> None:
+    """Killed, or of an older factory, which noted no process; or its number is another process's now."""
+    with pytest.raises(SegmentError), runs.noted({runs.folder(arm): arm}):
+        assert (every_run(runs.plant.ledger)[0]["state"], every_run(runs.plant.ledger)[0]["ended"]) == ("running", None)
+        raise SegmentError("stopped")
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    process = "process {} of " + socket.gethostname()
+    for ended in (None, process.format(killed.pid), process.format(os.getpid())):
+        with runs.plant.ledger.begin() as tx:
+            tx.execute(ledger_runs.update().values(state="running", ended=ended, started_at=1.0))
+        assert "(steps 0–4): stopped: its process ended" in in_words(every_run(runs.plant.ledger)[0])
 
 
 def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(

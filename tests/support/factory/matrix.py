@@ -10,8 +10,7 @@ from pathlib import Path
 
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.changed import unexecuted
-from factory.gates.patch.matrix.compare import compare_case, compare_tool
-from factory.gates.patch.matrix.rounding import measure_rounding
+from factory.gates.patch.matrix.compare import compare_runs, measure_rounding
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.stages.matrix import NATIVE
 from tests.support.paths import ROOT
@@ -83,16 +82,7 @@ def judge(
     runs = run_cases(prepared.plan, side, cases, tools)
     if runs.failed:
         return Judged([runs.failed], False, [], runs)
-    compared = [
-        compare_case(
-            case,
-            prepared.baseline.opened[case.name],
-            runs.opened[case.name],
-            prepared.plan.weights_before(case),
-        )
-        for case in cases
-        if not case.exit_code
-    ] + [compare_tool(name_of(tool), prepared.baseline, runs) for tool in tools]
+    compared = compare_runs(prepared.plan, prepared.baseline, runs, cases, tools)
     left_out = []
     if path is not None:
         left_out = unexecuted(path, (ROOT / path).read_text(), (code / path).read_text(), runs.executed)

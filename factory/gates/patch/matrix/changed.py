@@ -12,12 +12,11 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from factory.gates.patch.executed import Executed, name_of
+from factory.gates.patch.executed import Executed, code_objects, name_of
 
 # Made by the compiler, without a part of the source that could do anything.
 SILENT = {
@@ -93,15 +92,6 @@ def changed_lines(base: str, text: str) -> set[int]:
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     same = {number + 1 for block in blocks for number in range(block.b, block.b + block.size)}
     return set(range(1, len(new) + 1)) - same
-
-
-def code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A module's code and all that lies in it."""
-    pending = [code]
-    while pending:
-        code = pending.pop()
-        yield code
-        pending += [part for part in code.co_consts if isinstance(part, types.CodeType)]
 
 
 def harmless(tree: ast.Module) -> Iterator[Span]:

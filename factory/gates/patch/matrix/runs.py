@@ -32,7 +32,8 @@ from factory.gates.patch.matrix.cases import (
     name_of,
     recipe_with,
 )
-from factory.gates.patch.matrix.starts import ANNEALED, OTHER, TRUNK, MatrixData, derived, interrupt, make_data
+from factory.gates.patch.matrix.starts import ANNEALED, OTHER, TRUNK, derived, interrupt, make_data
+from factory.runs.arm import Arm
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -101,7 +102,7 @@ class MatrixPlan:
     steps. made: the folders of ``TRUNK``'s, ``OTHER``'s and ``ANNEALED``'s runs.
     """
 
-    data: MatrixData
+    data: Mapping[int, dict[str, Any]]
     starts: Mapping[str, Path]
     names: Mapping[str, str]
     steps: Mapping[str, int]
@@ -111,30 +112,28 @@ class MatrixPlan:
     folder: Path
     made: tuple[Path, ...] = ()
 
-    def spec(self, case: MatrixCase, kernels: Path) -> dict[str, Any]:
-        """``segment.json`` of a case."""
+    def arm(self, case: MatrixCase) -> Arm:
+        """What a case trains: ``BASE`` with its keys changed."""
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
         first = checkpoints.read_state(begin)["step"] if begin else 0
         first = first if case.first_step is None else case.first_step
-        recipe = case.recipe()
-        recipe |= {"name": self.recipe_name, "seed": recipe["seed"] + self.seed}
-        mixture = recipe["mixture"]
-        anneals = case.kind == "anneal" and mixture.get("anneal_weights")
-        plan = self.data.plans[case.generations] | {"weights": anneals or mixture["weights"]}
-        if mixture.get("phases"):
-            plan["phases"] = mixture["phases"]
-        return {
-            "kind": case.kind,
-            "recipe": recipe,
-            "data_plan": plan,
-            "first_step": first,
-            "last_step": first + self.steps[case.name],
-            "initial_checkpoint": str(begin) if begin else None,
-            "code_commit": self.commit,
-            "restart_data": case.restart_data,
-            "rewarm": case.rewarm,
-            "kernels": str(kernels),
-        }
+        base = {
+            "kind": case.kind, "recipe": recipe_with({"name": self.recipe_name}), "data_plan": self.data[case.generations],
+            "first_step": first, "last_step": first + self.steps[case.name], "initial_checkpoint": begin and str(begin),
+            "code_commit": self.commit, "restart_data": case.restart_data, "rewarm": case.rewarm,
+        }  # fmt: skip
+        mixture = case.recipe()["mixture"]
+        weights = (case.kind == "anneal" and mixture.get("anneal_weights")) or mixture["weights"]
+        plan = {"weights": weights} | ({"phases": mixture["phases"]} if mixture.get("phases") else {})
+        seed = case.recipe()["seed"] + self.seed
+        return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
+
+    def together(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
+        """All runs of one side, as the ledger has them: one row, with the steps of all."""
+        one = self.arm(cases[0])
+        steps = sum(case.steps for case in cases)
+        base = {**one.base, "first_step": 0, "last_step": steps, "initial_checkpoint": None}
+        return Arm(f"{who}, {len(cases)} tiny runs", base, code)
 
     def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
         """The tool's arguments with paths in place of the words in capitals."""
@@ -142,7 +141,7 @@ class MatrixPlan:
         (_, first), *_, (_, last) = checkpoints.steps_in(trunk / "checkpoints")
         (_, foreign), *_ = checkpoints.steps_in(other / "checkpoints")
         paths = {"OUT": out, "TRUNK": trunk, "OTHER": foreign, "FIRST": first, "LAST": last, "ANNEALED": annealed}
-        shard = Path(self.data.plans[1]["token_shards"][0]["path"])
+        shard = Path(self.data[1]["token_shards"][0]["path"])
         paths |= {"RECIPE": self.folder / "recipe.yaml", "SHARDS": self.folder / "data", "SHARD": shard}
         return [
             str(paths[first] / rest) if first in paths else word
@@ -231,7 +230,7 @@ def _run_lane(
         own.mkdir(parents=True)
         if case.begin in INTERRUPTED and not fresh:
             shutil.copytree(plan.starts[case.begin], own, dirs_exist_ok=True)
-        (own / "segment.json").write_text(json.dumps(plan.spec(case, side.kernels[case.kernels])))
+        (own / "segment.json").write_text(json.dumps(plan.arm(case).spec(side.kernels[case.kernels])))
         found.hold(case.name, own, side.after)
         segments.append(
             {"folder": str(own)} | {key: getattr(case, key) for key in ("stop_after", "waits", "slow_threads")}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,8 @@ OTHER = MatrixCase("another recipe", steps=2, changes={"model.d_ff": 16, "seed":
 ANNEALED = MatrixCase("annealed", "trunk", "anneal")
 
 
-@dataclass(frozen=True)
-class MatrixData:
-    """A data plan for each number of generations."""
-
-    plans: Mapping[int, dict[str, Any]]
-
-
-def make_data(folder: Path) -> MatrixData:
-    """Token shards of random documents, so that no run can know them."""
+def make_data(folder: Path) -> dict[int, dict[str, Any]]:
+    """A data plan for each number of generations, of token shards of random documents, so that no run can know them."""
     draw = np.random.default_rng(secrets.randbits(64))
     shards = []
     for generation in range(2):
@@ -51,11 +43,8 @@ def make_data(folder: Path) -> MatrixData:
         shards.append({"id": shard.id, "path": str(shard.path), "generation": generation})
     seed = int(draw.integers(1 << 31))
     weights = recipe_with({})["mixture"]["weights"]
-    plans = {
-        count: {"token_shards": shards[:count], "weights": weights, "max_epochs": 1000, "seed": seed}
-        for count in (1, 2)
-    }
-    return MatrixData(plans)
+    common = {"weights": weights, "max_epochs": 1000, "seed": seed}
+    return {count: {"token_shards": shards[:count], **common} for count in (1, 2)}
 
 
 def derived(trunk: Path, folder: Path) -> dict[str, Path]:

@@ -18,12 +18,12 @@ from factory.gates.case import PatchCase, StageResult, failed, missing, not_need
 from factory.gates.patch.executed import Executed
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
 from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
-from factory.gates.patch.matrix.compare import compare_runs
-from factory.gates.patch.matrix.rounding import measure_rounding
+from factory.gates.patch.matrix.compare import compare_runs, measure_rounding
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.git import repository
+from factory.runs.running import Runs
 from trainer.contract.recipe import Recipe
 
 MOST_REASONS = 8
@@ -92,7 +92,7 @@ def _draw(
         if begun.failed:
             return _approved_failed(policy, begun)
         task.advance(1, "data and checkpoints")
-        baseline = run_cases(plan, replace(approved, folder=work / "1"), cases, tools)
+        baseline = _side(case, plan, replace(approved, folder=work / "1"), cases, tools, "baseline")
         if baseline.failed:
             return _approved_failed(policy, baseline)
         task.advance(1, f"baseline {baseline.seconds:.0f} s")
@@ -102,7 +102,7 @@ def _draw(
 
         def attempt(number: int, limit: float) -> MatrixRuns:
             side = replace(approved, code=case.candidate, kernels=kernels, folder=work / f"{2 + number}")
-            return run_cases(plan, replace(side, wall_seconds=limit, instructions=files), cases, tools)
+            return _side(case, plan, replace(side, wall_seconds=limit, instructions=files), cases, tools, "candidate")
 
         candidate = patiently(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
@@ -113,6 +113,24 @@ def _draw(
     if candidate.failed:
         return StageResult(failed(f"tiny training runs: {candidate.failed}"))
     return plan, approved, baseline, candidate
+
+
+def _side(
+    case: PatchCase[PatchPolicy],
+    plan: MatrixPlan,
+    side: SideCode,
+    cases: Sequence[MatrixCase],
+    tools: Sequence[MatrixTool],
+    who: str,
+) -> MatrixRuns:
+    """``run_cases``, with a row in the ledger."""
+    code = case.applied.commit if side.instructions else case.applied.base
+    runs = Runs(case.plant, side.folder, "patch gate", case.subject)
+    arm = plan.together(cases, code, who)
+    with runs.noted({side.folder: arm}) as ends:
+        found = run_cases(plan, side, cases, tools)
+        ends[arm.key] = found.failed
+    return found
 
 
 def kernels_of(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mapping[str, Path]:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from factory.gates.case import PatchCase, StageEvidence, StageResult
-from factory.gates.patch import op_tests
 from factory.gates.patch.changed_ops import NO_OP, ChangedOp, ops_of
-from factory.gates.patch.op_answers import Answers, answered
+from factory.gates.patch.op_answers import Answers, answered, changed_tests
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
 from factory.gates.patch.stages.exploits import calls
 from trainer.contract.recipe import Recipe
@@ -34,7 +33,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     answers = case.after_stages.enter_context(answered(jobs, policy, case.baseline, case.candidate, work, files))
     found = evidence(answers)
     if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.paths):
-        found |= op_tests.changed(answers, policy.patience, case.candidate, work)
+        found |= changed_tests(answers, policy.patience, case.candidate, work)
     return StageResult(found, answers)
 
 

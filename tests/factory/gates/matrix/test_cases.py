@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from factory.gates.patch.matrix.cases import CASES, MatrixCase
+from factory.gates.patch.matrix.runs import MatrixPlan
+from factory.gates.patch.matrix.starts import make_data
+from factory.runs.arm import refuse_impossible
+from trainer.contract.recipe import Recipe
 
 # What no trainer reads, or what is drawn for each verdict.
 NOT_VARIED = {
@@ -56,3 +61,19 @@ def test_every_key_that_the_trainer_reads_has_several_values() -> None:
 )
 def test_a_key_with_one_value_is_found(without: str) -> None:
     assert one_valued(tuple(case for case in CASES if case.name != without))
+
+
+def test_a_case_trains_what_it_says(tmp_path: Path) -> None:
+    """As an arm, from the common recipe: its own keys, and the name and seed that were drawn."""
+    names = {case.name: "00001" for case in CASES}
+    steps = {case.name: case.steps for case in CASES}
+    plan = MatrixPlan(make_data(tmp_path), {}, names, steps, "c0ffee", 100, "live", tmp_path)
+    for case in CASES:
+        arm, recipe = plan.arm(case), case.recipe()
+        spec = arm.spec()
+        assert Recipe.parse(spec["recipe"]).model_dump() == recipe | {"name": "live", "seed": recipe["seed"] + 100}
+        anneals = recipe["mixture"]["anneal_weights"] if case.kind == "anneal" else None
+        assert spec["data_plan"]["weights"] == (anneals or recipe["mixture"]["weights"])
+        assert len(spec["data_plan"]["token_shards"]) == case.generations
+        refuse_impossible([arm])
+    assert plan.together(CASES, "c0ffee", "candidate").last == sum(steps.values())

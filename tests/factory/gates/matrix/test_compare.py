@@ -5,40 +5,42 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from factory.core.workspace import Workspace
 from factory.gates.patch.matrix import compare
-from factory.gates.patch.matrix.compare import Discrepancy
+from factory.gates.patch.matrix.compare import Compared, Difference, Discrepancy, Rounding, measure_rounding
 from factory.gates.patch.matrix.runs import copy_libraries
+from factory.gates.patch.stages import matrix
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.rows import Subject
+from factory.runs.distance import Apart
+from factory.runs.running import every_run
 from factory.runs.untrusted_files import UntrustedFileError
-
-
-@pytest.mark.parametrize("told", [math.nan, math.inf, "2.0", None, 2])
-def test_what_is_no_finite_number_is_no_small_difference(told: object) -> None:
-    (found,) = compare._values("metrics.jsonl, line 1: loss", 2.0, told, ())
-    assert found.share == math.inf
-    assert max([Discrepancy("a", math.nan), Discrepancy("b", 1.0)], key=lambda part: part.share).what == "a"
-
-
-def test_a_number_is_compared_by_its_size_and_a_clocked_one_by_its_type() -> None:
-    (found,) = compare._values("line", {"loss": 2.0, "time": 5.0}, {"loss": 2.5, "time": 7.0}, {"time"})
-    assert found.what == "line: loss" and found.share == pytest.approx(0.2)
-    (found,) = compare._values("line", {"time": 5.0}, {"time": "fast"}, {"time"})
-    assert found.share == math.inf
+from tests.support.factory.matrix import prepare
 
 
 def test_a_ranks_part_of_a_tensor_is_measured_by_its_own_size() -> None:
     """The weights that the run began with are whole, the file of a rank holds some of their rows."""
     ours, start = torch.ones(2, 4), {"w": torch.zeros(4, 4)}
-    apart, scale = compare._apart("w", ours, 1.5 * ours, start)
-    assert (apart, scale) == pytest.approx((0.5 * 8**0.5, 8**0.5))
-    assert compare._apart("w", torch.ones(4, 4), torch.ones(4, 4), {"w": torch.ones(4, 4)}) == (
-        0.0,
-        0.0,
-    )  # it did not move
+    found = compare._apart("w", ours, 1.5 * ours, start)
+    assert (found.apart, found.size) == pytest.approx((0.5 * 8**0.5, 8**0.5))
+    still = torch.ones(4, 4)
+    assert compare._apart("w", still, still, {"w": still}) == Apart(0.0, 0.0), "it did not move"
+    assert (
+        max(
+            [Discrepancy("a", Apart(math.nan, 1.0)), Discrepancy("b", Apart(1.0, 1.0))], key=lambda part: part.share
+        ).what
+        == "a"
+    )
 
 
 @pytest.mark.parametrize("files", [5, [1, "a"], {"model.safetensors": 3}, None])
@@ -79,3 +81,41 @@ def test_numbers_that_went_through_a_lower_precision_are_found_at_any_size_of_ro
     assert not compare.lost_bits(ours, ours * (1 + 1e-3)) and not compare.lost_bits(ours, ours)
     assert not compare.lost_bits(ours.to(dtype).float(), ours)  # more bits are no loss
     assert not compare.lost_bits(torch.ones(size), torch.ones(size))
+
+
+@pytest.mark.long("tiny trainings of several processes")
+def test_what_rounding_explains_is_no_difference_and_the_rest_is(
+    tmp_path: Path, workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "MOST_TWINS", compare.TWINS + 2)  # fewer than a gate runs: the rule is the same
+    with ExitStack() as after:
+        prepared = prepare(tmp_path, after, ["first steps", "bf16"])
+
+        def measured(folder: str, **shares: float) -> Rounding:
+            compared = [Compared(False, Difference(name, "a", share, 0.0)) for name, share in shares.items()]
+            side = replace(prepared.side, folder=tmp_path / folder)
+            found = measure_rounding(prepared.plan, side, prepared.baseline, [*compared, Compared(True, None)])
+            assert not found.problem
+            return found
+
+        large = measured("large", **{"first steps": 1e9, "bf16": math.inf})
+        assert not large.undecided
+        allowed = {difference.case: difference.allowed for difference in large.beyond}
+        print(allowed)
+        assert 0 < allowed["first steps"] < 0.1 and 1e-4 < allowed["bf16"] < math.inf
+        small = measured("small", **{"first steps": 0.9 * allowed["first steps"]})  # the same twins
+        assert not small.beyond and not small.undecided
+        lines = prepared.baseline.folders["first steps"] / "metrics.jsonl"
+        lines.write_text(
+            "".join(lines.read_text().splitlines(keepends=True)[:-1])
+        )  # as if all twins told one line more
+        found = measured("undecided", **{"first steps": math.inf})
+        assert found.undecided == ["first steps"] and not found.beyond
+        patch = SimpleNamespace(commit="c0ffee", base="ba5e")
+        case: Any = SimpleNamespace(applied=patch, plant=Plant(workspace, ledger), subject=Subject("proposal", 7))
+        side = replace(prepared.side, folder=tmp_path / "told", instructions=["trainer/run.py"])
+        runs = matrix._side(case, prepared.plan, side, prepared.cases, (), "candidate")
+        assert not runs.failed and runs.executed.instructions
+        (row,) = every_run(ledger)
+        assert (row["purpose"], row["subject"], row["state"]) == ("patch gate", "proposal:7", "done")
+        assert row["arm"]["code"] == "c0ffee" and row["arm"]["name"] == "candidate, 2 tiny runs"

@@ -10,11 +10,10 @@ from types import CodeType
 
 import pytest
 
-from factory.gates.patch import op_tests
 from factory.gates.patch.changed_ops import ChangedOp
-from factory.gates.patch.executed import Executed
-from factory.gates.patch.matrix.changed import code_objects, harmless
-from factory.gates.patch.op_answers import answered
+from factory.gates.patch.executed import Executed, code_objects
+from factory.gates.patch.matrix.changed import harmless
+from factory.gates.patch.op_answers import answered, changed_tests
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patch.stages.oracle import oracle_jobs
 from kernels.attention import cpp as attention_cpp
@@ -89,7 +88,7 @@ def executed_by_ops(work: Path) -> Executed:
     jobs = oracle_jobs(policy, ops, "bf16")  # fp32 and fp64 are among them
     with answered(jobs, policy, ROOT, ROOT, work, list(files())) as answers:
         assert not answers.missing and not answers.died, answers.missing or answers.died
-        assert op_tests.changed(answers, policy.patience, ROOT, work) == {}
+        assert changed_tests(answers, policy.patience, ROOT, work) == {}
         return answers.executed
 
 

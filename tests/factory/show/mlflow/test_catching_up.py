@@ -5,13 +5,22 @@ from __future__ import annotations
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, evaluations
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow
+from factory.ledger.rows import CandidateRow, Subject
 from factory.release import releases
+from factory.runs.arm import Arm
+from factory.runs.running import Runs
 from factory.show.catching_up import catch_up
 from factory.show.mlflow import registry
-from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.runs import ARM_SHOWN, ARMS, Tracking
 from factory.show.mlflow.store import open_client
-from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
+from tests.support.plants.release_scene import (
+    add_candidate,
+    add_shard,
+    add_verdict,
+    approval,
+    with_store,
+    write_metrics,
+)
 from tests.support.said import Said
 
 
@@ -50,3 +59,39 @@ def test_a_page_that_cannot_be_made_holds_up_nothing(workspace: Workspace, ledge
     assert (workspace.reports / f"candidate-{good}.html").is_file()
     assert len([line for line in said.lines if "candidates' pages" in line]) == 1, said.lines
     assert registry.find_version(open_client(workspace), good, CandidateRow.get(ledger, good).export_sha256)
+
+
+def test_a_run_beside_the_segments_is_shown_with_what_it_changes_and_its_curve(
+    workspace: Workspace, ledger: Ledger
+) -> None:
+    plant = Plant(with_store(workspace), ledger)
+    base = {"recipe": {"optimizer": {"lr": 0.1}}, "data_plan": {"token_shards": []}, "first_step": 4, "last_step": 6}
+    arm = Arm("low rate", {**base, "initial_checkpoint": None}, "c0ffee", recipe={"optimizer.lr": 0.01})
+    runs = Runs(plant, workspace.root / "certificate", "certificate", Subject("segment", 3))
+    runs.folder(arm).mkdir(parents=True)
+    write_metrics(runs.folder(arm) / "metrics.jsonl", 4, 6)
+
+    def told() -> tuple[str, dict[str, str]]:
+        (found,) = open_client(workspace).search_runs(
+            [open_client(workspace).get_experiment_by_name(ARMS).experiment_id]
+        )
+        return found.info.status, found.data.tags
+
+    with runs.noted({runs.folder(arm): arm}) as ends:
+        catch_up(plant)
+        assert open_client(workspace).get_experiment_by_name(ARMS) is None, "it still runs"
+        ends[arm.key] = "exit 2: no data"
+    catch_up(plant)
+    status, tags = told()
+    assert (status, tags["state"], tags["for"], tags["purpose"]) == ("FAILED", "failed", "segment:3", "certificate")
+    with runs.noted({runs.folder(arm): arm}) as ends:
+        ends[arm.key] = ""
+    for _ in range(2):
+        catch_up(plant)
+    assert (told()[0], told()[1]["state"]) == ("FINISHED", "done")
+    run = Tracking.open(plant).place(f"arm:{arm.key}")
+    assert run is not None
+    client = open_client(workspace)
+    assert client.get_run(run[0]).data.params["recipe.optimizer.lr"] == "0.01"
+    assert [point.step for point in client.get_metric_history(run[0], "loss/all")] == [4, 5]
+    assert len(ledger.read("SELECT id FROM events WHERE kind = :kind", kind=ARM_SHOWN)) == 2

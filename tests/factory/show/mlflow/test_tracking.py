@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +20,7 @@ from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.ledger.plant import Plant
 from factory.show.mlflow.metrics_follower import metric_key, numbers
 from factory.show.mlflow.runs import SUBJECT, Tracking, _params
-from factory.show.mlflow.store import TrackingError, flush, open_client, waiting_lock
+from factory.show.mlflow.store import TrackingError, flush, open_client
 from factory.show.pages.release_facts import flatten
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
@@ -240,65 +238,21 @@ def test_proposal_run_shows_verdict_evidence_and_report(
     with ledger.begin() as tx:
         tx.execute(
             verdicts.insert().values(
-                id=1,
-                gate="patch",
-                subject="proposal:1",
-                against="b" * 40,
-                policy_sha256="y" * 64,
-                subject_sha256="h" * 64,
-                outcome="reject",
-                reasons=["no gain", "ü" * 600],
-                evidence={"timing": {"ratio": 1.01}},
-                created_at=1.7e9,
-            )  # fmt: skip
-        )
+                id=1, gate="patch", subject="proposal:1", against="b" * 40, policy_sha256="y" * 64, subject_sha256="h" * 64, outcome="reject",
+                reasons=["no gain", "ü" * 600], evidence={"timing": {"ratio": 1.01}}, created_at=1.7e9,
+            )
+        )  # fmt: skip
         tx.execute(
             proposals.insert().values(
-                number=1,
-                agent="search",
-                target="attention",
-                title="fold the query group",
-                hypothesis="…",
-                predicted_gain=1.2,
-                base_commit="b" * 40,
-                branch="factory/search/1-fold",
-                state="rejected",
-                verdict=1,
-                report=str(report),
-                created_at=1.7e9,
-            )  # fmt: skip
-        )
+                number=1, agent="search", target="attention", title="fold the query group", hypothesis="…", predicted_gain=1.2,
+                base_commit="b" * 40, branch="factory/search/1-fold", state="rejected", verdict=1, report=str(report), created_at=1.7e9,
+            )
+        )  # fmt: skip
     run = tracking.proposal_run(1)
     data = tracking.client.get_run(run).data
     assert data.tags["verdict"] == "reject" and data.tags["reasons"].startswith("no gain; ü")
     assert len(data.tags["reasons"]) == 500 and data.metrics["timing/ratio"] == 1.01
     assert {a.path for a in tracking.client.list_artifacts(run)} == {"evidence.json", "report.html"}
-
-
-def test_waiting_lock_waits_and_then_names_the_holder(workspace: Workspace) -> None:
-    order: list[str] = []
-    refused = threading.Event()
-
-    def holder() -> None:
-        with waiting_lock(workspace, "line"):
-            order.append("first")
-            refused.wait(PATIENCE_S)
-            time.sleep(0.1)
-
-    thread = threading.Thread(target=holder)
-    thread.start()
-    while not order:
-        time.sleep(0.01)
-    with (
-        pytest.raises(Exception, match=f"process {os.getpid()} holds line.lock"),
-        waiting_lock(workspace, "line", 0.05),
-    ):
-        pass
-    refused.set()
-    with waiting_lock(workspace, "line", PATIENCE_S):
-        order.append("second")
-    thread.join()
-    assert order == ["first", "second"]
 
 
 def test_flatten_and_numbers_and_keys() -> None:
