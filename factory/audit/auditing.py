@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from factory.audit.comparing import anomalies_differ, lines_differ, read_whole, rest_of
-from factory.audit.drawing import AUDITED, AuditWindow
+from factory.audit.drawing import AuditWindow
 from factory.audit.judge import allowed_share, differences, judge_audit
 from factory.audit.keeping import folder_of, keep, kept
 from factory.audit.policy import AuditPolicy
 from factory.audit.waiting import tries
 from factory.code_loop.revalidating import AUDIT
+from factory.code_loop.reverting import AUDITED
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError

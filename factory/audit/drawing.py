@@ -15,13 +15,14 @@ from typing import Any, Self
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AGENT as REVALIDATOR
 from factory.code_loop.revalidating import AUDIT
+from factory.code_loop.reverting import AUDITED
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject
 from factory.training.certificate import TRAINED_WITH
 
-DRAWN, AUDITED = "audit_drawn", "audited"
+DRAWN = "audit_drawn"
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,8 @@ Work = Literal["proposal", "diagnosis"]  # what a run is for, which has a budget
 class ExchangeBooks:
     """``agents.llm.exchange.Books`` of one run of an agent."""
 
-    def __init__(
-        self,
-        plant: Plant,
-        policy: LlmPolicy,
-        run: int,
-        work: Work = "proposal",
-    ) -> None:
-        self.workspace, self.ledger, self.policy, self.run = plant.workspace, plant.ledger, policy, run
-        self.work = work
-        exchanges.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
+    def __init__(self, plant: Plant, policy: LlmPolicy, run: int, work: Work = "proposal") -> None:
+        self.workspace, self.ledger, self.policy, self.run, self.work = plant.workspace, plant.ledger, policy, run, work
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
         """Raises: BudgetError."""

@@ -22,18 +22,18 @@ from agents.core.improve_policy import OFF, ImprovePolicy
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.search_proposer.search_proposer import AGENT as SEARCH
-from factory.code_loop.agent_runs import DEFAULTS, FILES, NONE, AgentOptions, ModelError, endpoint_of
+from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, ModelError, endpoint_of
 from factory.code_loop.approvals import follow
 from factory.code_loop.improvements import ALONE, BEGAN, ENDED, SUBJECT, WAITS, StageDone, Used, in_words, stages, used
 from factory.code_loop.profiling import QUICK, profile
 from factory.code_loop.proposing import AGENTS, workbench
-from factory.code_loop.submitting import WRITTEN, clear_stale, give_up, judge, refuse_without_isolation, write
+from factory.code_loop.submitting import LOCK, WRITTEN, clear_stale, give_up, judge, refuse_without_isolation, write
 from factory.core.errors import WorkspaceError
 from factory.core.policy_file import policy_sha256
 from factory.gates.patch.policy import PatchPolicy
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import agent_runs, events, exchanges, record
+from factory.ledger.ledger import events, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject
 from factory.ledger.writing import insert, record_once
@@ -42,7 +42,6 @@ from kernels.contract.machine import here
 PROFILE, PROPOSE, JUDGE, MERGE = "profile", "propose", "judge", "merge"
 PROFILED = (SEARCH, KERNEL_ENGINEER)  # agents that work from a line profile
 MOST_CUT = 3  # times that a stage may be killed before it is given up in this situation
-LOCK = "code-loop"
 
 
 @dataclass(frozen=True)
@@ -211,8 +210,6 @@ def do(plant: Plant, stage: LoopStage) -> None:
     seen = situation.seen()
     if stage not in next_stages(seen):
         return  # the world went on since
-    for table in (agent_runs, exchanges):
-        table.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than these tables
     _introduce(plant, situation, stage)
     model = situation.model and stage.name == PROPOSE and stage.agent != SEARCH
     with plant.ledger.begin() as tx:
@@ -257,33 +254,18 @@ def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopSta
     with plant.workspace.lock(LOCK):
         bench = workbench(plant)
         assert bench is not None, "due without a checkpoint"
-        bench = replace(bench, profile=seen.profile, closed=situation.closed)
+        bench = replace(bench, profile=seen.profile, closed=situation.closed, by=IMPROVE)
         try:
-            numbers = AGENTS[stage.agent](bench, _options(plant, situation, stage.agent), 1, _write)
-        except ModelError:
-            if _runs(plant, stage.agent, situation.base, "nothing") <= _runs(
-                plant, stage.agent, situation.base, "running"
-            ):
+            numbers = AGENTS[stage.agent](bench, DEFAULTS, 1, _write)
+        except ModelError as error:
+            if not error.over:
                 raise  # it is saved, and goes on
-            return {"nothing": True}  # its budget is used up
+            return {"nothing": True}
     return {"proposal": numbers[0]} if numbers else {"nothing": True}
 
 
 def _write(plant: Plant, drafted: Proposal, base: str) -> int:
     return write(plant, drafted, base, WRITTEN)
-
-
-def _options(plant: Plant, situation: Situation, agent: str) -> AgentOptions:
-    """What continues the agent's unfinished run on this commit, if there is one, whoever began it."""
-    which = "SELECT asked FROM agent_runs WHERE agent = :agent AND base_commit = :base AND state = 'running' ORDER BY id DESC LIMIT 1"
-    found = plant.ledger.read(which, agent=agent, base=situation.base) if situation.model else []
-    return AgentOptions(target=found[0]["asked"]) if found else DEFAULTS
-
-
-def _runs(plant: Plant, agent: str, base: str, state: str) -> int:
-    """The newest of the agent's runs in a state, on a commit; 0: there is none."""
-    which = "SELECT MAX(id) AS id FROM agent_runs WHERE agent = :agent AND base_commit = :base AND state = :state"
-    return int(plant.ledger.read(which, agent=agent, base=base, state=state)[0]["id"] or 0)
 
 
 def _judge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_what_an_agent_wrote_is_data_with_its_author_named(tmp_path: Path) -> No
     plant.judged(edits={"kernels/ops.py": hostile})
     plant.approve()
     start = Start(plant.target, 0, {}, {})
-    bench = LiveWorkbench(plant.workspace, plant.ledger, plant.head(), start, SILENT)
+    bench = LiveWorkbench(Plant(plant.workspace, plant.ledger), plant.head(), start)
     last = hostile.count("\n")
     assert bench.written_by_agents("kernels/ops.py") == [AgentLines(2, last, "search", 1)]  # the first is people's
     told = tools.read_file(bench, "kernels/ops.py")

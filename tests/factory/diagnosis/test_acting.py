@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from factory.audit.reverts import open_reverts
+from factory.code_loop.reverting import open_reverts
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.diagnosis.acting import accept, act, blamed_patches, quarantine_and_rewind, reject
