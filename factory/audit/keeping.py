@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,12 +57,8 @@ def keeping(plant: Plant, row: SegmentRow) -> Iterator[None]:
         yield
         return
     keeper = _Keeper(plant, row, window)
-    keeper.start()
-    try:
+    with looking(keeper.look):
         yield
-    finally:
-        keeper.over.set()
-        keeper.join()
     if SegmentRow.get(plant.ledger, row.id).state == "done":
         keep(plant, row, window)
 
@@ -88,19 +84,34 @@ def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
     return note(plant.ledger, row.id, replace(window, first=0, last=0))
 
 
-class _Keeper(threading.Thread):
+@contextmanager
+def looking(look: Callable[[], bool]) -> Iterator[None]:
+    """Call ``look`` again and again, in a thread, while the block runs and once after it, until it returns True."""
+    over = threading.Event()
+
+    def looks() -> None:
+        while not look():
+            if over.wait(POLL_SECONDS):
+                look()
+                return
+
+    thread = threading.Thread(target=looks, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _Keeper:
     """Looks for the window's checkpoints until both are kept."""
 
     def __init__(self, plant: Plant, row: SegmentRow, window: AuditWindow) -> None:
-        super().__init__(daemon=True)
-        self.over, self.window, self.problem = threading.Event(), window, ""
+        self.window, self.problem = window, ""
         self.fault: Exception | None = None  # of the machine, when it last looked
         self.source = Path(row.folder) / "checkpoints"
         self.targets = [kept(plant, row, step) for step in (window.first, window.last)]
-
-    def run(self) -> None:
-        while not self.look() and not self.over.wait(POLL_SECONDS):
-            pass
 
     def look(self) -> bool:
         """Keep what is there; returns whether the window is whole."""

@@ -33,7 +33,7 @@ from factory.core.policy_file import policy_sha256
 from factory.gates.patch.policy import PatchPolicy
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import events, record
+from factory.ledger.ledger import agent_runs, events, exchanges, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject
 from factory.ledger.writing import insert, record_once
@@ -210,6 +210,8 @@ def do(plant: Plant, stage: LoopStage) -> None:
     seen = situation.seen()
     if stage not in next_stages(seen):
         return  # the world went on since
+    for table in (agent_runs, exchanges):
+        table.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than these tables
     _introduce(plant, situation, stage)
     model = situation.model and stage.name == PROPOSE and stage.agent != SEARCH
     with plant.ledger.begin() as tx:

@@ -7,12 +7,11 @@ onset that is not much further away than it is itself. Copied as the audit's win
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from factory.audit.keeping import POLL_SECONDS, copy_checkpoint
+from factory.audit.keeping import copy_checkpoint, looking
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.rows import SegmentRow
@@ -51,43 +50,26 @@ def climbing(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
     if row.kind == "average":
         yield
         return
-    keeper = LadderKeeper(
-        Path(row.folder) / "checkpoints", ladder_of(workspace, row.id), row.recipe_json["checkpoint_every"]
-    )
-    keeper.start()
-    try:
+    source, target = Path(row.folder) / "checkpoints", ladder_of(workspace, row.id)
+    with looking(lambda: keep_rungs(source, target, row.recipe_json["checkpoint_every"])):
         yield
-    finally:
-        keeper.over.set()
-        keeper.join()
 
 
-class LadderKeeper(threading.Thread):
-    """Copies each checkpoint when it is there, and removes the rungs that are no longer wanted."""
-
-    def __init__(self, source: Path, target: Path, every: int) -> None:
-        super().__init__(daemon=True)
-        self.over, self.source, self.target, self.every = threading.Event(), source, target, every
-
-    def run(self) -> None:
-        for left in self.target.glob(".*"):  # of one that was killed
-            remove(left)
-        while not self.over.wait(POLL_SECONDS):
-            self.look()
-        self.look()
-
-    def look(self) -> None:
-        held = {step for step, _ in steps_in(self.target)}
-        there = {step for step, _ in steps_in(self.source)}
-        wanted = rungs(held | there, self.every)
-        for step in wanted:
-            if step not in held:
-                try:
-                    copy_checkpoint(self.source / name_of(step), self.target / name_of(step))
-                except (OSError, ValueError):
-                    continue  # removed again, not whole, or the disk is full: a ladder with a rung less
-        for step in held - set(wanted):
-            with suppress(OSError):
-                aside = self.target / f".{name_of(step)}"  # half a rung bears no name of one
-                os.rename(self.target / name_of(step), aside)
-                remove(aside)
+def keep_rungs(source: Path, target: Path, every: int) -> bool:
+    """Copy each checkpoint that is there, and remove the rungs that are no longer wanted. False: there may be more."""
+    for left in target.glob(".*"):  # of one that was killed
+        remove(left)
+    held, there = ({step for step, _ in steps_in(folder)} for folder in (target, source))
+    wanted = rungs(held | there, every)
+    for step in wanted:
+        if step not in held:
+            try:
+                copy_checkpoint(source / name_of(step), target / name_of(step))
+            except (OSError, ValueError):
+                continue  # removed again, not whole, or the disk is full: a ladder with a rung less
+    for step in held - set(wanted):
+        with suppress(OSError):
+            aside = target / f".{name_of(step)}"  # half a rung bears no name of one
+            os.rename(target / name_of(step), aside)
+            remove(aside)
+    return False

@@ -13,16 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
 from factory.core.faults import LOCKED, Fault, fault_of, is_of_no_file
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
+from factory.retrying.asking import RewoundError
 from factory.retrying.backoff import Backoff, Resting, in_words, keep_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.rewound import RewoundError
 from factory.retrying.tries import ASKED, TrainerDiedError
 from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
 
@@ -35,49 +35,37 @@ MOST_UNRECORDED = 100
 T = TypeVar("T")
 
 
-class Attempts(Protocol):
-    """What a pass hands each errand to. A key is an errand as text."""
-
-    def resting(self) -> frozenset[str]:
-        """Keys of what is not tried now."""
-
-    def failing(self) -> frozenset[str]:
-        """Keys of what failed and has not worked since."""
+class Attempts:
+    """What a pass hands each errand to; a key is an errand as text. As it is, nothing rests and what fails is raised: for ``factory run --once``,
+    and whoever runs one pass."""
 
     def rests(self) -> Mapping[str, Resting]:
         """How what failed rests, by key."""
-
-    def attempt(self, key: str, act: Callable[[], object]) -> bool:
-        """Was it done? False: it failed, and rests now."""
-
-    def waits(self, why: FactoryError | None) -> None:
-        """Training waits for a person, because of this; or not any longer."""
-
-
-class Once:
-    """Nothing rests: what fails is raised. For ``factory run --once``, and whoever runs one pass."""
-
-    def resting(self) -> frozenset[str]:
-        return frozenset()
-
-    failing = resting
-
-    def rests(self) -> Mapping[str, Resting]:
         return {}
 
+    def resting(self) -> frozenset[str]:
+        """Keys of what is not tried now."""
+        return frozenset()
+
+    def failing(self) -> frozenset[str]:
+        """Keys of what failed and has not worked since."""
+        return frozenset()
+
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
+        """Was it done? False: it failed, and rests now; or the next look at the world sees what was decided meanwhile."""
         try:
             act()
         except RewoundError:
-            return False  # the next look at the world sees what was decided
+            return False
         return True
 
     def waits(self, why: FactoryError | None) -> None:
+        """Training waits for a person, because of this; or not any longer."""
         if why is not None:
             raise why
 
 
-class Steady:
+class Steady(Attempts):
     """For the daemon."""
 
     def __init__(self, plant: Plant) -> None:

@@ -27,7 +27,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import record_verdict
-from factory.retrying.rewound import refuse_rewound
+from factory.retrying.asking import refuse_rewound
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,

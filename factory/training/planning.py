@@ -23,6 +23,7 @@ from factory.core.launching import check_ranks
 from factory.core.workspace import Workspace
 from factory.ingest.rules.claims import CONFLICT, counted
 from factory.ingest.rules.policy import DataPolicy, Licences
+from factory.ingest.vocabulary_size import refuse_vocabulary
 from factory.ledger.ledger import Ledger, data_plans, record, segments, token_shards
 from factory.ledger.places import inside, portable
 from factory.ledger.plant import Plant
@@ -30,10 +31,8 @@ from factory.ledger.removals import FATE, REMOVED, removals, with_contents
 from factory.ledger.rows import Reads, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
-from factory.retrying.rewound import newest_decision, refuse_decided, refuse_rewound
+from factory.retrying.asking import OVERRIDDEN, newest_decision, refuse_decided, refuse_rewound
 from factory.retrying.tries import refuse_parked
-from factory.training.fitting import refuse_misfit
-from factory.training.overrides import override_of
 from trainer.contract.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -329,3 +328,86 @@ def plan_segment(
     insert(tx, segments, id=number, kind=kind, first_step=steps[0], last_step=steps[1], **made, **columns)
     record(tx, "segment_planned", Subject("segment", number), {"kind": kind, "steps": list(steps), **detail})
     return number
+
+
+@dataclass(frozen=True)
+class RecipeOverride:
+    """``keys`` of the recipe, with dots, until step ``until`` (not included)."""
+
+    keys: Mapping[str, Any]
+    until: int
+    reason: str
+
+
+def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOverride) -> None:
+    """For the segment that will take the place of ``spoiled``."""
+    place = {"kind": spoiled.kind, "parent": spoiled.parent}
+    detail = {"keys": dict(override.keys), "until": override.until, "reason": override.reason}
+    record(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
+
+
+def override_of(db: Reads, kind: str, parent: int | None) -> RecipeOverride | None:
+    """The newest for a segment of that kind off that parent; None where that one has no keys, as after a rejected diagnosis."""
+    found = _newest(db, kind, parent)
+    return RecipeOverride(found["keys"], found["until"], found["reason"]) if found and found["keys"] else None
+
+
+def was_overridden(db: Reads, kind: str, parent: int | None) -> bool:
+    """Was there ever one for such a segment, or a person's word that there shall be none?"""
+    return _newest(db, kind, parent) is not None
+
+
+def _newest(db: Reads, kind: str, parent: int | None) -> dict[str, Any] | None:
+    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=OVERRIDDEN)
+    found = (row["detail"] for row in rows)
+    return next((detail for detail in found if (detail["kind"], detail["parent"]) == (kind, parent)), None)
+
+
+def refuse_misfit(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> list[str]:
+    """Returns lines for a person: changes that the recipe's ``accept_changes`` names.
+
+    Raises: ConfigError that names what differs, both values and their places, and what to do.
+    """
+    if parent is None:
+        refuse_vocabulary(plant, recipe)
+        return []
+    return _of_live_trunk(plant.workspace, plant.ledger, recipe, parent)
+
+
+def _of_live_trunk(workspace: Workspace, db: Reads, recipe: Recipe, parent: SegmentRow) -> list[str]:
+    """The model of the segment that is gone on from is what the ledger has of it: a checkpoint may be older than its own account."""
+    from trainer.contract.checkpoint.same_function import function_changes, not_accepted
+    from trainer.contract.recipe import ACCEPTABLE
+
+    before = parent.recipe_json.get("model")
+    if not before:
+        return []  # a row that an older factory recovered without its recipe: the trainer compares the weights
+    changes = function_changes(before, recipe.model)
+    refused = not_accepted(before, recipe.model, recipe.accept_changes)
+    if before.get("context", recipe.model.context) != recipe.model.context:
+        changes["context"] = before["context"], recipe.model.context
+        refused.insert(0, "context")
+    if refused:
+        shown = ", ".join(f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused)
+        root = _root(db, parent)
+        named = f"name it in the recipe (accept_changes: [{', '.join(refused)}]): the weights then learn the new function from where they are; "
+        raise ConfigError(
+            f"{workspace.recipe_path()}: {shown}: not what segment {parent.id} was trained with. Take the change back; or "
+            f"{named if set(refused) <= set(ACCEPTABLE) else ''}"
+            f"train anew here with 'factory rewind {root} -w {workspace.root}' (data, tokenizer and releases stay); or begin another workspace "
+            f"with 'factory init --recipe {recipe.name} --tokenizer {workspace.tokenizer} -w FOLDER'"
+        )
+    notes = [f"accepted by the recipe: model.{key} {old} → {new}" for key, (old, new) in changes.items()]
+    idle = [key for key in recipe.accept_changes if key not in changes]
+    if idle:
+        notes.append(
+            f"accept_changes names {', '.join(idle)}, which did not change: take it out of {workspace.recipe_path()}"
+        )
+    return notes
+
+
+def _root(db: Reads, segment: SegmentRow) -> int:
+    """The first segment of a line."""
+    while segment.parent is not None:
+        segment = SegmentRow.get(db, segment.parent)
+    return segment.id

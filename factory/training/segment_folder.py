@@ -23,10 +23,9 @@ from factory.ledger.places import portable
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
-from factory.retrying.endings import Ending, ending_of
+from factory.retrying.asking import refuse_rewound
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.rewound import refuse_rewound
-from factory.retrying.tries import TrainerDiedError, newest_step, record_death
+from factory.retrying.tries import Ending, TrainerDiedError, ending_of, newest_step, record_death
 from factory.runs.folders import refuse_full
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_checkpoint, plan_of

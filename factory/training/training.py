@@ -19,10 +19,9 @@ from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, ex
 from factory.core.left_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.asking import refuse_paused
-from factory.retrying.endings import FAILED, HUNG, Ending, oom_kills
+from factory.retrying.asking import refuse_paused, refuse_rewound
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.rewound import refuse_rewound
+from factory.retrying.tries import HUNG, REFUSED, Ending, oom_kills
 from factory.retrying.watchdog import Watchdog, record_begun, usual_of
 from factory.runs.folders import clear, folder_lock, refuse_full, result_of, write_spec
 from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
@@ -84,7 +83,7 @@ def run_segment(
         result = result_of(folder, row.last_step)
         record_done(plant.ledger, row, folder, result)
     except SegmentError as error:
-        failed(plant, row, code, kills, Ending(FAILED, f"ended with exit {code}: {error}"))
+        failed(plant, row, code, kills, Ending(REFUSED, f"ended with exit {code}: {error}"))
     return result
 
 

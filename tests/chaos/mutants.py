@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/diagnosis/ladder.py",
-        "os.rename(self.target / name_of(step), aside)",
+        "os.rename(target / name_of(step), aside)",
         "tests/factory/diagnosis/test_ladder.py::test_a_rung_that_is_removed_is_whole_or_gone",
     ),
     Mutant(

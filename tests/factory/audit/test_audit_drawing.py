@@ -8,9 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from factory.audit.drawing import AUDITED, AuditWindow, agreed, draw, merged_patches, note, under_audit, windows_of
+from factory.audit.drawing import (
+    AUDITED,
+    AuditWindow,
+    agreed,
+    draw,
+    every_audit,
+    merged_patches,
+    note,
+    under_audit,
+    waiting,
+    windows_of,
+)
 from factory.audit.policy import AuditPolicy
-from factory.audit.waiting import every_audit, waiting
 from factory.code_loop import approvals
 from factory.ledger.ledger import record, segments
 from factory.ledger.rows import SegmentRow, Subject

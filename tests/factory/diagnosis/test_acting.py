@@ -22,8 +22,15 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.release.releases import release
-from factory.training.overrides import RecipeOverride, override_of
-from factory.training.planning import load_recipe, next_trunk, plan_anneal, plan_of, plan_trunk
+from factory.training.planning import (
+    RecipeOverride,
+    load_recipe,
+    next_trunk,
+    override_of,
+    plan_anneal,
+    plan_of,
+    plan_trunk,
+)
 from tests.support.factory.errands import due_of, next_due, stuck
 from tests.support.factory.merged_patch import merge_patch
 from tests.support.git import git

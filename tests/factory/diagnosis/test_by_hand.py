@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.diagnosis.by_hand import free, quarantine, rewind
+from factory.diagnosis.acting import free, quarantine, rewind
 from factory.ledger.anomalies import MARKED
 from factory.ledger.ledger import (
     Ledger,

@@ -9,7 +9,7 @@ import torch
 
 from factory.core.removal import remove
 from factory.diagnosis import ladder
-from factory.diagnosis.ladder import LadderKeeper, rungs
+from factory.diagnosis.ladder import keep_rungs, rungs
 from trainer.contract.checkpoint.format import Checkpoint, find_fault, save, steps_in
 
 
@@ -22,8 +22,7 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
     steps = range(5, 45, 5)
     for step in steps:
         save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
-    keeper = LadderKeeper(source, target, every=5)
-    keeper.look()
+    keep_rungs(source, target, every=5)
     held = steps_in(target)
     for _, checkpoint in steps_in(source):
         remove(checkpoint)
@@ -38,11 +37,9 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(ladder, "remove", killed)
     with pytest.raises(Killed):
-        keeper.look()
+        keep_rungs(source, target, every=5)
     monkeypatch.undo()
     assert not [fault for _, path in steps_in(target) if (fault := find_fault(path))]
-    again = LadderKeeper(source, target, every=5)
-    again.over.set()
-    again.run()
+    keep_rungs(source, target, every=5)
     assert [step for step, _ in steps_in(target)] == wanted
     assert not list(target.glob(".*"))

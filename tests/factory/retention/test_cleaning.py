@@ -17,9 +17,9 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
+from factory.audit.drawing import waiting
 from factory.audit.keeping import kept
 from factory.audit.policy import AuditPolicy
-from factory.audit.waiting import waiting
 from factory.core.faults import is_full
 from factory.core.workspace import Config, Workspace
 from factory.diagnosis.ladder import ladder_of
