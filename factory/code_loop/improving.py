@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -220,7 +220,7 @@ def do(plant: Plant, stage: LoopStage) -> None:
     started = time.monotonic()
     left: dict[str, Any] = {}
     try:
-        left = _DO[stage.name](plant, situation, seen, stage)
+        left = _stage(plant, situation, seen, stage)
     except BaseException as error:
         left = {"failed": f"{type(error).__name__}: {error}"[:500]}
         raise
@@ -247,22 +247,27 @@ def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
     plant.say(f"  improve: {stage}, on commit {situation.base[:12]}")
 
 
-def _profile(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+def _stage(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+    """Returns what it left, as its event has it."""
+    if stage.name == MERGE:
+        follow(plant, lambda number: None)  # takes the lock itself
+        return {"outcome": ProposalRow.get(plant.ledger, stage.proposal or 0).state}
     with plant.workspace.lock(LOCK):
-        return {"profile": profile(plant, QUICK)}
+        if stage.name == PROFILE:
+            return {"profile": profile(plant, QUICK)}
+        return _judge(plant, seen, stage) if stage.name == JUDGE else _propose(plant, situation, seen, stage)
 
 
 def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
-    with plant.workspace.lock(LOCK):
-        bench = workbench(plant)
-        assert bench is not None, "due without a checkpoint"
-        bench = replace(bench, profile=seen.profile, closed=situation.closed, by=IMPROVE)
-        try:
-            numbers = AGENTS[stage.agent](bench, DEFAULTS, 1, _write)
-        except ModelError as error:
-            if not error.over:
-                raise  # it is saved, and goes on
-            return {"nothing": True}
+    bench = workbench(plant)
+    assert bench is not None, "due without a checkpoint"
+    bench = replace(bench, profile=seen.profile, closed=situation.closed, by=IMPROVE)
+    try:
+        numbers = AGENTS[stage.agent](bench, DEFAULTS, 1, _write)
+    except ModelError as error:
+        if not error.over:
+            raise  # it is saved, and goes on
+        numbers = []
     return {"proposal": numbers[0]} if numbers else {"nothing": True}
 
 
@@ -270,25 +275,18 @@ def _write(plant: Plant, drafted: Proposal, base: str) -> int:
     return write(plant, drafted, base, WRITTEN)
 
 
-def _judge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     assert stage.proposal is not None
     killed = seen.killed.get(str(stage), 0)
-    with plant.workspace.lock(LOCK):
-        if killed >= MOST_CUT:
-            why = f"its process was killed {killed} times while it was judged"
-            give_up(plant, stage.proposal, why)
-            plant.say(f"  proposal {stage.proposal} is given up: {why}")
-            return {"nothing": True}
-        clear_stale(plant)
-        refuse_without_isolation(plant.workspace)
-        judge(plant, stage.proposal)
+    if killed >= MOST_CUT:
+        why = f"its process was killed {killed} times while it was judged"
+        give_up(plant, stage.proposal, why)
+        plant.say(f"  proposal {stage.proposal} is given up: {why}")
+        return {"nothing": True}
+    clear_stale(plant)
+    refuse_without_isolation(plant.workspace)
+    judge(plant, stage.proposal)
     return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).outcome}
-
-
-def _merge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
-    assert stage.proposal is not None
-    follow(plant, lambda number: None)  # takes the lock itself
-    return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).state}
 
 
 def _devices() -> int:
@@ -296,11 +294,3 @@ def _devices() -> int:
     import torch
 
     return torch.cuda.device_count() or 1
-
-
-_DO: dict[str, Callable[[Plant, Situation, LoopState, LoopStage], dict[str, Any]]] = {
-    PROFILE: _profile,
-    PROPOSE: _propose,
-    JUDGE: _judge,
-    MERGE: _merge,
-}

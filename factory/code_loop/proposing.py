@@ -7,6 +7,7 @@ tried before. It returns edits as data. Killed at any instruction, the next call
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,11 +51,7 @@ Submit = Callable[[Plant, Proposal, str], int]  # what becomes of a drafted prop
 
 
 def propose(
-    plant: Plant,
-    *,
-    agent: str = search_proposer.AGENT,
-    options: AgentOptions = DEFAULTS,
-    count: int = 1,
+    plant: Plant, *, agent: str = search_proposer.AGENT, options: AgentOptions = DEFAULTS, count: int = 1
 ) -> list[int]:
     """Profile, let ``agent`` propose, judge; returns the proposals' numbers: at most ``count``, none (and a line says why) when there is
     nothing to propose. Several are drafted side by side; what is timed has its device alone (``factory.core.devices``). What the daemon
@@ -176,37 +173,17 @@ def course(bench: LiveWorkbench) -> Course | str:
     texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, plant)
     if not texts:
         return str(NOTHING_HELD_OUT["reasons"][0])
-    newest = _trunk(plant.ledger)
-    lines = [line for segment in reversed(newest) for line in _record(Path(segment.folder))]
+    which = f"WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT {SEGMENTS}"
+    trunk = SegmentRow.select(plant.ledger, which)[::-1]
+    records = [file for one in trunk if (file := Path(one.folder) / "metrics.jsonl").is_file()]
+    lines = [line for file in records for line in read_lines(file)]
     if not lines:
         return "the trunk left no metrics to work from"
-    return course_of(
-        recipe,
-        path,
-        lines,
-        _anomalies(plant.ledger, [segment.id for segment in newest]),
-        sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts),
-        policy.runs.steps + policy.runs.tail_steps,
-        policy.runs.min_gain,
-        policy.allows,
-    )
-
-
-def _trunk(ledger: Ledger) -> list[SegmentRow]:
-    """Finished trunk segments, the newest first."""
-    return SegmentRow.select(
-        ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT :limit", limit=SEGMENTS
-    )
-
-
-def _record(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return read_lines(path) if path.is_file() else []
-
-
-def _anomalies(ledger: Ledger, numbers: list[int]) -> dict[str, int]:
-    rows = ledger.rows(sa.select(anomalies.c.kind).where(anomalies.c.segment.in_(numbers)))
-    return {kind: sum(row["kind"] == kind for row in rows) for kind in {row["kind"] for row in rows}}
+    found = sa.select(anomalies.c.kind).where(anomalies.c.segment.in_([one.id for one in trunk]))
+    kinds = Counter(row["kind"] for row in plant.ledger.rows(found))
+    tokens_bytes = sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts)
+    steps = policy.runs.steps + policy.runs.tail_steps
+    return course_of(recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows)
 
 
 def _with_model(

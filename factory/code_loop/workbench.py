@@ -91,26 +91,27 @@ class LiveWorkbench:
 
     def read(self, path: str) -> str:
         """A file of the live code. Raises: OutOfScopeError for one that is not in scope."""
-        if not self.agents.readable(path) or path not in self.modes:
-            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
+        self._refuse(path)
         return repository.file_text(self.plant.workspace.repository, self.base, path)
 
     def written_by_agents(self, path: str) -> list[AgentLines]:
         """The lines of a file of the live code that come from proposals. Raises: OutOfScopeError."""
-        if not self.agents.readable(path) or path not in self.modes:
-            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
+        self._refuse(path)
         if path not in self.written:
-            self.written[path] = self._written_by_agents(path) if self.proposals else []
+            found = []
+            changed = (
+                repository.last_changed(self.plant.workspace.repository, self.base, path) if self.proposals else []
+            )
+            for row, group in itertools.groupby(enumerate(changed, 1), lambda line: self.proposals.get(line[1])):
+                numbers = [number for number, _ in group]
+                if row is not None:
+                    found.append(AgentLines(numbers[0], numbers[-1], row.agent, row.number))
+            self.written[path] = found
         return self.written[path]
 
-    def _written_by_agents(self, path: str) -> list[AgentLines]:
-        commits = enumerate(repository.last_changed(self.plant.workspace.repository, self.base, path), 1)
-        found = []
-        for row, group in itertools.groupby(commits, lambda line: self.proposals.get(line[1])):
-            numbers = [number for number, _ in group]
-            if row is not None:
-                found.append(AgentLines(numbers[0], numbers[-1], row.agent, row.number))
-        return found
+    def _refuse(self, path: str) -> None:
+        if not self.agents.readable(path) or path not in self.modes:
+            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
         """Scope and static stage, then the op oracle's first case (or, for other code, an import) in the sandbox.

@@ -114,16 +114,8 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
         finally:
             repository.remove_worktree(plant.workspace.repository, _worktree(plant.workspace, segment, ""))
             repository.remove_worktree(plant.workspace.repository, _worktree(plant.workspace, segment, "-previous"))
-    empty: dict[str, Any] = {
-        "causes": causes,
-        "guilty": [],
-        "triggers": [],
-        "suspects": [],
-        "arms": [],
-        "steps": 0,
-        "remedy": "",
-    }
-    detail: dict[str, Any] = (found.to_json() if found else empty) | {
+    told_of = found or Diagnosis(tuple(causes), why, (), (), (), (), 0)
+    detail: dict[str, Any] = told_of.to_json() | {
         "why": why, "anomalies": list(span.anomalies), "segment": segment.id, "kind": span.kind, "onset": span.onset, "last": span.last,
         "noted": list(span.noted),
         "budget": budget, "override": {"keys": keys, "until": span.last + 1 + policy.rate_steps} if keys else None,
@@ -131,7 +123,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     }  # fmt: skip
     undo = _blamed(plant, segment, detail["causes"])
     page = plant.workspace.reports / f"anomaly-{lead}.html"
-    detail |= {"report": plant.ledger.inside(page), "drawn": _drawn(detail, lines, found), "undo": undo}
+    detail |= {"report": plant.ledger.inside(page), "drawn": _drawn(detail, lines, told_of), "undo": undo}
     with plant.ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail))
         if undo:
@@ -169,11 +161,11 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
         return []
 
 
-def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnosis | None) -> dict[str, Any]:
+def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnosis) -> dict[str, Any]:
     """The curves of its page: (step, value) of the live run around the window, and of some arms without the anomaly."""
     live = [point for point in lines if detail["onset"] - AROUND <= point.step <= detail["last"] + AROUND]
     loss = {"live": [(float(p.step), p.loss) for p in live]}
-    for outcome in found.outcomes if found else ():
+    for outcome in found.outcomes:
         if outcome.curve and len(loss) <= CURVES and outcome.fires is not True:
             loss[outcome.arm] = [(float(p.step), p.loss) for p in outcome.curve]
     return {"loss": loss, "grad_norm": {"live": [(float(p.step), p.grad_norm) for p in live]}}

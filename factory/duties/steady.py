@@ -174,25 +174,21 @@ class Steady(Attempts):
 
     def _tell(self, kind: str, key: str, words: str, rest: Resting, record_now: bool = True) -> None:
         self._told.add(key)
-        self._note(kind, {"what": key, "error": rest.says, "failures": rest.failures, "again_in_s": rest.seconds})
-        if record_now:
-            self._record()
-        self.say(words)
+        detail = {"what": key, "error": rest.says, "failures": rest.failures, "again_in_s": rest.seconds}
+        self._record(kind, detail, words, record_now)
 
     def _tell_no_longer(self, key: str, words: str, error: str) -> None:
         self._told.discard(key)
-        self._note(WORKS_AGAIN, {"what": key, "error": error})
-        self._record()
-        self.say(words)
+        self._record(WORKS_AGAIN, {"what": key, "error": error}, words)
 
-    def _note(self, kind: str, detail: dict[str, Any]) -> None:
+    def _record(self, kind: str, detail: dict[str, Any], words: str, record_now: bool = True) -> None:
         self._unrecorded = [*self._unrecorded, (kind, detail)][-MOST_UNRECORDED:]
-
-    def _record(self) -> None:
-        with contextlib.suppress(Exception), self.ledger.begin() as tx:  # the next one takes it along
-            for kind, detail in self._unrecorded:
-                record(tx, kind, "daemon", detail)
-            self._unrecorded = []
+        if record_now:
+            with contextlib.suppress(Exception), self.ledger.begin() as tx:  # the next one takes it along
+                for one, about in self._unrecorded:
+                    record(tx, one, "daemon", about)
+                self._unrecorded = []
+        self.say(words)
 
     def _hear(self) -> None:
         """Did a person ask to try at once what rests?"""

@@ -27,7 +27,6 @@ from factory.git.git_store import (
     git,
     hashes,
     line,
-    staged_entries,
     write_files,
 )
 from factory.git.git_store import RepositoryError as RepositoryError
@@ -272,7 +271,7 @@ def advance(repository: Path, base: str, commit: str) -> None:
         raise RepositoryError(f"{repository} has no branch checked out (its HEAD is detached): check one out first")
     before, after = entries_of(repository, base), entries_of(repository, commit)
     changed = [path for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)]
-    staged = staged_entries(repository)
+    staged = entries_of(repository, None)
     edited = [
         path
         for path in changed

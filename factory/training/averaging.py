@@ -194,15 +194,9 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
 
 
 def _measure(
-    plant: Plant,
-    row: SegmentRow,
-    code: LiveCode,
-    parts: list[dict[str, Any]],
-    advance: Any,
+    plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: Advance
 ) -> dict[str, Any]:
     """Give each part its loss and weight; returns what they were measured on."""
-    from factory.training.averaging import held_out_ruler
-
     ruler = held_out_ruler(plant)
     scratch = Path(row.folder) / "export"
     noise = 0.0
@@ -220,11 +214,7 @@ def _measure(
     remove(scratch)
     for part, weight in zip(parts, softmax_weights([part["loss"] for part in parts], noise), strict=True):
         part["weight"] = weight
-    return {
-        "noise": noise,
-        "documents": ruler.documents,
-        "shares": ruler.shares,
-    }
+    return {"noise": noise, "documents": ruler.documents, "shares": ruler.shares}
 
 
 def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:

@@ -181,14 +181,8 @@ def _emptied(ledger: Ledger) -> set[str]:
 
 
 def _data_plan(
-    ledger: Ledger,
-    recipe: Recipe,
-    kind: str,
-    shards: list[tuple[str, str, int]],
-    first: int,
-    last: int,
-    licences: Licences,
-) -> tuple[DataPlan, list[str]]:
+    ledger: Ledger, recipe: Recipe, kind: str, shards: list[tuple[str, str, int]], first: int, last: int, licences: Licences
+) -> tuple[DataPlan, list[str]]:  # fmt: skip
     """The plan of the steps [first, last), and the domains it leaves out because no shard of them has arrived yet.
 
     Raises: ConfigError naming the key, when nothing has arrived of a mixture that these steps need.
@@ -259,13 +253,7 @@ def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: Segm
             refuse_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
 
 
-def _plan(
-    plant: Plant,
-    kind: str,
-    parent: SegmentRow | None,
-    length: int,
-    shards: list[tuple[str, str, int]],
-) -> int:
+def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shards: list[tuple[str, str, int]]) -> int:
     from factory.git.repository import file_text, live_commit
 
     decided = newest_decision(plant.ledger)
@@ -290,32 +278,19 @@ def _plan(
     notes += of_computing
     for note in notes:
         plant.progress.line(f"  {note}")
-    plan = type(plan).from_json(
-        portable(plant.workspace.root, json.loads(plan.to_json()))
-    )  # its id is the same in any folder
+    moved = portable(plant.workspace.root, json.loads(plan.to_json()))  # its id is the same in any folder
+    plan = type(plan).from_json(moved)
+    detail: dict[str, Any] = {"domains_not_arrived": left_out, "notes": notes}
+    detail |= {"overridden": dict(overridden.keys)} if overridden else {}
     with plant.ledger.begin() as tx:
         refuse_decided(Snapshot(tx, plant.ledger.root), decided)
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
         return plan_segment(
-            tx,
-            plant.workspace,
-            kind,
-            (first, first + length),
-            {
-                "domains_not_arrived": left_out,
-                "notes": notes,
-                **({"overridden": dict(overridden.keys)} if overridden else {}),
-            },
-            parent=parent and parent.id,
+            tx, plant.workspace, kind, (first, first + length), detail, parent=parent and parent.id, recipe=recipe.name,
+            recipe_json=recipe.model_dump(mode="json"), recipe_sha256=recipe.sha256, data_plan=plan.id, code_commit=commit, computing=computed,
             generation=max(shard.generation for shard in plan.token_shards),
-            recipe=recipe.name,
-            recipe_json=recipe.model_dump(mode="json"),
-            recipe_sha256=recipe.sha256,
-            data_plan=plan.id,
-            code_commit=commit,
-            computing=computed,
-        )
+        )  # fmt: skip
 
 
 def plan_segment(

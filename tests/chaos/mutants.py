@@ -120,7 +120,9 @@ MUTANTS = (
         STORE,
     ),
     Mutant(
-        "factory/git/durable.py", "os.fsync(out.fileno())", Cut("merge", "create target/.git/index.lock", at_once=True)
+        "factory/git/git_store.py",
+        "os.fsync(out.fileno())",
+        Cut("merge", "create target/.git/index.lock", at_once=True),
     ),
     Mutant("factory/git/git_store.py", "os.fsync(out.fileno())", MERGE),
     Mutant(
