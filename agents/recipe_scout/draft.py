@@ -8,8 +8,7 @@ from typing import Any
 from agents.core.proposal import QUALITY, Edit, Proposal
 from agents.core.untrusted import one_line
 from agents.core.yaml_edit import Scalar, change_recipe, values, written
-from agents.loop.role import DraftError
-from agents.loop.said import number, read_object, text
+from agents.loop.role import DraftError, number, read_object, text
 from agents.recipe_scout.course import Course
 from agents.recipe_scout.prompts import MOST_CHANGES
 from agents.recipe_scout.scout import AGENT

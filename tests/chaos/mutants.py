@@ -182,7 +182,7 @@ MUTANTS = (
         "tests/factory/retention/test_cleaning.py::test_the_policy_keeps_what_it_says",
     ),
     Mutant(
-        "factory/diagnosis/ladder.py",
+        "factory/audit/keeping.py",
         "os.rename(target / name_of(step), aside)",
         "tests/factory/diagnosis/test_ladder.py::test_a_rung_that_is_removed_is_whole_or_gone",
     ),

@@ -16,8 +16,8 @@ from agents.loss_doctor.arms import AGAIN, OLDER, BudgetSpent, ReplayArm
 from agents.loss_doctor.curves import points
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import shards_kind, suspects
+from factory.audit.keeping import NEWEST, keep_rungs, rungs
 from factory.diagnosis.bench import Episode, WindowBench, graft, moments_are_lost
-from factory.diagnosis.ladder import NEWEST, keep_rungs, rungs
 from factory.runs.arm import Arm
 from factory.runs.live import prepare
 from factory.runs.sandboxed import Ended

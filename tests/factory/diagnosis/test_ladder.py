@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from factory.audit.keeping import keep_rungs, rungs
 from factory.core.removal import remove
-from factory.diagnosis import ladder
-from factory.diagnosis.ladder import keep_rungs, rungs
+from factory.audit import keeping
 from trainer.contract.checkpoint.format import Checkpoint, find_fault, save, steps_in
 
 
@@ -35,7 +35,7 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
         (path / "manifest.json").unlink()
         raise Killed
 
-    monkeypatch.setattr(ladder, "remove", killed)
+    monkeypatch.setattr(keeping, "remove", killed)
     with pytest.raises(Killed):
         keep_rungs(source, target, every=5)
     monkeypatch.undo()

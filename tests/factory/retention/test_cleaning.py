@@ -18,11 +18,10 @@ import sqlalchemy as sa
 import yaml
 
 from factory.audit.drawing import waiting
-from factory.audit.keeping import kept
+from factory.audit.keeping import kept, ladder_of
 from factory.audit.policy import AuditPolicy
 from factory.core.faults import is_full
 from factory.core.workspace import Config, Workspace
-from factory.diagnosis.ladder import ladder_of
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.training_start import find_start
 from factory.git.repository import checkout, live_commit
