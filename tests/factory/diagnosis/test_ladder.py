@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from factory.audit import keeping
 from factory.audit.keeping import keep_rungs, rungs
 from factory.core.removal import remove
-from factory.audit import keeping
 from trainer.contract.checkpoint.format import Checkpoint, find_fault, save, steps_in
 
 
