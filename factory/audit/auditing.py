@@ -199,12 +199,7 @@ def gather(
             evidence["told"] = [f"what segment {row.id} left cannot be read: {error}"]
         measured = _Measured(policy, runs, row, window, tuned, wall_seconds, live, origin, evidence)
         return evidence | _replay(measured, evidence, base_commit, patches)
-    except (
-        _NotMeasured,
-        FactoryError,
-        TrainerError,
-        OSError,
-    ) as error:  # no sandbox, files that people changed since
+    except (_NotMeasured, FactoryError, TrainerError, OSError) as error:  # no sandbox, files that people changed since
         if isinstance(error, repository.CheckoutError) or is_of_no_file(error):
             raise  # of a full disk, say: it is measured once that is over
         return evidence | {"missing": str(error)}

@@ -168,13 +168,7 @@ class AgentRuns:
 
     @classmethod
     def open(
-        cls,
-        plant: Plant,
-        agent: str,
-        options: AgentOptions,
-        count: int = 1,
-        work: Work = "proposal",
-        by: str = "",
+        cls, plant: Plant, agent: str, options: AgentOptions, count: int = 1, work: Work = "proposal", by: str = ""
     ) -> AgentRuns:
         """For up to ``count`` runs at once. Raises: InputError for options that cannot be, before anything is measured; ConfigError."""
         if count > 1 and (options.target or options.person):

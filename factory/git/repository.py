@@ -18,17 +18,7 @@ from factory.core.errors import InputError
 from factory.core.faults import is_of_no_file
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.git.git_store import (
-    ENVIRONMENT,
-    REGULAR,
-    commit_of,
-    encoded,
-    entries_of,
-    git,
-    hashes,
-    line,
-    write_files,
-)
+from factory.git.git_store import ENVIRONMENT, REGULAR, commit_of, encoded, entries_of, git, hashes, line, write_files
 from factory.git.git_store import RepositoryError as RepositoryError
 from factory.git.scope import AgentsPolicy, Change, problems
 from kernels.contract.files import sync_folder

@@ -27,14 +27,7 @@ from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import set_aside
 from factory.training.training import run_trainer
 from kernels.contract.files import put_in_place
-from trainer.contract.checkpoint.format import (
-    find_fault,
-    manifest_sha256,
-    name_of,
-    put_away,
-    read_manifest,
-    steps_in,
-)
+from trainer.contract.checkpoint.format import find_fault, manifest_sha256, name_of, put_away, read_manifest, steps_in
 from trainer.contract.errors import CheckpointError
 
 

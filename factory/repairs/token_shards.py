@@ -185,12 +185,7 @@ def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
 
 
 def _documents(
-    plant: Plant,
-    policy: DataPolicy,
-    folder: Path,
-    name: str,
-    shard: str,
-    token_shard: str,
+    plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, token_shard: str
 ) -> Iterator[TokenizedDocument]:
     """The documents of a token shard, in its order."""
     erased = erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]

@@ -40,10 +40,7 @@ class Follower(Protocol):
 
 
 def run_segment(
-    plant: Plant,
-    number: int,
-    follower: Follower | None = None,
-    mend: Callable[[bool], bool] = lambda every: False,
+    plant: Plant, number: int, follower: Follower | None = None, mend: Callable[[bool], bool] = lambda every: False
 ) -> dict[str, Any]:
     """Run, or resume, a planned segment to its end; returns the content of result.json.
 
