@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "factory/audit/keeping.py",
         "os.rename(target / name_of(step), aside)",
-        "tests/factory/diagnosis/test_ladder.py::test_a_rung_that_is_removed_is_whole_or_gone",
+        "tests/factory/audit/test_audit_keeping.py::test_a_rung_that_is_removed_is_whole_or_gone",
     ),
     Mutant(
         "factory/backups/backups.py",
