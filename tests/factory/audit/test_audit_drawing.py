@@ -112,7 +112,4 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
     assert drawing.waiting(plant.ledger, policy.model_copy(update={"tries": 9})) == []
     assert [
         (row["segment"], row["verdict"] and row["verdict"]["outcome"]) for row in drawing.every_audit(plant.ledger)
-    ] == [
-        (2, "promote"),
-        (4, None),
-    ]
+    ] == [(2, "promote"), (4, None)]

@@ -23,14 +23,7 @@ from factory.diagnosis.acting import (
 )
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import live_commit
-from factory.ledger.anomalies import (
-    DIAGNOSED,
-    DIAGNOSIS,
-    MARKED,
-    WORDED,
-    newest_about,
-    open_anomalies,
-)
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, MARKED, WORDED, newest_about, open_anomalies
 from factory.ledger.ledger import (
     Ledger,
     candidates,

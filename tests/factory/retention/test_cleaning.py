@@ -27,12 +27,7 @@ from factory.gates.training_start import find_start
 from factory.git.repository import checkout, live_commit
 from factory.ledger.anomalies import open_anomalies
 from factory.ledger.files import RETIRED, retired
-from factory.ledger.ledger import (
-    Ledger,
-    candidates,
-    events,
-    verdicts,
-)
+from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning
