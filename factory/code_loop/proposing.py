@@ -78,8 +78,8 @@ def propose(
 
 def workbench(plant: Plant) -> LiveWorkbench | None:
     """A workbench on the live commit; None: there is no checkpoint to measure on. Raises: as ``make_ready``."""
-    start = find_start(plant.ledger)
-    return LiveWorkbench(plant, make_ready(plant), start) if start else None
+    base, start = make_ready(plant), find_start(plant.ledger)
+    return LiveWorkbench(plant, base, start) if start else None
 
 
 def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
