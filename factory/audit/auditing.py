@@ -71,16 +71,9 @@ def audit(plant: Plant, segment: int) -> VerdictRow | None:
     detail = {"outcome": verdict.outcome, "patches": list(window.patches), "suspects": evidence.get("suspects", [])}
     with plant.ledger.begin() as tx:
         recorded = record_verdict(
-            tx,
-            AUDIT,
-            subject,
-            against=evidence["against"],
-            policy_sha256=policy_sha256(policy),
-            subject_sha256=evidence["subject_sha256"],
-            outcome=verdict.outcome,
-            reasons=verdict.reasons,
-            evidence=evidence,
-        )
+            tx, AUDIT, subject, against=evidence["against"], policy_sha256=policy_sha256(policy), subject_sha256=evidence["subject_sha256"],
+            outcome=verdict.outcome, reasons=verdict.reasons, evidence=evidence,
+        )  # fmt: skip
         record(tx, AUDITED, subject, detail)
     words = {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict.outcome]
     patches = ", ".join(map(str, window.patches))

@@ -26,7 +26,7 @@ from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
 from factory.code_loop.revalidating import AUDIT, note_validated
 from factory.code_loop.reverting import reopen
-from factory.code_loop.submitting import in_turn, make_ready, submit
+from factory.code_loop.submitting import PROPOSED, in_turn, make_ready, submit
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
@@ -180,8 +180,7 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
         f"  the code changed to {live[:12]} since proposal {row.number} was judged: the gate runs again"
     )
     edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
-    same = row.only("agent target title hypothesis predicted_gain")
-    number = submit(plant, Proposal(**same, edits=edits), live)
+    number = submit(plant, Proposal(**row.only(PROPOSED), edits=edits), live)
     _become(plant.ledger, row, "superseded")
     return number
 

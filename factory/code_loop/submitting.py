@@ -38,6 +38,7 @@ WRITTEN = "written"  # it is on its branch, for whichever process comes next
 # of a quick check, for the rest of a process that was killed, and judges what is WRITTEN.
 LOCK = "code-loop"
 REMIND_SECONDS = 86_400.0  # a lasting obstacle is reported again after a day
+PROPOSED = "agent target title hypothesis predicted_gain"  # of a ``Proposal``, as its row has it
 T = TypeVar("T")
 
 
@@ -144,7 +145,7 @@ def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str
     noted = plant.ledger.read(which, subject=str(Subject("proposal", row.number)))[0]["detail"]
     changed = repository.changes(plant.workspace.repository, row.base_commit, commit)
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in changed)
-    return Proposal(**row.only("agent target title hypothesis predicted_gain"), edits=edits), str(noted["patch_id"])
+    return Proposal(**row.only(PROPOSED), edits=edits), str(noted["patch_id"])
 
 
 def _decide(
@@ -189,20 +190,9 @@ def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
         )
         number = max(taken, default=0) + 1
         branch = repository.branch_name(drafted.agent, number, drafted.title)
-        insert(
-            tx,
-            proposals,
-            number=number,
-            agent=drafted.agent,
-            target=drafted.target,
-            title=drafted.title,
-            hypothesis=drafted.hypothesis,
-            predicted_gain=drafted.predicted_gain,
-            base_commit=base,
-            branch=branch,
-            state=DRAFTED,
-            created_at=time.time(),
-        )
+        said = {name: getattr(drafted, name) for name in PROPOSED.split()}
+        own = {"number": number, "base_commit": base, "branch": branch, "state": DRAFTED, "created_at": time.time()}
+        insert(tx, proposals, **said, **own)
         record(tx, "drafted", Subject("proposal", number), {"branch": branch, "patch_id": drafted.patch_id})
     return number, branch
 

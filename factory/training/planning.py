@@ -343,18 +343,14 @@ def refuse_misfit(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> li
 
     Raises: ConfigError that names what differs, both values and their places, and what to do.
     """
-    if parent is None:
-        refuse_vocabulary(plant, recipe)
-        return []
-    return _of_live_trunk(plant.workspace, plant.ledger, recipe, parent)
-
-
-def _of_live_trunk(workspace: Workspace, db: Reads, recipe: Recipe, parent: SegmentRow) -> list[str]:
-    """The model of the segment that is gone on from is what the ledger has of it: a checkpoint may be older than its own account."""
     from trainer.contract.checkpoint.same_function import function_changes, not_accepted
     from trainer.contract.recipe import ACCEPTABLE
 
-    before = parent.recipe_json.get("model")
+    if parent is None:
+        refuse_vocabulary(plant, recipe)
+        return []
+    workspace = plant.workspace
+    before = parent.recipe_json.get("model")  # as the ledger has it: a checkpoint may be older than its own account
     if not before:
         return []  # a row that an older factory recovered without its recipe: the trainer compares the weights
     changes = function_changes(before, recipe.model)
@@ -364,7 +360,7 @@ def _of_live_trunk(workspace: Workspace, db: Reads, recipe: Recipe, parent: Segm
         refused.insert(0, "context")
     if refused:
         shown = ", ".join(f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused)
-        root = _root(db, parent)
+        root = SegmentRow.lineage(plant.ledger, parent.id)[0].id
         named = f"name it in the recipe (accept_changes: [{', '.join(refused)}]): the weights then learn the new function from where they are; "
         raise ConfigError(
             f"{workspace.recipe_path()}: {shown}: not what segment {parent.id} was trained with. Take the change back; or "
@@ -379,10 +375,3 @@ def _of_live_trunk(workspace: Workspace, db: Reads, recipe: Recipe, parent: Segm
             f"accept_changes names {', '.join(idle)}, which did not change: take it out of {workspace.recipe_path()}"
         )
     return notes
-
-
-def _root(db: Reads, segment: SegmentRow) -> int:
-    """The first segment of a line."""
-    while segment.parent is not None:
-        segment = SegmentRow.get(db, segment.parent)
-    return segment.id
