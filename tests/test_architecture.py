@@ -204,7 +204,6 @@ factory/gates/patch/stages/static.py
 factory/gates/recipe/static.py
 factory/gates/release/domains.py
 factory/serving/metrics.py
-factory/training/held_out_loss.py
 kernels/attention/flex.py
 kernels/linear_cross_entropy/cpp.py
 kernels/swiglu/cpp.py

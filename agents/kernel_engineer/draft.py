@@ -8,8 +8,7 @@ from agents.core.proposal import Edit, Proposal
 from agents.core.untrusted import one_line
 from agents.core.workbench import ReadError, Workbench
 from agents.kernel_engineer.targets import ProfileTarget
-from agents.loop.role import DraftError
-from agents.loop.said import number, read_object, text, title_and_hypothesis
+from agents.loop.role import DraftError, number, read_object, text, title_and_hypothesis
 
 AGENT = "kernel-engineer"
 MOST_EDITS = 32

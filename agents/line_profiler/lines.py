@@ -50,12 +50,7 @@ def fold(
 
 
 def _line(
-    line: Line,
-    events: list[Event],
-    calls: float,
-    step_s: float,
-    roof: Roof,
-    alone: Mapping[Signature, Isolated] | None,
+    line: Line, events: list[Event], calls: float, step_s: float, roof: Roof, alone: Mapping[Signature, Isolated] | None
 ) -> ProfiledLine:
     file, number, op = line
     forward = sum(e.seconds for e in events if not e.backward)

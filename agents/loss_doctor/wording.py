@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from agents.core.untrusted import one_line, quoted
 from agents.llm.client import Client
-from agents.loop.role import DraftError
-from agents.loop.said import read_object, text
+from agents.loop.role import DraftError, read_object, text
 from agents.loop.tools import TEXT, tool
 from agents.loss_doctor.causes import TABLE
 from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS, SYSTEM

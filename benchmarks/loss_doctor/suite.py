@@ -34,8 +34,7 @@ from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, Fault
 from benchmarks.loss_doctor.injecting import CODE, FAULTY, order_of, run_here
 from benchmarks.loss_doctor.outcomes import Tried, commit, report, summary
 from factory.diagnosis.bench import Episode, WindowBench
-from factory.diagnosis.diagnosing import NEW_FOR, previous_weights, was_otherwise
-from factory.diagnosis.episodes import EpisodeSpan, Noted, spans
+from factory.diagnosis.diagnosing import NEW_FOR, EpisodeSpan, Noted, previous_weights, spans, was_otherwise
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.runs.arm import Arm

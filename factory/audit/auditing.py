@@ -5,18 +5,19 @@ Killed at any moment, the same call goes on: the window is kept, and so are repl
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from factory.audit.comparing import anomalies_differ, lines_differ, read_whole, rest_of
-from factory.audit.drawing import AUDITED, AuditWindow
+from factory.audit.drawing import AuditWindow, tries
 from factory.audit.judge import allowed_share, differences, judge_audit
 from factory.audit.keeping import folder_of, keep, kept
 from factory.audit.policy import AuditPolicy
-from factory.audit.waiting import tries
 from factory.code_loop.revalidating import AUDIT
+from factory.code_loop.reverting import AUDITED
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError
@@ -68,16 +69,9 @@ def audit(plant: Plant, segment: int) -> VerdictRow | None:
     detail = {"outcome": verdict.outcome, "patches": list(window.patches), "suspects": evidence.get("suspects", [])}
     with plant.ledger.begin() as tx:
         recorded = record_verdict(
-            tx,
-            AUDIT,
-            subject,
-            against=evidence["against"],
-            policy_sha256=policy_sha256(policy),
-            subject_sha256=evidence["subject_sha256"],
-            outcome=verdict.outcome,
-            reasons=verdict.reasons,
-            evidence=evidence,
-        )
+            tx, AUDIT, subject, against=evidence["against"], policy_sha256=policy_sha256(policy), subject_sha256=evidence["subject_sha256"],
+            outcome=verdict.outcome, reasons=verdict.reasons, evidence=evidence,
+        )  # fmt: skip
         record(tx, AUDITED, subject, detail)
     words = {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict.outcome]
     patches = ", ".join(map(str, window.patches))
@@ -196,12 +190,7 @@ def gather(
             evidence["told"] = [f"what segment {row.id} left cannot be read: {error}"]
         measured = _Measured(policy, runs, row, window, tuned, wall_seconds, live, origin, evidence)
         return evidence | _replay(measured, evidence, base_commit, patches)
-    except (
-        _NotMeasured,
-        FactoryError,
-        TrainerError,
-        OSError,
-    ) as error:  # no sandbox, files that people changed since
+    except (_NotMeasured, FactoryError, TrainerError, OSError) as error:  # no sandbox, files that people changed since
         if isinstance(error, repository.CheckoutError) or is_of_no_file(error):
             raise  # of a full disk, say: it is measured once that is over
         return evidence | {"missing": str(error)}
@@ -283,3 +272,77 @@ def _tuned(plant: Plant, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]
         ):
             return dict(before.computing["kernels"])
     return dict(row.computing["kernels"]) if row.computing else {}
+
+
+# Of a line of metrics.jsonl, what depends on the clock and the machine's memory.
+OF_THE_CLOCK = {"tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "time", "memory"}
+OF_THE_MACHINE = (
+    "throughput_drop",
+    "rank_grad_norm",
+)  # anomalies that a replay by one rank at another speed need not have
+# Computed by what the step learns from: must agree. Other numbers are diagnoses, some of them small differences of large ones.
+LEARNT = ("loss", "grad_norm", "lr")
+LAYOUT = {
+    "parallel": None,
+    "checkpoint_every": None,
+    "keep_checkpoints": None,
+}  # of a recipe, what a replay may have otherwise
+
+
+def read_whole(trace: Trace) -> Trace:
+    """All of what a window left, read. Raises: UntrustedFileError saying what is missing or wrong."""
+    if not all(bool(tensor.isfinite().all()) for tensor in trace.left.model.values() if tensor.is_floating_point()):
+        raise UntrustedFileError(f"the weights of {trace.checkpoint.name} are not finite")
+    assert trace.lines is not None and trace.anomalies is not None
+    return trace
+
+
+def rest_of(left: Checkpoint) -> Checkpoint:
+    """Without what a replay may have otherwise in state.json."""
+    recipe = left.state["recipe"] | LAYOUT
+    return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # of a run that was stopped
+
+
+def lines_differ(live: Trace, base: Trace, share: float) -> str:
+    """The first way in which what live code wrote down is not what the replay did; '': none.
+
+    A line may say more than the replay's. Counts are equal; a loss, a gradient's norm or a rate may differ by ``share``.
+    """
+    if lost := sorted(base.lines.keys() - live.lines.keys()):
+        return f"metrics.jsonl has no line of step {lost[0]}, and {len(lost)} are missing in all"
+    for step, theirs in sorted(base.lines.items()):
+        ours = live.lines[step]
+        for key, value in theirs.items():
+            if key in OF_THE_CLOCK:
+                continue
+            if key not in ours:
+                return f"metrics.jsonl has no {key} of step {step}"
+            other = ours[key]
+            learnt = key.partition("/")[0] in LEARNT
+            if isinstance(value, float) or isinstance(other, float):
+                if learnt and not _near(value, other, share):
+                    return f"metrics.jsonl has {key} {other} of step {step}, the replay {value}"
+            elif other != value and (learnt or not isinstance(value, list | dict)):
+                return f"metrics.jsonl has {key} {other!r} of step {step}, the replay {value!r}"
+    return ""
+
+
+def _near(one: object, other: object, share: float) -> bool:
+    numbers = [x for x in (one, other) if isinstance(x, int | float) and math.isfinite(x)]
+    if len(numbers) < 2:  # neither, or one alone, is a finite number
+        return not numbers
+    return abs(numbers[0] - numbers[1]) <= share * max(map(abs, numbers))
+
+
+def anomalies_differ(live: Trace, base: Trace) -> str:
+    """The first anomaly that one of them has and the other has not; '': none."""
+    ours, theirs = (
+        Counter((one["step"], str(one.get("kind"))) for one in trace.anomalies if one.get("kind") not in OF_THE_MACHINE)
+        for trace in (live, base)
+    )
+    for words, more in (("does not have", theirs - ours), ("has", ours - theirs)):
+        if more:
+            step, kind = min(more)
+            other = "the replay has" if words != "has" else "the replay does not have"
+            return f"anomalies.jsonl {words} the {kind[:60]} of step {step} that {other}"
+    return ""

@@ -1,7 +1,11 @@
-"""Copies the two checkpoints of a drawn window aside while the segment trains, before the trainer removes them.
+"""What is copied aside while a segment trains, before the trainer removes it: the two checkpoints of a drawn window, and a ladder of checkpoints
+that a diagnosis replays from.
 
 The trainer may be hostile: it sees no link to its files and no time at which they were read, so that it cannot learn which window was drawn;
 no link of its own is followed. What is copied is what its manifest says, byte for byte, or it is not kept.
+
+The ladder has the last ``NEWEST``, then one at each doubling of the distance: an anomaly that is noticed late finds a checkpoint from before its
+onset that is not much further away than it is itself.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -21,12 +25,13 @@ from factory.audit.drawing import AuditWindow, draw, note, windows_of
 from factory.core.errors import FactoryError
 from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_json
+from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import sync_tree
-from trainer.contract.checkpoint.format import name_of
+from trainer.contract.checkpoint.format import name_of, steps_in
 
 POLL_SECONDS = 0.05
 MANIFEST_BYTES = 1 << 24
@@ -57,12 +62,8 @@ def keeping(plant: Plant, row: SegmentRow) -> Iterator[None]:
         yield
         return
     keeper = _Keeper(plant, row, window)
-    keeper.start()
-    try:
+    with looking(keeper.look):
         yield
-    finally:
-        keeper.over.set()
-        keeper.join()
     if SegmentRow.get(plant.ledger, row.id).state == "done":
         keep(plant, row, window)
 
@@ -88,19 +89,34 @@ def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
     return note(plant.ledger, row.id, replace(window, first=0, last=0))
 
 
-class _Keeper(threading.Thread):
+@contextmanager
+def looking(look: Callable[[], bool]) -> Iterator[None]:
+    """Call ``look`` again and again, in a thread, while the block runs and once after it, until it returns True."""
+    over = threading.Event()
+
+    def looks() -> None:
+        while not look():
+            if over.wait(POLL_SECONDS):
+                look()
+                return
+
+    thread = threading.Thread(target=looks, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _Keeper:
     """Looks for the window's checkpoints until both are kept."""
 
     def __init__(self, plant: Plant, row: SegmentRow, window: AuditWindow) -> None:
-        super().__init__(daemon=True)
-        self.over, self.window, self.problem = threading.Event(), window, ""
+        self.window, self.problem = window, ""
         self.fault: Exception | None = None  # of the machine, when it last looked
         self.source = Path(row.folder) / "checkpoints"
         self.targets = [kept(plant, row, step) for step in (window.first, window.last)]
-
-    def run(self) -> None:
-        while not self.look() and not self.over.wait(POLL_SECONDS):
-            pass
 
     def look(self) -> bool:
         """Keep what is there; returns whether the window is whole."""
@@ -169,3 +185,61 @@ def _copied(file: IO[bytes], target: Path) -> str:
             digest.update(chunk)
             out.write(chunk)
     return digest.hexdigest()
+
+
+NEWEST = 3
+
+
+def ladder_of(workspace: Workspace, segment: int) -> Path:
+    """Where the rungs of a segment lie."""
+    return workspace.root / "ladder" / f"{segment:05d}"
+
+
+def rungs(steps: Collection[int], every: int) -> list[int]:
+    """Which of the checkpoints to keep, oldest first: what is left out once is never asked for later.
+
+    >>> rungs(range(5, 105, 5), every=5)
+    [40, 80, 90, 95, 100]
+    >>> rungs([40, 80, 90, 95, 100, 105], every=5)
+    [40, 80, 90, 95, 100, 105]
+    """
+    ordered = sorted(steps)
+    kept = set(ordered[-NEWEST:])
+    for step in ordered[:-1]:
+        if step % every == 0:
+            distance = ordered[-1] // every - step // every
+            band = 1 << max(0, distance.bit_length() - 1)  # the greatest power of two that is not above the distance
+            if (step // every) % band == 0:
+                kept.add(step)
+    return sorted(kept)
+
+
+@contextmanager
+def climbing(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
+    """While the block trains a segment, keep its ladder. Training never fails because of that. Retention removes old ladders."""
+    if row.kind == "average":
+        yield
+        return
+    source, target = Path(row.folder) / "checkpoints", ladder_of(workspace, row.id)
+    with looking(lambda: keep_rungs(source, target, row.recipe_json["checkpoint_every"])):
+        yield
+
+
+def keep_rungs(source: Path, target: Path, every: int) -> bool:
+    """Copy each checkpoint that is there, and remove the rungs that are no longer wanted. False: there may be more."""
+    for left in target.glob(".*"):  # of one that was killed
+        remove(left)
+    held, there = ({step for step, _ in steps_in(folder)} for folder in (target, source))
+    wanted = rungs(held | there, every)
+    for step in wanted:
+        if step not in held:
+            try:
+                copy_checkpoint(source / name_of(step), target / name_of(step))
+            except (OSError, ValueError):
+                continue  # removed again, not whole, or the disk is full: a ladder with a rung less
+    for step in held - set(wanted):
+        with suppress(OSError):
+            aside = target / f".{name_of(step)}"  # half a rung bears no name of one
+            os.rename(target / name_of(step), aside)
+            remove(aside)
+    return False

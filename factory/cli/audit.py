@@ -24,10 +24,10 @@ def audit(
     opens a proposal that undoes the patch.
     """
     from factory.audit.auditing import audit
+    from factory.audit.drawing import every_audit, waiting
     from factory.audit.policy import AuditPolicy
-    from factory.audit.reverts import open_reverts
-    from factory.audit.waiting import every_audit, waiting
     from factory.cli.core.beside_daemon import hold_or_ask
+    from factory.code_loop.reverting import open_reverts
     from factory.ledger.rows import SegmentRow
     from factory.show.catching_up import catch_up
 

@@ -83,10 +83,10 @@ def rewind(
 ) -> None:
     """Go on from before a segment: its checkpoints are not gone on from, and what was not released of it never is. Works while the daemon
     runs, which ends a trainer of what is rewound."""
-    from factory.diagnosis import by_hand
+    from factory.diagnosis import acting
 
     plant, terminal = open_plant(where, as_json)
-    said = by_hand.rewind(plant.ledger, segment, person(), why)
+    said = acting.rewind(plant.ledger, segment, person(), why)
     print_json({"segment": segment, "says": said}) if as_json else terminal.line(f"  {said}")
 
 
@@ -99,10 +99,8 @@ def quarantine(
     as_json: AsJson = False,
 ) -> None:
     """Documents carry no loss from the next segment on; releases that saw them are marked. Works while the daemon runs."""
-    from factory.diagnosis import by_hand
+    from factory.diagnosis import acting
 
     plant, terminal = open_plant(where, as_json)
-    said = (
-        by_hand.free(plant.ledger, names, person()) if undo else by_hand.quarantine(plant.ledger, names, person(), why)
-    )
+    said = acting.free(plant.ledger, names, person()) if undo else acting.quarantine(plant.ledger, names, person(), why)
     print_json({"documents": names, "says": said}) if as_json else terminal.line(f"  {said}")

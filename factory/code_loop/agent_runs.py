@@ -1,55 +1,133 @@
-"""Runs of agents that are language models: the endpoint, the budget, which run to continue, and how each run ends.
+"""Runs of agents that are language models: the endpoint, the budget and the books of all exchanges, which run to continue, and how each run ends.
 
 The endpoint is what the person named, or ``llm.endpoint`` of the policy, or ``OPENAI_BASE_URL``. The same command, given again after a kill
-or an error, continues the run of the same agent, live commit and target; other unfinished runs of that agent are abandoned then.
+or an error, continues the run of the same agent, live commit and target; other unfinished runs of that agent are abandoned then. A person's
+runs and those of the daemon (``IMPROVE``) let each other be.
+
+Before a request is sent, its worst case is reserved in the ledger, in one transaction with the check of both budgets. A process killed at
+any instruction leaves an entry that counts in full. The exchange itself is stored in ``logs/exchanges/``; MLflow gets a trace of it, with tokens
+and money (``factory.show``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from agents.core.proposal import Proposal
 from agents.core.workbench import Workbench
 from agents.llm.client import Client
-from agents.llm.exchange import BudgetError, Endpoint, LlmError
+from agents.llm.exchange import BudgetError, Endpoint, Exchange, LlmError
 from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
-from agents.llm.policy import LlmPolicy
+from agents.llm.policy import Budget, LlmPolicy
 from agents.loop.checkpoints import SavedRunError
 from agents.loop.graph import LoopRun, forget, work
 from agents.loop.role import Role, TargetError
-from factory.code_loop.exchanges import ExchangeBooks, Work
 from factory.core.errors import ConfigError, FactoryError, InputError
-from factory.core.progress import Progress
 from factory.core.served import find_served
 from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
 from factory.ledger.engine import DRIVER
-from factory.ledger.ledger import Ledger, agent_runs, record
+from factory.ledger.ledger import agent_runs, exchanges, meta, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert
+from kernels.contract.files import write_atomically
+
+DAY = 86_400  # seconds
+Work = Literal["proposal", "diagnosis"]  # what a run is for, which has a budget of its own
+
+
+class ExchangeBooks:
+    """``agents.llm.exchange.Books`` of one run of an agent."""
+
+    def __init__(self, plant: Plant, policy: LlmPolicy, run: int, work: Work = "proposal") -> None:
+        self.workspace, self.ledger, self.policy, self.run, self.work = plant.workspace, plant.ledger, policy, run, work
+        exchanges.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
+
+    def reserve(self, label: str, tokens: int, usd: float) -> int:
+        """Raises: BudgetError."""
+        now = time.time()
+        own = self.policy.per_diagnosis if self.work == "diagnosis" else self.policy.per_proposal
+        with self.ledger.begin() as tx:
+            tx.execute(
+                sa.select(meta.c.value).where(meta.c.key == "schema").with_for_update()
+            )  # one at a time, anywhere
+            for which, budget, where in (
+                (f"this {self.work}", own, exchanges.c.run == self.run),
+                ("today (UTC)", self.policy.per_day, exchanges.c.at >= now - now % DAY),
+            ):
+                self._afford(tx, which, budget, where, tokens, usd)
+            return insert(tx, exchanges, at=now, run=self.run, label=label, state="reserved", tokens=tokens, usd=usd)
+
+    def _afford(
+        self, tx: sa.Connection, which: str, budget: Budget, where: sa.ColumnElement[bool], tokens: int, usd: float
+    ) -> None:
+        total = sa.select(
+            sa.func.coalesce(sa.func.sum(exchanges.c.tokens), 0), sa.func.coalesce(sa.func.sum(exchanges.c.usd), 0.0)
+        )
+        spent = tx.execute(total.where(where)).one()
+        for unit, used, more, most in (("tokens", spent[0], tokens, budget.tokens), ("USD", spent[1], usd, budget.usd)):
+            if used + more > most:
+                raise BudgetError(
+                    f"the budget of {which} is exhausted: {used:,.6g} of {most:,.6g} {unit} are spent and the next request may take "
+                    f"{more:,.6g}; raise llm.per_{self.work} or llm.per_day in policies/agents.yaml",
+                    lasting=which == f"this {self.work}",
+                )
+
+    def settle(self, entry: int, exchange: Exchange) -> None:
+        stored: dict[str, Any] = {
+            "label": exchange.request.label,
+            "endpoint": exchange.endpoint,
+            "began": exchange.began,
+            "ended": exchange.ended,
+            "input_tokens": exchange.usage.input_tokens,
+            "output_tokens": exchange.usage.output_tokens,
+            "usd": exchange.usd,
+            "request": exchange.request.body(),
+            "reply": {"error": exchange.error} if exchange.reply is None else exchange.reply.message(),
+        }
+        folder = self.workspace.logs / "exchanges"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{entry:06d}.json"
+        write_atomically(path, json.dumps(stored, indent=1))
+        values = {
+            "state": "failed" if exchange.reply is None else "done",
+            "tokens": exchange.usage.tokens,
+            "usd": exchange.usd,
+            "file": self.ledger.inside(path),
+        }
+        with self.ledger.begin() as tx:
+            tx.execute(exchanges.update().where(exchanges.c.id == entry).values(**values))
+
 
 FILES = "files:"
+BEGAN = "agent_began"  # event: {"agent", "by"?}
 CHAMPION = "champion"  # the endpoint for: our own newest release, as 'factory serve' serves it
 NONE = "none"  # the endpoint for: no language model, whatever is configured
 NO_PROFILE = 0  # of a run that needs none
+IMPROVE = "improve"  # who begins runs in the daemon
 
 
 class ModelError(FactoryError):
-    """The language model gave no reply. The run is not lost: the same command continues it."""
+    """The language model gave no reply. The run is not lost: the same command continues it, unless its budget is used up (``over``)."""
 
     exit_code = 7
+
+    def __init__(self, says: str, over: bool = False) -> None:
+        super().__init__(says)
+        self.over = over
 
 
 @dataclass(frozen=True)
@@ -80,23 +158,17 @@ class AgentRun:
 class AgentRuns:
     """The runs of one agent in one workspace, with its endpoint and budget."""
 
-    workspace: Workspace
-    ledger: Ledger
-    progress: Progress
+    plant: Plant
     agent: str
     options: AgentOptions
     policy: LlmPolicy
     endpoint: Endpoint
     work: Work = "proposal"
+    by: str = ""  # whose they are: IMPROVE, or a person's
 
     @classmethod
     def open(
-        cls,
-        plant: Plant,
-        agent: str,
-        options: AgentOptions,
-        count: int = 1,
-        work: Work = "proposal",
+        cls, plant: Plant, agent: str, options: AgentOptions, count: int = 1, work: Work = "proposal", by: str = ""
     ) -> AgentRuns:
         """For up to ``count`` runs at once. Raises: InputError for options that cannot be, before anything is measured; ConfigError."""
         if count > 1 and (options.target or options.person):
@@ -112,13 +184,17 @@ class AgentRuns:
             endpoint = _endpoint(policy, options, plant.progress.line)
         checkpoints_at(plant.workspace)
         agent_runs.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
-        return cls(plant.workspace, plant.ledger, plant.progress, agent, options, policy, endpoint, work)
+        return cls(plant, agent, options, policy, endpoint, work, by)
 
     def unfinished(self, base: str, count: int) -> list[AgentRun]:
-        """Up to ``count`` runs to continue. All other unfinished ones, of another commit or target, are abandoned."""
+        """Up to ``count`` runs to continue. All other unfinished ones, of another commit or target, are abandoned; another's stay as they are."""
         found: list[AgentRun] = []
         mine = (agent_runs.c.state == "running") & (agent_runs.c.agent == self.agent)
-        for row in self.ledger.rows(sa.select(agent_runs).where(mine).order_by(agent_runs.c.id)):
+        events = self.plant.ledger.read("SELECT subject, detail FROM events WHERE kind = :kind", kind=BEGAN)
+        begun_by = {event["subject"]: event["detail"].get("by", "") for event in events}
+        for row in self.plant.ledger.rows(sa.select(agent_runs).where(mine).order_by(agent_runs.c.id)):
+            if begun_by.get(str(Subject("agent_run", row["id"])), "") != self.by:
+                continue
             wanted = row["base_commit"] == base and (count > 1 or row["asked"] == self.options.target)
             if wanted and len(found) < count:
                 found.append(self._run(row))
@@ -128,17 +204,18 @@ class AgentRuns:
 
     def begin(self, base: str, target: str, profile: int = NO_PROFILE) -> AgentRun:
         values = {"agent": self.agent, "asked": target, "base_commit": base, "profile": profile, "state": "running"}
-        with self.ledger.begin() as tx:
+        with self.plant.ledger.begin() as tx:
             number = insert(tx, agent_runs, **values, created_at=time.time())
-            record(tx, "agent_began", Subject("agent_run", number), {"agent": self.agent})
-        return self._run(self.ledger.read("SELECT * FROM agent_runs WHERE id = :id", id=number)[0])
+            by = {"by": self.by} if self.by else {}
+            record(tx, BEGAN, Subject("agent_run", number), {"agent": self.agent, **by})
+        return self._run(self.plant.ledger.read("SELECT * FROM agent_runs WHERE id = :id", id=number)[0])
 
     def draft(self, run: AgentRun, role: Role, bench: Workbench) -> Proposal | None:
         """The agent's proposal; or None, and a line says why. Raises: InputError for a target that is not there; ModelError."""
-        saved = checkpoints_at(self.workspace)
+        saved = checkpoints_at(self.plant.workspace)
         try:
             drafted, why = work(
-                LoopRun(run.number, role, bench, run.client, saved, self.options.person, self.progress.line)
+                LoopRun(run.number, role, bench, run.client, saved, self.options.person, self.plant.progress.line)
             )
         except TargetError as error:
             self.end(run.number, "abandoned", why=str(error))
@@ -146,38 +223,36 @@ class AgentRuns:
         except BudgetError as error:
             if error.lasting:
                 self.end(run.number, "nothing", why=str(error))
-            raise ModelError(str(error)) from None
+            raise ModelError(str(error), over=error.lasting) from None
         except LlmError as error:
             raise ModelError(f"{error}; run {run.number} is saved, and the same command continues it") from None
         except SavedRunError as error:
             raise ModelError(str(error)) from error
         if drafted is None:
-            self.progress.line(f"  nothing proposed: {why}")
+            self.plant.say(f"  nothing proposed: {why}")
             self.end(run.number, "nothing", why=why)
         return drafted
 
     def judged_before(self, run: AgentRun, drafted: Proposal) -> int | None:
         """The number of this run's proposal, if it was judged before a kill."""
         which = "WHERE agent = :agent AND created_at >= :began AND verdict IS NOT NULL ORDER BY number"
-        rows = ProposalRow.select(self.ledger, which, agent=self.agent, began=run.began)
-        return next((row.number for row in rows if row.evidence(self.ledger).get("patch_id") == drafted.patch_id), None)
-
-    def finish(self, run: AgentRun, proposal: int) -> None:
-        """The run's proposal is judged."""
-        self.end(run.number, "proposed", proposal=proposal)
+        rows = ProposalRow.select(self.plant.ledger, which, agent=self.agent, began=run.began)
+        return next(
+            (row.number for row in rows if row.evidence(self.plant.ledger).get("patch_id") == drafted.patch_id), None
+        )
 
     def _run(self, row: dict[str, Any]) -> AgentRun:
-        books = ExchangeBooks(Plant(self.workspace, self.ledger), self.policy, row["id"], self.work)
-        client = Client(self.endpoint, self.policy, books, self.progress.line)
+        books = ExchangeBooks(self.plant, self.policy, row["id"], self.work)
+        client = Client(self.endpoint, self.policy, books, self.plant.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 
     def end(self, number: int, state: str, **values: Any) -> None:
         """Record how a run ended: 'proposed', 'worded', 'nothing' or 'abandoned'."""
-        with self.ledger.begin() as tx:
+        with self.plant.ledger.begin() as tx:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
             record(tx, f"agent_{state}", Subject("agent_run", number), values)
         with contextlib.suppress(sqlite3.DatabaseError, SavedRunError):  # nothing reads a finished run's checkpoints
-            forget(checkpoints_at(self.workspace), self.agent, number)
+            forget(checkpoints_at(self.plant.workspace), self.agent, number)
 
 
 def endpoint_of(policy: LlmPolicy, options: AgentOptions) -> str:

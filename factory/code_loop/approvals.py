@@ -6,32 +6,41 @@ the branch is moved, and the state after it: killed in between, the same call fi
 
 A decision comes from the command line, or from MLflow: the tag ``approval`` of the proposal's run. With ``approval: automatic`` in
 policies/gates/patch.yaml the verdict is enough.
+
+What a time limit alone held back, or a device that was not there, the daemon has judged again later: the machine may be less busy then, and the
+limits follow from what approved code takes (``factory.gates.patience``); a daemon may run where that device is. A patch that never ends is
+held back each time; after a few times it waits for a person.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import AUDIT, REMIND_SECONDS, note_validated
+from factory.code_loop.revalidating import AUDIT, note_validated
+from factory.code_loop.reverting import reopen
+from factory.code_loop.submitting import PROPOSED, in_turn, make_ready, submit
 from factory.computing.tuned_kernels import KERNELS
-from factory.core.errors import FactoryError, InputError, WorkspaceError
+from factory.core import devices
+from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
+from factory.gates.patience import missing_alone, ran_out
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.scope import Change
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
-from factory.ledger.rows import UNDO, ProposalRow, Subject
+from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from kernels.contract.choice import section_of
-
-WORDS = ("approved", "rejected")
 
 
 def approve(plant: Plant, number: int, by: str) -> str | None:
@@ -62,11 +71,12 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
     return row.patch_commit
 
 
-def reject(ledger: Ledger, number: int, by: str, why: str = "") -> None:
-    """Reject a judged proposal, whatever its verdict. Its branch stays. Raises: InputError."""
+def reject(ledger: Ledger, number: int, by: str, why: str = "") -> int:
+    """Reject a judged proposal, whatever its verdict; returns its number. Its branch stays. Raises: InputError."""
     row = _judged(ledger, number)
     _record_decision(ledger, "proposal_rejected", row, by, why)
     _become(ledger, row, "rejected")
+    return number
 
 
 def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
@@ -99,21 +109,16 @@ def follow(plant: Plant, word_of: Callable[[int], str | None]) -> int:
     settled = 0
     for number in waiting:
         word, by = ("approved", "policy") if automatic else (word_of(number), "mlflow")
-        if word not in WORDS:
+        if word == "approved":
+            act: Callable[[], object] = partial(approve, plant, number, by)
+        elif word == "rejected":
+            act = partial(reject, plant.ledger, number, by)
+        else:
             continue
-        try:
-            with plant.workspace.lock("code-loop"):
-                if word == "approved":
-                    settled += approve(plant, number, by) is not None
-                else:
-                    reject(plant.ledger, number, by)
-                    settled += 1
-        except WorkspaceError:
-            return settled  # another process proposes or decides now: the next pass tries again
-        except FactoryError as error:
-            detail = {"word": word, "by": by, "why": str(error)}
-            if record_once(plant.ledger, "decision_refused", Subject("proposal", number), detail, REMIND_SECONDS):
-                plant.progress.line(f"  proposal {number} cannot be {word} (requested by {by}): {error}")
+        words = f"proposal {number} cannot be {word} (requested by {by})"
+        settled += (
+            in_turn(plant, act, "decision_refused", Subject("proposal", number), words, word=word, by=by) is not None
+        )
     return settled
 
 
@@ -162,9 +167,6 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
 
 def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
     """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
-    from factory.code_loop.reverting import reopen
-    from factory.code_loop.submitting import submit
-
     if row.gate == AUDIT:  # measured on a segment, whatever is live now
         number = reopen(plant, row)
         _become(plant.ledger, row, "superseded")
@@ -178,10 +180,59 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
         f"  the code changed to {live[:12]} since proposal {row.number} was judged: the gate runs again"
     )
     edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
-    same = row.only("agent target title hypothesis predicted_gain")
-    number = submit(plant, Proposal(**same, edits=edits), live)
+    number = submit(plant, Proposal(**row.only(PROPOSED), edits=edits), live)
     _become(plant.ledger, row, "superseded")
     return number
+
+
+def judge_held_again(plant: Plant) -> list[int]:
+    """Have the patches that wait for it judged again, as proposals of their own; returns their numbers."""
+    made = []
+    for row in due(plant.ledger, PatchPolicy.load(plant.workspace.policy("gates/patch.yaml"))):
+        words = f"proposal {row.number} cannot be judged again now"
+        made.append(
+            in_turn(
+                plant,
+                partial(_judge_held_again, plant, row),
+                "judging_again_waits",
+                Subject("proposal", row.number),
+                words,
+            )
+        )
+    return [number for number in made if number is not None]
+
+
+def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
+    live = make_ready(plant)
+    what = "the lack of this device" if waits_here(row.evidence(plant.ledger)) else "a time limit"
+    plant.say(f"  proposal {row.number} was held back by {what} alone; it is judged again")
+    return judge_again(plant, row, live)
+
+
+def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
+    """The proposals to judge again now, oldest first."""
+    held = [
+        (row, evidence)
+        for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
+        if ran_out(evidence := row.evidence(ledger)) or waits_here(evidence)
+    ]
+    times: dict[str, int] = {}
+    for _, evidence in held:
+        times[evidence["patch_id"]] = times.get(evidence["patch_id"], 0) + 1
+    since = time.time() - policy.judge_again_after_seconds
+    return [
+        row
+        for row, evidence in held
+        if row.state == "judged"
+        and times[evidence["patch_id"]] <= policy.judge_again
+        and row.verdict is not None
+        and (waits_here(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
+    ]
+
+
+def waits_here(evidence: Mapping[str, Any]) -> bool:
+    """Was a patch held back only because the device that is here was not there?"""
+    return missing_alone(evidence).get("waits_for") == devices.kind()
 
 
 def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:

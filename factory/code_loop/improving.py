@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,12 +22,12 @@ from agents.core.improve_policy import OFF, ImprovePolicy
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.search_proposer.search_proposer import AGENT as SEARCH
-from factory.code_loop.agent_runs import DEFAULTS, FILES, NONE, AgentOptions, ModelError, endpoint_of
+from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, ModelError, endpoint_of
 from factory.code_loop.approvals import follow
 from factory.code_loop.improvements import ALONE, BEGAN, ENDED, SUBJECT, WAITS, StageDone, Used, in_words, stages, used
 from factory.code_loop.profiling import QUICK, profile
 from factory.code_loop.proposing import AGENTS, workbench
-from factory.code_loop.submitting import WRITTEN, clear_stale, give_up, judge, refuse_without_isolation, write
+from factory.code_loop.submitting import LOCK, WRITTEN, clear_stale, give_up, judge, refuse_without_isolation, write
 from factory.core.errors import WorkspaceError
 from factory.core.policy_file import policy_sha256
 from factory.gates.patch.policy import PatchPolicy
@@ -42,7 +42,6 @@ from kernels.contract.machine import here
 PROFILE, PROPOSE, JUDGE, MERGE = "profile", "propose", "judge", "merge"
 PROFILED = (SEARCH, KERNEL_ENGINEER)  # agents that work from a line profile
 MOST_CUT = 3  # times that a stage may be killed before it is given up in this situation
-LOCK = "code-loop"
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def do(plant: Plant, stage: LoopStage) -> None:
     started = time.monotonic()
     left: dict[str, Any] = {}
     try:
-        left = _DO[stage.name](plant, situation, seen, stage)
+        left = _stage(plant, situation, seen, stage)
     except BaseException as error:
         left = {"failed": f"{type(error).__name__}: {error}"[:500]}
         raise
@@ -248,24 +247,27 @@ def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
     plant.say(f"  improve: {stage}, on commit {situation.base[:12]}")
 
 
-def _profile(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+def _stage(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+    """Returns what it left, as its event has it."""
+    if stage.name == MERGE:
+        follow(plant, lambda number: None)  # takes the lock itself
+        return {"outcome": ProposalRow.get(plant.ledger, stage.proposal or 0).state}
     with plant.workspace.lock(LOCK):
-        return {"profile": profile(plant, QUICK)}
+        if stage.name == PROFILE:
+            return {"profile": profile(plant, QUICK)}
+        return _judge(plant, seen, stage) if stage.name == JUDGE else _propose(plant, situation, seen, stage)
 
 
 def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
-    with plant.workspace.lock(LOCK):
-        bench = workbench(plant)
-        assert bench is not None, "due without a checkpoint"
-        bench = replace(bench, profile=seen.profile, closed=situation.closed)
-        try:
-            numbers = AGENTS[stage.agent](bench, _options(plant, situation, stage.agent), 1, _write)
-        except ModelError:
-            if _runs(plant, stage.agent, situation.base, "nothing") <= _runs(
-                plant, stage.agent, situation.base, "running"
-            ):
-                raise  # it is saved, and goes on
-            return {"nothing": True}  # its budget is used up
+    bench = workbench(plant)
+    assert bench is not None, "due without a checkpoint"
+    bench = replace(bench, profile=seen.profile, closed=situation.closed, by=IMPROVE)
+    try:
+        numbers = AGENTS[stage.agent](bench, DEFAULTS, 1, _write)
+    except ModelError as error:
+        if not error.over:
+            raise  # it is saved, and goes on
+        numbers = []
     return {"proposal": numbers[0]} if numbers else {"nothing": True}
 
 
@@ -273,38 +275,18 @@ def _write(plant: Plant, drafted: Proposal, base: str) -> int:
     return write(plant, drafted, base, WRITTEN)
 
 
-def _options(plant: Plant, situation: Situation, agent: str) -> AgentOptions:
-    """What continues the agent's unfinished run on this commit, if there is one, whoever began it."""
-    which = "SELECT asked FROM agent_runs WHERE agent = :agent AND base_commit = :base AND state = 'running' ORDER BY id DESC LIMIT 1"
-    found = plant.ledger.read(which, agent=agent, base=situation.base) if situation.model else []
-    return AgentOptions(target=found[0]["asked"]) if found else DEFAULTS
-
-
-def _runs(plant: Plant, agent: str, base: str, state: str) -> int:
-    """The newest of the agent's runs in a state, on a commit; 0: there is none."""
-    which = "SELECT MAX(id) AS id FROM agent_runs WHERE agent = :agent AND base_commit = :base AND state = :state"
-    return int(plant.ledger.read(which, agent=agent, base=base, state=state)[0]["id"] or 0)
-
-
-def _judge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     assert stage.proposal is not None
     killed = seen.killed.get(str(stage), 0)
-    with plant.workspace.lock(LOCK):
-        if killed >= MOST_CUT:
-            why = f"its process was killed {killed} times while it was judged"
-            give_up(plant, stage.proposal, why)
-            plant.say(f"  proposal {stage.proposal} is given up: {why}")
-            return {"nothing": True}
-        clear_stale(plant)
-        refuse_without_isolation(plant.workspace)
-        judge(plant, stage.proposal)
+    if killed >= MOST_CUT:
+        why = f"its process was killed {killed} times while it was judged"
+        give_up(plant, stage.proposal, why)
+        plant.say(f"  proposal {stage.proposal} is given up: {why}")
+        return {"nothing": True}
+    clear_stale(plant)
+    refuse_without_isolation(plant.workspace)
+    judge(plant, stage.proposal)
     return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).outcome}
-
-
-def _merge(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
-    assert stage.proposal is not None
-    follow(plant, lambda number: None)  # takes the lock itself
-    return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).state}
 
 
 def _devices() -> int:
@@ -312,11 +294,3 @@ def _devices() -> int:
     import torch
 
     return torch.cuda.device_count() or 1
-
-
-_DO: dict[str, Callable[[Plant, Situation, LoopState, LoopStage], dict[str, Any]]] = {
-    PROFILE: _profile,
-    PROPOSE: _propose,
-    JUDGE: _judge,
-    MERGE: _merge,
-}

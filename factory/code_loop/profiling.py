@@ -125,19 +125,20 @@ def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = Pr
 
     Raises: InputError for an unknown recipe or a folder that cannot be written; ProfileError.
     """
-    code = code_root()
     recipe = find_recipe(options.recipe or "demo", None)
-    make_folder(out)
-    arguments = [
-        "--recipe",
-        str(recipe),
-        "--kernels",
-        str(code / "policies" / "kernels.yaml"),
-        "--out",
-        str(out.resolve()),
-    ]
-    run_profiler(LiveCode(code, None, False), [*arguments, *options.arguments()], progress)
+    _run_checkout(out, ["--recipe", str(recipe), *options.arguments()], progress)
     return out / "profile.json"
+
+
+def _run_checkout(out: Path, arguments: list[str], progress: Progress, module: str = "agents.line_profiler") -> None:
+    """Raises: InputError when the folder cannot be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}: {error.strerror}") from None
+    code = code_root()
+    own = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
+    run_profiler(LiveCode(code, None, False), [*own, *arguments], progress, module=module)
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,7 @@ class SweepOptions:
 
 def sweep(out: Path, progress: Progress, options: SweepOptions) -> Path:
     """Sweep over model shapes with this checkout's code; returns the path of sweep.json. Raises: InputError, ProfileError."""
-    make_folder(out)
-    code = code_root()
-    arguments = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
-    module = "agents.line_profiler.sweep.sweep"
-    run_profiler(LiveCode(code, None, False), [*arguments, *options.arguments()], progress, module=module)
+    _run_checkout(out, options.arguments(), progress, "agents.line_profiler.sweep.sweep")
     return out / "sweep.json"
 
 
@@ -181,12 +178,8 @@ def run_profiler(
     with progress.task("profiling the training step") as task, tempfile.TemporaryFile() as output:
         process = code.start(
             command,
-            writable=writable,
-            readonly=readonly,
-            environment=devices.environment(),
-            stdout=output,
-            stderr=subprocess.PIPE,
-        )
+            writable=writable, readonly=readonly, environment=devices.environment(), stdout=output, stderr=subprocess.PIPE,
+        )  # fmt: skip
         try:
             for line in process.errors():
                 if line.startswith(PROGRESS):
@@ -213,11 +206,3 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
             return folder / f"{name}.yaml"
     known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     raise InputError(f"there is no recipe or file {name!r}{nearest(name, known)}")
-
-
-def make_folder(folder: Path) -> None:
-    """Raises: InputError when it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {folder}: {error.strerror}") from None

@@ -7,6 +7,7 @@ tried before. It returns edits as data. Killed at any instruction, the next call
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from agents.search_proposer import search_proposer
 from factory.code_loop.agent_runs import DEFAULTS, NONE, AgentOptions, AgentRun, AgentRuns, wants_model
 from factory.code_loop.profiling import QUICK, profile, read_profile
 from factory.code_loop.revalidating import revalidate
-from factory.code_loop.submitting import WRITTEN, clear_stale, judge, refuse_without_isolation, submit
+from factory.code_loop.submitting import WRITTEN, judge, make_ready, submit
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.devices import side_by_side
 from factory.core.errors import InputError, nearest
@@ -36,7 +37,6 @@ from factory.gates.patch.held_out import held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import unused_recipes, used_recipe
 from factory.gates.training_start import find_start
-from factory.git import repository
 from factory.ledger.ledger import Ledger, anomalies
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow
@@ -51,11 +51,7 @@ Submit = Callable[[Plant, Proposal, str], int]  # what becomes of a drafted prop
 
 
 def propose(
-    plant: Plant,
-    *,
-    agent: str = search_proposer.AGENT,
-    options: AgentOptions = DEFAULTS,
-    count: int = 1,
+    plant: Plant, *, agent: str = search_proposer.AGENT, options: AgentOptions = DEFAULTS, count: int = 1
 ) -> list[int]:
     """Profile, let ``agent`` propose, judge; returns the proposals' numbers: at most ``count``, none (and a line says why) when there is
     nothing to propose. Several are drafted side by side; what is timed has its device alone (``factory.core.devices``). What the daemon
@@ -81,18 +77,9 @@ def propose(
 
 
 def workbench(plant: Plant) -> LiveWorkbench | None:
-    """A workbench on the live commit, once what a killed process left is removed; None: there is no checkpoint to measure on.
-
-    The caller holds the ``code-loop`` lock. Raises: RepositoryError for a checkout that is not settled; IsolationError.
-    """
-    base = repository.live_commit(plant.workspace.repository)
-    repository.require_settled(plant.workspace.repository)
-    clear_stale(plant)
-    start = find_start(plant.ledger)
-    if start is None:
-        return None
-    refuse_without_isolation(plant.workspace)
-    return LiveWorkbench(plant.workspace, plant.ledger, base, start, plant.progress)
+    """A workbench on the live commit; None: there is no checkpoint to measure on. Raises: as ``make_ready``."""
+    base, start = make_ready(plant), find_start(plant.ledger)
+    return LiveWorkbench(plant, base, start) if start else None
 
 
 def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
@@ -100,17 +87,17 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
         raise InputError(
             "the agent 'search' takes no --endpoint, --model, --target or --interactive: they need a language model"
         )
-    profiled = _read(bench.ledger, _profile(bench))
+    profiled = _read(bench.plant.ledger, _profile(bench))
     drafts = search_proposer.propose(profiled, replace(bench, count=count), count)
     if not drafts:
-        bench.progress.line("  nothing proposed: no change was found that measures faster than what runs now")
+        bench.plant.say("  nothing proposed: no change was found that measures faster than what runs now")
     return side_by_side([partial(submit, bench.plant, drafted, bench.base) for drafted in drafts])
 
 
 def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
-    runs = AgentRuns.open(bench.plant, KERNEL_ENGINEER, options, count)
+    runs = AgentRuns.open(bench.plant, KERNEL_ENGINEER, options, count, by=bench.by)
     work_on = runs_to_work_on(runs, bench, bench.base, count)
-    return _with_model(runs, work_on, bench, partial(role, bench.ledger), submit)
+    return _with_model(runs, work_on, bench, partial(role, bench.plant.ledger), submit)
 
 
 def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
@@ -124,7 +111,7 @@ def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int
         number = _profile(bench)
         aims = [runs.options.target]
         if count > 1:
-            promising = targets(_read(runs.ledger, number), set(bench.files(patchable=True)))
+            promising = targets(_read(runs.plant.ledger, number), set(bench.files(patchable=True)))
             names = [target.name for target in worthwhile(promising, bench.history)]
             # A run without a target chose the first.
             taken = {run.target or next(iter(names), "") for run in found}
@@ -151,18 +138,18 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
         raise InputError(
             "--count above 1 cannot be used with the agent 'recipe-scout', which proposes one change at a time"
         )
-    model = wants_model(bench.workspace, options)
-    runs = AgentRuns.open(bench.plant, scout.AGENT, options) if model else None
+    model = wants_model(bench.plant.workspace, options)
+    runs = AgentRuns.open(bench.plant, scout.AGENT, options, by=bench.by) if model else None
     found = course(bench)
     if isinstance(found, str):
-        bench.progress.line(f"  nothing proposed: {found}")
+        bench.plant.say(f"  nothing proposed: {found}")
         return []
     if runs:
         work_on = runs.unfinished(bench.base, 1) or [runs.begin(bench.base, options.target)]
         return _with_model(runs, work_on, bench, lambda run, bench: RecipeScout(found, bench, run.target), submit)
     drafted = scout.propose(found, bench)
     if drafted is None:
-        bench.progress.line("  nothing proposed: every change of the recipe that is worth a try was rejected before")
+        bench.plant.say("  nothing proposed: every change of the recipe that is worth a try was rejected before")
         return []
     return [submit(bench.plant, drafted, bench.base)]
 
@@ -172,7 +159,7 @@ def course(bench: LiveWorkbench) -> Course | str:
 
     Raises: ConfigError.
     """
-    workspace, ledger = bench.workspace, bench.ledger
+    plant, workspace = bench.plant, bench.plant.workspace
     path = used_recipe(workspace)
     if unused := unused_recipes(workspace, [path]):
         return unused[0]
@@ -183,40 +170,20 @@ def course(bench: LiveWorkbench) -> Course | str:
     except TrainerError as error:
         return str(error)
     policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
-    texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, Plant(workspace, ledger))
+    texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, plant)
     if not texts:
         return str(NOTHING_HELD_OUT["reasons"][0])
-    newest = _trunk(ledger)
-    lines = [line for segment in reversed(newest) for line in _record(Path(segment.folder))]
+    which = f"WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT {SEGMENTS}"
+    trunk = SegmentRow.select(plant.ledger, which)[::-1]
+    records = [file for one in trunk if (file := Path(one.folder) / "metrics.jsonl").is_file()]
+    lines = [line for file in records for line in read_lines(file)]
     if not lines:
         return "the trunk left no metrics to work from"
-    return course_of(
-        recipe,
-        path,
-        lines,
-        _anomalies(ledger, [segment.id for segment in newest]),
-        sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts),
-        policy.runs.steps + policy.runs.tail_steps,
-        policy.runs.min_gain,
-        policy.allows,
-    )
-
-
-def _trunk(ledger: Ledger) -> list[SegmentRow]:
-    """Finished trunk segments, the newest first."""
-    return SegmentRow.select(
-        ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT :limit", limit=SEGMENTS
-    )
-
-
-def _record(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return read_lines(path) if path.is_file() else []
-
-
-def _anomalies(ledger: Ledger, numbers: list[int]) -> dict[str, int]:
-    rows = ledger.rows(sa.select(anomalies.c.kind).where(anomalies.c.segment.in_(numbers)))
-    return {kind: sum(row["kind"] == kind for row in rows) for kind in {row["kind"] for row in rows}}
+    found = sa.select(anomalies.c.kind).where(anomalies.c.segment.in_([one.id for one in trunk]))
+    kinds = Counter(row["kind"] for row in plant.ledger.rows(found))
+    tokens_bytes = sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts)
+    steps = policy.runs.steps + policy.runs.tail_steps
+    return course_of(recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows)
 
 
 def _with_model(
@@ -236,7 +203,7 @@ def _with_model(
         number = runs.judged_before(run, drafted)
         if number is None:
             number = submit(bench.plant, drafted, bench.base)
-        runs.finish(run, number)
+        runs.end(run.number, "proposed", proposal=number)
         return number
 
     return [number for number in side_by_side([partial(work, run) for run in work_on]) if number is not None]

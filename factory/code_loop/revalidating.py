@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
-from factory.core.errors import FactoryError, WorkspaceError
+from factory.code_loop.submitting import in_turn, make_ready, submit
 from factory.core.workspace import Workspace
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import REJECT
@@ -25,14 +25,12 @@ from factory.git import repository
 from factory.ledger.ledger import Ledger, anomalies, events, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
-from factory.ledger.writing import record_once
 from kernels.contract.machine import here
 
 AGENT = "revalidator"
 AUDIT = "audit"  # gate of the verdicts of factory.audit, and of the reverts that it asks for
 VALIDATED = "proposal_validated"
 FELL = "benchmarks_fell"
-REMIND_SECONDS = 86_400.0  # a lasting obstacle is reported again after a day
 
 
 def follow(plant: Plant) -> list[int]:
@@ -40,21 +38,8 @@ def follow(plant: Plant) -> list[int]:
     start = find_start(plant.ledger)
     if start is None or not any(_moved(plant.ledger, row.number, start) for row in _merged(plant.ledger)):
         return []
-    from factory.code_loop.submitting import clear_stale, refuse_without_isolation
-
-    code = plant.workspace.repository
-    try:
-        with plant.workspace.lock("code-loop"):
-            clear_stale(plant)
-            repository.require_settled(code)
-            refuse_without_isolation(plant.workspace)
-            return revalidate(plant, repository.live_commit(code))
-    except WorkspaceError:
-        return []  # another process proposes now: the next pass tries again
-    except FactoryError as error:
-        if record_once(plant.ledger, "revalidation_waits", "code_loop", {"why": str(error)}, REMIND_SECONDS):
-            plant.progress.line(f"  a merged patch cannot be judged again now: {error}")
-        return []
+    act = lambda: revalidate(plant, make_ready(plant))
+    return in_turn(plant, act, "revalidation_waits", "code_loop", "a merged patch cannot be judged again now") or []
 
 
 def revalidate(plant: Plant, base: str) -> list[int]:
@@ -62,8 +47,6 @@ def revalidate(plant: Plant, base: str) -> list[int]:
 
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
     """
-    from factory.code_loop.submitting import submit
-
     made = []
     start = find_start(plant.ledger)
     for row in _merged(plant.ledger) if start is not None else ():

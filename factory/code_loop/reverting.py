@@ -6,18 +6,55 @@ other proposal, or the policy does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 from agents.core.proposal import Proposal
 from factory.code_loop.revalidating import AUDIT
-from factory.code_loop.submitting import draft, record_judged
-from factory.gates.release.judge import PROMOTE, Verdict
+from factory.code_loop.submitting import clear_stale, draft, in_turn, record_given
+from factory.gates.release.judge import PROMOTE
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSIS, in_words, words_about
+from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REJECTED, in_words, newest_about, words_about
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
-from factory.ledger.writing import record_verdict
 
 AGENT = "auditor"
+AUDITED = "audited"  # event: {"outcome", "patches", "suspects"}
+
+
+def open_reverts(plant: Plant) -> list[int]:
+    """A proposal to undo every approved patch that an audit found to make a difference, or that the loss doctor blames for an anomaly, and has
+    none yet; returns their numbers. What keeps one from being opened is shown once a day."""
+    made = []
+    for number, why in {number: why for number, why in _blamed(plant.ledger) if why}.items():
+        row = ProposalRow.get(plant.ledger, number)
+        if row.state == "approved" and opened(plant.ledger, number) is None:
+            words = f"proposal {number} made a difference and must be undone by hand"
+            made.append(
+                in_turn(
+                    plant, partial(_open, plant, row, why), "audit_revert_waits", Subject("proposal", number), words
+                )
+            )
+    return [number for number in made if number is not None]
+
+
+def _open(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
+    clear_stale(plant)
+    return open_revert(plant, row, why)
+
+
+def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
+    """Proposals that an audit or a diagnosis blames, and its verdict."""
+    sql = "SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id"
+    for event in ledger.read(sql, kind=AUDITED):
+        for number in event["detail"]["suspects"] if event["detail"]["outcome"] == "reject" else ():
+            yield number, VerdictRow.newest(ledger, AUDIT, Subject.parse(event["subject"]))
+    closed = newest_about(ledger, CLOSED)
+    for event in ledger.read(sql, kind=DIAGNOSED):
+        end = closed.get(Subject.parse(event["subject"]).number)
+        for number in event["detail"].get("undo", ()) if not end or end["how"] != REJECTED else ():
+            yield number, VerdictRow.newest(ledger, DIAGNOSIS, Subject("segment", event["detail"]["segment"]))
 
 
 def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
@@ -37,29 +74,22 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     number, branch = draft(plant, drafted, live)
     repository.make_branch(code, branch, commit)
     sha256 = repository.patch_sha256(code, live, commit)
-    found = f"the loss doctor blames it for an anomaly of segment {why.number}"
-    reasons = (
-        found if why.gate == DIAGNOSIS else f"the audit of segment {why.number} found a difference",
-        *why.reasons,
-    )
-    stages = {AUDIT: {"state": "passed", "reasons": list(reasons)}}
+    found = f"the audit of segment {why.number} found a difference"
+    if why.gate == DIAGNOSIS:
+        found = f"the loss doctor blames it for an anomaly of segment {why.number}"
+    reasons = [found, *why.reasons]
+    stages = {AUDIT: {"state": "passed", "reasons": reasons}}
     evidence = {
-        "gate": AUDIT, "base": live, "patch_sha256": sha256, "patch_id": sha256, "tries": 1, "stages": stages, "gain": None, "audit": why.id,
-    }  # fmt: skip
-    verdict = Verdict(PROMOTE, reasons)
-    with plant.ledger.begin() as tx:
-        verdict_id = record_verdict(
-            tx,
-            AUDIT,
-            Subject("proposal", number),
-            against=live,
-            policy_sha256=why.policy_sha256,
-            subject_sha256=sha256,
-            outcome=verdict.outcome,
-            reasons=reasons,
-            evidence=evidence,
-        )
-    record_judged(plant.ledger, number, commit, sha256, verdict_id)
+        "gate": AUDIT,
+        "base": live,
+        "patch_sha256": sha256,
+        "patch_id": sha256,
+        "stages": stages,
+        "gain": None,
+        "audit": why.id,
+    }
+    of = {"policy_sha256": why.policy_sha256, "subject_sha256": sha256}
+    record_given(plant, number, commit, AUDIT, reasons, evidence, outcome=PROMOTE, **of)
     plant.progress.line(
         f"  proposal {number} undoes proposal {row.number}: {reasons[0]}; merge it with 'factory proposals approve {number}'"
     )

@@ -5,20 +5,22 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal, gain_words
 from factory.code_loop.workbench import history
 from factory.core import devices
+from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import fault_of
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.gates.patch.stages.gate import patch_gate
 from factory.gates.recipe.gate import concerns, recipe_gate, tried_before
-from factory.gates.release.judge import Verdict
+from factory.gates.release.judge import REJECT, Verdict
 from factory.gates.staged_gate import StagedGate, gate_folder
 from factory.git import repository
 from factory.git.repository import Applied, RepositoryError, ScopeError
@@ -26,12 +28,46 @@ from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
-from factory.ledger.writing import insert, record_verdict
+from factory.ledger.writing import insert, record_once, record_verdict
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 
 DRAFTED = "drafted"  # a process is at work on it
 WRITTEN = "written"  # it is on its branch, for whichever process comes next
+# Held while anything is drafted, judged, merged or undone. A judgement needs it to its end: whoever holds it takes what is DRAFTED, and each folder
+# of a quick check, for the rest of a process that was killed, and judges what is WRITTEN.
+LOCK = "code-loop"
+REMIND_SECONDS = 86_400.0  # a lasting obstacle is reported again after a day
+PROPOSED = "agent target title hypothesis predicted_gain"  # of a ``Proposal``, as its row has it
+T = TypeVar("T")
+
+
+def in_turn(
+    plant: Plant, act: Callable[[], T], kind: str, subject: Subject | str, words: str, **detail: str
+) -> T | None:
+    """``act()`` under the code loop's lock, for the daemon; None where it was not done: another process proposes or decides now, and the next
+    pass tries again; or an error kept it from being done, which is said once a day, after ``words``, and stops nothing else."""
+    try:
+        with plant.workspace.lock(LOCK):
+            return act()
+    except WorkspaceError:
+        return None
+    except FactoryError as error:
+        if record_once(plant.ledger, kind, subject, {**detail, "why": str(error)}, REMIND_SECONDS):
+            plant.say(f"  {words}: {error}")
+        return None
+
+
+def make_ready(plant: Plant) -> str:
+    """The live commit, to propose and judge on, once what a killed process left is removed. The caller holds ``LOCK``.
+
+    Raises: RepositoryError for a checkout that is not settled; IsolationError.
+    """
+    base = repository.live_commit(plant.workspace.repository)
+    repository.require_settled(plant.workspace.repository)
+    clear_stale(plant)
+    refuse_without_isolation(plant.workspace)
+    return base
 
 
 def submit(plant: Plant, drafted: Proposal, base: str) -> int:
@@ -109,7 +145,7 @@ def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str
     noted = plant.ledger.read(which, subject=str(Subject("proposal", row.number)))[0]["detail"]
     changed = repository.changes(plant.workspace.repository, row.base_commit, commit)
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in changed)
-    return Proposal(**row.only("agent target title hypothesis predicted_gain"), edits=edits), str(noted["patch_id"])
+    return Proposal(**row.only(PROPOSED), edits=edits), str(noted["patch_id"])
 
 
 def _decide(
@@ -154,22 +190,28 @@ def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
         )
         number = max(taken, default=0) + 1
         branch = repository.branch_name(drafted.agent, number, drafted.title)
-        insert(
-            tx,
-            proposals,
-            number=number,
-            agent=drafted.agent,
-            target=drafted.target,
-            title=drafted.title,
-            hypothesis=drafted.hypothesis,
-            predicted_gain=drafted.predicted_gain,
-            base_commit=base,
-            branch=branch,
-            state=DRAFTED,
-            created_at=time.time(),
-        )
+        said = {name: getattr(drafted, name) for name in PROPOSED.split()}
+        own = {"number": number, "base_commit": base, "branch": branch, "state": DRAFTED, "created_at": time.time()}
+        insert(tx, proposals, **said, **own)
         record(tx, "drafted", Subject("proposal", number), {"branch": branch, "patch_id": drafted.patch_id})
     return number, branch
+
+
+def record_given(
+    plant: Plant,
+    number: int,
+    commit: str | None,
+    gate: str,
+    reasons: Sequence[str],
+    evidence: dict[str, Any],
+    **values: str,
+) -> None:
+    """Write down the verdict on a drafted proposal that no stage has to be run for. ``values``: of ``record_verdict``."""
+    with plant.ledger.begin() as tx:
+        verdict = record_verdict(
+            tx, gate, Subject("proposal", number), reasons=reasons, evidence=evidence | {"tries": 1}, against=evidence["base"], **values
+        )  # fmt: skip
+    record_judged(plant.ledger, number, commit, values["subject_sha256"], verdict)
 
 
 def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int) -> None:
@@ -193,27 +235,11 @@ def give_up(plant: Plant, number: int, why: str) -> None:
 def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error: ScopeError) -> None:
     """A patch that is out of scope is never written: it is rejected without a branch."""
     reasons = [f"out of scope: {problem}" for problem in error.problems]
-    evidence = {
-        "base": base,
-        "tries": 1,
-        "patch_id": drafted.patch_id,
-        "stages": {"scope": {"state": "failed", "reasons": reasons}},
-    }
-    verdict = Verdict("reject", tuple(reasons))
-    sha256 = drafted.patch_id
-    with plant.ledger.begin() as tx:
-        verdict_id = record_verdict(
-            tx,
-            "patch",
-            Subject("proposal", number),
-            against=base,
-            policy_sha256="",
-            subject_sha256=sha256,
-            outcome=verdict.outcome,
-            reasons=reasons,
-            evidence=evidence,
-        )
-    record_judged(plant.ledger, number, None, sha256, verdict_id)
+    stages = {"scope": {"state": "failed", "reasons": reasons}}
+    evidence = {"base": base, "patch_id": drafted.patch_id, "stages": stages}
+    record_given(
+        plant, number, None, "patch", reasons, evidence, outcome=REJECT, policy_sha256="", subject_sha256=drafted.patch_id
+    )  # fmt: skip
     plant.say(f"  REJECT: {reasons[0]}")
 
 

@@ -24,9 +24,7 @@ from agents.core.workbench import AgentLines, Attempt, Checked, Measurement, Mea
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
-from factory.core.progress import Progress
 from factory.core.removal import remove
-from factory.core.workspace import Workspace
 from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices, unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import problems as source_problems
@@ -57,33 +55,28 @@ class OutOfScopeError(InputError, ReadError):
 class LiveWorkbench:
     """A workbench for one proposal on one base commit."""
 
-    workspace: Workspace
-    ledger: Ledger
+    plant: Plant
     base: str
     start: Start
-    progress: Progress
     spent: float = 0.0  # seconds of measuring
     count: int = 1  # proposals that it serves; each may measure for the policy's seconds
     profile: int | None = None  # the id of the line profile to work from; None: one is made
     closed: frozenset[int] = frozenset()  # proposals whose targets are left alone
+    by: str = ""  # whose runs of agents work at it (``agent_runs.AgentRuns``)
     written: dict[str, list[AgentLines]] = field(default_factory=dict)  # by path: who wrote what, once it was asked for
-
-    @property
-    def plant(self) -> Plant:
-        return Plant(self.workspace, self.ledger, self.progress)
 
     @cached_property
     def agents(self) -> AgentsPolicy:
-        return AgentsPolicy.load(self.workspace.policy("agents.yaml"))
+        return AgentsPolicy.load(self.plant.workspace.policy("agents.yaml"))
 
     @cached_property
     def modes(self) -> dict[str, str]:
-        return repository.modes(self.workspace.repository, self.base)
+        return repository.modes(self.plant.workspace.repository, self.base)
 
     @cached_property
     def proposals(self) -> dict[str, ProposalRow]:
         """By commit."""
-        rows = ProposalRow.select(self.ledger, 'WHERE "commit" IS NOT NULL ORDER BY number')
+        rows = ProposalRow.select(self.plant.ledger, 'WHERE "commit" IS NOT NULL ORDER BY number')
         return {str(row.commit): row for row in rows}
 
     @property
@@ -98,26 +91,27 @@ class LiveWorkbench:
 
     def read(self, path: str) -> str:
         """A file of the live code. Raises: OutOfScopeError for one that is not in scope."""
-        if not self.agents.readable(path) or path not in self.modes:
-            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
-        return repository.file_text(self.workspace.repository, self.base, path)
+        self._refuse(path)
+        return repository.file_text(self.plant.workspace.repository, self.base, path)
 
     def written_by_agents(self, path: str) -> list[AgentLines]:
         """The lines of a file of the live code that come from proposals. Raises: OutOfScopeError."""
-        if not self.agents.readable(path) or path not in self.modes:
-            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
+        self._refuse(path)
         if path not in self.written:
-            self.written[path] = self._written_by_agents(path) if self.proposals else []
+            found = []
+            changed = (
+                repository.last_changed(self.plant.workspace.repository, self.base, path) if self.proposals else []
+            )
+            for row, group in itertools.groupby(enumerate(changed, 1), lambda line: self.proposals.get(line[1])):
+                numbers = [number for number, _ in group]
+                if row is not None:
+                    found.append(AgentLines(numbers[0], numbers[-1], row.agent, row.number))
+            self.written[path] = found
         return self.written[path]
 
-    def _written_by_agents(self, path: str) -> list[AgentLines]:
-        commits = enumerate(repository.last_changed(self.workspace.repository, self.base, path), 1)
-        found = []
-        for row, group in itertools.groupby(commits, lambda line: self.proposals.get(line[1])):
-            numbers = [number for number, _ in group]
-            if row is not None:
-                found.append(AgentLines(numbers[0], numbers[-1], row.agent, row.number))
-        return found
+    def _refuse(self, path: str) -> None:
+        if not self.agents.readable(path) or path not in self.modes:
+            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
         """Scope and static stage, then the op oracle's first case (or, for other code, an import) in the sandbox.
@@ -129,7 +123,7 @@ class LiveWorkbench:
         changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
         if found := problems(self.agents, changes, self.modes):
             return Checked("scope", tuple(found))
-        baseline = repository.checkout_live(self.workspace, self.base)
+        baseline = repository.checkout_live(self.plant.workspace, self.base)
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
             found = source_problems(change, base)
@@ -145,7 +139,7 @@ class LiveWorkbench:
             return checked
 
     def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> Checked:
-        work = self.workspace.root / "cache" / f"check-{threading.get_native_id()}"
+        work = self.plant.workspace.root / "cache" / f"check-{threading.get_native_id()}"
         remove(work)  # of a process that was killed here
         try:
             candidate = work / "code"
@@ -162,7 +156,7 @@ class LiveWorkbench:
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
         ops = changed_ops(before, after, paths, device, self.start.kernels)
         quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
-        policy = PatchPolicy.load(self.workspace.policy("gates/patch.yaml")).oracle
+        policy = PatchPolicy.load(self.plant.workspace.policy("gates/patch.yaml")).oracle
         if quick:
             once = policy.patience.model_copy(
                 update={"again": 1.0}
@@ -198,22 +192,22 @@ class LiveWorkbench:
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
         """``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
-        code = repository.checkout_live(self.workspace, self.base)
-        with devices.one(), self.progress.task(f"timing {op}: {implementation}, alone"):
+        code = repository.checkout_live(self.plant.workspace, self.base)
+        with devices.one(), self.plant.progress.task(f"timing {op}: {implementation}, alone"):
             # What approved kernels compiled is used again the next time.
-            folder = self.workspace.root / "cache" / f"workbench{devices.label()}"
+            folder = self.plant.workspace.root / "cache" / f"workbench{devices.label()}"
             try:
                 measured = self._bench(
                     code, folder, op, implementation, against, {"micro_sequences": rows} if rows else {}
                 )
             except MeasurementError as error:
                 if self.left >= 1:
-                    self.progress.line(f"  {error}")
+                    self.plant.say(f"  {error}")
                 raise
         if rows:
-            self.progress.line(f"  {op}: {implementation} takes {measured.seconds * 1e3:.1f} ms for {rows} rows, alone")
+            self.plant.say(f"  {op}: {implementation} takes {measured.seconds * 1e3:.1f} ms for {rows} rows, alone")
         else:
-            self.progress.line(f"  {op}: {implementation} is {measured.ratio:.2f}x as fast as {against}, alone")
+            self.plant.say(f"  {op}: {implementation} is {measured.ratio:.2f}x as fast as {against}, alone")
         return measured
 
     def _bench(
@@ -244,11 +238,11 @@ class LiveWorkbench:
             Attempt(
                 patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title, row.number in self.closed
             )
-            for row, patch_id in history(self.ledger)
+            for row, patch_id in history(self.plant.ledger)
             if of_kind(row.target)
         ] + [  # what could not be judged, and is not to be tried again for now
             Attempt("", "", "it could not be judged", row.title, True)
-            for row in ProposalRow.select(self.ledger, "WHERE state = 'failed' ORDER BY number")
+            for row in ProposalRow.select(self.plant.ledger, "WHERE state = 'failed' ORDER BY number")
             if row.number in self.closed and of_kind(row.target)
         ]
 

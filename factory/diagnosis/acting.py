@@ -1,17 +1,18 @@
 """What is done about a diagnosis: guilty documents are quarantined, or the rate lowered for a while, and the segment that was spoiled is
-rewound; or a person is asked.
+rewound; or a person is asked. And what a person does without a diagnosis.
 
 A quarantined document stays in its token shard and keeps its place in the data order, but carries no loss in any segment that is planned
 later (``DataPlan.masked``), so that checkpoints and sampler states from before it stay valid. A rewound segment is not gone on from:
 the trunk goes on from the one before it, over the same shards.
 
 Each decision reads and writes in one transaction, so that a person decides while the daemon runs: what it does at that moment with what is
-rewound is given up (``factory.retrying.rewound``).
+rewound is given up (``factory.retrying.asking``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -21,6 +22,7 @@ from factory.audit.drawing import merged_patches
 from factory.core.errors import InputError
 from factory.data.cost import releases_that_saw
 from factory.data.exposure import Exposure
+from factory.data.selecting import keys_of_one
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
 from factory.ingest.document import SYNTHETIC, keeping_maker
@@ -29,6 +31,7 @@ from factory.ledger.anomalies import (
     CLOSED,
     DEV_ALONE,
     DIAGNOSED,
+    FREED,
     MARKED,
     QUARANTINED,
     REJECTED,
@@ -40,10 +43,10 @@ from factory.ledger.ledger import Ledger, documents, record, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
-from factory.training.overrides import RecipeOverride, record_override, was_overridden
+from factory.training.planning import RecipeOverride, last_checkpoint, record_override, was_overridden
 
 AT_ONCE = 16  # steps from an episode's onset in which what is new about shards shows
-RULE = "loss_doctor"  # as ``documents.rule`` names it
+DOCTOR, PERSON = "loss_doctor", "person"  # as ``documents.rule`` names who quarantined
 Saw = Mapping[
     int, tuple[Sequence[str], bool]
 ]  # by release, the documents that it was trained on, and whether that is known
@@ -120,12 +123,7 @@ def reject(ledger: Ledger, number: int, by: str) -> str:
             record_override(tx, SegmentRow.get(db, found["segment"]), RecipeOverride({}, 0, "rejected"))
         freed = list(tx.execute(sa.select(documents.c.key).where(*which)).scalars())
         change_documents(tx, freed, "train", None, None)
-        record(
-            tx,
-            CLOSED,
-            Subject("anomaly", found["lead"]),
-            {"anomalies": found["anomalies"], "how": REJECTED, "by": by, "documents": found["guilty"]},
-        )
+        _closed(tx, found, REJECTED, by, documents=found["guilty"])
     return f"closed; {len(freed)} documents are trained on again" if freed else "closed"
 
 
@@ -146,13 +144,12 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
         found = _diagnosis(db, number)
-        guilty, lead = found["guilty"], Subject("anomaly", found["lead"])
-        reason = _reason(found)
-        change_documents(tx, guilty, "quarantined", RULE, reason)
-        record(tx, QUARANTINED, lead, {"documents": guilty, "reason": reason, "by": by})
+        guilty, reason = found["guilty"], _reason(found)
+        change_documents(tx, guilty, "quarantined", DOCTOR, reason)
+        record(tx, QUARANTINED, Subject("anomaly", found["lead"]), {"documents": guilty, "reason": reason, "by": by})
         mark_releases(tx, saw, found["lead"])
         mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
-        record(tx, CLOSED, lead, {"anomalies": found["anomalies"], "how": "quarantined", "by": by})
+        _closed(tx, found, "quarantined", by)
     return f"{len(guilty)} documents quarantined, segment {found['segment']} rewound{saw_in_words(saw)}"
 
 
@@ -165,8 +162,7 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
         assert override is not None
         record_override(tx, SegmentRow.get(db, found["segment"]), override)
         mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
-        ended = {"anomalies": found["anomalies"], "how": "trained again", "by": by}
-        record(tx, CLOSED, Subject("anomaly", found["lead"]), ended)
+        _closed(tx, found, "trained again", by)
     return f"segment {found['segment']} rewound{_said(found)}"
 
 
@@ -228,7 +224,7 @@ def _noted(ledger: Ledger, number: int, how: str, by: str) -> str:
     """Close an anomaly of the judge's, which nothing is to be done about: what it says of a candidate stands in that one's verdict."""
     with ledger.begin() as tx:
         _refuse_closed(Snapshot(tx, ledger.root), number)
-        record(tx, CLOSED, Subject("anomaly", number), {"anomalies": [number], "how": how, "by": by})
+        _closed(tx, {"lead": number, "anomalies": [number]}, how, by)
     return "closed; the candidate stays held, as its verdict says"
 
 
@@ -239,8 +235,12 @@ def _refuse_closed(db: Reads, number: int) -> None:
 
 def _close(ledger: Ledger, number: int, how: str, by: str) -> None:
     with ledger.begin() as tx:
-        found = _diagnosis(Snapshot(tx, ledger.root), number)
-        record(tx, CLOSED, Subject("anomaly", found["lead"]), {"anomalies": found["anomalies"], "how": how, "by": by})
+        _closed(tx, _diagnosis(Snapshot(tx, ledger.root), number), how, by)
+
+
+def _closed(tx: sa.Connection, found: Mapping[str, Any], how: str, by: str, **more: Any) -> None:
+    detail = {"anomalies": found["anomalies"], "how": how, "by": by, **more}
+    record(tx, CLOSED, Subject("anomaly", found["lead"]), detail)
 
 
 def _diagnosis(db: Reads, number: int, also_closed: bool = False) -> dict[str, Any]:
@@ -277,3 +277,74 @@ def saw_in_words(saw: Saw) -> str:
         if numbers := ", ".join(str(release) for release, (_, exact) in saw.items() if exact is known):
             said += f"; release {numbers} {words}"
     return said
+
+
+# -- without a diagnosis -----------------------------------------------------------------------------------------------
+def rewind(ledger: Ledger, number: int, by: str, why: str = "") -> str:
+    """Training is gone on with from before a segment, and from nothing that goes on from it; returns a line for a person.
+
+    Raises: InputError for a segment that is rewound already, or whose predecessor's checkpoint is gone.
+    """
+    with ledger.begin() as tx:
+        db = Snapshot(tx, ledger.root)
+        row = SegmentRow.get(db, number)
+        if row.state in ("rewound", "abandoned"):
+            raise InputError(f"segment {number} is {row.state} already: nothing goes on from it")
+        if row.parent is not None:
+            before = Path(last_checkpoint(db, row.parent)["path"])
+            if not (before / "manifest.json").is_file():
+                raise InputError(
+                    f"segment {number} is not rewound: {before}, which training would go on from, is gone; "
+                    f"keep more with trunk_segments in policies/retention.yaml"
+                )
+        spoiled = [one for one in spoiled_by(db, number) if one.state != "rewound"]
+        mark_rewound(tx, spoiled, {"by": by, "why": why})
+    listed = ", ".join(str(one.id) for one in spoiled)
+    goes_on = f"from the end of segment {row.parent}" if row.parent is not None else "anew, at step 0"
+    ids = {one.id for one in spoiled}
+    made = ", ".join(str(one.number) for one in ReleaseRow.select(ledger) if one.segment in ids)
+    stays = f"; release {made} is made of it and stays ('factory release --rollback N' takes another)" if made else ""
+    return f"rewound: segment {listed}; training goes on {goes_on}, over the same shards{stays}"
+
+
+def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> str:
+    """Documents carry no loss in any segment that is planned later; returns a line for a person.
+
+    ``names``: ids or keys. Raises: InputError for one that is not trained on; nothing is changed then.
+    """
+    keys = _keys(ledger, names, "train", None, "is not trained on")
+    saw = releases_that_were_trained_on(ledger, keys)
+    detail = f"by {by}" + (f": {why}" if why else "")
+    with ledger.begin() as tx:
+        change_documents(tx, keys, "quarantined", PERSON, detail)
+        record(tx, QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
+        mark_releases(tx, saw)
+    return f"{len(keys)} documents quarantined: they carry no loss from the next segment on{saw_in_words(saw)}"
+
+
+def free(ledger: Ledger, names: Sequence[str], by: str) -> str:
+    """Documents that a person quarantined are trained on again. Raises: InputError, as ``quarantine``."""
+    keys = _keys(ledger, names, "quarantined", PERSON, "was not quarantined by a person")
+    with ledger.begin() as tx:
+        change_documents(tx, keys, "train", None, None)
+        record(tx, FREED, "documents", {"documents": keys, "by": by})
+    return f"{len(keys)} documents are trained on again from the next segment on"
+
+
+def _keys(ledger: Ledger, names: Sequence[str], fate: str, rule: str | None, otherwise: str) -> list[str]:
+    """Of the documents of these ids or keys, which all have that fate."""
+    c = documents.c
+    fits = sa.and_(c.fate == fate, c.rule == rule) if rule else c.fate == fate
+    found: list[str] = []
+    for name in names:
+        try:
+            keys = keys_of_one(ledger, name, fits)
+        except InputError as error:
+            said = str(error)
+            raise InputError(said if "nothing was changed" in said else f"{said}; nothing was changed") from error
+        rows = ledger.rows(sa.select(c.key, c.fate).where(c.key.in_(keys)).order_by(c.key))
+        fitting = [row["key"] for row in ledger.rows(sa.select(c.key).where(c.key.in_(keys), fits).order_by(c.key))]
+        if not fitting:
+            raise InputError(f"document {name!r} {otherwise} (its fate: {rows[0]['fate']}); nothing was changed")
+        found += fitting
+    return list(dict.fromkeys(found))

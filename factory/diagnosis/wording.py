@@ -15,7 +15,6 @@ import sqlalchemy as sa
 
 from agents.core.untrusted import one_line, visible
 from agents.llm.exchange import LlmError
-from agents.llm.policy import LlmPolicy
 from agents.loop.role import DraftError
 from agents.loss_doctor.curves import StepPoint
 from agents.loss_doctor.wording import AGENT, ArmShown, DiagnosisFacts, Wording, word
@@ -51,7 +50,8 @@ def word_diagnosis(plant: Plant, number: int) -> None:
     try:
         runs = AgentRuns.open(plant, AGENT, asked, work="diagnosis")
         model = f"{runs.policy.model or 'a model without a name'} at {runs.endpoint.name}"
-        facts = facts_of(detail, live_lines(plant.ledger, segment), _documents(plant, detail, runs.policy))
+        shown = documents_of(plant, detail["guilty"] or detail["triggers"], runs.policy.diagnosis_documents)
+        facts = facts_of(detail, live_lines(plant.ledger, segment), shown)
         run = next(iter(runs.unfinished(segment.code_commit, 1)), None) or runs.begin(segment.code_commit, asked.target)
         try:
             if _requests(plant.ledger, asked.target) >= MOST_ASKED:
@@ -117,10 +117,6 @@ def facts_of(
             facts[name] = f"{usual:.4g} before, {farthest:.4g} at its farthest"
     shown = tuple((f"{d['id']} of domain {d['domain']}, {d['source']}", str(d["text"])) for d in documents)
     return DiagnosisFacts(tuple(detail["causes"]), {k: one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)
-
-
-def _documents(plant: Plant, detail: Mapping[str, Any], policy: LlmPolicy) -> list[dict[str, Any]]:
-    return documents_of(plant, detail["guilty"] or detail["triggers"], policy.diagnosis_documents)
 
 
 def _requests(ledger: Ledger, asked: str) -> int:

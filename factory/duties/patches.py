@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from factory.audit.auditing import audit
+from factory.audit.drawing import waiting
 from factory.audit.policy import AuditPolicy
-from factory.audit.reverts import open_reverts
-from factory.audit.waiting import waiting
 from factory.code_loop import revalidating
-from factory.code_loop.judging_again import judge_held_again
+from factory.code_loop.approvals import judge_held_again
+from factory.code_loop.reverting import open_reverts
 from factory.duties.duty import Duty, Look, always
 from factory.ledger.plant import Plant
 from factory.show.mlflow.answering import follow_proposals

@@ -17,7 +17,7 @@ from factory.core.faults import is_of_no_file
 from factory.core.workspace import MODEL_LOOP
 from factory.duties.duty import Duty, Errand, Look, always
 from factory.duties.listing import note
-from factory.duties.steady import Attempts, Once, Steady, beside
+from factory.duties.steady import Attempts, Steady, beside
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
@@ -82,7 +82,7 @@ def work(
 
     ``attempts``: what becomes of an errand that fails; without it, it is raised, as is why training waits for a person.
     """
-    attempts = attempts or Once()
+    attempts = attempts or Attempts()
     nothing = Look(plant, plant.ledger, duties, settle=settle, endless=endless)
     look = replace(nothing, resting=attempts.resting(), failing=attempts.failing())
     for errand in [errand for duty in duties if duty.each == "pass" and (errand := _first(duty, look))]:

@@ -13,16 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
 from factory.core.faults import LOCKED, Fault, fault_of, is_of_no_file
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
+from factory.retrying.asking import RewoundError
 from factory.retrying.backoff import Backoff, Resting, in_words, keep_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.rewound import RewoundError
 from factory.retrying.tries import ASKED, TrainerDiedError
 from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
 
@@ -35,49 +35,37 @@ MOST_UNRECORDED = 100
 T = TypeVar("T")
 
 
-class Attempts(Protocol):
-    """What a pass hands each errand to. A key is an errand as text."""
-
-    def resting(self) -> frozenset[str]:
-        """Keys of what is not tried now."""
-
-    def failing(self) -> frozenset[str]:
-        """Keys of what failed and has not worked since."""
+class Attempts:
+    """What a pass hands each errand to; a key is an errand as text. As it is, nothing rests and what fails is raised: for ``factory run --once``,
+    and whoever runs one pass."""
 
     def rests(self) -> Mapping[str, Resting]:
         """How what failed rests, by key."""
-
-    def attempt(self, key: str, act: Callable[[], object]) -> bool:
-        """Was it done? False: it failed, and rests now."""
-
-    def waits(self, why: FactoryError | None) -> None:
-        """Training waits for a person, because of this; or not any longer."""
-
-
-class Once:
-    """Nothing rests: what fails is raised. For ``factory run --once``, and whoever runs one pass."""
-
-    def resting(self) -> frozenset[str]:
-        return frozenset()
-
-    failing = resting
-
-    def rests(self) -> Mapping[str, Resting]:
         return {}
 
+    def resting(self) -> frozenset[str]:
+        """Keys of what is not tried now."""
+        return frozenset()
+
+    def failing(self) -> frozenset[str]:
+        """Keys of what failed and has not worked since."""
+        return frozenset()
+
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
+        """Was it done? False: it failed, and rests now; or the next look at the world sees what was decided meanwhile."""
         try:
             act()
         except RewoundError:
-            return False  # the next look at the world sees what was decided
+            return False
         return True
 
     def waits(self, why: FactoryError | None) -> None:
+        """Training waits for a person, because of this; or not any longer."""
         if why is not None:
             raise why
 
 
-class Steady:
+class Steady(Attempts):
     """For the daemon."""
 
     def __init__(self, plant: Plant) -> None:
@@ -186,25 +174,21 @@ class Steady:
 
     def _tell(self, kind: str, key: str, words: str, rest: Resting, record_now: bool = True) -> None:
         self._told.add(key)
-        self._note(kind, {"what": key, "error": rest.says, "failures": rest.failures, "again_in_s": rest.seconds})
-        if record_now:
-            self._record()
-        self.say(words)
+        detail = {"what": key, "error": rest.says, "failures": rest.failures, "again_in_s": rest.seconds}
+        self._record(kind, detail, words, record_now)
 
     def _tell_no_longer(self, key: str, words: str, error: str) -> None:
         self._told.discard(key)
-        self._note(WORKS_AGAIN, {"what": key, "error": error})
-        self._record()
-        self.say(words)
+        self._record(WORKS_AGAIN, {"what": key, "error": error}, words)
 
-    def _note(self, kind: str, detail: dict[str, Any]) -> None:
+    def _record(self, kind: str, detail: dict[str, Any], words: str, record_now: bool = True) -> None:
         self._unrecorded = [*self._unrecorded, (kind, detail)][-MOST_UNRECORDED:]
-
-    def _record(self) -> None:
-        with contextlib.suppress(Exception), self.ledger.begin() as tx:  # the next one takes it along
-            for kind, detail in self._unrecorded:
-                record(tx, kind, "daemon", detail)
-            self._unrecorded = []
+        if record_now:
+            with contextlib.suppress(Exception), self.ledger.begin() as tx:  # the next one takes it along
+                for one, about in self._unrecorded:
+                    record(tx, one, "daemon", about)
+                self._unrecorded = []
+        self.say(words)
 
     def _hear(self) -> None:
         """Did a person ask to try at once what rests?"""

@@ -7,7 +7,6 @@ improves the factory comes where nothing else is to be done.
 from __future__ import annotations
 
 from factory.duties.anomalies import DIAGNOSE, WORD
-from factory.duties.arrivals import INGEST, TEND_INBOX
 from factory.duties.asked import ASKED
 from factory.duties.duty import Duty
 from factory.duties.patches import (
@@ -20,9 +19,18 @@ from factory.duties.patches import (
     OVERDUE_AUDIT,
 )
 from factory.duties.releasing import EXPORT, FINISH_RELEASE, JUDGE, RELEASE
-from factory.duties.showing import ANSWER_APPROVALS, NOTIFY, PUBLISH, SHOW
 from factory.duties.training import PLAN_ANNEAL, PLAN_TRUNK, REPLICATE, TRAIN
-from factory.duties.upkeep import BACK_UP, FINISH_REMOVALS, REPORT_RELEASABLE
+from factory.duties.upkeep import (
+    ANSWER_APPROVALS,
+    BACK_UP,
+    FINISH_REMOVALS,
+    INGEST,
+    NOTIFY,
+    PUBLISH,
+    REPORT_RELEASABLE,
+    SHOW,
+    TEND_INBOX,
+)
 
 DUTIES: tuple[Duty, ...] = (
     NOTIFY,  # beside all else

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import keeping
-from factory.diagnosis.ladder import climbing
+from factory.audit.keeping import climbing, keeping
 from factory.duties.duty import Duty, Look
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED

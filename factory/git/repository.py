@@ -18,18 +18,7 @@ from factory.core.errors import InputError
 from factory.core.faults import is_of_no_file
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.git.git_store import (
-    ENVIRONMENT,
-    REGULAR,
-    commit_of,
-    encoded,
-    entries_of,
-    git,
-    hashes,
-    line,
-    staged_entries,
-    write_files,
-)
+from factory.git.git_store import ENVIRONMENT, REGULAR, commit_of, encoded, entries_of, git, hashes, line, write_files
 from factory.git.git_store import RepositoryError as RepositoryError
 from factory.git.scope import AgentsPolicy, Change, problems
 from kernels.contract.files import sync_folder
@@ -272,7 +261,7 @@ def advance(repository: Path, base: str, commit: str) -> None:
         raise RepositoryError(f"{repository} has no branch checked out (its HEAD is detached): check one out first")
     before, after = entries_of(repository, base), entries_of(repository, commit)
     changed = [path for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)]
-    staged = staged_entries(repository)
+    staged = entries_of(repository, None)
     edited = [
         path
         for path in changed

@@ -265,8 +265,7 @@ def _licences(plant: Plant) -> Iterator[ReleasableLine]:
 
 
 def _recipe(plant: Plant) -> Iterator[ReleasableLine]:
-    from factory.training.fitting import refuse_misfit
-    from factory.training.planning import last_segment
+    from factory.training.planning import last_segment, refuse_misfit
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 

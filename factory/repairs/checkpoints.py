@@ -10,13 +10,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import copy_checkpoint, folder_of
+from factory.audit.keeping import copy_checkpoint, folder_of, ladder_of
 from factory.core.errors import FactoryError, InputError
 from factory.core.exports import folder_sha256
 from factory.core.faults import cannot_be_read_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.diagnosis.ladder import ladder_of
 from factory.evals.export_parity import recorded_of
 from factory.ledger.ledger import Ledger, candidates, checkpoints, record, segments
 from factory.ledger.places import portable
@@ -28,14 +27,7 @@ from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import set_aside
 from factory.training.training import run_trainer
 from kernels.contract.files import put_in_place
-from trainer.contract.checkpoint.format import (
-    find_fault,
-    manifest_sha256,
-    name_of,
-    put_away,
-    read_manifest,
-    steps_in,
-)
+from trainer.contract.checkpoint.format import find_fault, manifest_sha256, name_of, put_away, read_manifest, steps_in
 from trainer.contract.errors import CheckpointError
 
 

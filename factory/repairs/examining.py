@@ -9,12 +9,11 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from factory.backups.backups import MLFLOW_TABLE, database_damage
-from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.engine import sqlite_file
 from factory.ledger.files import retired
@@ -23,8 +22,7 @@ from factory.ledger.removals import erased_shards
 from factory.ledger.rows import CandidateRow, SegmentRow, champion
 from factory.release.serving import served
 from factory.repairs.checkpoints import checkpoint_fault, export_fault
-from factory.repairs.token_shards import raw_shard, token_shard_fault
-from factory.repairs.tokenizer_files import tokenizer_fault
+from factory.repairs.token_shards import raw_shard, token_shard_fault, tokenizer_fault
 from factory.training.segment_folder import OWNER, is_owner, read_owner
 from trainer.contract.data.token_shard import file_sha256
 
@@ -64,14 +62,10 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
 
     Raises: sqlite3.OperationalError when nothing can be known of the ledger now.
     """
+    mlflows = "puts its backup back and sends again what is missing; training does not wait for it"
     for kind, url, table, remedy in (
         ("ledger", workspace.ledger_url, "meta", "makes it again ('factory restore' does the same)"),
-        (
-            "mlflow",
-            workspace.mlflow_uri,
-            MLFLOW_TABLE,
-            "puts its backup back and sends again what is missing; training does not wait for it",
-        ),
+        ("mlflow", workspace.mlflow_uri, MLFLOW_TABLE, mlflows),
     ):
         file = sqlite_file(url)
         if not file or not (file.exists() or kind == "ledger"):
@@ -87,16 +81,16 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
 
 
 def _look(
-    kind: str, rows: Sequence[Any], look: Callable[[Any, bool], Damage | None], deep: bool, progress: Progress
-) -> Examined:
-    """Look at each row; hash all with ``deep``, else the newest, which is the last, and a few."""
+    plant: Plant, deep: bool, kind: str, rows: Sequence[Row], subject: Callable[[Row], object], fault: Callable[[Row, bool], str], remedy: str
+) -> Examined:  # fmt: skip
+    """Look at each row; hash all with ``deep``, else the newest, which is the last, and a few. ``fault``: what is wrong with a row, or nothing."""
     every = range(len(rows))
     hashed = set(every) if deep else {*every[-1:], *random.SystemRandom().sample(every, min(DRAWN, len(rows)))}
     faults = []
-    with progress.task(f"{kind}: look at {len(rows)}, hash {len(hashed)}", len(rows)) as task:
+    with plant.progress.task(f"{kind}: look at {len(rows)}, hash {len(hashed)}", len(rows)) as task:
         for number, row in enumerate(rows):
-            if fault := look(row, number in hashed):
-                faults.append(fault)
+            if what := fault(row, number in hashed):
+                faults.append(Damage(kind, str(subject(row)), what, remedy, remedy.startswith(REPAIR)))
             task.advance()
     return Examined(kind, len(rows), len(hashed), faults)
 
@@ -108,71 +102,49 @@ def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> lis
 
 
 def token_shard_faults(plant: Plant, deep: bool) -> Examined:
-    def look(row: dict[str, Any], hashed: bool) -> Damage | None:
-        fault = token_shard_fault(Path(row["path"]), hashed)
-        remedy = REPAIR + "makes it again from its raw shard, and so does the next pass that needs it"
-        return Damage("token shards", row["id"], fault, remedy, True) if fault else None
-
     rows = plant.ledger.read("SELECT id, path FROM token_shards ORDER BY created_at, id")
-    return _look("token shards", rows, look, deep, plant.progress)
+    fault = lambda row, hashed: token_shard_fault(Path(row["path"]), hashed)
+    remedy = REPAIR + "makes it again from its raw shard, and so does the next pass that needs it"
+    return _look(plant, deep, "token shards", rows, lambda row: row["id"], fault, remedy)
 
 
 def checkpoint_faults(plant: Plant, deep: bool) -> Examined:
     """The last one of each segment that may be gone on from, averaged or exported again."""
-
-    def look(row: dict[str, Any], hashed: bool) -> Damage | None:
-        fault = checkpoint_fault(row, hashed)
-        if row["kind"] == "average":
-            return (
-                Damage(
-                    "checkpoints",
-                    str(row["segment"]),
-                    fault,
-                    "stop 'factory run', then 'factory average' makes it again",
-                )
-                if fault
-                else None
-            )
-        remedy = REPAIR + "replays its segment, and so does the next pass that needs it"
-        return Damage("checkpoints", str(row["segment"]), fault, remedy, True) if fault else None
-
     rows = plant.ledger.read(
         "SELECT c.*, s.kind FROM checkpoints c JOIN segments s ON s.id = c.segment "
         "WHERE s.state = 'done' AND c.step = s.last_step ORDER BY c.segment"
     )
-    return _look("checkpoints", _kept(plant, rows, lambda row: row["path"]), look, deep, plant.progress)
+    rows = _kept(plant, rows, lambda row: row["path"])
+    remedy = REPAIR + "replays its segment, and so does the next pass that needs it"
+    found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], checkpoint_fault, remedy)
+    averages = {str(row["segment"]) for row in rows if row["kind"] == "average"}
+    again = lambda one: replace(one, remedy="stop 'factory run', then 'factory average' makes it again", mends=False)
+    return replace(found, faults=[again(one) if one.subject in averages else one for one in found.faults])
 
 
 def _exports(plant: Plant, deep: bool) -> Examined:
     best = champion(plant.ledger)
-
-    def look(row: CandidateRow, hashed: bool) -> Damage | None:
-        fault = export_fault(row, hashed or (best is not None and best.candidate == row.id))
-        remedy = REPAIR + "makes it again from its checkpoint"
-        return Damage("exports", str(row.id), fault, remedy, True) if fault else None
-
+    fault = lambda row, hashed: export_fault(row, hashed or (best is not None and best.candidate == row.id))
     rows = _kept(plant, CandidateRow.select(plant.ledger), lambda row: row.export_path)
-    return _look("exports", rows, look, deep, plant.progress)
+    return _look(plant, deep, "exports", rows, lambda row: row.id, fault, REPAIR + "makes it again from its checkpoint")
 
 
 def _raw_shards(plant: Plant, deep: bool) -> Examined:
     """What token shards are made again from."""
-
     erased = {sha256: one["raw"] for sha256, one in erased_shards(plant.ledger).items() if one["raw"]}
 
-    def look(row: dict[str, Any], hashed: bool) -> Damage | None:
+    def fault(row: dict[str, Any], hashed: bool) -> str:
         path, name = raw_shard(plant, row["sha256"])
-        remedy = (
-            f"nothing needs it but a repair of its token shard: put {name} into {plant.workspace.shards / 'raw'} again"
-        )
         if path is None:
-            return Damage("raw shards", row["sha256"], f"{row['path']} is gone", remedy)
-        if hashed and file_sha256(path) != erased.get(row["sha256"], row["sha256"]):
-            return Damage("raw shards", row["sha256"], f"{path} is not the file that was ingested", remedy)
-        return None
+            return f"{row['path']} is gone (it arrived as {name})"
+        wrong = hashed and file_sha256(path) != erased.get(row["sha256"], row["sha256"])
+        return f"{path} is not the file that was ingested (it arrived as {name})" if wrong else ""
 
     rows = plant.ledger.read("SELECT sha256, path FROM shards WHERE state = 'ingested' ORDER BY ingested_at, sha256")
-    return _look("raw shards", rows, look, deep, plant.progress)
+    remedy = (
+        f"nothing needs it but a repair of its token shard: put that file into {plant.workspace.shards / 'raw'} again"
+    )
+    return _look(plant, deep, "raw shards", rows, lambda row: row["sha256"], fault, remedy)
 
 
 def tokenizer_faults(plant: Plant, deep: bool) -> Examined:
@@ -184,19 +156,16 @@ def tokenizer_faults(plant: Plant, deep: bool) -> Examined:
 def _folders(plant: Plant, deep: bool) -> Examined:
     """Each segment's folder bears that segment's plan."""
 
-    def look(row: SegmentRow, hashed: bool) -> Damage | None:
+    def fault(row: SegmentRow, hashed: bool) -> str:
         folder = Path(row.folder)
         if not folder.is_dir():
-            what = f"{folder} is gone: its metrics and its checkpoints with it"
-            return Damage("segments", str(row.id), what, "a backup of the folder, if there is one")
-        if is_owner(read_owner(folder), plant.ledger, row):
-            return None
-        what = f"{folder / OWNER} is gone, or of another plan or ledger"
-        return Damage("segments", str(row.id), what, "move the folder away if it is not this segment's")
+            return f"{folder} is gone: its metrics and its checkpoints with it"
+        mine = is_owner(read_owner(folder), plant.ledger, row)
+        return "" if mine else f"{folder / OWNER} is gone, or of another plan or ledger"
 
-    return _look(
-        "segments", SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id"), look, deep, plant.progress
-    )
+    rows = SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id")
+    remedy = "move the folder away if it is not this segment's, and put a backup of it there, if there is one"
+    return _look(plant, deep, "segments", rows, lambda row: row.id, fault, remedy)
 
 
 def _served(plant: Plant, deep: bool) -> Examined:
@@ -207,12 +176,8 @@ def _served(plant: Plant, deep: bool) -> Examined:
     if note and (note["release"], note["export_sha256"]) == (best.number, best.export_sha256):
         return Examined("served", 1, 1, [])
     what = f"{plant.workspace.exports / 'champion'} is not release {best.number}, which is champion"
-    return Examined(
-        "served",
-        1,
-        1,
-        [Damage("served", str(best.number), what, REPAIR + "and the daemon's next pass put it back", True)],
-    )
+    remedy = REPAIR + "and the daemon's next pass put it back"
+    return Examined("served", 1, 1, [Damage("served", str(best.number), what, remedy, True)])
 
 
 def _orphans(plant: Plant, deep: bool) -> Examined:

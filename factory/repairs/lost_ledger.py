@@ -236,12 +236,7 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
                     file.execute(f'UPDATE documents SET {assigned} WHERE "key" = ?', [*became.values(), row["key"]])
 
 
-def _ingest_again(
-    plant: Plant,
-    row: dict[str, Any],
-    batch: dict[str, Any],
-    said: list[str],
-) -> int:
+def _ingest_again(plant: Plant, row: dict[str, Any], batch: dict[str, Any], said: list[str]) -> int:
     """Ingest the shard of a journaled row as it was ingested then, unless the ledger has it; its hashes and documents come back so."""
     if report(plant.ledger, row["sha256"]):
         return 0

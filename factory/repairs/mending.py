@@ -25,8 +25,7 @@ from factory.repairs.examining import (
     tokenizer_faults,
 )
 from factory.repairs.lost_ledger import restore, restore_mlflow
-from factory.repairs.token_shards import HashedShards, rebuild_token_shard, token_shard_fault
-from factory.repairs.tokenizer_files import bring_back_tokenizer
+from factory.repairs.token_shards import HashedShards, bring_back_tokenizer, rebuild_token_shard, token_shard_fault
 from factory.training.planning import last_checkpoint, plan_of
 from trainer.contract.errors import TrainerError
 
@@ -47,7 +46,7 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
         for fault in faults:
             if fault.mends:
                 try:
-                    why = _mend(Plant(workspace, ledger, progress), fault)
+                    why = MENDS[fault.kind](Plant(workspace, ledger, progress), fault.subject)
                 except (FactoryError, TrainerError) as error:
                     why = str(error)
                 name = f"{fault.kind} {fault.subject}".strip()
@@ -55,27 +54,32 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
     return lines
 
 
-def _mend(plant: Plant, fault: Damage) -> str:
-    """Returns why not, or nothing."""
-    if fault.kind == "mlflow":
-        plant.progress.line(f"  {restore_mlflow(plant.workspace)}")
-        with plant.ledger.begin() as tx:
-            record(tx, MLFLOW_REMADE, "mlflow")
-        return ""
-    if fault.kind == "tokenizer":
-        return bring_back_tokenizer(plant)
-    if fault.kind == "token shards":
-        return rebuild_token_shard(plant, fault.subject)
-    if fault.kind == "checkpoints":
-        if not checkpoint_fault(last_checkpoint(plant.ledger, int(fault.subject)), deep=True):
-            return ""  # made again for one that goes on from it
-        return replay_checkpoint(plant, int(fault.subject))
-    if fault.kind == "exports":
-        return export_again(plant, int(fault.subject))
-    if fault.kind == "served":
-        reconcile(plant)
-        return ""
-    raise AssertionError(fault)
+def _mend_mlflow(plant: Plant, _: str) -> str:
+    plant.say(f"  {restore_mlflow(plant.workspace)}")
+    with plant.ledger.begin() as tx:
+        record(tx, MLFLOW_REMADE, "mlflow")
+    return ""
+
+
+def _mend_checkpoint(plant: Plant, subject: str) -> str:
+    whole = not checkpoint_fault(last_checkpoint(plant.ledger, int(subject)), deep=True)
+    return "" if whole else replay_checkpoint(plant, int(subject))  # whole: made again for one that goes on from it
+
+
+def _serve(plant: Plant, _: str) -> str:
+    reconcile(plant)
+    return ""
+
+
+# By the kind of a ``Damage`` that mends, of its subject. Each returns why not, or nothing.
+MENDS: dict[str, Callable[[Plant, str], str]] = {
+    "mlflow": _mend_mlflow,
+    "tokenizer": lambda plant, _: bring_back_tokenizer(plant),
+    "token shards": rebuild_token_shard,
+    "checkpoints": _mend_checkpoint,
+    "exports": lambda plant, subject: export_again(plant, int(subject)),
+    "served": _serve,
+}
 
 
 def mend_inputs(plant: Plant, number: int, every: bool = True) -> bool:
@@ -127,7 +131,7 @@ def with_mending(plant: Plant, act: Callable[[], T]) -> T:
 def _mended(plant: Plant, damaged: Sequence[Damage]) -> bool:
     for fault in damaged:
         plant.progress.line(f"  {fault.what}: it is made again")
-        if why := _mend(plant, fault):
+        if why := MENDS[fault.kind](plant, fault.subject):
             raise FactoryError(f"{fault.what}, and it cannot be made again: {why}")
         name = f"{fault.kind.removesuffix('s')} {fault.subject}".strip()
         plant.progress.line(f"  {name} is whole again")

@@ -1,4 +1,4 @@
-"""Token shards: what is wrong with one, and how it is made again from its raw shard.
+"""Token shards and the tokenizer: what is wrong with one, and how it is made again from its raw shard, or brought back from a copy.
 
 The ledger says which documents of the raw shard a token shard holds. Their text goes the same way again as at ingest (normalise, redact, cut
 out what was held out then, tokenise), and the name of a token shard is the hash of its content: what is made again is the same to the
@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sqlalchemy as sa
 import yaml
 
 from factory.core.errors import ConfigError
@@ -27,10 +29,11 @@ from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
 from factory.ingest.rules.held_tasks import HELD, task_prefix
 from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
 from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
 from factory.ledger.journal import backups_of
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record, tokenizers
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.training.segment_folder import set_aside
@@ -182,12 +185,7 @@ def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
 
 
 def _documents(
-    plant: Plant,
-    policy: DataPolicy,
-    folder: Path,
-    name: str,
-    shard: str,
-    token_shard: str,
+    plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, token_shard: str
 ) -> Iterator[TokenizedDocument]:
     """The documents of a token shard, in its order."""
     erased = erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]
@@ -257,3 +255,51 @@ def _held_out_then(ledger: Ledger, shard: str) -> decontaminate.HeldOutNgrams:
     return decontaminate.HeldOutNgrams.of(
         [(key, grams) for key, grams in Index(ledger).held_out_ngrams() if key.partition(":")[0] in prefixes]
     )
+
+
+NAMED = "tokenizer.json"  # the file whose hash the ledger has
+
+
+def tokenizer_fault(plant: Plant) -> str:
+    """What is wrong with the tokenizer that the ledger recorded, or nothing; none is recorded before the first ingest."""
+    recorded = plant.ledger.one(sa.select(tokenizers))
+    return _fault(plant.workspace.tokenizer, recorded["sha256"]) if recorded else ""
+
+
+def bring_back_tokenizer(plant: Plant) -> str:
+    """Copy the recorded tokenizer from a backup or an export; returns why it cannot be, or nothing. What is damaged is set aside."""
+    recorded = plant.ledger.one(sa.select(tokenizers))
+    assert recorded
+    exports = sorted(plant.workspace.exports.glob("segment-*"), reverse=True)
+    kept = [*(path / "tokenizer" for path in reversed(backups_of(plant.workspace.root))), *exports]
+    good = next((path for path in kept if not _fault(path, recorded["sha256"])), None)
+    if good is None:
+        return f"no backup and no export holds it: put its files into {plant.workspace.tokenizer} again"
+    aside = plant.workspace.root / f".{plant.workspace.tokenizer.name}.writing"
+    remove(aside)
+    aside.mkdir()
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(good / name, aside / name)
+    if plant.workspace.tokenizer.exists():
+        set_aside(plant.workspace.root, plant.workspace.tokenizer)
+    put_in_place(aside, plant.workspace.tokenizer)
+    with plant.ledger.begin() as tx:
+        record(tx, "tokenizer_restored", "tokenizer", {"from": plant.ledger.inside(good)})
+    return ""
+
+
+def _fault(folder: Path, sha256: str) -> str:
+    for name in TOKENIZER_FILES:
+        path = folder / name
+        try:
+            if name == NAMED and file_sha256(path) != sha256:
+                return f"{path} is not the recorded one: its SHA-256 is another"
+            if path.suffix == ".json" and name != NAMED:
+                json.loads(path.read_bytes())
+            elif not path.read_bytes():
+                return f"{path} is empty"
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+        except ValueError as error:
+            return f"{path} is damaged: {error}"
+    return ""

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from factory.audit.drawing import DRAWN, AuditWindow
+from factory.audit.drawing import DRAWN, AuditWindow, tries
 from factory.audit.policy import AuditPolicy
-from factory.audit.waiting import tries
 from factory.code_loop.revalidating import AUDIT
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy

@@ -1,7 +1,9 @@
-"""What a person asks of a daemon that runs: events of the ledger.
+"""What a person asks of a daemon that runs, and what is decided while it is at work: events of the ledger.
 
 ``factory pause`` and ``factory resume`` hold it until a person takes the pause back. 'judge 3' is one of its duties on one subject, which it does
-in its next pass, once.
+in its next pass, once. ``factory rewind``, ``factory anomalies accept`` and their like are one transaction, at any moment: what the daemon has
+read before is compared with it in the transaction that records what the daemon did. Work on what was rewound, or decided about data and recipe,
+is given up then, and the next pass does what follows from the ledger of now.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import InputError, WaitingError
-from factory.ledger.rows import Reads
+from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED, REWOUND
+from factory.ledger.removals import REMOVED, RETURNED
+from factory.ledger.rows import Reads, SegmentRow
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
+
 
 ASKED, ANSWERED = "action_asked", "action_answered"
 PAUSED, RESUMED = "paused", "resumed"
@@ -115,3 +120,32 @@ def answer(ledger: Ledger, action: str, event: int) -> None:
 
     with ledger.begin() as tx:
         record(tx, ANSWERED, "daemon", {"action": action, "event": event})
+
+
+OVERRIDDEN = "recipe_overridden"  # for the segment that takes a rewound one's place
+
+
+class RewoundError(WaitingError):
+    """What was being done goes on from what a person, or a diagnosis, took back meanwhile: nothing failed, and nothing of it is recorded."""
+
+
+def refuse_rewound(db: Reads, segment: int) -> None:
+    """Raises: RewoundError."""
+    if SegmentRow.get(db, segment).state == "rewound":
+        raise RewoundError(
+            f"segment {segment} was rewound meanwhile: nothing goes on from it. Run the same command again"
+        )
+
+
+def newest_decision(db: Reads) -> int:
+    """The number of the newest event that changes what the next segment is: what it goes on from, its documents or its recipe."""
+    kinds = ", ".join(f"'{kind}'" for kind in (CLOSED, FREED, QUARANTINED, REWOUND, REMOVED, RETURNED, OVERRIDDEN))
+    return int(db.read(f"SELECT MAX(id) AS id FROM events WHERE kind IN ({kinds})")[0]["id"] or 0)
+
+
+def refuse_decided(db: Reads, before: int) -> None:
+    """Raises: RewoundError when there is a newer one than ``before``."""
+    if newest_decision(db) != before:
+        raise RewoundError(
+            "somebody decided about data or segments while the next one was planned: it is to be planned again"
+        )

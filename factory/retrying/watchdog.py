@@ -69,17 +69,9 @@ class Watchdog:
     """Of one trainer, or a pool of workers, that was just started. ``look`` is called every second or so."""
 
     def __init__(
-        self,
-        policy: RetryPolicy,
-        usual: UsualTimes,
-        process: int,
-        folder: Path,
-        *,
-        starts_often: bool = False,
-        first_counts: bool = False,
-        unit: str = "step",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, policy: RetryPolicy, usual: UsualTimes, process: int, folder: Path, *, starts_often: bool = False, first_counts: bool = False,
+        unit: str = "step", clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """process: whose tree it is. folder: what grows while it writes a checkpoint. starts_often: any step may compile, not only
         the first. first_counts: the first step takes what others take. unit: what a step is called."""
         self.policy, self.usual, self.process, self.folder = policy, usual, process, folder
@@ -140,19 +132,22 @@ class Watchdog:
     def _waited_for_a_core(self) -> float:
         """Seconds that the thread which waited longest waited for one, since the last call."""
         found: dict[int, int] = {}
-        pending = [self.process]
-        while pending:
-            process = pending.pop()
-            pending += stopping.children(process)
+        for process in _tree(self.process):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 for thread in os.listdir(f"/proc/{process}/task"):
                     with contextlib.suppress(OSError):  # it ended
-                        found[int(thread)] = int(
-                            Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[1]
-                        )
+                        waits = Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[1]
+                        found[int(thread)] = int(waits)
         waited = max((found[one] - self._waited.get(one, found[one]) for one in found), default=0)
         self._waited = found
         return waited / 1e9
+
+
+def _tree(process: int) -> Iterator[int]:
+    """A process and all that it started."""
+    yield process
+    for child in stopping.children(process):
+        yield from _tree(child)
 
 
 def size_of(folder: Path) -> tuple[int, int]:
@@ -194,10 +189,7 @@ def killed_when_quiet(process: int, seconds: float) -> Iterator[list[str]]:
 def activity(process: int) -> tuple[int, ...]:
     """(number of processes, processor time in ticks, bytes written) of a process and all that it started."""
     count = ticks = written = 0
-    pending = [process]
-    while pending:
-        one = pending.pop()
-        pending += stopping.children(one)
+    for one in _tree(process):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it ended
             fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])

@@ -22,8 +22,8 @@ from factory.core.progress import Task
 from factory.core.removal import remove
 from factory.ledger.plant import Plant
 from factory.retrying.asking import refuse_paused
-from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
 from factory.retrying.policy import RetryPolicy
+from factory.retrying.tries import HUNG, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
 from factory.retrying.watchdog import UsualTimes, Watchdog
 from factory.runs.arm import Arm, Spec
 from factory.runs.folders import checkpoint_bytes, clear, folder_lock, refuse_full, write_spec

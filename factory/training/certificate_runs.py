@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,7 @@ def changed_files(repository: Path, old: str, new: str) -> list[str]:
     return [change.path for change in changes(repository, old, new) if change.path.startswith(TRAINED_WITH)]
 
 
-def gather(
-    plant: Plant,
-    row: SegmentRow,
-    parent: SegmentRow,
-    policy: CertificatePolicy,
-) -> CertificateEvidence:
+def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> CertificateEvidence:
     """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full, CheckoutError, and what a fault of the
     machine makes of it: begin again then."""
     evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
@@ -70,8 +65,8 @@ def gather(
     runs = Runs(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
     for basis, spec in bases(plant.ledger, row, parent, steps).items():
         evidence = replace(evidence, basis=basis, old_failed="")
-        arms = CertificateArms.of(spec, parent, row, seeds)
-        done = runs.live(sides["old"], [arms.old, *arms.again, *arms.others], "certificate, old code")
+        old, again, others, new = arms(spec, parent, row, seeds)
+        done = runs.live(sides["old"], [old, *again, *others], "certificate, old code")
         if done.code == 0:
             break
         evidence = replace(evidence, old_failed=done.line)
@@ -79,10 +74,10 @@ def gather(
             return evidence
     else:
         return evidence
-    done = runs.live(sides["new"], [arms.new], "certificate, new code")
+    done = runs.live(sides["new"], [new], "certificate, new code")
     evidence = replace(evidence, new_failed=done.line)
-    old, again, new, *others = map(runs.trace, (arms.old, (*arms.again, arms.old)[0], arms.new, *arms.others))
-    return compare(evidence, Path(spec["initial_checkpoint"]), old, again, others, new)
+    before, repeated, after, *seeded = map(runs.trace, (old, (*again, old)[0], new, *others))
+    return compare(evidence, Path(spec["initial_checkpoint"]), before, repeated, seeded, after)
 
 
 def seed_of(plan: dict[str, Any], number: int) -> int:
@@ -108,32 +103,26 @@ def bases(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> di
     return {"segment": spec, "parent": plain | before}
 
 
-@dataclass(frozen=True)
-class CertificateArms:
-    """Of one basis. Each side computes as its own segment does.
+def arms(
+    spec: Spec, parent: SegmentRow, row: SegmentRow, seeds: Sequence[int]
+) -> tuple[Arm, list[Arm], list[Arm], Arm]:
+    """Of one basis: the old code, the old code a second time (or nothing), the old code under other seeds, the new code. Each side computes as
+    its own segment does.
 
-    Where the precision changes, the old one may be a hundred times as slow on this machine: only ``old`` is run in it, once; the old code's
+    Where the precision changes, the old one may be a hundred times as slow on this machine: only the first is run in it, once; the old code's
     other seeds, which the noise is measured over, run in the new one.
     """
-
-    old: Arm
-    again: Sequence[Arm]  # the old code a second time, or nothing
-    others: Sequence[Arm]  # under other seeds
-    new: Arm
-
-    @classmethod
-    def of(cls, spec: Spec, parent: SegmentRow, row: SegmentRow, seeds: Sequence[int]) -> CertificateArms:
-        precisions = [one.recipe_json["precision"] for one in (parent, row)]
-        old, new = (
-            Arm(
-                f"{side} code", spec | {"code_commit": one.code_commit}, one.code_commit, precision=precision,
-                kernels=computing.kernels_text(one.computing),
-            )
-            for side, one, precision in zip(("old", "new"), (parent, row), precisions)
-        )  # fmt: skip
-        again = [replace(old, name="old code, again", repeat=1)] if precisions[0] == precisions[1] else []
-        others = [replace(old, name=f"old code, seed {seed}", seed=seed, precision=precisions[1]) for seed in seeds]
-        return cls(old, again, others, new)
+    precisions = [one.recipe_json["precision"] for one in (parent, row)]
+    old, new = (
+        Arm(
+            f"{side} code", spec | {"code_commit": one.code_commit}, one.code_commit, precision=precision,
+            kernels=computing.kernels_text(one.computing),
+        )
+        for side, one, precision in zip(("old", "new"), (parent, row), precisions)
+    )  # fmt: skip
+    again = [replace(old, name="old code, again", repeat=1)] if precisions[0] == precisions[1] else []
+    others = [replace(old, name=f"old code, seed {seed}", seed=seed, precision=precisions[1]) for seed in seeds]
+    return old, again, others, new
 
 
 # -- what the runs left ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 from factory.computing.computing import changed
 from factory.core.errors import InputError, SegmentError, WaitingError
 from factory.core.policy_file import policy_sha256
-from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError
@@ -27,7 +27,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import record_verdict
-from factory.retrying.rewound import refuse_rewound
+from factory.retrying.asking import refuse_rewound
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,
@@ -41,6 +41,10 @@ from kernels.contract.files import finite, finite_json, write_atomically
 
 GATE = "code"
 PREFLIGHT = "preflight"
+SCRATCH = {
+    GATE: "certificate",
+    PREFLIGHT: "preflight",
+}  # where a gate's runs lie in the segment's folder, and the name of its file beside them
 ACCEPTED = "certificate_accepted"
 UNCERTIFIED = "uncertified"
 OF_CODE = f"gate IN ('{GATE}', '{PREFLIGHT}')"
@@ -58,16 +62,14 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
     parent = SegmentRow.get(plant.ledger, row.parent) if row.parent else None
     policy = CertificatePolicy.load(plant.workspace.policy("gates/certificate.yaml"))
     if parent and (parent.code_commit != row.code_commit or changed(parent, row)):
-        verdict = _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy)
-        _allow(plant.ledger, row, verdict, "certificate")
+        _allow(plant.ledger, row, _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy))
     if policy.preflight.parts and _flies(plant.workspace, parent, row):
-        verdict = _newest(plant.ledger, PREFLIGHT, row.id) or _fly(plant, row, policy.preflight)
-        _allow(plant.ledger, row, verdict, "preflight")
+        _allow(plant.ledger, row, _newest(plant.ledger, PREFLIGHT, row.id) or _fly(plant, row, policy.preflight))
 
 
-def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow, scratch: str) -> None:
+def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow) -> None:
     """The runs are removed once their verdict stands. Raises: NotCertified."""
-    remove(Path(row.folder) / scratch)
+    remove(Path(row.folder) / SCRATCH[verdict.gate])
     if verdict.outcome != "promote" and not accepted(ledger, verdict):
         raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {next_steps(row.id)}")
 
@@ -128,107 +130,70 @@ def every_certificate(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 # -- making one --------------------------------------------------------------------------------------------------------
-def _certify(
-    plant: Plant,
-    row: SegmentRow,
-    parent: SegmentRow,
-    policy: CertificatePolicy,
-) -> VerdictRow:
-    judged = _identity(policy, row, parent, last_checkpoint(plant.ledger, parent.id)["id"])
-    known = _known(plant.ledger, GATE, judged)
-    if known:  # the same code on the same checkpoint and data: measured for a segment that this one takes the place of
-        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(plant.ledger)
-    else:
+def _certify(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> VerdictRow:
+    def measure() -> tuple[Judgement, dict[str, Any]]:
         from factory.training.certificate_runs import gather
 
         evidence = gather(plant, row, parent, policy)
         judgement = judge_certificate(policy, evidence)
-        outcome, reasons = judgement.outcome, judgement.reasons
-        shown = _write_file(Path(row.folder), evidence, judgement)
-    of = policy_sha256(policy)
-    return _record(plant.ledger, row, GATE, judged, of, parent.code_commit, outcome, reasons, shown, plant.progress)
+        return judgement, _shown(evidence, judgement) | {"evidence": asdict(evidence)}
+
+    judged = _identity(policy, row, parent, last_checkpoint(plant.ledger, parent.id)["id"])
+    return _verdict(plant, row, GATE, judged, policy_sha256(policy), parent.code_commit, measure)
 
 
-def _known(ledger: Ledger, gate: str, judged: str) -> VerdictRow | None:
-    """The newest verdict on the same thing that was not for want of a measurement."""
+def _verdict(
+    plant: Plant, row: SegmentRow, gate: str, judged: str, policy: str, against: str | None, measure: Callable[[], tuple[Judgement, dict[str, Any]]]
+) -> VerdictRow:  # fmt: skip
+    """The newest verdict on the same thing that was not for want of a measurement; else by ``measure``, whose evidence is written to the
+    segment's folder. The verdict, the event, and the segment's state are recorded all at once."""
     same = "WHERE gate = :gate AND subject_sha256 = :judged AND outcome <> 'hold' ORDER BY id DESC"
-    return VerdictRow.first(ledger, same, gate=gate, judged=judged)
-
-
-def _record(
-    ledger: Ledger,
-    row: SegmentRow,
-    gate: str,
-    judged: str,
-    policy: str,
-    against: str | None,
-    outcome: str,
-    reasons: list[str],
-    shown: dict[str, Any],
-    progress: Progress,
-) -> VerdictRow:
-    """The verdict, the event, and the segment's state, all at once."""
+    known = VerdictRow.first(plant.ledger, same, gate=gate, judged=judged)
+    if known:  # the same code on the same checkpoint and data: measured for a segment that this one takes the place of
+        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(plant.ledger)
+    else:
+        judgement, measured = measure()
+        outcome, reasons = judgement.outcome, judgement.reasons
+        file = Path(row.folder) / f"{SCRATCH[gate]}.json"
+        shown = finite(measured) | {"file": str(file)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, finite_json(shown | {"outcome": outcome, "reasons": reasons}, indent=1))
+        shown.pop("evidence", None)  # of a certificate, every number of every step: in its file alone
     words = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[outcome]
     subject = Subject("segment", row.id)
-    with ledger.begin() as tx:
-        refuse_rewound(Snapshot(tx, ledger.root), row.id)
+    with plant.ledger.begin() as tx:
+        refuse_rewound(Snapshot(tx, plant.ledger.root), row.id)
         number = record_verdict(
-            tx,
-            gate,
-            subject,
-            against=against,
-            policy_sha256=policy,
-            subject_sha256=judged,
-            outcome=outcome,
-            reasons=reasons,
-            evidence=shown,
-        )
+            tx, gate, subject, against=against, policy_sha256=policy, subject_sha256=judged, outcome=outcome, reasons=reasons, evidence=shown
+        )  # fmt: skip
         record(tx, words.lower().replace(" ", "_"), subject, {"verdict": number})
         if outcome != "promote":
             tx.execute(segments.update().where(segments.c.id == row.id).values(state=UNCERTIFIED))
-    progress.line(f"  the code of segment {row.id} is {words}: {reasons[0]}")
-    return VerdictRow.get(ledger, number)
+    plant.say(f"  the code of segment {row.id} is {words}: {reasons[0]}")
+    return VerdictRow.get(plant.ledger, number)
 
 
 def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, checkpoint: str) -> str:
     """One hash of all that the measurement depends on: approval binds to it."""
     same = [row.kind, row.recipe_sha256, row.data_plan, row.first_step, row.last_step]
-    parts = [
-        policy.model_dump(exclude={"preflight"}),
-        parent.code_commit,
-        row.code_commit,
-        checkpoint,
-        same,
-        changed(parent, row),
-    ]
+    of = policy.model_dump(exclude={"preflight"})
+    parts = [of, parent.code_commit, row.code_commit, checkpoint, same, changed(parent, row)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _write_file(folder: Path, evidence: CertificateEvidence, judgement: Judgement) -> dict[str, Any]:
-    """certificate.json, with everything that was measured; returns the part that the ledger keeps."""
-    measured = [asdict(m) | {"share": m.share} for m in judgement.measures]
+def _shown(evidence: CertificateEvidence, judgement: Judgement) -> dict[str, Any]:
+    """The part of the evidence that the ledger keeps."""
     losses = {
         name: trace.series.get("loss", []) for name, trace in (("old", evidence.old), ("new", evidence.new)) if trace
     }
     pairs = zip(losses.get("old", []), losses.get("new", []))
     apart = [None if old is None or new is None else new - old for old, new in pairs]
-    shown = {
-        "old_commit": evidence.old_commit,
-        "new_commit": evidence.new_commit,
-        "changed": evidence.changed,
-        "first_step": evidence.first_step,
-        "steps": evidence.steps,
-        "basis": evidence.basis,
+    return {
+        **{name: getattr(evidence, name) for name in ("old_commit", "new_commit", "changed", "first_step", "steps", "basis")},
         "seeds": list(evidence.seeds),
         "loss": losses | {"difference": apart},
-        "measures": measured,
-        "file": str(folder / "certificate.json"),
-    }
-    shown = finite(shown)
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = shown | {"outcome": judgement.outcome, "reasons": judgement.reasons, "evidence": asdict(evidence)}
-    write_atomically(folder / "certificate.json", finite_json(whole, indent=1))
-    return shown
+        "measures": [asdict(m) | {"share": m.share} for m in judgement.measures],
+    }  # fmt: skip
 
 
 # -- the preflight -----------------------------------------------------------------------------------------------------
@@ -273,21 +238,12 @@ def _trained_by(row: SegmentRow) -> dict[str, Any]:
 
 
 def _fly(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> VerdictRow:
-    parts = [policy.model_dump(), _trained_by(row), row.recipe_json["model"], row.data_plan]
-    judged = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    known = _known(plant.ledger, PREFLIGHT, judged)
-    if known:
-        outcome, reasons, shown = known.outcome, known.reasons, known.evidence(plant.ledger)
-    else:
+    def measure() -> tuple[Judgement, dict[str, Any]]:
         from factory.training.preflight_runs import fly
 
         evidence = fly(plant, row, policy)
-        judgement = judge_preflight(policy, evidence)
-        outcome, reasons = judgement.outcome, judgement.reasons
-        shown = finite(asdict(evidence)) | {"file": str(Path(row.folder) / "preflight.json")}
-        Path(row.folder).mkdir(parents=True, exist_ok=True)
-        whole = shown | {"outcome": outcome, "reasons": reasons}
-        write_atomically(Path(shown["file"]), finite_json(whole, indent=1))
-    return _record(
-        plant.ledger, row, PREFLIGHT, judged, policy_sha256(policy), None, outcome, reasons, shown, plant.progress
-    )
+        return judge_preflight(policy, evidence), asdict(evidence)
+
+    parts = [policy.model_dump(), _trained_by(row), row.recipe_json["model"], row.data_plan]
+    judged = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return _verdict(plant, row, PREFLIGHT, judged, policy_sha256(policy), None, measure)

@@ -31,26 +31,16 @@ def export_candidate(plant: Plant, segment: int) -> int:
 
     row = SegmentRow.get(plant.ledger, segment)
     checkpoint = last_checkpoint(plant.ledger, segment)
-    target, aside = (
-        plant.workspace.exports / f"segment-{segment:05d}",
-        plant.workspace.exports / f".writing-{segment:05d}",
-    )
+    target, aside = (plant.workspace.exports / f"{name}-{segment:05d}" for name in ("segment", ".writing"))
     if not target.exists():
         make_export(plant, row, aside)
         os.rename(aside, target)
     sync_folder(target.parent)  # also of one that a killed process made
     made = made_from(Path(checkpoint["path"]), row.recipe_json)  # by this process, not by the code that exported it
     with plant.ledger.begin() as tx:
-        number = insert(
-            tx,
-            candidates,
-            id=next_key(tx, candidates),
-            segment=segment,
-            checkpoint=checkpoint["id"],
-            export_path=plant.ledger.inside(target),
-            export_sha256=folder_sha256(target),
-            created_at=time.time(),
-        )
+        values = {"checkpoint": checkpoint["id"], "export_path": plant.ledger.inside(target), "created_at": time.time()}
+        values |= {"id": next_key(tx, candidates), "segment": segment, "export_sha256": folder_sha256(target)}
+        number = insert(tx, candidates, **values)
         record(tx, "candidate", Subject("candidate", number), {"segment": segment, "made": made.to_json()})
     return number
 

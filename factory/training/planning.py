@@ -23,6 +23,7 @@ from factory.core.launching import check_ranks
 from factory.core.workspace import Workspace
 from factory.ingest.rules.claims import CONFLICT, counted
 from factory.ingest.rules.policy import DataPolicy, Licences
+from factory.ingest.vocabulary_size import refuse_vocabulary
 from factory.ledger.ledger import Ledger, data_plans, record, segments, token_shards
 from factory.ledger.places import inside, portable
 from factory.ledger.plant import Plant
@@ -30,10 +31,8 @@ from factory.ledger.removals import FATE, REMOVED, removals, with_contents
 from factory.ledger.rows import Reads, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
-from factory.retrying.rewound import newest_decision, refuse_decided, refuse_rewound
+from factory.retrying.asking import OVERRIDDEN, newest_decision, refuse_decided, refuse_rewound
 from factory.retrying.tries import refuse_parked
-from factory.training.fitting import refuse_misfit
-from factory.training.overrides import override_of
 from trainer.contract.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -182,14 +181,8 @@ def _emptied(ledger: Ledger) -> set[str]:
 
 
 def _data_plan(
-    ledger: Ledger,
-    recipe: Recipe,
-    kind: str,
-    shards: list[tuple[str, str, int]],
-    first: int,
-    last: int,
-    licences: Licences,
-) -> tuple[DataPlan, list[str]]:
+    ledger: Ledger, recipe: Recipe, kind: str, shards: list[tuple[str, str, int]], first: int, last: int, licences: Licences
+) -> tuple[DataPlan, list[str]]:  # fmt: skip
     """The plan of the steps [first, last), and the domains it leaves out because no shard of them has arrived yet.
 
     Raises: ConfigError naming the key, when nothing has arrived of a mixture that these steps need.
@@ -260,13 +253,7 @@ def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: Segm
             refuse_padding(_data_order(ledger, recipe, plan, parent), recipe, last_step)
 
 
-def _plan(
-    plant: Plant,
-    kind: str,
-    parent: SegmentRow | None,
-    length: int,
-    shards: list[tuple[str, str, int]],
-) -> int:
+def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shards: list[tuple[str, str, int]]) -> int:
     from factory.git.repository import file_text, live_commit
 
     decided = newest_decision(plant.ledger)
@@ -291,32 +278,19 @@ def _plan(
     notes += of_computing
     for note in notes:
         plant.progress.line(f"  {note}")
-    plan = type(plan).from_json(
-        portable(plant.workspace.root, json.loads(plan.to_json()))
-    )  # its id is the same in any folder
+    moved = portable(plant.workspace.root, json.loads(plan.to_json()))  # its id is the same in any folder
+    plan = type(plan).from_json(moved)
+    detail: dict[str, Any] = {"domains_not_arrived": left_out, "notes": notes}
+    detail |= {"overridden": dict(overridden.keys)} if overridden else {}
     with plant.ledger.begin() as tx:
         refuse_decided(Snapshot(tx, plant.ledger.root), decided)
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
         return plan_segment(
-            tx,
-            plant.workspace,
-            kind,
-            (first, first + length),
-            {
-                "domains_not_arrived": left_out,
-                "notes": notes,
-                **({"overridden": dict(overridden.keys)} if overridden else {}),
-            },
-            parent=parent and parent.id,
+            tx, plant.workspace, kind, (first, first + length), detail, parent=parent and parent.id, recipe=recipe.name,
+            recipe_json=recipe.model_dump(mode="json"), recipe_sha256=recipe.sha256, data_plan=plan.id, code_commit=commit, computing=computed,
             generation=max(shard.generation for shard in plan.token_shards),
-            recipe=recipe.name,
-            recipe_json=recipe.model_dump(mode="json"),
-            recipe_sha256=recipe.sha256,
-            data_plan=plan.id,
-            code_commit=commit,
-            computing=computed,
-        )
+        )  # fmt: skip
 
 
 def plan_segment(
@@ -329,3 +303,75 @@ def plan_segment(
     insert(tx, segments, id=number, kind=kind, first_step=steps[0], last_step=steps[1], **made, **columns)
     record(tx, "segment_planned", Subject("segment", number), {"kind": kind, "steps": list(steps), **detail})
     return number
+
+
+@dataclass(frozen=True)
+class RecipeOverride:
+    """``keys`` of the recipe, with dots, until step ``until`` (not included)."""
+
+    keys: Mapping[str, Any]
+    until: int
+    reason: str
+
+
+def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOverride) -> None:
+    """For the segment that will take the place of ``spoiled``."""
+    place = {"kind": spoiled.kind, "parent": spoiled.parent}
+    detail = {"keys": dict(override.keys), "until": override.until, "reason": override.reason}
+    record(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
+
+
+def override_of(db: Reads, kind: str, parent: int | None) -> RecipeOverride | None:
+    """The newest for a segment of that kind off that parent; None where that one has no keys, as after a rejected diagnosis."""
+    found = _newest(db, kind, parent)
+    return RecipeOverride(found["keys"], found["until"], found["reason"]) if found and found["keys"] else None
+
+
+def was_overridden(db: Reads, kind: str, parent: int | None) -> bool:
+    """Was there ever one for such a segment, or a person's word that there shall be none?"""
+    return _newest(db, kind, parent) is not None
+
+
+def _newest(db: Reads, kind: str, parent: int | None) -> dict[str, Any] | None:
+    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=OVERRIDDEN)
+    found = (row["detail"] for row in rows)
+    return next((detail for detail in found if (detail["kind"], detail["parent"]) == (kind, parent)), None)
+
+
+def refuse_misfit(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> list[str]:
+    """Returns lines for a person: changes that the recipe's ``accept_changes`` names.
+
+    Raises: ConfigError that names what differs, both values and their places, and what to do.
+    """
+    from trainer.contract.checkpoint.same_function import function_changes, not_accepted
+    from trainer.contract.recipe import ACCEPTABLE
+
+    if parent is None:
+        refuse_vocabulary(plant, recipe)
+        return []
+    workspace = plant.workspace
+    before = parent.recipe_json.get("model")  # as the ledger has it: a checkpoint may be older than its own account
+    if not before:
+        return []  # a row that an older factory recovered without its recipe: the trainer compares the weights
+    changes = function_changes(before, recipe.model)
+    refused = not_accepted(before, recipe.model, recipe.accept_changes)
+    if before.get("context", recipe.model.context) != recipe.model.context:
+        changes["context"] = before["context"], recipe.model.context
+        refused.insert(0, "context")
+    if refused:
+        shown = ", ".join(f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused)
+        root = SegmentRow.lineage(plant.ledger, parent.id)[0].id
+        named = f"name it in the recipe (accept_changes: [{', '.join(refused)}]): the weights then learn the new function from where they are; "
+        raise ConfigError(
+            f"{workspace.recipe_path()}: {shown}: not what segment {parent.id} was trained with. Take the change back; or "
+            f"{named if set(refused) <= set(ACCEPTABLE) else ''}"
+            f"train anew here with 'factory rewind {root} -w {workspace.root}' (data, tokenizer and releases stay); or begin another workspace "
+            f"with 'factory init --recipe {recipe.name} --tokenizer {workspace.tokenizer} -w FOLDER'"
+        )
+    notes = [f"accepted by the recipe: model.{key} {old} → {new}" for key, (old, new) in changes.items()]
+    idle = [key for key in recipe.accept_changes if key not in changes]
+    if idle:
+        notes.append(
+            f"accept_changes names {', '.join(idle)}, which did not change: take it out of {workspace.recipe_path()}"
+        )
+    return notes

@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from factory.core.errors import SegmentError
-from factory.core.launching import (
-    EXIT_DISK_FULL,
-    LOG_BYTES,
-    failure_line,
-)
+from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, failure_line
 from factory.core.left_files import parse_object, read_object, read_tail, read_text
 from factory.ledger.anomalies import REPLICAS_APART
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
@@ -23,10 +19,9 @@ from factory.ledger.places import portable
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
-from factory.retrying.endings import Ending, ending_of
+from factory.retrying.asking import refuse_rewound
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.rewound import refuse_rewound
-from factory.retrying.tries import TrainerDiedError, newest_step, record_death
+from factory.retrying.tries import Ending, TrainerDiedError, ending_of, newest_step, record_death
 from factory.runs.folders import refuse_full
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_checkpoint, plan_of
@@ -105,13 +100,7 @@ def set_aside(root: Path, path: Path) -> Path:
     return away
 
 
-def failed(
-    plant: Plant,
-    row: SegmentRow,
-    code: int,
-    kills_before: int | None,
-    why: Ending | None = None,
-) -> NoReturn:
+def failed(plant: Plant, row: SegmentRow, code: int, kills_before: int | None, why: Ending | None = None) -> NoReturn:
     """Record how a trainer of a segment ended: ``why``, or as its exit and its log tell. ``kills_before``: ``oom_kills`` at its start.
 
     Raises: SegmentError, always; TrainerDiedError for what counts as a try; DiskFullError when the trainer says so, and it is.
@@ -161,20 +150,13 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         found.append({"step": row.last_step - 1, "kind": REPLICAS_APART, "weights": weights})
     with ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, ledger.root), row.id)
-        tx.execute(
-            checkpoints.insert().values(
-                id=manifest, segment=row.id, step=result["last_step"], path=ledger.inside(path), created_at=time.time()
-            )
-        )
+        values = {"id": manifest, "segment": row.id, "step": result["last_step"], "path": ledger.inside(path)}
+        tx.execute(checkpoints.insert().values(**values, created_at=time.time()))
         for anomaly in found:
-            tx.execute(
-                anomalies.insert().values(segment=row.id, step=anomaly["step"], kind=anomaly["kind"], detail=anomaly)
-            )
-        tx.execute(
-            segments.update()
-            .where(segments.c.id == row.id)
-            .values(state="done", result=portable(ledger.root, result), finished_at=time.time())
-        )
+            of = {"segment": row.id, "step": anomaly["step"], "kind": anomaly["kind"]}
+            tx.execute(anomalies.insert().values(**of, detail=anomaly))
+        done = {"state": "done", "result": portable(ledger.root, result), "finished_at": time.time()}
+        tx.execute(segments.update().where(segments.c.id == row.id).values(**done))
         record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
 
 

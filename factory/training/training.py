@@ -17,10 +17,9 @@ from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, ex
 from factory.core.left_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.asking import refuse_paused
-from factory.retrying.endings import FAILED, HUNG, Ending, oom_kills
+from factory.retrying.asking import refuse_paused, refuse_rewound
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.rewound import refuse_rewound
+from factory.retrying.tries import HUNG, REFUSED, Ending, oom_kills
 from factory.retrying.watchdog import Watchdog, record_begun, usual_of
 from factory.runs.folders import clear, folder_lock, refuse_full, result_of, write_spec
 from factory.runs.live import not_for_the_machine
@@ -40,10 +39,7 @@ class Follower(Protocol):
 
 
 def run_segment(
-    plant: Plant,
-    number: int,
-    follower: Follower | None = None,
-    mend: Callable[[bool], bool] = lambda every: False,
+    plant: Plant, number: int, follower: Follower | None = None, mend: Callable[[bool], bool] = lambda every: False
 ) -> dict[str, Any]:
     """Run, or resume, a planned segment to its end; returns the content of result.json.
 
@@ -83,7 +79,7 @@ def run_segment(
         result = result_of(folder, row.last_step)
         record_done(plant.ledger, row, folder, result)
     except SegmentError as error:
-        failed(plant, row, code, kills, Ending(FAILED, f"ended with exit {code}: {error}"))
+        failed(plant, row, code, kills, Ending(REFUSED, f"ended with exit {code}: {error}"))
     return result
 
 

@@ -21,8 +21,7 @@ from agents.core.yaml_edit import change_recipe, set_value, values
 from agents.loop.role import Aim, DraftError, TargetError
 from agents.recipe_scout.changes import Tried, all_changes
 from agents.recipe_scout.course import LEAST_SLOPE, Course, course_of, slope
-from agents.recipe_scout.draft import read_change
-from agents.recipe_scout.role import RecipeScout
+from agents.recipe_scout.role import RecipeScout, read_change
 from agents.recipe_scout.scout import propose, tried
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.paths import ROOT

@@ -120,7 +120,9 @@ MUTANTS = (
         STORE,
     ),
     Mutant(
-        "factory/git/durable.py", "os.fsync(out.fileno())", Cut("merge", "create target/.git/index.lock", at_once=True)
+        "factory/git/git_store.py",
+        "os.fsync(out.fileno())",
+        Cut("merge", "create target/.git/index.lock", at_once=True),
     ),
     Mutant("factory/git/git_store.py", "os.fsync(out.fileno())", MERGE),
     Mutant(
@@ -180,9 +182,9 @@ MUTANTS = (
         "tests/factory/retention/test_cleaning.py::test_the_policy_keeps_what_it_says",
     ),
     Mutant(
-        "factory/diagnosis/ladder.py",
-        "os.rename(self.target / name_of(step), aside)",
-        "tests/factory/diagnosis/test_ladder.py::test_a_rung_that_is_removed_is_whole_or_gone",
+        "factory/audit/keeping.py",
+        "os.rename(target / name_of(step), aside)",
+        "tests/factory/audit/test_audit_keeping.py::test_a_rung_that_is_removed_is_whole_or_gone",
     ),
     Mutant(
         "factory/backups/backups.py",

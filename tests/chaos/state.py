@@ -18,7 +18,7 @@ from typing import Any
 
 from factory.backups.backups import database_damage
 from factory.core.exports import folder_sha256
-from factory.git.durable import MARK
+from factory.git.git_store import MARK
 from factory.ledger.journal import NAME, about, damage_of, folders_of
 from trainer.contract.json_lines import read_lines
 

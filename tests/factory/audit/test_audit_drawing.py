@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from factory.audit.drawing import AUDITED, AuditWindow, agreed, draw, merged_patches, note, under_audit, windows_of
+from factory.audit import drawing
+from factory.audit.drawing import AuditWindow, agreed, draw, merged_patches, note, under_audit, windows_of
 from factory.audit.policy import AuditPolicy
-from factory.audit.waiting import every_audit, waiting
 from factory.code_loop import approvals
+from factory.code_loop.reverting import AUDITED
 from factory.ledger.ledger import record, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
@@ -87,13 +88,13 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
         tx.exec_driver_sql("INSERT INTO data_plans (id, plan) VALUES ('plan', '{}')")
         for number in (2, 3, 4):
             tx.execute(segments.insert().values(values | {"id": number, "state": "done" if number < 4 else "planned"}))
-    assert waiting(plant.ledger, policy) == [] == every_audit(plant.ledger)
+    assert drawing.waiting(plant.ledger, policy) == [] == drawing.every_audit(plant.ledger)
     note(plant.ledger, 3, AuditWindow(20, 25, (1,)))
     note(plant.ledger, 2, AuditWindow(25, 30, (1,)))
     note(plant.ledger, 4, AuditWindow(25, 30, (1,)))
-    assert waiting(plant.ledger, policy) == [2, 3]
+    assert drawing.waiting(plant.ledger, policy) == [2, 3]
     note(plant.ledger, 3, AuditWindow(0, 0, (1,)))  # it could not be kept
-    assert waiting(plant.ledger, policy) == [2]
+    assert drawing.waiting(plant.ledger, policy) == [2]
 
     def judged(outcome: str) -> None:
         hashes = {"policy_sha256": "", "subject_sha256": ""}
@@ -103,13 +104,12 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
             )
 
     judged("hold")
-    assert waiting(plant.ledger, policy) == [2]
-    assert waiting(plant.ledger, policy.model_copy(update={"again_after_seconds": 1e6})) == []
+    assert drawing.waiting(plant.ledger, policy) == [2]
+    assert drawing.waiting(plant.ledger, policy.model_copy(update={"again_after_seconds": 1e6})) == []
     judged("hold")
-    assert waiting(plant.ledger, policy) == []
+    assert drawing.waiting(plant.ledger, policy) == []
     judged("promote")
-    assert waiting(plant.ledger, policy.model_copy(update={"tries": 9})) == []
-    assert [(row["segment"], row["verdict"] and row["verdict"]["outcome"]) for row in every_audit(plant.ledger)] == [
-        (2, "promote"),
-        (4, None),
-    ]
+    assert drawing.waiting(plant.ledger, policy.model_copy(update={"tries": 9})) == []
+    assert [
+        (row["segment"], row["verdict"] and row["verdict"]["outcome"]) for row in drawing.every_audit(plant.ledger)
+    ] == [(2, "promote"), (4, None)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from factory.audit.comparing import anomalies_differ, lines_differ, read_whole
+from factory.audit.auditing import anomalies_differ, lines_differ, read_whole
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
 from factory.runs.distance import same_bits, unlike

@@ -1,4 +1,6 @@
-"""Checkpoints are copied as they are while a trainer that may be hostile writes beside, and it cannot see that they were read."""
+"""Checkpoints are copied as they are while a trainer that may be hostile writes beside, and it cannot see that they were read; the ladder holds
+whole rungs or none, also after a kill in the midst of a removal.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from factory.audit import keeping
 from factory.audit.drawing import AuditWindow, note
-from factory.audit.keeping import copy_checkpoint, keep, kept
+from factory.audit.keeping import copy_checkpoint, keep, keep_rungs, kept, rungs
+from factory.core.removal import remove
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
 from tests.support.factory.approvals import PatchPlant
 from tests.support.failing.limits import few_handles
-from trainer.contract.checkpoint.format import Checkpoint, find_fault, save
+from trainer.contract.checkpoint.format import Checkpoint, find_fault, save, steps_in
 
 ROW = SegmentRow(
     2, "trunk", 1, 1, "tiny", {"checkpoint_every": 5}, "", "plan", "", 20, 33, "done", 0, "", None, None, 0.0, None
@@ -131,3 +135,35 @@ def test_a_window_that_was_not_left_is_replaced_by_the_whole_segment(tmp_path: P
     for step in (25, 30, 33):
         made(kept_at, step)
     assert keep_now() == drawn and not find_fault(kept(plant, row, 25))
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "checkpoints", tmp_path / "ladder"
+    steps = range(5, 45, 5)
+    for step in steps:
+        save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
+    keep_rungs(source, target, every=5)
+    held = steps_in(target)
+    for _, checkpoint in steps_in(source):
+        remove(checkpoint)
+    for step in (45, 50):
+        save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
+    wanted = rungs([step for step, _ in held] + [45, 50], every=5)
+    assert len(wanted) < len(held) + 2
+
+    def killed(path: Path) -> None:
+        (path / "manifest.json").unlink()
+        raise Killed
+
+    monkeypatch.setattr(keeping, "remove", killed)
+    with pytest.raises(Killed):
+        keep_rungs(source, target, every=5)
+    monkeypatch.undo()
+    assert not [fault for _, path in steps_in(target) if (fault := find_fault(path))]
+    keep_rungs(source, target, every=5)
+    assert [step for step, _ in steps_in(target)] == wanted
+    assert not list(target.glob(".*"))

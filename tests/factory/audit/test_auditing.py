@@ -15,14 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from factory.audit.auditing import audit
-from factory.audit.drawing import AuditWindow, agreed, note
+from factory.audit.drawing import AuditWindow, agreed, note, waiting
 from factory.audit.keeping import folder_of
 from factory.audit.policy import AuditPolicy
-from factory.audit.reverts import open_reverts
-from factory.audit.waiting import waiting
 from factory.cli.app import app
 from factory.code_loop.approvals import approve
 from factory.code_loop.revalidating import AUDIT
+from factory.code_loop.reverting import open_reverts
 from factory.core.workspace import Workspace
 from factory.duties.training import train
 from factory.git import repository

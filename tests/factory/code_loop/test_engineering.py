@@ -25,12 +25,11 @@ from rich.console import Console
 from agents.core.proposal import Edit, Proposal
 from agents.kernel_engineer.draft import AGENT
 from factory.code_loop import proposing, submitting
-from factory.code_loop.agent_runs import AgentOptions, AgentRun, AgentRuns, ModelError, checkpoints_at
+from factory.code_loop.agent_runs import IMPROVE, AgentOptions, AgentRun, AgentRuns, ModelError, checkpoints_at
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.console import Terminal
 from factory.core.devices import side_by_side
 from factory.core.errors import FactoryError, InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace, code_root
 from factory.gates.training_start import find_start
 from factory.git.repository import RepositoryError
@@ -187,6 +186,20 @@ def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
     assert (state_of(made, first), state_of(made, second)) == ("abandoned", "running")
 
 
+def test_a_person_and_the_daemon_let_each_others_runs_be(made: Made, tmp_path: Path) -> None:
+    options = AgentOptions(f"files:{tmp_path}")
+    mine, daemons = (AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, options, by=by) for by in ("", IMPROVE))
+    run = mine.begin(made.base, "")
+    assert daemons.unfinished(made.base, 1) == []
+    own = daemons.begin(made.base, "")
+    assert [[one.number for one in runs.unfinished(made.base, 2)] for runs in (mine, daemons)] == [
+        [run.number],
+        [own.number],
+    ]
+    for runs, number in ((mine, run.number), (daemons, own.number)):
+        runs.end(number, "abandoned")
+
+
 def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> None:
     policy(made, exchanges=1)
     runs = [begun(made, "kernel:swiglu"), begun(made, "kernel:attention")]  # killed: the same command goes on with both
@@ -210,7 +223,7 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
     policy(made)
     options, start = AgentOptions(f"files:{tmp_path}", "m"), find_start(made.ledger)
     assert start is not None
-    bench = LiveWorkbench(made.workspace, made.ledger, made.base, start, SILENT)
+    bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, start)
     runs = AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, options, 3)
     work_on = lambda: proposing.runs_to_work_on(runs, bench, made.base, 3)
     begun(made, "")  # which chose the first target

@@ -15,7 +15,7 @@ from agents.llm.client import Client
 from agents.llm.exchange import BudgetError, LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
-from factory.code_loop.exchanges import DAY, ExchangeBooks
+from factory.code_loop.agent_runs import DAY, ExchangeBooks
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, code_root
 from factory.doctor import _ledger

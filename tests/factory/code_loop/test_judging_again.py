@@ -11,7 +11,7 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.judging_again import due, judge_held_again
+from factory.code_loop.approvals import due, judge_held_again
 from factory.code_loop.submitting import submit
 from factory.core import devices
 from factory.core.policy_file import StrictPolicy

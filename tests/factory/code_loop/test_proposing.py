@@ -90,9 +90,7 @@ def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert "Verdict: reject" in message and "imports socket" in message
     assert row["branch"] == f"factory/search/{number}-try-b-it-b" and made.left_behind() == []
-    known = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT).history(
-        row["target"]
-    )  # type: ignore[arg-type]
+    known = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger)).history(row["target"])  # type: ignore[arg-type]
     assert known[-1].outcome == "reject" and known[-1].patch_id == drafted(text="import socket\n").patch_id
 
 
@@ -136,7 +134,7 @@ def test_what_a_killed_process_left_is_cleared_away(made: Made) -> None:
 def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) -> None:
     start = find_start(made.ledger)
     assert start is not None
-    bench = LiveWorkbench(made.workspace, made.ledger, made.base, start, SILENT)
+    bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, start)
     assert "attention" in bench.read("policies/kernels.yaml")
     for path in (
         "agents/core/workbench.py",

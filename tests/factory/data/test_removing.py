@@ -17,7 +17,7 @@ from factory.data.cost import cost_of
 from factory.data.exposure import Exposure
 from factory.data.removing import Outlook, look, mark_new_releases, remove, undo
 from factory.data.selecting import by_name, by_value, fates_of
-from factory.diagnosis.by_hand import quarantine, rewind
+from factory.diagnosis.acting import quarantine, rewind
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.gates.release.licences import tokens_by_licence

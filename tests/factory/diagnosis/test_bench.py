@@ -16,8 +16,8 @@ from agents.loss_doctor.arms import AGAIN, OLDER, BudgetSpent, ReplayArm
 from agents.loss_doctor.curves import points
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import shards_kind, suspects
+from factory.audit.keeping import NEWEST, keep_rungs, rungs
 from factory.diagnosis.bench import Episode, WindowBench, graft, moments_are_lost
-from factory.diagnosis.ladder import NEWEST, LadderKeeper, rungs
 from factory.runs.arm import Arm
 from factory.runs.live import prepare
 from factory.runs.sandboxed import Ended
@@ -172,20 +172,19 @@ def test_lost_moments_are_seen(live: Live, tmp_path: Path) -> None:
 def test_the_ladder_keeps_what_the_trainer_removes(live: Live, tmp_path: Path) -> None:
     every = checkpoints.steps_in(live.trunk / "checkpoints")
     source, target = tmp_path / "source", tmp_path / "ladder"
-    keeper = LadderKeeper(source, target, every=5)
     source.mkdir()
     for step, path in every:
         for _, old in checkpoints.steps_in(source)[:-1]:
             old.unlink()
         (source / checkpoints.name_of(step)).symlink_to(path)  # refused: a rung is no link
-        keeper.look()
+        keep_rungs(source, target, every=5)
     assert not checkpoints.steps_in(target)
     for number, (_, path) in enumerate(every):
         for _, old in checkpoints.steps_in(source):
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
         held = checkpoints.load(path)
         checkpoints.save(source, held)
-        keeper.look()
+        keep_rungs(source, target, every=5)
         steps = [step for step, _ in every[: number + 1]]
         assert [step for step, _ in checkpoints.steps_in(target)] == rungs(steps, 5)
     assert len(every) > NEWEST and not any(checkpoints.find_fault(path) for _, path in checkpoints.steps_in(target))

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from factory.diagnosis.diagnosing import previous_weights, was_otherwise
-from factory.diagnosis.episodes import Noted, spans
+from factory.diagnosis.diagnosing import Noted, previous_weights, spans, was_otherwise
 from factory.diagnosis.joined import joined_in
 from tests.support.trainer.segments import plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder

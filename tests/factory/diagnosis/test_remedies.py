@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from factory.audit.reverts import open_reverts
 from factory.code_loop.approvals import approve
+from factory.code_loop.reverting import open_reverts
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.duties.runner import work
 from factory.gates.release.anomaly_policy import AnomalyPolicy

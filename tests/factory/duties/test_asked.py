@@ -23,10 +23,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release import releases
 from factory.release.releases import release
-from factory.retrying.asking import answer, ask, asked
-from factory.retrying.endings import FAILED, Ending
-from factory.retrying.rewound import RewoundError
-from factory.retrying.tries import record_death
+from factory.retrying.asking import RewoundError, answer, ask, asked
+from factory.retrying.tries import REFUSED, Ending, record_death
 from factory.training import planning
 from factory.training.planning import plan_trunk
 from factory.training.segment_folder import record_done
@@ -93,7 +91,7 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
     with pytest.raises(RewoundError, match=f"segment {number} was rewound meanwhile"):
         record_done(ledger, planned, Path(row.folder), dict(row.result or {}))
     with pytest.raises(RewoundError):
-        record_death(ledger, planned, Ending(FAILED, "ended"), 1, 1, final=True)
+        record_death(ledger, planned, Ending(REFUSED, "ended"), 1, 1, final=True)
     assert SegmentRow.get(ledger, number).state == "rewound"
 
 

@@ -18,7 +18,6 @@ from factory.code_loop import approvals, proposing, revalidating, submitting
 from factory.code_loop.agent_runs import AgentOptions, wants_model
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
-from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.recipe.runs import RecipeSide, lengthened, lengths, run_recipe
@@ -150,7 +149,7 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     own.write_text((made.target / TINY).read_text())
     try:
         found = submitted(made, (RATE, "lr: 5e-3"))
-        bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+        bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger))  # type: ignore[arg-type]
         assert proposing._scout(bench, AgentOptions(), 1, submitting.submit) == []
     finally:
         own.unlink()
@@ -160,7 +159,7 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
 
 def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     """Over a real server: two drafts that cannot be, and one that goes to a branch and to the gate."""
-    bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger))  # type: ignore[arg-type]
     with ReplayServer(recorded("scout")) as server:
         options = AgentOptions(server.url, "replay")
         (number,) = proposing._scout(bench, options, 1, submitting.submit)
@@ -180,7 +179,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
 
 
 def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = LiveWorkbench(made.workspace, made.ledger, made.base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger))  # type: ignore[arg-type]
     with ReplayServer(RecordedSession(turns=[])) as server:
         options = AgentOptions(server.url, "m", target="optimizer.rate")
         with pytest.raises(InputError, match="not a key of the recipe"):
@@ -304,7 +303,7 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     (made.target / TINY).write_text((made.target / TINY).read_text().replace(RATE, LOW))
     git(made.target, "commit", "-q", "-am", "a rate that is much too low")
     base = made.base
-    bench = LiveWorkbench(made.workspace, made.ledger, base, find_start(made.ledger), SILENT)  # type: ignore[arg-type]
+    bench = LiveWorkbench(Plant(made.workspace, made.ledger), base, find_start(made.ledger))  # type: ignore[arg-type]
     (number,) = proposing._scout(bench, AgentOptions(), 1, submitting.submit)
     assert number is not None
     found = judged(made, number)

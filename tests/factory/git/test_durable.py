@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.removal import remove
-from factory.git.durable import MARK, alone, lock_files
-from factory.git.git_store import RepositoryError
+from factory.git.git_store import MARK, RepositoryError, alone, lock_files
 from factory.git.git_store import git as factory_git
 from tests.support.git import git
 

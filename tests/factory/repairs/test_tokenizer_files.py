@@ -18,7 +18,7 @@ from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.repairs.mending import repair_all, with_mending
-from factory.repairs.tokenizer_files import tokenizer_fault
+from factory.repairs.token_shards import tokenizer_fault
 from factory.retrying.asking import PausedError, pause
 from tests.support.file_hashes import file_hashes
 from tests.support.said import Said

@@ -17,23 +17,17 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from factory.audit.keeping import kept
+from factory.audit.drawing import waiting
+from factory.audit.keeping import kept, ladder_of
 from factory.audit.policy import AuditPolicy
-from factory.audit.waiting import waiting
 from factory.core.faults import is_full
 from factory.core.workspace import Config, Workspace
-from factory.diagnosis.ladder import ladder_of
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.training_start import find_start
 from factory.git.repository import checkout, live_commit
 from factory.ledger.anomalies import open_anomalies
 from factory.ledger.files import RETIRED, retired
-from factory.ledger.ledger import (
-    Ledger,
-    candidates,
-    events,
-    verdicts,
-)
+from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning

@@ -19,8 +19,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.endings import HUNG, KILLED, OUT_OF_MEMORY
-from factory.retrying.tries import TrainerDiedError, abandon
+from factory.retrying.tries import HUNG, KILLED, OUT_OF_MEMORY, TrainerDiedError, abandon
 from factory.runs.folders import folder_lock
 from factory.sandbox.live import Running
 from factory.training.planning import plan_trunk

@@ -22,8 +22,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.disk import Room
-from factory.retrying.endings import FAILED, KILLED, OUT_OF_MEMORY, ending_of
-from factory.retrying.tries import TrainerDiedError
+from factory.retrying.tries import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, ending_of
 from factory.runs import live
 from factory.runs.arm import Arm
 from factory.runs.folders import checkpoint_bytes
@@ -61,7 +60,11 @@ def test_a_disk_that_is_full_counts_no_try(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "how", "says"),
     [
-        (EXIT_DISK_FULL, FAILED, "says that the disk is full, but there is room for its checkpoints: trainer: no room"),
+        (
+            EXIT_DISK_FULL,
+            REFUSED,
+            "says that the disk is full, but there is room for its checkpoints: trainer: no room",
+        ),
         (EXIT_STOPPED, KILLED, r"was stopped by somebody else \(SIGTERM\), and not by this factory: trainer: no room"),
     ],
 )
@@ -102,7 +105,7 @@ def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> No
     digits = "9" * 5000  # more than Python makes a number of
     assert ending_of(75, "", table.format(digits) + f"Signal {digits} (SIGX) received by PID 1", None).kind == KILLED
     assert (
-        ending_of(1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None).kind == FAILED
+        ending_of(1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None).kind == REFUSED
     )
     assert ending_of(75, "", table.format(75), None).kind == ending_of(75, "", table.format(-15), None).kind == KILLED
 

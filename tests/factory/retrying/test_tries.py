@@ -11,11 +11,11 @@ import pytest
 from factory.core.errors import InputError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.retrying.endings import CRASHED, FAILED, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
-from factory.retrying.tries import abandon, newest_step, parked, record_death, refuse_parked, retry, ways_on
+from factory.retrying import tries
+from factory.retrying.tries import abandon, ending_of, newest_step, parked, record_death, refuse_parked, retry, ways_on
 from tests.support.failing.deaths import plan_row
 
-ENDING = Ending(FAILED, "ended with exit 1")
+ENDING = tries.Ending(tries.REFUSED, "ended with exit 1")
 
 
 def save(row: SegmentRow, step: int) -> Path:
@@ -97,7 +97,7 @@ def test_what_a_trainer_refuses_in_its_own_recipe_no_retry_can_mend(ledger: Ledg
     row = plan_row(ledger, folder=str(tmp_path))
     says = "ended with exit 1: trainer: max_epochs: 30 steps of 256 tokens need 7680 tokens, the data has 5210"
     for _ in range(3):
-        record_death(ledger, SegmentRow.get(ledger, row.id), Ending(FAILED, says), 1, 3, False)
+        record_death(ledger, SegmentRow.get(ledger, row.id), tries.Ending(tries.REFUSED, says), 1, 3, False)
     assert ways_on(ledger, row) == (f"factory abandon {row.id}", f"factory retry {row.id}")
     with pytest.raises(InputError, match=rf"change what is refused, then 'factory abandon {row.id}'"):
         refuse_parked(ledger)
@@ -151,28 +151,28 @@ Root Cause (first observed failure):
 @pytest.mark.parametrize(
     ("code", "line", "log", "kills", "kind", "says"),
     [
-        (-9, "step 4", "", 0, KILLED, "was killed by somebody else (SIGKILL)"),
-        (-9, "", "", -1, OUT_OF_MEMORY, "was ended by the kernel's OOM killer"),
-        (-9, "", "", None, KILLED, "was killed by somebody else"),
-        (1, "[rank0]: peer closed", TORCHRUN, 0, KILLED, "was killed by somebody else"),
-        (1, "[rank0]: peer closed", TORCHRUN, -1, OUT_OF_MEMORY, "OOM killer"),
-        (-11, "step 4", "", 0, CRASHED, "ended with signal SIGSEGV: step 4"),
+        (-9, "step 4", "", 0, tries.KILLED, "was killed by somebody else (SIGKILL)"),
+        (-9, "", "", -1, tries.OUT_OF_MEMORY, "was ended by the kernel's OOM killer"),
+        (-9, "", "", None, tries.KILLED, "was killed by somebody else"),
+        (1, "[rank0]: peer closed", TORCHRUN, 0, tries.KILLED, "was killed by somebody else"),
+        (1, "[rank0]: peer closed", TORCHRUN, -1, tries.OUT_OF_MEMORY, "OOM killer"),
+        (-11, "step 4", "", 0, tries.CRASHED, "ended with signal SIGSEGV: step 4"),
         (
             1,
             "torch.OutOfMemoryError: CUDA out of memory.",
             "",
             0,
-            OUT_OF_MEMORY,
+            tries.OUT_OF_MEMORY,
             "ended with exit 1, out of memory: torch.Out",
         ),
-        (1, "RuntimeError: x", "", -1, FAILED, "ended with exit 1: RuntimeError: x"),
-        (2, "trainer: no domain", TORCHRUN, 0, FAILED, "ended with exit 2: trainer: no domain"),
-        (0, "", "", 0, FAILED, "ended with exit 0"),
+        (1, "RuntimeError: x", "", -1, tries.REFUSED, "ended with exit 1: RuntimeError: x"),
+        (2, "trainer: no domain", TORCHRUN, 0, tries.REFUSED, "ended with exit 2: trainer: no domain"),
+        (0, "", "", 0, tries.REFUSED, "ended with exit 0"),
     ],
 )
 def test_endings_are_told_apart(code: int, line: str, log: str, kills: int | None, kind: str, says: str) -> None:
     """``kills``: how many the OOM killer had ended at the start, less those it has ended now; None: unknown."""
-    now = oom_kills()
+    now = tries.oom_kills()
     before = None if kills is None or now is None else now + kills
     if kills == -1 and now is None:
         pytest.skip("this kernel does not count")

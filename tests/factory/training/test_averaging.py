@@ -26,9 +26,8 @@ from factory.ledger.status import screen, snapshot
 from factory.retrying.tries import open_segment
 from factory.show.pages.provenance import of_release
 from factory.training import averaging
-from factory.training.averaging import choose, kept, plan_average, softmax_weights
+from factory.training.averaging import choose, held_out_ruler, kept, plan_average, softmax_weights
 from factory.training.exporting import export_candidate
-from factory.training.held_out_loss import held_out_ruler
 from factory.training.training import run_segment
 from tests.support.factory.command import factory
 from tests.support.factory.errands import do, next_due, stuck

@@ -10,7 +10,7 @@ import yaml
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
-from factory.diagnosis import by_hand
+from factory.diagnosis import acting
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, segments, tokenizers
@@ -67,7 +67,7 @@ def test_a_changed_shape_on_a_live_trunk_is_refused_with_the_ways_on(trained: tu
 def test_the_second_way_trains_anew_on_the_same_data(trained: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = trained
     change_recipe(workspace, model={"d_model": 64})
-    by_hand.rewind(ledger, 1, "ann")
+    acting.rewind(ledger, 1, "ann")
     number = plan_trunk(Plant(workspace, ledger), 2)
     run_segment(Plant(workspace, ledger), number)
     row = SegmentRow.get(ledger, number)

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import folder_of
+from factory.audit.keeping import folder_of, ladder_of
 from factory.core.workspace import Workspace
-from factory.diagnosis.ladder import ladder_of
 from factory.ledger.anomalies import CLOSED, DIAGNOSED
 from factory.ledger.ledger import (
     Ledger,
