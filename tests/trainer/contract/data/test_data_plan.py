@@ -77,7 +77,7 @@ def test_a_plan_takes_all_of_a_recipes_mixture() -> None:
         "replay": 0.25,
         "max_epochs": 3,
     }
-    for annealed in ({"docs": 1.0}, {}, None):
+    for annealed in ({"docs": 1.0}, None):
         mixture = MixtureRecipe.model_validate(raw | {"anneal_weights": annealed})
         for kind in ("trunk", "anneal"):
             own = kind == "anneal" and annealed is not None
@@ -87,7 +87,7 @@ def test_a_plan_takes_all_of_a_recipes_mixture() -> None:
                     {"id": "a", "path": "p/a", "generation": 2},
                     {"id": "b", "path": "p/b", "generation": 0, "content": "c", "moved": {"docs": "0-3"}},
                 ],
-                "weights": annealed if own and annealed else {"code": 1.0},
+                "weights": annealed if own else {"code": 1.0},
                 "phases": [] if own else raw["phases"],
                 "replay": 0.25,
                 "max_epochs": 3,
