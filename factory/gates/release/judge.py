@@ -235,7 +235,8 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
         return
     if target is None or lower is None or upper is None or not enough(target, policy.clusters_min):
         why = _why(target, policy.clusters_min)
-        found.missing.insert(0, Reason(why.code, f"The gain over {champion} could not be measured: {why.text}."))
+        todo = f"bring shards ('factory ingest PATH') with {why.remedy} document groups." if why.remedy else ""
+        found.missing.insert(0, Reason(why.code, f"The gain over {champion} could not be measured: {why.text}.", todo))
         return
     asked = bounds(policy, evidence)
     assert asked is not None and isinstance(look, int)

@@ -295,7 +295,7 @@ def test_a_new_generation_joins_with_replay_and_the_old_cursor_goes_on(make_shar
     began = joined.state_dict()[
         "streams"
     ]  # as it lies in checkpoints: seed and shards, when it joined, its place, what it is owed
-    name = {n: hashlib.sha256(f"0:{shard.id}".encode()).hexdigest()[:16] for n, shard in enumerate((old, new))}
+    name = {n: hashlib.sha256(f"3:{shard.id}".encode()).hexdigest()[:16] for n, shard in enumerate((old, new))}
     assert began["code/0"] == order.state_dict()["streams"]["code/0"] and began["code/0"][0] == name[0]
     assert began["code/1"] == [name[1], 0, 0, 0.0]
     seen: Counter[str] = Counter()
