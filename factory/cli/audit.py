@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
+from factory.cli.app import Say, app, command
+from factory.ledger.plant import Plant
 
 
-@app.command()
+@command(app)
 def audit(
-    where: Where = DEFAULT,
+    plant: Plant,
+    say: Say,
     segment: Annotated[
         int | None, typer.Option(help="Audit this segment now, even if its last tries could not be measured.")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Replay the windows of finished segments that wait for it, without the patches that agents wrote; list all that was found.
 
@@ -31,7 +32,6 @@ def audit(
     from factory.ledger.rows import SegmentRow
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where, as_json)
     numbers = (
         waiting(plant.ledger, AuditPolicy.load(plant.workspace.policy("gates/audit.yaml")))
         if segment is None
@@ -41,16 +41,14 @@ def audit(
         with ExitStack() as held:
             wanted = [f"audit {SegmentRow.get(plant.ledger, number).id}" for number in numbers]
             if said := hold_or_ask(held, plant, wanted):
-                print_json({"segments": numbers, "says": said}) if as_json else terminal.line(f"  {said}")
+                say({"segments": numbers, "says": said}, f"  {said}")
                 return
             for number in numbers:
                 audit(plant, number)
             open_reverts(plant)
             catch_up(plant)
     found = every_audit(plant.ledger)
-    if as_json:
-        print_json(found)
-        return
+    say(found)
     for row in found:
         verdict = row["verdict"]
         state = (
@@ -59,10 +57,8 @@ def audit(
             else "waits"
         )
         patches = ", ".join(map(str, row["patches"]))
-        terminal.line(
-            f"segment {row['segment']}, steps {row['first']}–{row['last']}, without proposals {patches}: {state}"
-        )
+        say.line(f"segment {row['segment']}, steps {row['first']}–{row['last']}, without proposals {patches}: {state}")
         for reason in verdict["reasons"] if verdict else ():
-            terminal.line(f"    {reason}")
+            say.line(f"    {reason}")
     if not found:
-        terminal.line("  no window was drawn yet: the first is when a segment trains with a patch that an agent wrote")
+        say.line("  no window was drawn yet: the first is when a segment trains with a patch that an agent wrote")

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
+from factory.cli.app import Say, app, command
+from factory.ledger.plant import Plant
 
 
-@app.command("clean")
+@command(app, "clean")
 def clean_up(
-    where: Where = DEFAULT,
+    plant: Plant,
+    say: Say,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would go, and why the rest stays.")
     ] = False,
@@ -20,14 +22,12 @@ def clean_up(
         bool,
         typer.Option("--hard", help="Also what is young: all that nothing needs, as where the disk is almost full."),
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Remove checkpoints, exports, worktrees and logs that policies/retention.yaml no longer keeps. The daemon does this after each segment."""
     from factory.core.workspace import MODEL_LOOP
     from factory.retention.cleaning import Cleaned, clean, describe, examine
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where, as_json)
     if dry_run:
         choices = examine(plant, hard=hard)
         cleaned = Cleaned(choices, 0)
@@ -36,30 +36,28 @@ def clean_up(
             cleaned = clean(plant, hard=hard)
         catch_up(plant)
     sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
-    if as_json:
-        print_json(
-            [
-                {
-                    "path": str(one.what.path),
-                    "kind": one.what.kind,
-                    "goes": one.goes,
-                    "why": one.why,
-                    "bytes": sizes[one.what.path],
-                }
-                for one in cleaned.choices
-            ]
-        )
-        return
+    say(
+        [
+            {
+                "path": str(one.what.path),
+                "kind": one.what.kind,
+                "goes": one.goes,
+                "why": one.why,
+                "bytes": sizes[one.what.path],
+            }
+            for one in cleaned.choices
+        ]
+    )
     for choice in cleaned.gone():
         word = "would go" if dry_run else "removed"
-        terminal.line(f"  {word}  {choice.what.path.relative_to(plant.workspace.root)}: {choice.why}")
+        say.line(f"  {word}  {choice.what.path.relative_to(plant.workspace.root)}: {choice.why}")
     stays = sorted((one for one in cleaned.choices if not one.goes), key=lambda one: (one.what.kind, one.why))
     for (kind, why), group in groupby(stays, key=lambda one: (one.what.kind, one.why)):
         listed = list(group)
         size = sum(sizes[one.what.path] for one in listed)
-        terminal.line(f"  stays    {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
+        say.line(f"  stays    {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
     if dry_run:
         size = sum(sizes[one.what.path] for one in cleaned.gone())
-        terminal.line(f"  {size / 1e6:,.1f} MB would be freed")
+        say.line(f"  {size / 1e6:,.1f} MB would be freed")
     else:
-        terminal.line(f"  {describe(cleaned)}")
+        say.line(f"  {describe(cleaned)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,6 @@ from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, person, pri
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-
-if TYPE_CHECKING:
-    from factory.core.progress import Progress
-    from factory.ledger.ledger import Ledger
 
 proposals_app = typer.Typer(
     help="The patches that agents proposed, and the verdict on each.",
@@ -173,9 +169,7 @@ def proposals_approve(context: typer.Context, number: Number, where: Where = DEF
     """
     from factory.code_loop.approvals import approve
 
-    _decide(_named(context, where), number, lambda workspace, ledger, terminal: approve(
-        Plant(workspace, ledger, terminal), number, person()
-    ))  # fmt: skip
+    _decide(context, where, number, lambda plant: approve(plant, number, person()))
 
 
 @proposals_app.command("reject")
@@ -183,7 +177,7 @@ def proposals_reject(context: typer.Context, number: Number, where: Where = DEFA
     """Reject a judged proposal, whatever its verdict. Its branch stays."""
     from factory.code_loop.approvals import reject
 
-    _decide(_named(context, where), number, lambda workspace, ledger, terminal: reject(ledger, number, person(), why))
+    _decide(context, where, number, lambda plant: reject(plant.ledger, number, person(), why))
 
 
 @proposals_app.command("revert")
@@ -191,19 +185,15 @@ def proposals_revert(context: typer.Context, number: Number, where: Where = DEFA
     """Undo an approved proposal with a commit of its own."""
     from factory.code_loop.approvals import revert
 
-    _decide(
-        _named(context, where),
-        number,
-        lambda workspace, ledger, terminal: revert(Plant(workspace, ledger), number, person(), why),
-    )
+    _decide(context, where, number, lambda plant: revert(plant, number, person(), why))
 
 
-def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Progress], object]) -> None:
+def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
     """Carry out a person's decision under the code loop's lock, and show it in MLflow."""
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where)
+    plant, _ = open_plant(_named(context, where))
     with plant.workspace.lock("code-loop"):
-        decision(plant.workspace, plant.ledger, terminal)
+        decision(plant)
     catch_up(plant)
     _show_proposal(plant.workspace, number, False)
