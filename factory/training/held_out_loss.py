@@ -2,6 +2,8 @@
 
 Measured by the judge's own model from an export, as all that the judge measures, on the dev half of what is held out: what
 chose the weights must not judge them too. The number is in bits per byte, the domains mixed as the release policy's target mixes them.
+
+Apart because it measures with the judge's model, and averaging only weighs by what it is told.
 """
 
 from __future__ import annotations
