@@ -14,10 +14,11 @@ from factory.core.errors import ConfigError
 from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.guards import bounds, set_aside
+from factory.gates.release.guards import bounds, groups_needed, set_aside
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy, Target
 from factory.gates.release.reasons import may_be_overridden
+from factory.tasks.comparing import TaskEvidence
 from tests.support.gates.release_evidence import DOMAINS, FIRST, POLICY, changed, evidence, gain
 
 
@@ -255,7 +256,11 @@ CASES = [
     ),
     ("reject", changed(evidence(), "checks", "logits", (False, "0.3 apart")), "Check logits failed"),
     ("hold", changed(evidence(), "checks", "new", (True, "")), "Check new is unknown to the judge."),
-    ("hold", replace(evidence(), checks={}), f"{len(CHECKS)} of {len(CHECKS)} checks were not made: bos_eos, engine_chat, "),
+    (
+        "hold",
+        replace(evidence(), checks={}),
+        f"{len(CHECKS)} of {len(CHECKS)} checks were not made: bos_eos, engine_chat, ",
+    ),
     # borders
     ("promote", replace(evidence(), sealed_looks=0.0), "Better than candidate 1"),
     ("promote", replace(evidence(), sealed_looks=199.9), "Better than candidate 1"),
@@ -318,10 +323,50 @@ CASES = [
         "could not be measured: 7 document groups, at least 8",
     ),
     ("promote", replace(evidence(), target=gain(0.08, clusters=8)), "Better than candidate 1"),
+    ("hold", replace(evidence(), releasable=True), "The licences of what it was trained on are not known"),
+    ("hold", replace(evidence(), sealed_looks=True), "How often the sealed half was read before is not known"),
+    ("promote", replace(evidence(), halves_gap=Gain(-0.02, 0.0, 40, 40.0)), "Better than candidate 1"),
+    ("promote", replace(evidence(), halves_gap=Gain(0.02, 0.0, 40, 40.0)), "Better than candidate 1"),
+    (
+        "promote",
+        replace(evidence(), halves_gap=gain(0.07, 0.0404)),
+        "Better than candidate 1",
+    ),  # at 1 %, both ends together
+    ("promote", replace(evidence(), halves_gap=gain(-0.07, 0.0404)), "Better than candidate 1"),
+    ("promote", replace(evidence(), on_fresh=gain(-0.1), fresh_gap=gain(-0.15, 0.0404)), "Better than candidate 1"),
+    (
+        "promote",
+        replace(evidence(), on_fresh=gain(-0.1), fresh_gap=Gain(-0.1, 0.0, 40, 40.0)),
+        "Better than candidate 1",
+    ),
+    ("hold", replace(evidence(), on_fresh=Gain(0.0, 0.0, 40, 40.0), fresh_gap=gain(-0.3)), "it knows those by heart"),
+    (
+        "promote",
+        replace(
+            evidence(), watched=4, rise_since=7, rise_dev=gain(0.1), rise_sealed=gain(0.0), rise_gap=gain(-0.08, 0.0404)
+        ),
+        "Better than candidate 1",
+    ),  # 1 % is shared by the four
+    (
+        "promote",
+        replace(
+            evidence(),
+            watched=1,
+            rise_since=7,
+            rise_dev=gain(0.02),
+            rise_sealed=gain(0.0),
+            rise_gap=Gain(-0.02, 0.0, 40, 40.0),
+        ),
+        "Better than candidate 1",
+    ),
+    ("hold", replace(evidence(), target=Gain(0.0, 0.0, 40, 40.0)), "Not shown to be better"),
+    ("promote", changed(evidence(), "noise_floor", "code", 0.02), "Better than candidate 1"),
+    ("hold", changed(evidence(), "noise_floor", "code", -0.1), "code: the noise floor was not measured."),
+    ("hold", changed(evidence(), "guards", "code", Gain(-0.02, 0.0, 40, 40.0)), "Guard not shown to hold: code"),
 ]
 # SHA-256 of what the judge says of all these cases, word for word, and of the codes and remedies behind: bundles of releases are held to
 # the same words. A change must be meant.
-SAID = "32b8a3531266d531"
+SAID = "ebd03417b63ad88b"
 
 
 @pytest.mark.parametrize(("outcome", "given_", "words"), CASES)
@@ -333,11 +378,13 @@ def test_table(outcome: str, given_: ReleaseEvidence, words: str) -> None:
 
 
 def test_the_judge_says_the_same_of_all_of_them_word_for_word() -> None:
-    verdicts = [
-        judge(POLICY, replace(given_, candidate=7))
-        for given_ in (*(one for _, one, _ in CASES), *NOT_BY_A_PERSON.values())
-    ]
+    given = [*(one for _, one, _ in CASES), *NOT_BY_A_PERSON.values()]
+    verdicts = [judge(POLICY, replace(one, candidate=7)) for one in given]
+    verdicts += [judge(POLICY, replace(one, anomalies=None)) for one in given]  # where something else is missing, too
     verdicts += [judge(policy, evidence()) for policy in OTHER_POLICIES]
+    verdicts += [
+        judge(POLICY, one, task) for one in (evidence(), evidence(code=-0.05), evidence(target=0.005)) for task in TASKS
+    ]
     words = "\n".join(f"{one.outcome} {one.reasons} {one.found}" for one in verdicts)
     assert hashlib.sha256(words.encode()).hexdigest()[:16] == SAID
 
@@ -364,6 +411,10 @@ def test_a_hold_says_first_what_to_do_and_who_may_override(given_: ReleaseEviden
         assert not any("factory evaluate" in one for one in todo), "the same items say the same"
 
 
+TASKS = [
+    TaskEvidence({"t/acc": one}, {"t/acc": 0.1}, items={"t/acc": 400}, variances={"t/acc": 0.25})
+    for one in (gain(0.05), gain(-0.1, 0.05), gain(-0.3), Gain(0.0, None, 40, 40.0))
+] + [TaskEvidence.problem("Task t: it was not measured.", "mend it.")]
 OTHER_POLICIES = [
     ReleasePolicy(target=Target(weights={"law": 1.0, "notes": 0.0})),
     ReleasePolicy(target=Target(alpha=0.001)),
@@ -438,3 +489,14 @@ def test_only_domains_that_it_was_trained_on_are_named_as_not_guarded() -> None:
     for trained_on in ({}, dict.fromkeys(DOMAINS, 1 / 3), {"law": 0.0}, {"law": None}, {"law": math.nan}):
         verdict = judge(POLICY, replace(evidence(), trained_on=trained_on))
         assert verdict == judge(POLICY, evidence()), "and older evidence is judged as it was"
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "floor", "needed"),
+    [(8.0, 0.015, -0.02, 31), (1.0, 0.015, -0.02, None), (0.5, 0.015, -0.02, None), (1.5, 0.015, -0.02, 9), (8.0, 0.0, -0.02, 1),
+     (8.0, 0.015, 0.0, None), (8.0, None, -0.02, None), (None, 0.015, -0.02, None)],
+)  # fmt: skip
+def test_how_many_groups_are_needed(
+    groups: float | None, error: float | None, floor: float, needed: int | None
+) -> None:
+    assert groups_needed(Gain(0.0, error, 8, groups), 0.05, floor) == needed
