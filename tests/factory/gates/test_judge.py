@@ -288,6 +288,7 @@ def test_earlier_losses_set_no_guard_aside() -> None:
 
 
 def test_one_group_is_refused_by_the_policy(tmp_path: Path) -> None:
+    assert ReleasePolicy(clusters_min=2).clusters_min == 2
     (tmp_path / "release.yaml").write_text("clusters_min: 1\n")
     with pytest.raises(ConfigError, match="key 'clusters_min': at least 2: one document group has no spread") as error:
         ReleasePolicy.load(tmp_path / "release.yaml")
