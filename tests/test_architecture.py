@@ -185,33 +185,6 @@ def test_a_large_folder_or_file_is_told() -> None:
         warnings.warn("; ".join(told), stacklevel=1)
 
 
-# Small files with one importer beside them, and no reason. May only shrink: a part of its importer, or 'Apart because …' in its docstring.
-SMALL = """
-agents/kernel_engineer/prompts.py
-agents/line_profiler/fresh.py
-agents/line_profiler/trace.py
-agents/line_profiler/traced_lines.py
-agents/loss_doctor/prompts.py
-agents/search_proposer/fusions.py
-agents/search_proposer/micro_batches.py
-factory/audit/judge.py
-factory/cli/audit.py
-factory/cli/cleaning.py
-factory/cli/policy_sources.py
-factory/cli/serve.py
-factory/gates/patch/stages/evals.py
-factory/gates/patch/stages/static.py
-factory/gates/recipe/static.py
-factory/gates/release/domains.py
-factory/serving/metrics.py
-kernels/attention/flex.py
-kernels/linear_cross_entropy/cpp.py
-kernels/swiglu/cpp.py
-trainer/locked_memory.py
-trainer/parallel/split_tensor_ranks.py
-"""
-
-
 def is_small_and_alone(path: Path, importers: set[str]) -> bool:
     """Under 80 lines, read by one file only, which lies beside it: a reader opens two where one would do.
 
@@ -233,8 +206,9 @@ def test_a_small_file_has_more_than_one_reader_or_a_reason() -> None:
         for name, path in EVERY.items()
         if is_small_and_alone(path, importers.get(name, set()))
     }
-    assert sorted(alone - set(SMALL.split())) == [], "put it into its one importer, or say why it is apart"
-    assert sorted(set(SMALL.split()) - alone) == [], "these are small and alone no longer: strike them from SMALL"
+    assert sorted(alone) == [], (
+        "put it into its one importer, or say why it is apart: 'Apart because …' in its docstring"
+    )
 
 
 def test_every_folder_says_what_lives_there() -> None:

@@ -1,7 +1,9 @@
 """Page-locked host memory, to which a GPU copies while the host does something else.
 
 Locking takes the host seconds for some GB, so it is done once. torch's own pinned memory is taken anew for every tensor of a first save, in
-blocks of powers of two: 16 GB for 12. A file of its own, since only a GPU executes it; it has not run on one yet.
+blocks of powers of two: 16 GB for 12.
+
+Apart because only a GPU executes it; it has not run on one yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The model's instructions. Everything that comes from files, measurements or other people is marked as data."""
+"""The model's instructions. Everything that comes from files, measurements or other people is marked as data.
+
+Apart because people edit these words without the code around them.
+"""
 
 from __future__ import annotations
 

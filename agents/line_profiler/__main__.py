@@ -4,13 +4,17 @@ DIR and prints the table."""
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from agents.line_profiler.capture import ROOT
+from agents.line_profiler.capture import ROOT, Event
+from agents.line_profiler.lines import phase, source
 from agents.line_profiler.report.page import html
 from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure
-from agents.line_profiler.trace import chrome_trace
+from agents.line_profiler.table import Profile, line_name
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.registry import KernelError
 from trainer.contract import stopping
@@ -24,6 +28,47 @@ def write(session: ProfileSession, folder: Path) -> None:
     (folder / "profile.json").write_text(session.profile.to_json(), encoding="utf-8")
     (folder / "trace.json").write_text(chrome_trace(session.profile, session.events), encoding="utf-8")
     (folder / "profile.html").write_text(html(session.profile), encoding="utf-8")
+
+
+ROWS = {"forward": 1, "backward": 2, "optimizer": 3, "data": 4}
+
+
+def chrome_trace(profile: Profile, events: Sequence[Event]) -> str:
+    """The step as JSON that opens in Perfetto (ui.perfetto.dev) or chrome://tracing: one row each for forward, backward, optimiser and data; names
+    are lines, arguments the operations.
+
+    Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times are those of the table: the cost of
+    watching is subtracted, so that the events lie as close as in a step that nothing watches.
+    """
+    made: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
+        for name, number in ROWS.items()
+    ]
+    now = 0.0
+
+    def add(row: str, name: str, seconds: float, arguments: dict[str, Any]) -> None:
+        nonlocal now
+        times = {"ts": round(now * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+        made.append({"ph": "X", "name": name, "pid": 1, "tid": ROWS[row], **times, "args": arguments})
+        now += seconds
+
+    for line in profile.lines:
+        if line.phase == "data":
+            add("data", line.name, line.seconds, {"source": line.source})
+    for event in events:
+        file, number, _ = event.line
+        row = "backward" if event.backward else phase(event.line)
+        now += event.host_s
+        about = {
+            "operation": event.operation,
+            "source": source(file, number),
+            "shapes": str(event.signature) if event.signature else "",
+            "host_us": round(event.host_s * 1e6, 3),
+            "bytes": event.bytes,
+            "flops": event.flops,
+        }
+        add(row, line_name(*event.line), event.seconds, about)
+    return json.dumps({"traceEvents": made, "displayTimeUnit": "ms"})
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import platform
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from agents.line_profiler.capture import Event, Line, Recorder
+from agents.line_profiler.capture import ROOT, Event, Line, Recorder
 from agents.line_profiler.graph import edges, fusion_candidates, stream_candidates
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, Isolated, measure_all
 from agents.line_profiler.lines import Roof, data_lines, fold, fold_ops
 from agents.line_profiler.signature import Samples, Signature
 from agents.line_profiler.stopwatch import Lap, clock_of, counted, crossing, laps, no_collector, settled, timed, total
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
-from agents.line_profiler.traced_lines import traced_lines
 from agents.line_profiler.workload import make_run, smallest
 from kernels.contract.choice import names_in
 from kernels.contract.precision import bf16_matmul
@@ -271,3 +274,52 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # frames of their own before Python 3.12
+
+
+@contextmanager
+def traced_lines(
+    folders: tuple[str, ...] = ("trainer",), op: Callable[[], str] = lambda: ""
+) -> Iterator[dict[Line, list[float]]]:
+    """Time every line of ours that this thread executes in the block: line → [seconds, times entered].
+
+    A line's time excludes that of our lines which it calls. ``op`` returns the kernel op that is running.
+    """
+    roots = tuple(f"{ROOT / folder}/" for folder in folders)
+    found: dict[Line, list[float]] = {}
+    last: list[Any] = [None, 0.0]
+
+    def here(frame: FrameType) -> Line:
+        return (str(Path(frame.f_code.co_filename).relative_to(ROOT)), frame.f_lineno, op())
+
+    def of_frame() -> Callable[[FrameType, str, Any], Any]:
+        at = [0]  # the frame's line: a comprehension that stays on it is one execution
+
+        def local(frame: FrameType, event: str, argument: Any) -> Any:
+            if last[0] is not None:
+                found.setdefault(last[0], [0.0, 0])[0] += time.perf_counter() - last[1]
+            if event == "line":
+                last[0] = here(frame)
+                if frame.f_lineno != at[0] and frame.f_code.co_name not in COMPREHENSIONS:
+                    found.setdefault(last[0], [0.0, 0])[1] += 1
+                at[0] = frame.f_lineno
+            elif event == "return":
+                back = frame.f_back
+                last[0] = here(back) if back is not None and back.f_code.co_filename.startswith(roots) else None
+            last[1] = time.perf_counter()
+            return local
+
+        return local
+
+    def begin(frame: FrameType, event: str, argument: Any) -> Any:
+        return of_frame() if frame.f_code.co_filename.startswith(roots) else None
+
+    assert threading.current_thread() is threading.main_thread() or sys.gettrace() is None
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        yield found
+    finally:
+        sys.settrace(before)

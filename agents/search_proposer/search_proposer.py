@@ -8,15 +8,15 @@ are tried: ``compile``, and the rows of a micro-batch if there is time left for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agents.core.proposal import Edit, Proposal
-from agents.core.workbench import Measurement, MeasurementError, Workbench
-from agents.core.yaml_edit import set_value
-from agents.search_proposer import fusions, micro_batches
+from agents.core.workbench import Measurement, MeasurementError, ReadError, Workbench
+from agents.core.yaml_edit import change_recipe, set_value
 from kernels.contract.choice import automatic, section_of
+from trainer.contract.errors import RecipeError
 
 AGENT = "search"
 POLICY = "policies/kernels.yaml"
@@ -24,6 +24,11 @@ LEAST_GAIN = 1.02  # a smaller predicted gain of the whole step is below the gat
 LEAST_SHARE = 0.02  # of the step: an op with less cannot reach that gain
 MOST_MEASURED = 8  # implementations measured a proposal, hottest ops first
 REFUSED = ("reject",)  # what was held for lack of evidence may be tried again
+LEAST_MICRO_SHARE = 0.05  # of the step: ops with less are not measured with other rows
+MOST_MICRO_OPS = 3
+Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
+NAMED = 3
+BLOCKS = "trainer/model/transformer.py"  # its lines outside of ops are compiled with their block
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     drafts = [
         write(candidate, profile, policy, device) for candidate in candidates(untuned, workbench, MOST_MEASURED * count)
     ]
-    knobs = [fusions.compile_blocks(profile, workbench, AGENT), micro_batches.propose(profile, workbench, AGENT)]
+    knobs = [compile_blocks(profile, workbench, AGENT), micro_batches(profile, workbench, AGENT)]
     best: dict[str, Proposal] = {}
     for proposal in sorted([*drafts, *filter(None, knobs)], key=lambda p: -p.predicted_gain):
         if proposal.predicted_gain < LEAST_GAIN or len(best) == count:
@@ -107,8 +112,8 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
     c, m = candidate, candidate.measured
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
     where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
-    covered = fusions.of_op(profile, c.op)
-    covers = f"It covers what the profile lists as fusion candidates: {fusions.in_words(covered)}. " if covered else ""
+    covered = fusions_of_op(profile, c.op)
+    covers = f"It covers what the profile lists as fusion candidates: {in_words(covered)}. " if covered else ""
     hypothesis = (
         f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({c.about}) runs its forward and backward on the "
         f"recipe's shapes in {m.seconds * 1e3:.1f} ms, `{c.before}` in {m.against_seconds * 1e3:.1f} ms: {m.ratio:.2f} times as fast in interleaved "
@@ -124,3 +129,113 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
         predicted_gain=c.predicted_gain,
         edits=(Edit(POLICY, set_value(policy, (device, c.op), c.after)),),
     )
+
+
+# -- keys of the recipe --------------------------------------------------------------------------------------------------
+def fusions_of_op(profile: Mapping[str, Any], op: str) -> list[Fusion]:
+    """The candidates with all lines in that op, which another implementation covers. Largest gain first."""
+    return [f for f in profile.get("fusion_candidates", ()) if {_op(line) for line in f["lines"]} == {op}]
+
+
+def fusions_of_blocks(profile: Mapping[str, Any]) -> list[Fusion]:
+    """The candidates that compiled blocks cover. Largest gain first."""
+    in_block = {op["op"]: op["in_block"] for op in profile["ops"]}
+    inside = lambda line: in_block.get(_op(line), False) if _op(line) else line.startswith(f"{BLOCKS}:")
+    return [f for f in profile.get("fusion_candidates", ()) if all(inside(line) for line in f["lines"])]
+
+
+def _op(line: str) -> str:
+    return line.partition("#")[2]
+
+
+def in_words(fusions: Sequence[Fusion]) -> str:
+    """The largest by name, and how many more."""
+    named = [
+        f"{' → '.join(f['lines'])} ({f['bytes_saved'] / 1e6:,.0f} MB, {f['gain_s'] * 1e3:.1f} ms)"
+        for f in fusions[:NAMED]
+    ]
+    more = f"; and {len(fusions) - NAMED} more" if len(fusions) > NAMED else ""
+    return "; ".join(named) + more
+
+
+def compile_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
+    """``compile: true`` for a recipe that runs its blocks eagerly, where the profile has candidates in them.
+
+    The prediction is the candidates' bytes at the measured bandwidth; saved launches are not counted.
+    """
+    recipe, fusions = profile["recipe"], fusions_of_blocks(profile)
+    if recipe["compile"] or not fusions:
+        return None
+    path = f"policies/recipes/{recipe['name']}.yaml"
+    try:
+        changed = set_value(workbench.read(path), ("compile",), True)
+    except (ReadError, ValueError):
+        return None  # the recipe is the workspace's own: no patch of the repository changes it
+    share = min(0.9, sum(f["gain_share"] for f in fusions))
+    gain = 1 / (1 - share)
+    megabytes = sum(f["bytes_saved"] for f in fusions) / 1e6
+    return Proposal(
+        agent=agent,
+        target="recipe:compile",
+        title=f"recipe {recipe['name']}: compile its blocks",
+        hypothesis=(
+            f"torch.compile over each block covers {len(fusions)} fusion candidates of the profile, {megabytes:,.0f} MB and "
+            f"{share:.0%} of the eager step together: {in_words(fusions)}. If the whole step does not get at least "
+            f"{1 + (gain - 1) / 2:.3f} times as fast (predicted: {gain:.3f}), or held-out evaluations get worse, this is refuted."
+        ),
+        predicted_gain=gain,
+        edits=(Edit(path, changed),),
+    )
+
+
+def micro_batches(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
+    """The recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once. None without a gain, or when it cannot be
+    measured.
+
+    It changes only rounding and the use of caches. The hottest ops are measured with half as many rows and with twice as many; the time of
+    the rest of the step is assumed to stay.
+    """
+    recipe = profile["recipe"]
+    batch = recipe.get("batch") or {}
+    whole = batch.get("sequences", 1)
+    now = batch.get("micro_sequences") or whole
+    path = f"policies/recipes/{recipe.get('name')}.yaml"
+    others = [rows for rows in (now // 2, 2 * now) if 0 < rows <= whole and whole % rows == 0]
+    if not others:
+        return None
+    try:
+        text = workbench.read(path)
+        gains = {rows: _gain(profile, workbench, now, rows) for rows in others}
+        best = max(gains, key=lambda rows: gains[rows])
+        edited, _ = change_recipe(text, ("batch", "micro_sequences"), best if best < whole else None)
+    except (MeasurementError, ReadError, RecipeError):
+        return None  # no seconds left; a recipe of the workspace's own; one that cannot be edited in place
+    if gains[best] <= 1:
+        return None
+    return Proposal(
+        agent=agent,
+        target="recipe:micro_sequences",
+        title=f"recipe {recipe['name']}: {best} rows at a time in place of {now}",
+        hypothesis=(
+            f"Alone, the hottest ops process the rows of a step faster {best} at a time than {now} at a time. If the "
+            f"whole step does not get at least {1 + (gains[best] - 1) / 2:.3f} times as fast (predicted: {gains[best]:.3f}), this is refuted."
+        ),
+        predicted_gain=gains[best],
+        edits=(Edit(path, edited),),
+    )
+
+
+def _gain(profile: Mapping[str, Any], workbench: Workbench, now: int, rows: int) -> float:
+    """Time of the step before over after, by Amdahl's law over the hottest ops. Raises: MeasurementError."""
+    hot = [
+        op
+        for op in sorted(profile["ops"], key=lambda op: -op["share"])
+        if op["trained"] and op["share"] >= LEAST_MICRO_SHARE
+    ]
+    left = 1.0
+    for op in hot[:MOST_MICRO_OPS]:
+        each = [
+            workbench.measure(op["op"], op["implementation"], op["implementation"], n).seconds / n for n in (now, rows)
+        ]
+        left += op["share"] * (each[1] / each[0] - 1)
+    return 1 / max(left, 0.1)

@@ -2,6 +2,8 @@
 
 Evidence is what the replays measured (``auditing.gather``); distances of weights are ‖difference‖ / ‖how far the window moved them‖. What
 could not be measured is 'hold'; 'reject' needs a difference that a second replay of the same code does not have.
+
+Apart because it is the pure decision, and imports nothing that measures.
 """
 
 from __future__ import annotations

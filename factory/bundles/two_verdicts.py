@@ -14,10 +14,10 @@ from typing import Any
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, difference, shown
+from factory.gates.release.guards import SEEN
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
 from factory.gates.release.judged_by import JudgedBy, judged_by
 from factory.gates.release.recorded import not_overridable
-from factory.gates.release.wording import SEEN
 
 NUMBER = re.compile(r"[+−-]?\d+(?:\.\d+)?")
 SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -4,15 +4,12 @@
 # isort: off
 from factory.cli import model_loop  # noqa: F401
 from factory.cli import code_loop  # noqa: F401
-from factory.cli import audit  # noqa: F401
 from factory.cli import anomalies  # noqa: F401
 from factory.cli import runs  # noqa: F401
 from factory.cli import profiling  # noqa: F401
 from factory.cli import operate  # noqa: F401
 from factory.cli import plan  # noqa: F401
-from factory.cli import cleaning  # noqa: F401
 from factory.cli import look  # noqa: F401
-from factory.cli import serve  # noqa: F401
 from factory.cli import config  # noqa: F401
 from factory.cli import safety  # noqa: F401
 

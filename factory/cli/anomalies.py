@@ -7,21 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, person, print_json
+from factory.cli.app import Say, app, command, person
+from factory.ledger.plant import Plant
 
 anomalies = typer.Typer(no_args_is_help=True, help="What went wrong while training, and what is done about it.")
 app.add_typer(anomalies, name="anomalies")
 Number = Annotated[int, typer.Argument(help="The anomaly's number, as 'factory anomalies list' has it.")]
 
 
-@app.command()
+@command(app)
 def diagnose(
+    plant: Plant,
+    say: Say,
     anomaly: Annotated[
         int | None, typer.Argument(help="Its number; without one, the oldest that was not diagnosed.")
     ] = None,
-    where: Where = DEFAULT,
     steps: Annotated[int | None, typer.Option(help="Replay at most so many steps, whatever the policy says.")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Replay the window of an anomaly under arms, one thing changed in each, until its cause is known; then do what the policy says.
 
@@ -34,40 +35,29 @@ def diagnose(
     from factory.ledger.anomalies import AnomalyRow, undiagnosed
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where, as_json)
     kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
     number = undiagnosed(plant.ledger, kinds) if anomaly is None else anomaly
     if number is None:
-        print_json({}) if as_json else terminal.line("  no anomaly waits for a diagnosis")
+        say({}, "  no anomaly waits for a diagnosis")
         return
     with ExitStack() as held:
         wanted = [f"diagnose {AnomalyRow.get(plant.ledger, number).id}"]
         if said := hold_or_ask(held, plant, wanted, replayed_steps=steps):
-            print_json({"anomaly": number, "says": said}) if as_json else terminal.line(f"  {said}")
+            say({"anomaly": number, "says": said}, f"  {said}")
             return
         found = diagnose_and_act(plant, number, steps)
         word_waiting(plant)
         catch_up(plant)
-    if as_json:
-        print_json(found)
-    else:
-        terminal.line(f"    {found['why']}")
+    say(found, f"    {found['why']}")
 
 
-@anomalies.command("list")
-def list_anomalies(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(anomalies, "list")
+def list_anomalies(plant: Plant, say: Say) -> None:
     """Every anomaly: its segment and step, what the loss doctor found, and what became of it."""
     from factory.ledger.anomalies import every_anomaly
 
-    plant, terminal = open_plant(where, as_json)
     found = every_anomaly(plant.ledger)
-    if as_json:
-        print_json(found)
-        return
-    for row in found:
-        terminal.line(_line(row))
-    if not found:
-        terminal.line("  no anomaly was reported yet")
+    say(found, (_line(row) for row in found), nothing="  no anomaly was reported yet")
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -76,8 +66,8 @@ def _line(row: dict[str, Any]) -> str:
     return f"anomaly {row['id']}  segment {row['segment']}, step {row['step']}  {row['kind']}  {row['state']}{causes}{ended}"
 
 
-@anomalies.command("show")
-def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(anomalies, "show")
+def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
     """The diagnosis of one: every arm, the documents, the report."""
     from factory.ledger.anomalies import (
         DEV_ALONE,
@@ -90,57 +80,50 @@ def show_anomaly(number: Number, where: Where = DEFAULT, as_json: AsJson = False
         words_state,
     )
 
-    plant, terminal = open_plant(where, as_json)
     AnomalyRow.get(plant.ledger, number)
     row = next(row for row in every_anomaly(plant.ledger) if row["id"] == number)
     diagnosis = newest_about(plant.ledger, DIAGNOSED).get(number)
     said = words_about(plant.ledger, number)
-    if as_json:
-        print_json(row | {"diagnosis": diagnosis, "words": said})
-        return
-    terminal.line(_line(row))
+    say(row | {"diagnosis": diagnosis, "words": said}, _line(row))
     if row["kind"] == DEV_ALONE:
         detail = AnomalyRow.get(plant.ledger, number).detail or {}
-        terminal.line(
+        say.line(
             f"    {detail.get('why', '')} Verdict {detail.get('verdict')} holds candidate {detail.get('candidate')}."
         )
         return
     if diagnosis is None:
-        terminal.line(f"    not diagnosed yet: 'factory diagnose {number}'")
+        say.line(f"    not diagnosed yet: 'factory diagnose {number}'")
         return
-    terminal.line(f"    {diagnosis['why']}")
+    say.line(f"    {diagnosis['why']}")
     for arm in diagnosis["arms"]:
         shows = {True: "there", False: "gone", None: "unclear"}[arm["fires"]]
-        terminal.line(f"    {arm['arm']:<44} {shows:<8} {arm['failed']}")
+        say.line(f"    {arm['arm']:<44} {shows:<8} {arm['failed']}")
     for name in ("guilty", "triggers"):
         if diagnosis[name]:
-            terminal.line(f"    {name}: {', '.join(diagnosis[name])}")
-    terminal.line(f"    {words_state(diagnosis, said)}")
+            say.line(f"    {name}: {', '.join(diagnosis[name])}")
+    say.line(f"    {words_state(diagnosis, said)}")
     for claim in said["claims"] if said else ():
-        terminal.line(f"      {claim['says']} [{claim['rests_on']}: {claim['shows']}]")
+        say.line(f"      {claim['says']} [{claim['rests_on']}: {claim['shows']}]")
     if draft := draft_of(diagnosis):
-        terminal.line(f"    {draft}")
-    terminal.line(f"    report: {diagnosis['report']}")
+        say.line(f"    {draft}")
+    say.line(f"    report: {diagnosis['report']}")
 
 
-@anomalies.command("accept")
-def accept_diagnosis(number: Number, where: Where = DEFAULT) -> None:
+@command(anomalies, "accept")
+def accept_diagnosis(plant: Plant, say: Say, number: Number) -> None:
     """Do what the diagnosis proposes (quarantine and rewind, or rewind and train with another rate for a while); where it proposes nothing,
     take the anomaly as it is. Close it."""
     from factory.diagnosis.acting import accept
 
-    _decide(accept, number, where)
+    said = accept(plant.ledger, number, person())
+    say({"anomaly": number, "says": said}, f"  anomaly {number}: {said}")
 
 
-@anomalies.command("reject")
-def reject_diagnosis(number: Number, where: Where = DEFAULT) -> None:
+@command(anomalies, "reject")
+def reject_diagnosis(plant: Plant, say: Say, number: Number) -> None:
     """The diagnosis is wrong: documents that were quarantined for it are trained on again from the next segment on, and a rate that was
     lowered for it is not. Close it."""
     from factory.diagnosis.acting import reject
 
-    _decide(reject, number, where)
-
-
-def _decide(decision: Any, number: int, where: Any) -> None:
-    plant, terminal = open_plant(where)
-    terminal.line(f"  anomaly {number}: {decision(plant.ledger, number, person())}")
+    said = reject(plant.ledger, number, person())
+    say({"anomaly": number, "says": said}, f"  anomaly {number}: {said}")

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
+from factory.cli.core.options import DEFAULT, AsJson, Say, Where, command, open_plant, person, print_json
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
 from factory.core.faults import fault_of
 
-__all__ = ["DEFAULT", "AsJson", "Where", "app", "main", "open_plant", "person", "print_json"]
+__all__ = ["DEFAULT", "AsJson", "Say", "Where", "app", "command", "main", "open_plant", "person", "print_json"]
 
 # OpenMP threads that wait for one another spin, by default for milliseconds: next to two busy programs on two cores a step took 4.8 s
 # in place of 0.17, with fewer turns 0.4. Alone that costs about 4 % (docs/LOG.md). Read when torch is loaded, by children too.
@@ -22,8 +22,6 @@ HELP = """A factory for language models: data shards come in, gated model releas
 measured and improved.
 
 Start with 'factory demo' (everything once, on this machine), or 'factory init' and drop shards into the inbox."""
-
-# What SQLite says; it keeps the system's error to itself.
 
 app = typer.Typer(
     help=HELP,

@@ -1,21 +1,18 @@
-"""The code loop from the command line: ``propose``, ``proposals`` and what people decide about them."""
+"""The code loop from the command line: ``propose``, ``proposals`` and what people decide about them, ``audit``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, person, print_json
+from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, open_plant, person, print_json
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-
-if TYPE_CHECKING:
-    from factory.core.progress import Progress
-    from factory.ledger.ledger import Ledger
 
 proposals_app = typer.Typer(
     help="The patches that agents proposed, and the verdict on each.",
@@ -173,9 +170,7 @@ def proposals_approve(context: typer.Context, number: Number, where: Where = DEF
     """
     from factory.code_loop.approvals import approve
 
-    _decide(_named(context, where), number, lambda workspace, ledger, terminal: approve(
-        Plant(workspace, ledger, terminal), number, person()
-    ))  # fmt: skip
+    _decide(context, where, number, lambda plant: approve(plant, number, person()))
 
 
 @proposals_app.command("reject")
@@ -183,7 +178,7 @@ def proposals_reject(context: typer.Context, number: Number, where: Where = DEFA
     """Reject a judged proposal, whatever its verdict. Its branch stays."""
     from factory.code_loop.approvals import reject
 
-    _decide(_named(context, where), number, lambda workspace, ledger, terminal: reject(ledger, number, person(), why))
+    _decide(context, where, number, lambda plant: reject(plant.ledger, number, person(), why))
 
 
 @proposals_app.command("revert")
@@ -191,19 +186,68 @@ def proposals_revert(context: typer.Context, number: Number, where: Where = DEFA
     """Undo an approved proposal with a commit of its own."""
     from factory.code_loop.approvals import revert
 
-    _decide(
-        _named(context, where),
-        number,
-        lambda workspace, ledger, terminal: revert(Plant(workspace, ledger), number, person(), why),
-    )
+    _decide(context, where, number, lambda plant: revert(plant, number, person(), why))
 
 
-def _decide(where: Path, number: int, decision: Callable[[Workspace, Ledger, Progress], object]) -> None:
+def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
     """Carry out a person's decision under the code loop's lock, and show it in MLflow."""
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where)
+    plant, _ = open_plant(_named(context, where))
     with plant.workspace.lock("code-loop"):
-        decision(plant.workspace, plant.ledger, terminal)
+        decision(plant)
     catch_up(plant)
     _show_proposal(plant.workspace, number, False)
+
+
+@command(app)
+def audit(
+    plant: Plant,
+    say: Say,
+    segment: Annotated[
+        int | None, typer.Option(help="Audit this segment now, even if its last tries could not be measured.")
+    ] = None,
+) -> None:
+    """Replay the windows of finished segments that wait for it, without the patches that agents wrote; list all that was found.
+
+    The daemon does this by itself when there is nothing else to do; while it runs, it does what is asked for here in its next pass. A difference
+    opens a proposal that undoes the patch.
+    """
+    from factory.audit.auditing import audit
+    from factory.audit.drawing import every_audit, waiting
+    from factory.audit.policy import AuditPolicy
+    from factory.cli.core.beside_daemon import hold_or_ask
+    from factory.code_loop.reverting import open_reverts
+    from factory.ledger.rows import SegmentRow
+    from factory.show.catching_up import catch_up
+
+    numbers = (
+        waiting(plant.ledger, AuditPolicy.load(plant.workspace.policy("gates/audit.yaml")))
+        if segment is None
+        else [segment]
+    )
+    if numbers:
+        with ExitStack() as held:
+            wanted = [f"audit {SegmentRow.get(plant.ledger, number).id}" for number in numbers]
+            if said := hold_or_ask(held, plant, wanted):
+                say({"segments": numbers, "says": said}, f"  {said}")
+                return
+            for number in numbers:
+                audit(plant, number)
+            open_reverts(plant)
+            catch_up(plant)
+    found = every_audit(plant.ledger)
+    say(found)
+    for row in found:
+        verdict = row["verdict"]
+        state = (
+            {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict["outcome"]]
+            if verdict
+            else "waits"
+        )
+        patches = ", ".join(map(str, row["patches"]))
+        say.line(f"segment {row['segment']}, steps {row['first']}–{row['last']}, without proposals {patches}: {state}")
+        for reason in verdict["reasons"] if verdict else ():
+            say.line(f"    {reason}")
+    if not found:
+        say.line("  no window was drawn yet: the first is when a segment trains with a patch that an agent wrote")

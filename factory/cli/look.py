@@ -10,9 +10,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
+from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, print_json
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 WATCH_SECONDS = 2.0
 
@@ -52,15 +53,14 @@ def _watch(shown: Callable[[], str]) -> NoReturn:
                 live.update(Text(str(error)), refresh=True)
 
 
-@app.command()
-def duties(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(app)
+def duties(plant: Plant, say: Say) -> None:
     """What the daemon does, in its order: what is due now, what holds it, what rests after a failure, and when each was last done."""
     from factory.duties.listing import facts, lines
     from factory.watching.moments import with_iso
 
-    plant, _ = open_plant(where, as_json)
     found = facts(plant)
-    print_json(with_iso(found)) if as_json else print("\n".join(lines(found)))
+    say(with_iso(found), lines(found))
 
 
 @app.command()
@@ -164,7 +164,6 @@ def doctor(
     done: list[str] = []
     if mend and workspace:
         from factory.ledger.ledger import Ledger
-        from factory.ledger.plant import Plant
         from factory.repairs.mending import repair_all
         from factory.show.catching_up import catch_up
 

@@ -1,5 +1,5 @@
 """The model loop from the command line: ``init``, ``tune``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``,
-``release``."""
+``release``, ``serve``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, person, print_json
-from factory.core.errors import InputError
+from factory.cli.app import DEFAULT, Say, Where, app, command, open_plant, person
+from factory.core.errors import InputError, nearest
+from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -60,34 +62,30 @@ def init(
     print(f"next: drop shards into {workspace.inbox} and run 'factory run --once', or 'factory ingest PATH'")
 
 
-@app.command()
+@command(app)
 def tune(
-    where: Where = DEFAULT,
+    plant: Plant,
+    say: Say,
     seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this long.")] = 60.0,
     show: Annotated[
         str, typer.Option(help="Print what was found for a class of machine ('all': every class), and time nothing.")
     ] = "",
-    as_json: AsJson = False,
 ) -> None:
     """Time every registered kernel that is right on this machine, at the recipe's shapes. What policies/kernels.yaml leaves to
     'auto' is the fastest of them from the next segment on; the segment before it certifies the change."""
     from factory.computing.tuned_kernels import describe, every, read
-    from factory.core.progress import SILENT
     from factory.training.tuning import tune as measure
 
-    plant, terminal = open_plant(where, as_json)
     if show:
         found = [tuning for _, tuning in every(plant.workspace, "" if show == "all" else show)]
     else:
-        found = [read(measure(plant.workspace, SILENT if as_json else terminal, seconds))]
-    if as_json:
-        print_json(found)
-        return
+        found = [read(measure(plant.workspace, plant.progress, seconds))]
+    say(found)
     for tuning in found:
         for line in describe(tuning):
-            terminal.line(line)
+            say.line(line)
     if not found:
-        terminal.line("nothing is tuned yet: run 'factory tune'")
+        say.line("nothing is tuned yet: run 'factory tune'")
 
 
 @app.command()
@@ -141,47 +139,44 @@ def train(
         train_segment(plant, with_mending(plant, plan))
 
 
-@app.command()
+@command(app)
 def certify(
-    where: Where = DEFAULT,
+    plant: Plant,
+    say: Say,
     take: Annotated[
         int | None,
         typer.Option("--accept", help="Let this segment start with the code as it is; recorded with your name."),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """What changes of the code did to training: old and new code run on the same data, and the difference held against seed noise."""
     from factory.training.certifying import accept, every_certificate
 
-    plant, terminal = open_plant(where, as_json)
     if take is not None:  # one transaction: works while the daemon runs
         accept(plant, take, person())
     found = every_certificate(plant.ledger)
-    if as_json:
-        print_json(found)
-        return
+    say(found)
     if not found:
-        terminal.line("  no certificate yet: the first is made when the code's commit changes between two segments")
+        say.line("  no certificate yet: the first is made when the code's commit changes between two segments")
     for row in found:
         state = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[row["outcome"]]
         state += f", accepted by {row['accepted']['by']}" if row["accepted"] else ""
         facts = row["evidence"]
         if row["gate"] == "preflight":
             what = f"preflight of {facts['commit'][:12]}, {facts['seconds']:.0f} s; {facts['file']}"
-            terminal.line(f"segment {row['segment']}: {state}  ({what})")
+            say.line(f"segment {row['segment']}: {state}  ({what})")
             for reason in row["reasons"]:
-                terminal.line(f"    {reason}")
+                say.line(f"    {reason}")
             continue
         ran = (
             f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
             if facts["steps"]
             else ""
         )
-        terminal.line(
+        say.line(
             f"segment {row['segment']}: {state}  ({facts['old_commit'][:12]} → {facts['new_commit'][:12]}{ran}; {facts['file']})"
         )
         for reason in row["reasons"]:
-            terminal.line(f"    {reason}")
+            say.line(f"    {reason}")
 
 
 @app.command()
@@ -210,9 +205,10 @@ def anneal(where: Where = DEFAULT) -> None:
         terminal.line(f"  candidate {export_candidate(plant, number)}")
 
 
-@app.command()
+@command(app)
 def average(
-    where: Where = DEFAULT,
+    plant: Plant,
+    say: Say,
     last: Annotated[
         int | None,
         typer.Option(min=2, help="How many of the newest kept checkpoints (default: up to 5, as there are)."),
@@ -223,7 +219,6 @@ def average(
     segment: Annotated[
         int | None, typer.Option(help="Segment whose checkpoints are averaged (default: the newest trunk segment).")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Average kept checkpoints of one run: yields a candidate, like an anneal does, without training. Safe to repeat."""
     from factory.core.workspace import MODEL_LOOP
@@ -232,23 +227,20 @@ def average(
     from factory.training.averaging import plan_average
     from factory.training.exporting import export_candidate
 
-    plant, terminal = open_plant(where, as_json)
     with plant.workspace.lock(MODEL_LOOP):
         number = plan_average(plant, "held-out-loss" if by_held_out_loss else "uniform", segment, last)
         make(plant, number)
         candidate = export_candidate(plant, number)
-    if as_json:
-        result = SegmentRow.get(plant.ledger, number).result or {}
-        print_json({"candidate": candidate, "segment": number, "averaged": result["averaged"]})
-    else:
-        terminal.line(f"  candidate {candidate}: judge it with 'factory evaluate {candidate}'")
+    result = SegmentRow.get(plant.ledger, number).result or {}
+    found = {"candidate": candidate, "segment": number, "averaged": result["averaged"]}
+    say(found, f"  candidate {candidate}: judge it with 'factory evaluate {candidate}'")
 
 
-@app.command()
+@command(app)
 def evaluate(
+    plant: Plant,
+    say: Say,
     candidate: Annotated[int | None, typer.Argument(help="Candidate number (default: the newest).")] = None,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion. While the daemon runs, it does so in its next pass."""
     from factory.cli.core.beside_daemon import hold_or_ask
@@ -256,19 +248,16 @@ def evaluate(
     from factory.ledger.rows import EvaluationRow, VerdictRow
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where, as_json)
-    plant = plant
     number = _candidate(plant.ledger, candidate)
     with ExitStack() as held:
         if said := hold_or_ask(held, plant, [f"judge {number}"]):
-            print_json({"candidate": number, "says": said}) if as_json else terminal.line(f"  {said}")
+            say({"candidate": number, "says": said}, f"  {said}")
             return
         verdict = judge(plant, number)
         catch_up(plant)
-    if as_json:
-        evaluation, row = EvaluationRow.newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
-        shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(plant.ledger)}
-        print_json({"candidate": number, **shown})
+    evaluation, row = EvaluationRow.newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
+    shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(plant.ledger)}
+    say({"candidate": number, **shown})
 
 
 @app.command()
@@ -337,3 +326,40 @@ def _candidate(ledger: Ledger, number: int | None) -> int:
     if newest is None:
         raise InputError("there is no candidate yet: 'factory run' makes one once there are shards to train on")
     return (newest if number is None else CandidateRow.get(ledger, number)).id
+
+
+ENGINES = ("native", "vllm")
+
+
+@app.command()
+def serve(
+    where: Where = DEFAULT,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="native: this factory's own, on any machine. vllm: faster on a GPU; 'make serve-env' installs it."
+        ),
+    ] = "native",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. One that others can reach needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")] = 8000,
+    key: Annotated[
+        str,
+        typer.Option(envvar="FACTORY_SERVE_KEY", help="What clients must send as bearer token; others see it in 'ps'."),
+    ] = "",
+) -> None:
+    """Serve the champion at an OpenAI-compatible address, and every later champion after it, without losing a request.
+
+    It follows the ledger: a release, or 'factory release --rollback N', starts a second engine beside the first, which is held to the
+    export's hash and to what the judge's own model says, takes over, and only then the first one ends. Needs memory for both.
+    """
+    from factory.serving.engines import native
+    from factory.serving.serve import serve as serve_champion
+    from factory.serving.vllm import vllm
+
+    if engine not in ENGINES:
+        raise InputError(f"--engine: there is no {engine!r}{nearest(engine, ENGINES)}")
+    workspace = Workspace.open(where)
+    kind = native() if engine == "native" else vllm()
+    serve_champion(workspace, kind, host=host, port=port, key=key, say=lambda line: print(line, flush=True))

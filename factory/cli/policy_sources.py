@@ -1,4 +1,7 @@
-"""Where each value of a configuration comes from, and what its schema says about it: for ``factory config show``."""
+"""Where each value of a configuration comes from, and what its schema says about it: for ``factory config show``.
+
+Apart because it imports pydantic, for which 'factory status' has no time.
+"""
 
 from __future__ import annotations
 

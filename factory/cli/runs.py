@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
+from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, open_plant, print_json
+from factory.ledger.plant import Plant
 
 runs = typer.Typer(
     invoke_without_command=True,
@@ -44,23 +45,17 @@ def list_runs(
         )
 
 
-@runs.command()
+@command(runs)
 def show(
-    key: Annotated[str, typer.Argument(help="The run's key, as 'factory runs' has it.")],
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
+    plant: Plant, say: Say, key: Annotated[str, typer.Argument(help="The run's key, as 'factory runs' has it.")]
 ) -> None:
     """One run: what it changes, where it lies, how far it came."""
     from factory.ledger.rows import RunRow
     from factory.runs.running import describe, in_words
 
-    plant, terminal = open_plant(where, as_json)
     found = describe(RunRow.get(plant.ledger, key))
-    if as_json:
-        print_json(found)
-        return
-    terminal.line(in_words(found))
+    say(found, in_words(found))
     lies = found["folder"] if found["there"] else f"{found['folder']} (removed: its errand is over)"
     for name, value in (*found["arm"].items(), ("folder", lies), ("steps written", found["steps"])):
         if value is not None and name not in ("name", "first", "last"):
-            terminal.line(f"    {name}: {value}")
+            say.line(f"    {name}: {value}")

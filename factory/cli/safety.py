@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant, print_json
+from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, print_json
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 
-@app.command()
+@command(app)
 def backup(
+    plant: Plant,
+    say: Say,
     folder: Annotated[
         Path | None, typer.Argument(help="An empty folder, on another disk say (default: a new one in backups/).")
     ] = None,
@@ -21,8 +24,6 @@ def backup(
         bool,
         typer.Option("--keys", help="Copy the key that signs bundles too: it needs a folder, on another disk say."),
     ] = False,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Copy the ledger, MLflow's database, factory.yaml and the policies, while the factory runs.
 
@@ -33,7 +34,6 @@ def backup(
     from factory.backups.backups import make_backup
     from factory.backups.keys import has_key
 
-    plant, terminal = open_plant(where, as_json)
     has = has_key(plant.workspace.root)
     if keys and not has:
         raise InputError(f"{plant.workspace.root} has no key yet: the first 'factory release --bundle' makes one")
@@ -44,11 +44,7 @@ def backup(
     made, said = make_backup(plant, folder, keys)
     if has and not keys:
         said.append("the key that signs bundles is not in it: 'factory backup --keys FOLDER' copies it too")
-    if as_json:
-        print_json({"backup": str(made), "notes": said})
-        return
-    for line in (f"backup made: {made}", *said):
-        terminal.line(f"  {line}")
+    say({"backup": str(made), "notes": said}, (f"  {line}" for line in (f"backup made: {made}", *said)))
 
 
 @app.command()

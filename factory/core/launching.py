@@ -6,6 +6,7 @@ That is known by the trainer's own exit code: torchrun reports only that a rank 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shlex
@@ -13,7 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,6 +127,30 @@ def run_python(
                 process.wait()
         out.seek(0)
         return subprocess.CompletedProcess(words, process.returncode, out.read(), "".join(errors))
+
+
+@contextmanager
+def beside(
+    command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that works in ``folder`` and writes to ``log``. It ends with the block, or the factory; what it started, with the block."""
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def die_with(parent: int) -> Callable[[], None]:

@@ -235,7 +235,7 @@ def times_needed(
         low, high = high, 2 * high
         if high > 1000:
             return None
-    while high - low > 0.05 * high:
+    while high - low > 0.05 * high and high > 1e-3:  # differences that are all the same are shown by any number
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high

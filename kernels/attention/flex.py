@@ -1,6 +1,8 @@
 """Attention by FlexAttention over blocks of queries and keys; blocks in which no token sees another are left out.
 
 ``document_blocks`` is made once a batch, and shared by all layers in their forward pass, backward pass and recomputation.
+
+Apart because each backend of an op is one file, which a patch replaces as a whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The loss head with its pointwise work in C++ (``linear_cross_entropy.cpp``), for CPUs.
 
 The gradient by the logits is made in the forward pass, in the logits' own place, a bounded number of tokens at a time.
+
+Apart because each backend of an op is one file, which a patch replaces as a whole.
 """
 
 from __future__ import annotations

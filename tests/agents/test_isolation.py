@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from agents.line_profiler.capture import Recorder
-from agents.line_profiler.fresh import inputs
-from agents.line_profiler.isolation import ITERATIONS, Isolated, measure, measure_all
+from agents.line_profiler.isolation import ITERATIONS, Isolated, inputs, measure, measure_all
 from agents.line_profiler.signature import describe, samples
 
 CPU = torch.device("cpu")

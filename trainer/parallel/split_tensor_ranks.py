@@ -1,4 +1,7 @@
-"""Several ranks that a matrix is split over: tensor and sequence parallelism by DTensor, which takes a while to import."""
+"""Several ranks that a matrix is split over: tensor and sequence parallelism by DTensor.
+
+Apart because DTensor takes a while to import, and one rank needs none of it.
+"""
 
 from __future__ import annotations
 

@@ -1,23 +1,90 @@
-"""Options that many commands have, the workspace that they open, and JSON for programs."""
+"""What commands have in common: the workspace that they open, and the answer, for people or as JSON for programs.
+
+>>> @command(typer.Typer(), "count")
+... def count_segments(plant: Plant, say: Say, kind: Annotated[str, typer.Option(help="Of this kind.")] = "trunk") -> None:
+...     found = plant.ledger.read("SELECT id FROM segments WHERE kind = :kind", kind=kind)
+...     say(found, (f"segment {row['id']}" for row in found), nothing="  there is none")
+
+is ``count --kind anneal --workspace FOLDER --json``.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.core.console import Terminal
-    from factory.ledger.plant import Plant
 
 Where = Annotated[Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The factory's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 DEFAULT = Path("workspace")
+
+
+@dataclass(frozen=True)
+class Say:
+    """How a command answers."""
+
+    terminal: Terminal
+    as_json: bool
+
+    def __call__(self, found: Any, lines: str | Iterable[str] = (), nothing: str = "") -> None:
+        """``found`` where JSON is asked for; else the lines, or ``nothing`` where there is none."""
+        if self.as_json:
+            print_json(found)
+            return
+        shown = [lines] if isinstance(lines, str) else list(lines)
+        for line in shown or [nothing] * bool(nothing):
+            self.terminal.line(line)
+
+    def confirm(self, yes: bool, what: str) -> None:
+        """Go on where a person says so, by ``--yes`` or at the terminal. Raises: InputError where nobody can be asked."""
+        if not yes:
+            if self.as_json or not sys.stdin.isatty():
+                raise InputError(f"nothing was changed: say --yes to {what}, or --dry-run to look only")
+            typer.confirm(f"  {what}?", abort=True)
+
+    def line(self, text: str) -> None:
+        """For people alone."""
+        if not self.as_json:
+            self.terminal.line(text)
+
+
+def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command. Its first two parameters, the plant and ``Say``, are made of --workspace and --json."""
+
+    def register(call: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(call, include_extras=True)
+        _, _, *own = inspect.signature(call).parameters.values()
+        keys = {one.name: (hints[one.name], one.default) for one in own}
+        keys |= {"where": (Where, DEFAULT), "as_json": (AsJson, False)}
+
+        @functools.wraps(call)
+        def run(*, where: Path, as_json: bool, **given: Any) -> None:
+            plant, terminal = open_plant(where, as_json)
+            call(plant, Say(terminal, as_json), **given)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        made = [inspect.Parameter(key, kind, default=value, annotation=hint) for key, (hint, value) in keys.items()]
+        run.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+        run.__annotations__ = {key: hint for key, (hint, _) in keys.items()}
+        group.command(name)(run)
+        return call
+
+    return register
 
 
 def open_plant(where: Path, quiet: bool = False) -> tuple[Plant, Terminal]:
@@ -25,7 +92,6 @@ def open_plant(where: Path, quiet: bool = False) -> tuple[Plant, Terminal]:
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
     from factory.ledger.ledger import Ledger
-    from factory.ledger.plant import Plant
 
     workspace, terminal = Workspace.open(where), Terminal()
     return Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), SILENT if quiet else terminal), terminal

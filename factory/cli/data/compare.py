@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, print_json
+from factory.cli.core.options import Say, command
 from factory.core.errors import InputError
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -24,8 +25,10 @@ class Unit(StrEnum):
     tokens = "tokens"
 
 
-@commands.command()
+@command(commands)
 def compare(
+    plant: Plant,
+    say: Say,
     reference: Annotated[
         str,
         typer.Argument(
@@ -53,8 +56,6 @@ def compare(
     html: Annotated[
         Path | None, typer.Option(help="Where the picture goes (default: reports/comparison.html).")
     ] = None,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Lay another run's metrics over ours, step by step, and name the first place where they part. Exit code 1: they do."""
     from factory.comparing.comparing import compare as compare_curves
@@ -64,7 +65,6 @@ def compare(
     from factory.training.planning import last_segment
     from kernels.contract.files import finite, write_atomically
 
-    plant, terminal = open_plant(where, as_json)
     if segment is not None and run is not None:
         raise InputError("name --segment or --run, not both")
     number = _of_run(plant.ledger, run) if run is not None else segment
@@ -99,11 +99,8 @@ def compare(
         write_atomically(place, page(found, ours, theirs, said, unit))
     except OSError as error:
         raise InputError(f"{place} cannot be written: {error.strerror}") from error
-    if as_json:
-        print_json(finite(to_json(found, ours, theirs, said) | {"page": str(place)}))
-    else:
-        for line in (*said, f"picture: {place}"):
-            terminal.line(f"  {line}")
+    shown = finite(to_json(found, ours, theirs, said) | {"page": str(place)})
+    say(shown, (f"  {line}" for line in (*said, f"picture: {place}")))
     if first_of(found):
         raise typer.Exit(1)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
+from factory.cli.core.options import Say, command, person
 from factory.core.errors import InputError, WorkspaceError
+from factory.ledger.plant import Plant
 
 commands = typer.Typer()
 data = typer.Typer(
@@ -19,38 +19,31 @@ commands.add_typer(data, name="data")
 Names = list[str] | None
 
 
-@data.command("list")
+@command(data, "list")
 def list_data(
-    where: Where = DEFAULT,
+    plant: Plant,
+    say: Say,
     most: Annotated[int, typer.Option(min=1, help="So many sources, domains and licences, the largest first.")] = 20,
-    as_json: AsJson = False,
 ) -> None:
     """Documents and tokens by shard, domain, source and licence, what was taken out, and what stands between these data and a release."""
     from factory.data.listing import lines, listed
     from factory.releasable.gathering import describe, look, verdict
 
-    plant, terminal = open_plant(where, as_json)
     found = listed(plant.ledger, most)
     report = look(plant)
-    if as_json:
-        print_json(found | {"releasable": [line.to_json() for line in report]})
-        return
-    for line in lines(found):
-        terminal.line(f"  {line}")
-    if report:
-        terminal.line(f"  {verdict(report)}")
-    for line in describe(report):
-        terminal.line(f"  {line}")
+    shown = [*lines(found), *([verdict(report)] if report else []), *describe(report)]
+    say(found | {"releasable": [line.to_json() for line in report]}, (f"  {line}" for line in shown))
 
 
-@data.command("remove")
+@command(data, "remove")
 def remove_data(
+    plant: Plant,
+    say: Say,
     document: Annotated[Names, typer.Option(help="Id or key; may be repeated.")] = None,
     source: Annotated[Names, typer.Option(help="All documents of a source; may be repeated.")] = None,
     licence: Annotated[
         Names, typer.Option("--license", help="All documents of a licence, 'none' for those without; may be repeated.")
     ] = None,
-    where: Where = DEFAULT,
     why: Annotated[str, typer.Option(help="Stays in the ledger, and is what a refused copy is told.")] = "",
     erase: Annotated[
         bool,
@@ -58,7 +51,6 @@ def remove_data(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would follow; change nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Take documents out: no later segment is trained on them, no later candidate is measured on them, and copies of them are refused.
 
@@ -68,7 +60,6 @@ def remove_data(
     from factory.data.removing import look, remove
     from factory.data.selecting import by_name, by_value, fates_of
 
-    plant, terminal = open_plant(where, as_json)
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]
     if len(chosen) != 1:
@@ -82,34 +73,25 @@ def remove_data(
     from factory.erasing.erasing import finish_removals, warnings
 
     said = [*found.lines(), *(warnings(plant, selection) if erase else ())]
-    if not as_json:
-        for line in said:
-            terminal.line(f"  {line}")
     if dry_run:
-        if as_json:
-            print_json(found.to_json() | {"says": said})
+        say(found.to_json() | {"says": said}, (f"  {line}" for line in said))
         return
-    if not yes:
-        if as_json or not sys.stdin.isatty():
-            raise InputError("nothing was changed: say --yes to take them out, or --dry-run to look only")
-        typer.confirm("  take them out?", abort=True)
+    for line in said:
+        say.line(f"  {line}")
+    say.confirm(yes, "take them out")
     removal = remove(plant.ledger, found, person(), why, erase)
     try:
         with plant.workspace.lock(MODEL_LOOP):
             done = finish_removals(plant)
     except WorkspaceError:
         done = ["the daemon, which runs, erases the text in its next pass"] if erase else []
-    if as_json:
-        print_json(found.to_json() | {"removal": removal.number, "says": said, "done": done})
-        return
     undo = "" if erase else f"; 'factory data undo {removal.number}' puts them back"
-    terminal.line(f"  {removal}: they are left out from the next segment on{undo}")
-    for line in done:
-        terminal.line(f"  {line}")
+    lines = [f"{removal}: they are left out from the next segment on{undo}", *done]
+    say(found.to_json() | {"removal": removal.number, "says": said, "done": done}, (f"  {line}" for line in lines))
 
 
-@data.command("claims")
-def licence_claims(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(data, "claims")
+def licence_claims(plant: Plant, say: Say) -> None:
     """Texts that came under several licences, in one shard or in several: who claims what, and which licence counts.
 
     The strictest counts, as data.yaml says now, whichever came first: for the release gate, bundles, and, where it does not allow training,
@@ -118,17 +100,14 @@ def licence_claims(where: Where = DEFAULT, as_json: AsJson = False) -> None:
     from factory.data.settling import grouped, lines
     from factory.ingest.rules.policy import DataPolicy
 
-    plant, terminal = open_plant(where, as_json)
     found = grouped(plant.ledger, DataPolicy.load(plant.workspace.policy("data.yaml")).licences)
-    if as_json:
-        print_json(found)
-        return
-    for line in lines(found):
-        terminal.line(f"  {line}")
+    say(found, (f"  {line}" for line in lines(found)))
 
 
-@data.command("settle")
+@command(data, "settle")
 def settle_licence(
+    plant: Plant,
+    say: Say,
     licence: Annotated[
         str, typer.Argument(help="The right one of those that are claimed; 'none': that none is named.")
     ],
@@ -137,8 +116,6 @@ def settle_licence(
         Names, typer.Option(help="All conflicts that a shard of this name takes part in; may be repeated.")
     ] = None,
     why: Annotated[str, typer.Option(help="Stays in the ledger.")] = "",
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Say which licence is right for texts that came under several; the other claims stay recorded, and count no more.
 
@@ -148,23 +125,19 @@ def settle_licence(
 
     if not document and not shard:
         raise InputError("name what is settled: --document ID or --shard NAME ('factory data claims' lists them)")
-    plant, terminal = open_plant(where, as_json)
     done = settle(plant.ledger, licence, document or [], shard or [], person(), why)
-    if as_json:
-        print_json({"license": licence, "documents": [one.key for one in done]})
-        return
-    terminal.line(f"  {len(done):,} documents are {licence} from now on: 'factory data claims'")
+    say(
+        {"license": licence, "documents": [one.key for one in done]},
+        f"  {len(done):,} documents are {licence} from now on: 'factory data claims'",
+    )
 
 
-@data.command("undo")
+@command(data, "undo")
 def undo_removal(
-    number: Annotated[int, typer.Argument(help="Of a removal, as 'factory data list' has it.")],
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
+    plant: Plant, say: Say, number: Annotated[int, typer.Argument(help="Of a removal, as 'factory data list' has it.")]
 ) -> None:
     """Put back what a removal took out."""
     from factory.data.removing import undo
 
-    plant, terminal = open_plant(where, as_json)
     said = undo(plant.ledger, number, person())
-    print_json({"removal": number, "says": said}) if as_json else terminal.line(f"  {said}")
+    say({"removal": number, "says": said}, f"  {said}")

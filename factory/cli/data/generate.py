@@ -7,13 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, print_json
+from factory.cli.core.options import Say, command
+from factory.ledger.plant import Plant
 
 commands = typer.Typer()
 
 
-@commands.command()
+@command(commands)
 def generate(
+    plant: Plant,
+    say: Say,
     release: Annotated[int | None, typer.Option(help="This release writes (default: the champion).")] = None,
     endpoint: Annotated[
         str, typer.Option(help="A base URL like https://host/v1 of any OpenAI-compatible server; key: OPENAI_API_KEY.")
@@ -48,8 +51,6 @@ def generate(
     ] = None,
     inbox: Annotated[bool, typer.Option("--inbox", help="Put the shard into the inbox, where it is ingested.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Write a shard of synthetic documents with the champion, another release, or any endpoint.
 
@@ -63,27 +64,24 @@ def generate(
     from factory.synthetic.generating import GenerationWish, plan
     from factory.synthetic.generating import generate as write
 
-    plant, terminal = open_plant(where, as_json)
     wish = GenerationWish(
         release, endpoint, model, prompts, domain, opening_tokens, count, tokens, temperature, seed, licence or None
     )
     if dry_run:
         what = plan(plant, wish)
         said = what.says() | {"goes_on": what.began}
-        print_json(said) if as_json else terminal.line("\n".join(_planned(said)))
+        say(said, _planned(said))
         return
     made = write(plant, wish, inbox=inbox)
-    if as_json:
-        print_json(made.to_json())
-        return
+    say(made.to_json())
     ends = ", ".join(f"{n} {ENDS[end]}" for end, n in sorted(made.ends.items()) if end in ENDS)
-    terminal.line(f"  {made.documents:,} documents by {made.written_by} in {made.path}{f' ({ends})' if ends else ''}")
+    say.line(f"  {made.documents:,} documents by {made.written_by} in {made.path}{f' ({ends})' if ends else ''}")
     if not made.ends:
-        terminal.line("  it was there already: nothing was written again")
+        say.line("  it was there already: nothing was written again")
     further = (
         f"inbox: {made.inbox}" if inbox else "put it into the inbox ('--inbox' does so) to have training data of it"
     )
-    terminal.line(f"  {further}")
+    say.line(f"  {further}")
 
 
 ENDS = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, print_json
+from factory.cli.core.options import Say, command
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 commands = typer.Typer()
 
 
-@commands.command()
+@command(commands)
 def ingest(
+    plant: Plant,
+    say: Say,
     paths: Annotated[
         list[str] | None,
         typer.Argument(
@@ -35,7 +37,6 @@ def ingest(
             "text, code, HTML, WARC, notebooks, compressed or not, zip and tar of them, data sets of Hugging Face on disk."
         ),
     ] = None,
-    where: Where = DEFAULT,
     again: Annotated[
         bool,
         typer.Option("--again", help="Try quarantined files again: these, or all of quarantine/ if none is named."),
@@ -53,7 +54,6 @@ def ingest(
             "--preview", help="Show how the first rows of each file are read, and which are dropped; store nothing."
         ),
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. Look at a new kind of data with '--preview'
     first. While the daemon runs, put shards into the inbox instead; '--again' has it try what is in quarantine/ in its next pass. A file
@@ -66,18 +66,17 @@ def ingest(
     from factory.ledger.ledger import record
     from factory.releasable.recorded import refresh
 
-    plant, terminal = open_plant(where, as_json)
     if preview:
         if not paths or again or small_vocabulary:
             raise InputError("'--preview' needs the files to look at, and no '--again' or '--small-vocabulary'")
-        _preview(plant.workspace, gather(plant, paths), terminal, as_json)
+        _preview(plant.workspace, gather(plant, paths), say)
         return
     if small_vocabulary:
         with plant.ledger.begin() as tx:
             record(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
     if not paths and not again:
         if small_vocabulary:
-            terminal.line("  the tokenizer is trained on the text that there is, at the next ingest")
+            say.line("  the tokenizer is trained on the text that there is, at the next ingest")
             return
         raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
     with ExitStack() as held:
@@ -92,20 +91,17 @@ def ingest(
             ask_again(plant.ledger, files)
             said = f"the running daemon tries {len(files)} quarantined files again in its next pass"
             said = said if files else "nothing is quarantined"
-            print_json({"files": [path.name for path in files], "says": said}) if as_json else terminal.line(
-                f"  {said}"
-            )
+            say({"files": [path.name for path in files], "says": said}, f"  {said}")
             return
         found = _gathered(plant, paths)
         done = _Done(plant.progress, found.broken, ingested_before(plant.ledger))
         _ingest_all(plant, found, done, again)
         refresh(plant)
-    if as_json:
-        print_json([vars(report) for report in done.reports])
+    say([vars(report) for report in done.reports])
     done.end(found)
 
 
-def _preview(workspace: Workspace, found: Gathered, progress: Progress, as_json: bool) -> None:
+def _preview(workspace: Workspace, found: Gathered, say: Say) -> None:
     """Raises: InputError where no file can be read."""
     from factory.ingest.packing import Pack
     from factory.ingest.preview import preview
@@ -118,14 +114,11 @@ def _preview(workspace: Workspace, found: Gathered, progress: Progress, as_json:
         except (ShardProblem, InputError) as error:
             broken[pack.name] = str(error)
             continue
-        for line in () if as_json else shown[-1].lines():
-            progress.line(f"  {line}")
-    if as_json:
-        print_json({"files": [one.to_json() for one in shown], "broken": broken})
-    else:
-        for name, why in broken.items():
-            progress.line(f"  {name}: {why}")
-        progress.line("  nothing was stored; copies and what shares words with held-out documents are found at ingest")
+        for line in shown[-1].lines():
+            say.line(f"  {line}")
+    stored = "nothing was stored; copies and what shares words with held-out documents are found at ingest"
+    lines = [*(f"{name}: {why}" for name, why in broken.items()), stored]
+    say({"files": [one.to_json() for one in shown], "broken": broken}, (f"  {line}" for line in lines))
     if not shown:
         raise InputError(next((f"nothing can be read: {why}" for why in broken.values()), "there is nothing to read"))
 

@@ -8,29 +8,29 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, print_json
+from factory.cli.core.options import Say, command
 from factory.core.errors import InputError
+from factory.ledger.plant import Plant
 
 commands = typer.Typer()
 STEPS_SHOWN = 8
 
 
-@commands.command()
+@command(commands)
 def provenance(
+    plant: Plant,
+    say: Say,
     document: Annotated[str | None, typer.Option(help="What became of the document with this id or key?")] = None,
     release: Annotated[int | None, typer.Option(help="What was this release made of?")] = None,
     documents: Annotated[
         bool, typer.Option("--documents", help="With --release: each of its documents, a line of JSON each.")
     ] = False,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Follow a document to the steps and releases that were trained on it, or a release back to its runs, shards, documents and licences."""
     from factory.show.pages.provenance import documents_of_release, of_document, of_release
 
     if (document is None) == (release is None) or (documents and release is None):
         raise InputError("name one: --document ID or --release N (with --documents: its documents)")
-    plant, _ = open_plant(where, as_json)
     found: Any
     if document is not None:
         found = of_document(plant.ledger, document)
@@ -42,7 +42,7 @@ def provenance(
     else:
         found = of_release(plant.ledger, int(release or 0))
         lines = _release_lines(found)
-    print_json(found) if as_json else print("\n".join(lines))
+    say(found, lines)
 
 
 def _document_lines(found: list[dict[str, Any]]) -> list[str]:

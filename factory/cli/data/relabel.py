@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
+from factory.cli.core.options import Say, command, person
 from factory.cli.data.data import Names, data
 from factory.core.errors import InputError
+from factory.ledger.plant import Plant
 
 
-@data.command("relabel")
+@command(data, "relabel")
 def relabel_data(
+    plant: Plant,
+    say: Say,
     domain: Annotated[Names, typer.Option(help="Documents of this domain; may be repeated.")] = None,
     source: Annotated[Names, typer.Option(help="Documents of this source; may be repeated.")] = None,
     licence: Annotated[
@@ -30,11 +32,9 @@ def relabel_data(
             help="What is held out as a whole: document, source, path, url-host, conversation or none (as document)."
         ),
     ] = None,
-    where: Where = DEFAULT,
     why: Annotated[str, typer.Option(help="Stays in the ledger.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would follow; change nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Give documents another domain, source, licence or group, in place: nothing is ingested again.
 
@@ -50,26 +50,15 @@ def relabel_data(
     if group is not None and kind is None:
         raise InputError(f"--group {group!r} is no kind of group{nearest(group, KINDS)}")
     chosen = Filter(domain or (), source or (), licence or (), shard or (), document or ())
-    plant, terminal = open_plant(where, as_json)
-    if not dry_run and not yes and (as_json or not sys.stdin.isatty()):
-        raise InputError("nothing was changed: say --yes to relabel them, or --dry-run to look only")
     change = NewLabels(to_domain, to_source, to_license, kind)
     if dry_run:
         found = look(plant, chosen, change)
-        if as_json:
-            print_json(found.to_json() | {"says": found.said})
-        for line in () if as_json else found.said:
-            terminal.line(f"  {line}")
+        say(found.to_json() | {"says": found.said}, (f"  {line}" for line in found.said))
         return
     with plant.workspace.lock(MODEL_LOOP):
         found = look(plant, chosen, change)
-        if not as_json:
-            for line in found.said:
-                terminal.line(f"  {line}")
-        if not yes:
-            typer.confirm("  relabel them?", abort=True)
+        for line in found.said:
+            say.line(f"  {line}")
+        say.confirm(yes, "relabel them")
         number = relabel(plant, found, person(), why)
-    if as_json:
-        print_json(found.to_json() | {"relabel": number, "says": found.said})
-        return
-    terminal.line(f"  relabel {number}: done, and recorded")
+    say(found.to_json() | {"relabel": number, "says": found.said}, f"  relabel {number}: done, and recorded")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
+from factory.cli.core.options import Say, command, person
+from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
     from factory.tasks.task_file import EvalTask
@@ -17,15 +18,14 @@ commands = typer.Typer(
 )
 
 
-@commands.command("list")
-def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(commands, "list")
+def list_(plant: Plant, say: Say) -> None:
     """List the tasks in policies/tasks/ with their tier, their format, and what the newest candidate that was measured scores."""
     from factory.ledger.rows import EvaluationRow
     from factory.tasks.items import TaskError
     from factory.tasks.policy import TasksPolicy
     from factory.tasks.task_file import load_named, look_into, task_folder
 
-    plant, terminal = open_plant(where, as_json)
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
     newest = {
         row.summary.get("task"): row
@@ -42,72 +42,66 @@ def list_(where: Where = DEFAULT, as_json: AsJson = False) -> None:
         if name in newest:
             row |= {"candidate": newest[name].candidate, "metrics": newest[name].summary["metrics"]}
         found.append(row)
-    if as_json:
-        print_json(found + [{"file": name, "problem": why} for name, why in folder.others.items()])
-        return
+    say(found + [{"file": name, "problem": why} for name, why in folder.others.items()])
     for row in found:
         tier = f"every {row['every']}." if row["tier"] == "every" else row["tier"]
         about = row.get("problem") or f"{row['format']}, {row['items']} items"
-        terminal.line(f"{row['task']}  {tier}  {about}")
+        say.line(f"{row['task']}  {tier}  {about}")
         if "metrics" in row:
-            terminal.line(f"    candidate {row['candidate']}: {_scores(row['metrics'])}")
+            say.line(f"    candidate {row['candidate']}: {_scores(row['metrics'])}")
     for name, why in folder.others.items():
-        terminal.line(f"{name}: {why}")
+        say.line(f"{name}: {why}")
     if not found:
-        terminal.line(f"  no task file in {task_folder(plant.workspace)}: docs/TASKS.md says how to write one")
+        say.line(f"  no task file in {task_folder(plant.workspace)}: docs/TASKS.md says how to write one")
 
 
-@commands.command()
+@command(commands)
 def check(
+    plant: Plant,
+    say: Say,
     file: Annotated[Path, typer.Argument(help="A task's YAML file, or a published benchmark's.")],
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Prove a task: right answers score 1, empty ones 0 or chance, tests can fail, no item is an example; look for items in the training data."""
     from dataclasses import asdict
 
-    from factory.core.progress import SILENT
     from factory.tasks.measuring import trained_on
     from factory.tasks.policy import TasksPolicy
     from factory.tasks.proving import prove
     from factory.tasks.task_file import load_task, look_into, task_folder
 
-    plant, terminal = open_plant(where, as_json)
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
     task = load_task(file, policy)
-    proof = prove(plant.ledger, task, policy, SILENT if as_json else terminal)
+    proof = prove(plant.ledger, task, policy, plant.progress)
     hits = trained_on(plant, task)
     found = {"task": task.name, **_described(task), "contaminated": len(hits), "in": [key for _, key in hits[:20]]}
     found |= {"proof": asdict(proof), "notes": list(task.notes)}
-    if as_json:
-        print_json(found)
-        return
-    terminal.line(
-        f"  {task.name}: {task.format}, {found['items']} items of {found['clusters'] or 'unknown'} sources: sound"
+    say(
+        found,
+        f"  {task.name}: {task.format}, {found['items']} items of {found['clusters'] or 'unknown'} sources: sound",
     )
     if said := proof.words():
-        terminal.line(f"  proven: {'; '.join(said)}")
+        say.line(f"  proven: {'; '.join(said)}")
     for words in (
         *task.notes,
         *(f"{name}: {why}" for name, why in look_into(task_folder(plant.workspace)).others.items()),
     ):
-        terminal.line(f"  {words}")
+        say.line(f"  {words}")
     if hits:
-        terminal.line(
+        say.line(
             f"  {len(hits)} of {found['items']} items are in training data from before the task (first: in document {hits[0][1]}); "
             f"a task with more than {policy.contaminated_max:.0%} holds every candidate (contaminated_max in tasks.yaml)"
         )
 
 
-@commands.command()
+@command(commands)
 def run(
+    plant: Plant,
+    say: Say,
     name: Annotated[str, typer.Argument(help="A task of policies/tasks/.")],
     candidate: Annotated[int | None, typer.Option(help="The candidate (default: the champion).")] = None,
     take_baseline: Annotated[
         bool, typer.Option("--baseline", help="From now on the line of releases is measured as the file says now.")
     ] = False,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Measure a candidate on one task, whatever its tier, and record each item. Measured already, it is told again."""
     from factory.core.errors import InputError
@@ -117,7 +111,6 @@ def run(
     from factory.tasks.policy import TasksPolicy
     from factory.tasks.task_file import load_named
 
-    plant, terminal = open_plant(where, as_json)
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
     task = load_named(plant.workspace, name, policy)
     if take_baseline:
@@ -128,16 +121,16 @@ def run(
         raise InputError("there is no champion yet: say which candidate, with --candidate")
     row = EvaluationRow.get(plant.ledger, measure(plant, number, task, policy))
     changed = tiers.changed_since_baseline(plant.ledger, task)
-    if as_json:
-        print_json({"candidate": number, "evaluation": row.id, "held": changed, **row.summary})
-        return
-    terminal.line(f"  candidate {number}, {task.name}: {_scores(row.summary['metrics'])}")
-    terminal.line(
+    say(
+        {"candidate": number, "evaluation": row.id, "held": changed, **row.summary},
+        f"  candidate {number}, {task.name}: {_scores(row.summary['metrics'])}",
+    )
+    say.line(
         f"    {row.summary['items']} items of {row.summary['clusters']} sources; {task.format}; {row.summary['device']}"
     )
     for words in (*_notes(row.summary), changed):
         if words:
-            terminal.line(f"    {words}")
+            say.line(f"    {words}")
 
 
 def _described(task: EvalTask) -> dict[str, Any]:

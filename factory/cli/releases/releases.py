@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Where, open_plant, person, print_json
+from factory.cli.core.options import Say, command, person
+from factory.ledger.plant import Plant
 from factory.release.gguf.kind import Kind
 
 commands = typer.Typer(
@@ -19,17 +20,14 @@ Candidate = Annotated[int, typer.Argument(min=1, help="The candidate's number, a
 SHOWN_COMMITS = 20
 
 
-@commands.command("list")
-def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(commands, "list")
+def list_releases(plant: Plant, say: Say) -> None:
     """Every release, and every candidate that is none: what became of it, the verdict, the gain over the champion of then."""
     from factory.retrying.asking import local
     from factory.show.pages.release_facts import listed
 
-    plant, terminal = open_plant(where, as_json)
     found = listed(plant.ledger)
-    if as_json:
-        print_json(found)
-        return
+    say(found)
     for row in found:
         name = f"release {row['release']}" if row["release"] else "–"
         judged = (
@@ -38,29 +36,24 @@ def list_releases(where: Where = DEFAULT, as_json: AsJson = False) -> None:
         mark = "champion" if row["champion"] else ""
         mark += f"  though held, by {row['override']['by']}" if row["override"] else ""
         words = [f"{name:<11} candidate {row['candidate']:<3} {row['state']:<18} {local(row['at'])}", f"{judged:<24}"]
-        terminal.line("  ".join(["", *words, f"{_gain(row['gain']):<42}", mark]).rstrip())
+        say.line("  ".join(["", *words, f"{_gain(row['gain']):<42}", mark]).rstrip())
     if not found:
-        terminal.line("  there is no candidate yet")
+        say.line("  there is no candidate yet")
     for row in found:
         if row["state"] == "waits for approval":
             number = row["candidate"]
-            terminal.line(
+            say.line(
                 f"  candidate {number} waits: factory releases show c{number}, approve {number}, reject {number} --why …"
             )
 
 
-@commands.command("show")
-def show_release(name: Name, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(commands, "show")
+def show_release(plant: Plant, say: Say, name: Name) -> None:
     """One of them: what is better, what is worse, how sure; what it was trained on; who approved; its report; how to serve it."""
     from factory.show.pages.release_facts import shown
 
-    plant, terminal = open_plant(where, as_json)
     found = shown(plant, name)
-    if as_json:
-        print_json(found)
-        return
-    for line in _lines(found):
-        terminal.line(line)
+    say(found, _lines(found))
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -113,143 +106,122 @@ def _lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-@commands.command("diff")
-def diff_releases(one: Name, other: Name, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(commands, "diff")
+def diff_releases(plant: Plant, say: Say, one: Name, other: Name) -> None:
     """What the second is against the first: numbers by domain on the same items, with intervals; recipe keys, data, commits that differ."""
     from factory.show.pages.release_facts import difference
 
-    plant, terminal = open_plant(where, as_json)
     found = difference(plant, one, other)
-    if as_json:
-        print_json(found)
-        return
+    say(found)
     measured, data, code = found["measured"], found["data"], found["code"]
     for name, gain in measured["gains"].items():
         levels = measured["bits_per_byte"].get(name)
         words = f": {_number(levels[0])} → {_number(levels[1])} bits per byte" if levels else ""
-        terminal.line(f"  {name}{words}  {_gain(gain)}" + (f"  {gain['shows']}" if gain else ""))
+        say.line(f"  {name}{words}  {_gain(gain)}" + (f"  {gain['shows']}" if gain else ""))
     if not measured["same_items"]:
         for name, (before, after) in measured["bits_per_byte"].items():
-            terminal.line(f"  {name}: {_number(before)} → {_number(after)} bits per byte")
-        terminal.line(
-            "  not measured on the same held-out items: there is no interval, and numbers may not be comparable"
-        )
-    terminal.line(f"  steps      {found['steps'][0]} → {found['steps'][1]}")
+            say.line(f"  {name}: {_number(before)} → {_number(after)} bits per byte")
+        say.line("  not measured on the same held-out items: there is no interval, and numbers may not be comparable")
+    say.line(f"  steps      {found['steps'][0]} → {found['steps'][1]}")
     for key, (before, after) in found["recipe"].items():
-        terminal.line(f"  recipe     {key}: {before} → {after}")
-    terminal.line(f"  tokens     {data['tokens'][0]:,} → {data['tokens'][1]:,}")
+        say.line(f"  recipe     {key}: {before} → {after}")
+    say.line(f"  tokens     {data['tokens'][0]:,} → {data['tokens'][1]:,}")
     for word, names in (("added", data["added"]), ("left out", data["left_out"])):
-        terminal.line(f"  data {word}: {', '.join(names) or 'nothing'}")
+        say.line(f"  data {word}: {', '.join(names) or 'nothing'}")
     same = code["commits"][0] == code["commits"][1]
-    terminal.line(
-        f"  code       {code['commits'][0][:12]}" + (", the same" if same else f" → {code['commits'][1][:12]}")
-    )
+    say.line(f"  code       {code['commits'][0][:12]}" + (", the same" if same else f" → {code['commits'][1][:12]}"))
     for line in code["between"][:SHOWN_COMMITS]:
-        terminal.line(f"             {line}")
+        say.line(f"             {line}")
     if len(code["between"]) > SHOWN_COMMITS:
-        terminal.line(f"             and {len(code['between']) - SHOWN_COMMITS} more")
+        say.line(f"             and {len(code['between']) - SHOWN_COMMITS} more")
 
 
-@commands.command("approve")
-def approve_candidate(candidate: Candidate, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+@command(commands, "approve")
+def approve_candidate(plant: Plant, say: Say, candidate: Candidate) -> None:
     """Release a candidate that the gate promoted. Recorded with your name; works while the daemon runs."""
-    from factory.ledger.rows import ReleaseRow, champion
     from factory.release.checks import newest_verdict
     from factory.release.releases import release
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where, as_json)
     verdict = newest_verdict(plant.ledger, candidate)
-    plant = plant
     number = release(plant, verdict.id, approved_by=person())
     catch_up(plant)
-    best, by = champion(plant.ledger), ReleaseRow.get(plant.ledger, number).approved_by
-    is_champion = best is not None and best.number == number
-    if as_json:
-        print_json({"release": number, "candidate": candidate, "champion": is_champion, "approved_by": by})
-    else:
-        terminal.line(
-            f"  release {number} {'is champion' if is_champion else 'is published, but another one is champion'}; approved by {by}"
-        )
+    _say_released(plant, say, number, "approved_by", "approved by {}")
 
 
-@commands.command("reject")
+@command(commands, "reject")
 def reject_candidate(
+    plant: Plant,
+    say: Say,
     candidate: Candidate,
-    where: Where = DEFAULT,
     why: Annotated[str, typer.Option(help="The reason, kept on record and shown in MLflow.")] = "",
-    as_json: AsJson = False,
 ) -> None:
     """Do not release what the gate promoted. Recorded with your name; no approval of the same verdict counts any more."""
     from factory.release.approvals import reject
     from factory.release.checks import newest_verdict
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where, as_json)
     verdict = newest_verdict(plant.ledger, candidate)
-    plant = plant
     reject(plant, verdict.id, person(), why)
     catch_up(plant)
-    if as_json:
-        print_json({"candidate": candidate, "verdict": verdict.id, "rejected_by": person(), "why": why})
-    else:
-        terminal.line(f"  candidate {candidate} is rejected (verdict {verdict.id})")
+    say(
+        {"candidate": candidate, "verdict": verdict.id, "rejected_by": person(), "why": why},
+        f"  candidate {candidate} is rejected (verdict {verdict.id})",
+    )
 
 
-@commands.command("override")
+@command(commands, "override")
 def override_hold(
+    plant: Plant,
+    say: Say,
     candidate: Candidate,
-    where: Where = DEFAULT,
     reason: Annotated[
         str, typer.Option(help="Why, kept on record with your name and handed on with the release.")
     ] = "",
-    as_json: AsJson = False,
 ) -> None:
     """Release a candidate that the gate holds because too little was shown. Never one that failed a check, or
     whose licences do not allow it."""
-    from factory.ledger.rows import ReleaseRow, champion
     from factory.release.releases import override
     from factory.show.catching_up import catch_up
 
-    plant, terminal = open_plant(where, as_json)
-    plant = plant
     number = override(plant, candidate, person(), reason)
     catch_up(plant)
-    best, by = (
-        champion(plant.ledger),
-        ReleaseRow.get(plant.ledger, number).approved_by,
-    )  # of one that was released before: who did
+    _say_released(plant, say, number, "overridden_by", "released by {}, though it was held")
+
+
+def _say_released(plant: Plant, say: Say, number: int, key: str, words: str) -> None:
+    """``words``: by whom; of one that was released before, who did it then."""
+    from factory.ledger.rows import ReleaseRow, champion
+
+    best, row = champion(plant.ledger), ReleaseRow.get(plant.ledger, number)
     is_champion = best is not None and best.number == number
-    if as_json:
-        print_json({"release": number, "candidate": candidate, "champion": is_champion, "overridden_by": by})
-    else:
-        now = "is champion" if is_champion else "is published, but another one is champion"
-        terminal.line(f"  release {number} {now}; released by {by}, though it was held")
+    found = {"release": number, "candidate": row.candidate, "champion": is_champion, key: row.approved_by}
+    now = "is champion" if is_champion else "is published, but another one is champion"
+    say(found, f"  release {number} {now}; {words.format(row.approved_by)}")
 
 
-@commands.command("rollback")
+@command(commands, "rollback")
 def roll_back(
+    plant: Plant,
+    say: Say,
     number: Annotated[
         int | None, typer.Argument(min=1, help="The release's number (default: the one that the champion replaced).")
     ] = None,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Make an older release champion again: what is served follows at once."""
     from factory.release.releases import release_before, rollback
     from factory.show.catching_up import catch_up
 
-    plant, _ = open_plant(where, as_json)
     number = number or release_before(plant.ledger)
-    plant = plant
     rollback(plant, number)
     catch_up(plant)
-    if as_json:
-        print_json({"champion": number})
+    say({"champion": number})
 
 
-@commands.command("gguf")
+@command(commands, "gguf")
 def write_gguf(
+    plant: Plant,
+    say: Say,
     number: Annotated[int, typer.Argument(min=1, help="The release's number.")],
     into: Annotated[Path, typer.Option(help="The file to write, such as release-2.gguf. One that is there is kept.")],
     kind: Annotated[
@@ -264,26 +236,20 @@ def write_gguf(
             "--licence", "--license", help="Of the weights, as an SPDX expression (default: the file names none)."
         ),
     ] = None,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
 ) -> None:
     """Write a release as one GGUF file, for llama.cpp, Ollama and LM Studio. Its export is only read.
 
     Needs the package gguf: pip install 'llm-factory[gguf]'.
     """
-    from factory.core.progress import SILENT
     from factory.release.gguf.writing import write_release
 
-    plant, terminal = open_plant(where, as_json)
-    made = write_release(plant.ledger, number, into, SILENT if as_json else terminal, kind, licence)
-    if as_json:
-        found = {"release": number, "file": made.file, "type": made.kind, "architecture": made.architecture}
-        print_json(found | {"tensors": made.tensors, "bytes": made.bytes})
-        return
-    terminal.line(
+    made = write_release(plant.ledger, number, into, plant.progress, kind, licence)
+    found = {"release": number, "file": made.file, "type": made.kind, "architecture": made.architecture}
+    say(found | {"tensors": made.tensors, "bytes": made.bytes})
+    say.line(
         f"  release {number} is written: {made.file} ({made.architecture}, {made.tensors} tensors, {made.kind}, {made.bytes:,} bytes)"
     )
-    terminal.line(f"  try it with llama-cli -m {made.file}, or with Ollama: a Modelfile with 'FROM {made.file}'")
+    say.line(f"  try it with llama-cli -m {made.file}, or with Ollama: a Modelfile with 'FROM {made.file}'")
 
 
 def _gain(gain: dict[str, Any] | None) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from factory.core.launching import die_with
+from factory.core.launching import beside
 from factory.core.left_files import read_tail
 from factory.core.workspace import code_root
 from factory.evals.probes.checks import OF_ENGINE, Check
@@ -100,22 +99,9 @@ def engine_process(module: str, export: Path) -> Iterator[EngineProcess]:
     folder = Path(tempfile.mkdtemp(prefix="factory-engine-"))  # short: a socket's path has 107 bytes
     kept = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(folder)} if module == NATIVE else {}
     try:
-        with open(folder / "log", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, str(export), str(folder / "socket")],
-                env=os.environ | {"PYTHONPATH": str(code_root())} | kept,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
-            )
-        try:
+        command = [sys.executable, "-m", module, str(export), str(folder / "socket")]
+        environment = os.environ | {"PYTHONPATH": str(code_root())} | kept
+        with beside(command, folder, folder / "log", environment) as process:
             yield EngineProcess(module, folder, process)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

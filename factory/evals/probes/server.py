@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from factory.core.launching import die_with
+from factory.core.launching import beside
 from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 PROBE = Path(__file__).with_name("server_probe.py")
@@ -52,28 +50,14 @@ def _attempt(request: dict[str, Any], seconds: int) -> Served:
             "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error",
         }  # fmt: skip
         command = [sys.executable, "-I", str(PROBE), str(asked), str(answered)]
-        with open(folder / "stderr", "wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=name,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
-            )
+        with beside(command, folder, folder / "log", environment) as process:
             try:
                 process.wait(timeout=seconds)
             except subprocess.TimeoutExpired:
                 why = f"no end after {seconds} s: close other programs, or raise probe_seconds in policies/evals.yaml"
                 return Served({}, None, why, out_of_time=True)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         if process.returncode or not answered.exists():
-            lines = (folder / "stderr").read_text(errors="replace").strip().splitlines()
+            lines = (folder / "log").read_text(errors="replace").strip().splitlines()
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
             return Served({}, None, f"{how}: {lines[-1][:300] if lines else 'no output'}")
         return Served(json.loads(answered.read_text()), np.load(f"{answered}.npy", allow_pickle=False))

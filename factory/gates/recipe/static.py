@@ -1,4 +1,7 @@
-"""Is the changed recipe valid, and does it change only keys that may be tried? 'missing' where no run here could tell."""
+"""Is the changed recipe valid, and does it change only keys that may be tried? 'missing' where no run here could tell.
+
+Apart because each stage of the gate is one file.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -65,3 +66,12 @@ class ReleaseEvidence:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def number(value: float | int | None) -> float | None:
+    """The value when it is a finite number, else None: NaN is not evidence."""
+    return (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        else None
+    )

@@ -5,6 +5,7 @@ The champion is measured on the candidate's suite if it was not yet. A verdict o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,10 +17,10 @@ from factory.evals.evaluator import current_suite, evaluate_on, evaluation_of, i
 from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
-from factory.gates.release.domains import trained_on
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.judge import PROMOTE, dev_alone, judge
 from factory.gates.release.judged_by import judged_by
+from factory.gates.release.licences import token_shards_of
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
 from factory.gates.release.policy import ReleasePolicy
@@ -27,7 +28,6 @@ from factory.gates.release.recorded import evidence_sha256
 from factory.gates.release.replicas import newest_noise
 from factory.gates.release.training_now import training_now
 from factory.gates.release.watch import watched
-from factory.gates.release.with_tasks import with_tasks
 from factory.ledger.anomalies import DEV_ALONE
 from factory.ledger.ledger import Ledger, anomalies, record, segments, verdicts
 from factory.ledger.plant import Plant
@@ -70,7 +70,7 @@ def decide(plant: Plant, candidate_id: int) -> int:
         **training_now(plant, candidate_id),
     )
     tasks = measure_due(plant, candidate_id, would_promote=False)
-    if with_tasks(policy, judge(policy, evidence), tasks).outcome == PROMOTE:
+    if judge(policy, evidence, tasks).outcome == PROMOTE:
         tasks = measure_due(plant, candidate_id, would_promote=True)
     evaluated = {"candidate": ours, "champion": theirs}
     return _record(plant.ledger, policy, candidate_id, champion_id, suite, evidence, tasks, evaluated)
@@ -147,6 +147,22 @@ def measured(
     )
 
 
+def trained_on(ledger: Ledger, segment: int) -> dict[str, float]:
+    """By domain, its share of the supervised tokens in the token shards of a segment and of all before it; largest first.
+
+    Documents that are quarantined since count too; those that a person took out do not: nothing is to be learned of them.
+    """
+    used = token_shards_of(ledger, segment)
+    sql = """SELECT token_shard, domain, SUM(supervised_tokens) AS tokens FROM documents
+        WHERE fate IN ('train', 'quarantined') AND token_shard IS NOT NULL GROUP BY token_shard, domain"""
+    found: Counter[str] = Counter()
+    for group in ledger.read(sql):
+        if group["token_shard"] in used:
+            found[group["domain"]] += int(group["tokens"])
+    total = sum(found.values())
+    return {name: count / total for name, count in sorted(found.items(), key=lambda one: (-one[1], one[0])) if count}
+
+
 def _record(
     ledger: Ledger,
     policy: ReleasePolicy,
@@ -157,7 +173,7 @@ def _record(
     tasks: TaskEvidence,
     evaluated: dict[str, Any],
 ) -> int:
-    verdict = with_tasks(policy, judge(policy, evidence), tasks)
+    verdict = judge(policy, evidence, tasks)
     stored = finite(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
     stored["policy"] = policy.model_dump(mode="json")
     if tasks:

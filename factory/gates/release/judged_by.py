@@ -20,8 +20,6 @@ FILES = (
     "factory/gates/release/judge.py",
     "factory/gates/release/policy.py",
     "factory/gates/release/reasons.py",
-    "factory/gates/release/with_tasks.py",
-    "factory/gates/release/wording.py",
     "factory/tasks/comparing.py",
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import HOLD, Verdict, judge
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, may_be_overridden
-from factory.gates.release.with_tasks import with_tasks
 from factory.tasks.comparing import TaskEvidence
 from trainer.contract.strict import parse
 
@@ -48,7 +47,7 @@ def evidence_of(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidence,
 def judged_again(policy: ReleasePolicy, stored: Mapping[str, Any], where: str, **now: Any) -> Verdict:
     """What the judge says now of recorded evidence; ``now``: what of it is another by now. Raises: InputError."""
     evidence, tasks = evidence_of(stored, where)
-    return with_tasks(policy, judge(policy, replace(evidence, **now)), tasks)
+    return judge(policy, replace(evidence, **now), tasks)
 
 
 def held_by(stored: Mapping[str, Any], policy_hash: str, where: str, **now: Any) -> tuple[Reason, ...]:
@@ -63,10 +62,10 @@ def held_by(stored: Mapping[str, Any], policy_hash: str, where: str, **now: Any)
     verdict = judged_again(policy, stored, where, **now)
     if verdict.outcome != HOLD:
         raise InputError(f"{where}: this version of the judge says {verdict.outcome!r} of it, not 'hold': {again}")
-    return verdict.found.missing
+    return tuple(verdict.found.missing)
 
 
-def not_overridable(reasons: tuple[Reason, ...]) -> str:
+def not_overridable(reasons: Sequence[Reason]) -> str:
     """The first sentence that no person overrides; '': none."""
     if may_be_overridden(reasons):
         return ""

@@ -20,11 +20,10 @@ from typing import Any, Literal
 
 from factory.evals.power import Needed, ScoredGuard, variance_right
 from factory.evals.statistics import CLOZE, Gain
-from factory.gates.release.evidence import ReleaseEvidence
+from factory.gates.release.evidence import ReleaseEvidence, number
 from factory.gates.release.guards import cloze_guard, detectable, floors, groups_needed, set_aside
 from factory.gates.release.line import GATE
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.wording import number
 from factory.ledger.rows import Reads, VerdictRow
 from factory.tasks.comparing import TaskEvidence
 from factory.tasks.comparing import set_aside as tasks_aside

@@ -57,7 +57,7 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
         verdict=verdict,
         head={
             "Candidate": candidate_id,
-            "AgainstChampion with": against.replace(":", " ") if against else "absolute floors (no champion yet)",
+            "Compared with": against.replace(":", " ") if against else "absolute floors (no champion yet)",
             "Judged": _date(verdict.created_at) if verdict else "not yet",
             "Approved by": (release and release.approved_by) or "–",
             **({"Released though it was held, by": f"{over['by']}: {over['why']}"} if over else {}),

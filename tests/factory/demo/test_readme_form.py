@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from factory.evals.statistics import Gain
-from factory.gates.release.wording import sentence
+from factory.gates.release.judge import sentence
 from factory.releasable.gathering import ReleasableLine, describe, verdict
 from tests.support.paths import ROOT
 

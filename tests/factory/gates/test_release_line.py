@@ -18,7 +18,7 @@ from factory.gates.release.gate import decide
 from factory.gates.release.judge import dev_alone
 from factory.gates.release.line import look_at, lost_since_best
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.watch import watched
+from factory.gates.release.watch import Point, rise_since, watched
 from factory.ledger.anomalies import DEV_ALONE, every_anomaly
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
 from factory.ledger.plant import Plant
@@ -105,6 +105,25 @@ def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspac
     assert [watched for watched, _, _ in found] == [1, 2, 3, 4, 5, 6]
     assert [hacked for _, _, hacked in found] == [False, False, False, True, True, True]
     assert found[-1][1] in (line[0], line[1])
+
+
+def test_rises_along_the_line_add_up() -> None:
+    """Their gains and the squares of their errors; degrees of freedom by Welch and Satterthwaite."""
+    at = lambda number, against, *of: Point(number, against, {"on_dev": Gain(*of)})
+    line = [
+        at(2, 1, 0.01, 0.003, 20, 20.0),
+        at(3, 1, 0.0, 0.004, 10, 10.0),
+        at(4, 3, 0.05, 0.0, 5, 5.0),
+        at(9, 8, 0.5, 0.1, 9, 9.0),
+    ]
+    rise = rise_since(line[0], line[2], line)["on_dev"]  # 4 over 3 and 3 over 1, less 2 over 1
+    assert (rise.gain, rise.error, rise.clusters) == (pytest.approx(0.04), pytest.approx(0.005), 35)
+    assert rise.effective == pytest.approx(25e-6**2 / (9e-6**2 / 19 + 16e-6**2 / 9) + 1)
+    still = rise_since(line[1], line[2], line)["on_dev"]
+    assert still == Gain(0.05, 0.0, 5, math.inf), "no spread at all"
+    assert rise_since(line[3], line[2], line)["on_dev"] == Gain(), "no common champion is known"
+    few = [*line[:2], at(4, 3, 0.05, 0.002, 1, 1.0)]
+    assert rise_since(few[0], few[2], few)["on_dev"] == Gain(), "one group has no spread that is known"
 
 
 def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:

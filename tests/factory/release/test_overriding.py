@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -37,6 +32,7 @@ from factory.show.mlflow.store import open_client
 from factory.show.pages.release_facts import listed, shown
 from tests.support.factory.shown import override, reconcile, release
 from tests.support.gates.release_evidence import changed, evidence, gain
+from tests.support.killed_at import killed_at, lines_run
 from tests.support.plants.release_scene import (
     add_candidate,
     add_document,
@@ -294,22 +290,6 @@ KILLS = 5  # spread evenly over the lines that an override runs
 OURS = {"releases.py", "registry.py", "serving.py", "checks.py"}
 
 
-def _trace(limit: int) -> tuple[Any, list[int]]:
-    seen = [0]
-
-    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        path = Path(frame.f_code.co_filename)
-        if path.name not in OURS or path.parent.name != "release":
-            return None
-        if event == "line":
-            seen[0] += 1
-            if seen[0] == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    return trace, seen
-
-
 def _held(root: Path) -> tuple[Workspace, Ledger]:
     workspace = Workspace.create(root)
     ledger = _scene(workspace, Ledger.create(workspace.ledger_url))
@@ -321,13 +301,7 @@ def _held(root: Path) -> tuple[Workspace, Ledger]:
 def lines(tmp_path_factory: pytest.TempPathFactory) -> int:
     """How many lines an override runs."""
     workspace, ledger = _held(tmp_path_factory.mktemp("kills") / "measure")
-    trace, seen = _trace(-1)
-    sys.settrace(trace)
-    try:
-        override(Plant(workspace, ledger), 2, "ada", WHY)
-    finally:
-        sys.settrace(None)
-    return seen[0]
+    return lines_run(lambda: override(Plant(workspace, ledger), 2, "ada", WHY), OURS)
 
 
 @pytest.mark.sample("2", "4")
@@ -335,15 +309,8 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> int:
 def test_killed_anywhere_it_is_released_once_or_not_at_all(tmp_path: Path, lines: int, part: int) -> None:
     assert lines > 100
     workspace, ledger = _held(tmp_path / "plant")
-    child = os.fork()
-    if child == 0:  # a process of its own, killed by the kernel
-        for engine in [known for known in gc.get_objects() if isinstance(known, sa.Engine)]:
-            engine.dispose(close=False)  # SQLite connections must not be used across a fork
-        sys.settrace(_trace(1 + part * (lines - 1) // KILLS)[0])
-        override(Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url)), 2, "ada", WHY)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    opened = lambda: Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url))
+    killed_at(1 + part * (lines - 1) // KILLS, lambda: override(opened(), 2, "ada", WHY), OURS)
     decided = ReleaseRow.first(ledger, "WHERE candidate = 2")
     assert bool(recorded(ledger)) == (decided is not None), "the override and the release, or neither"
     reconcile(Plant(workspace, ledger))  # the daemon finishes what was decided

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -27,6 +21,7 @@ from factory.show.mlflow.releases import POINTED, register_candidate
 from factory.show.mlflow.runs import CLOSED
 from factory.show.mlflow.store import open_client
 from tests.support.factory.shown import reconcile, release, rollback
+from tests.support.killed_at import killed_at, lines_run
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
 
@@ -191,22 +186,6 @@ KILLS = 6  # spread evenly over the lines that a release runs
 OURS = {Path(module.__file__ or "").name for module in (releases, serving, registry, runs, store)}
 
 
-def _count_lines(limit: int, kill: bool) -> tuple[Any, list[int]]:
-    """A trace function that counts lines run in the release code and kills this very process at line ``limit``."""
-    seen = [0]
-
-    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        if Path(frame.f_code.co_filename).name not in OURS or "factory" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            seen[0] += 1
-            if kill and seen[0] == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    return trace, seen
-
-
 def _scene(root: Path) -> tuple[Workspace, Ledger, int]:
     workspace = with_store(Workspace.create(root))
     approval(workspace, "automatic")
@@ -221,13 +200,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """A workspace with release 1, and the verdict that makes release 2; and how many lines that release runs."""
     root = tmp_path_factory.mktemp("kills")
     workspace, ledger, verdict = _scene(root / "measure")
-    trace, seen = _count_lines(0, kill=False)
-    sys.settrace(trace)
-    try:
-        release(Plant(workspace, ledger), verdict)
-    finally:
-        sys.settrace(None)
-    return root, seen[0]
+    return root, lines_run(lambda: release(Plant(workspace, ledger), verdict), OURS)
 
 
 @pytest.mark.sample("1", "4")  # tests/chaos kills a release at each durable effect
@@ -235,17 +208,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def test_killed_anywhere_there_is_one_release_and_one_version(template: tuple[Path, int], part: int) -> None:
     root, lines = template
     assert lines > 200
-    at = 1 + part * (lines - 1) // KILLS
     workspace, ledger, verdict = _scene(root / f"kill-{part}")
-    child = os.fork()
-    if child == 0:  # a process of its own, killed by the kernel: no finally, no flush, no rollback
-        for engine in [known for known in gc.get_objects() if isinstance(known, sa.Engine)]:
-            engine.dispose(close=False)  # SQLite connections must not be used across a fork
-        sys.settrace(_count_lines(at, kill=True)[0])
-        release(Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url)), verdict)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    call = lambda: release(Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url)), verdict)
+    killed_at(1 + part * (lines - 1) // KILLS, call, OURS)
     shown = serving.served(workspace)
     assert shown is None or shown["release"] in (1, 2)
     assert (workspace.exports / "champion" / "config.json").exists(), "a whole model is served at every moment"

@@ -16,7 +16,6 @@ from factory.core.errors import DamagedExportError, InputError
 from factory.evals.tasks import EvalItem
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.with_tasks import with_tasks
 from factory.ledger.ledger import eval_items, evaluations, ngrams
 from factory.ledger.rows import EvaluationRow
 from factory.tasks.comparing import TaskEvidence, gains, reasons, scores, set_aside, sizes
@@ -136,7 +135,7 @@ def test_a_small_task_informs_and_a_large_one_guards(
     items: int, before: float, after: float, outcome: str, words: str
 ) -> None:
     task = of_size(items, before, after)
-    verdict = with_tasks(ReleasePolicy(), judge(ReleasePolicy(), evidence()), task)
+    verdict = judge(ReleasePolicy(), evidence(), task)
     assert verdict.outcome == outcome and any(words in reason for reason in verdict.reasons), verdict.reasons
     assert (outcome == "hold") == (
         verdict.reasons[0]

@@ -82,11 +82,11 @@ class DataPlan(Strict):
         cls, mixture: MixtureRecipe, kind: Literal["trunk", "anneal"], shards: Iterable[tuple[Any, ...]], seed: int
     ) -> DataPlan:
         """The plan of a segment of that kind under a recipe's mixture; ``shards`` are (id, path, generation), or with content and moved."""
-        annealed = kind == "anneal" and mixture.anneal_weights is not None
+        own = mixture.anneal_weights if kind == "anneal" else None
         return cls(
             token_shards=[PlannedShard(**dict(zip(PlannedShard.model_fields, shard))) for shard in shards],
-            weights=mixture.anneal_weights if annealed and mixture.anneal_weights else mixture.weights,
-            phases=[] if annealed else mixture.phases,
+            weights=own or mixture.weights,
+            phases=[] if own else mixture.phases,
             replay=mixture.replay,
             max_epochs=mixture.max_epochs,
             seed=seed,

@@ -68,8 +68,8 @@ class Stream:
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.fingerprint = hashlib.sha256(":".join([str(seed), *identities]).encode()).hexdigest()[:16]
         self._tokens: list[npt.NDArray[Any] | None] = [None] * len(shards)
-        self._order: tuple[int, Permutation | None] = -1, None
-        self._block: tuple[tuple[int, int], list[tuple[int, int, int, int, int, bool]]] = (-1, -1), []
+        self._order: tuple[int | None, Permutation | None] = None, None
+        self._block: tuple[tuple[int, int] | None, list[tuple[int, int, int, int, int, bool]]] = None, []
 
     @cached_property
     def positions(self) -> int:

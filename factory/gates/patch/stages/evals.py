@@ -1,4 +1,7 @@
-"""Are the weights that training left no worse on held-out documents? By the judge's own model."""
+"""Are the weights that training left no worse on held-out documents? By the judge's own model.
+
+Apart because each stage of the gate is one file.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A patch here may change how a step is computed and never what it computes. What no run here would measure is 'missing': a gain measured
 for the rest of the patch would say nothing about it.
+
+Apart because each stage of the gate is one file.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def test_what_ranks_hold_is_read_back_in_any_region(tmp_path: Path) -> None:
     whole = {"a": torch.arange(20.0).view(5, 4), "b": torch.arange(6, dtype=torch.bfloat16), "c": torch.tensor(7)}
     parts = [{"a": Region((5, 4), (0, 0), (3, 4)), "b": Region((6,), (2,), (4,))}]
     parts.append({"a": Region((5, 4), (3, 0), (2, 4)), "b": Region((6,), (0,), (2,))})
+    assert Region.of(whole["a"]) == Region((5, 4), (0, 0), (5, 4)) and Region.of(whole["c"]) == Region((), (), ())
     for rank in (1, 0):  # the first waits for the others
         held = {name: parts[rank][name].cut(tensor) for name, tensor in whole.items() if name in parts[rank]}
         held |= {} if rank else {"c": whole["c"]}

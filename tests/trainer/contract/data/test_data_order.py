@@ -292,6 +292,12 @@ def test_a_new_generation_joins_with_replay_and_the_old_cursor_goes_on(make_shar
     before = [(p.stream, p.document, p.start) for _ in range(20) for row in order.next_rows() for p in row]
     both = plan_of(old, new, generations=[0, 1], weights={"code": 1.0}, replay=0.25)
     joined = open_order(both, json.loads(json.dumps(order.state_dict())))
+    began = joined.state_dict()[
+        "streams"
+    ]  # as it lies in checkpoints: seed and shards, when it joined, its place, what it is owed
+    name = {n: hashlib.sha256(f"3:{shard.id}".encode()).hexdigest()[:16] for n, shard in enumerate((old, new))}
+    assert began["code/0"] == order.state_dict()["streams"]["code/0"] and began["code/0"][0] == name[0]
+    assert began["code/1"] == [name[1], 0, 0, 0.0]
     seen: Counter[str] = Counter()
     after = []
     for step in range(40):

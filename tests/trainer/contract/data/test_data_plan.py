@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import DataPlanError
+from trainer.contract.recipe import MixtureRecipe
 
 
 def plan(weights: dict[str, float], *phases: tuple[int, dict[str, float]]) -> DataPlan:
@@ -66,3 +68,28 @@ def test_a_domain_without_weight_need_not_be_there() -> None:
     plan({"code": 1.0, "chat": 0.0}).refuse_absent({"code"})
     with pytest.raises(DataPlanError, match="^weights.cod: .*did you mean 'code'"):
         plan({"cod": 1.0}).refuse_absent({"code", "chat"})
+
+
+def test_a_plan_takes_all_of_a_recipes_mixture() -> None:
+    raw = {
+        "weights": {"code": 1.0},
+        "phases": [{"from_step": 4, "weights": {"docs": 1.0}}],
+        "replay": 0.25,
+        "max_epochs": 3,
+    }
+    for annealed in ({"docs": 1.0}, None):
+        mixture = MixtureRecipe.model_validate(raw | {"anneal_weights": annealed})
+        for kind in ("trunk", "anneal"):
+            own = kind == "anneal" and annealed is not None
+            made = DataPlan.make(mixture, kind, [("a", "p/a", 2), ("b", "p/b", 0, "c", {"docs": "0-3"})], seed=5)
+            assert json.loads(made.to_json()) == {
+                "token_shards": [
+                    {"id": "a", "path": "p/a", "generation": 2},
+                    {"id": "b", "path": "p/b", "generation": 0, "content": "c", "moved": {"docs": "0-3"}},
+                ],
+                "weights": annealed if own else {"code": 1.0},
+                "phases": [] if own else raw["phases"],
+                "replay": 0.25,
+                "max_epochs": 3,
+                "seed": 5,
+            }, (kind, annealed)

@@ -149,6 +149,13 @@ def test_long_documents_fill_the_gaps_that_short_ones_leave() -> None:
     assert [sum(part.positions for part in row) for row in rows] == [64, 64, 40, 40, 40, 40]
 
 
+@pytest.mark.parametrize(("crumb", "filled"), [(2, True), (3, False)])
+def test_a_gap_of_a_crumb_stays(crumb: int, filled: bool) -> None:
+    rows = [[Part(0, 0, 6)]]
+    pour(rows, [6, 2], [1], context=8, crumb=crumb)
+    assert rows == [[Part(0, 0, 6), *([Part(1, 0, 2)] if filled else [])]]
+
+
 @given(st.lists(st.integers(0, CONTEXT), max_size=12), lengths, st.integers(1, 8))
 def test_pouring_makes_no_crumbs(gaps: list[int], sizes: list[int], crumb: int) -> None:
     held = [size for size in sizes if size >= 2 * crumb]
