@@ -32,16 +32,17 @@ import sqlalchemy as sa
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.ingest import store
+from factory.ingest.compared import write_hashes
 from factory.ingest.decide import Decided, decide
 from factory.ingest.document import BadRow, Row
 from factory.ingest.filing import ASKED, filed_name
+from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.index import Index
 from factory.ingest.pool import Pool
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import BAD_RULES
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.claims import CONFLICT
-from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.told import Told, missing_columns, refuse_missing_columns
 from factory.ingest.tokenizer import Tokenizer, shows_calls
@@ -124,6 +125,9 @@ def ingest_shard(
             if not quarantines:
                 raise found
             _copy_to_quarantine(plant.workspace, path, sha256)
+        else:
+            compared = store.hashed(found.rows, found.decided, found.finished) if found.decided else ()
+            write_hashes(plant.workspace.root, f"shard:{sha256[:16]}", compared)
         with plant.ledger.begin() as tx:
             _store(tx, plant.ledger, path, before.st_size, sha256, found, parameters, reading_key(plant.workspace))
     except OSError as error:
@@ -383,5 +387,5 @@ def _store(
         )
     store.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
     if found.decided:
-        store.write_index(tx, found.rows, found.decided, found.finished)
+        store.write_held_out(tx, found.rows, found.finished)
     record(tx, "ingested", f"shard:{sha256[:16]}", {"name": path.name, **totals["counts"]})

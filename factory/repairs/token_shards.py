@@ -22,10 +22,10 @@ from factory.core.faults import cannot_be_read_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ingest.chain import chunks
+from factory.ingest.compared import HELD, prefix_of
 from factory.ingest.index import Index
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
-from factory.ingest.rules.held_tasks import HELD, task_prefix
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
@@ -253,7 +253,7 @@ def _held_out_then(ledger: Ledger, shard: str) -> decontaminate.HeldOutNgrams:
         shard=f"shard:{shard[:16]}",
         held=HELD,
     )
-    prefixes = {task_prefix(row["subject"]).removeprefix("shard-") for row in before}
+    prefixes = {prefix_of(row["subject"]) for row in before}
     return decontaminate.HeldOutNgrams.of(
         [(key, grams) for key, grams in Index(ledger).held_out_ngrams() if key.partition(":")[0] in prefixes]
     )
