@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from factory.backups.backups import MLFLOW_TABLE, database_damage
+from factory.core.errors import WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
+from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
 from factory.ledger.engine import sqlite_file
 from factory.ledger.files import retired
 from factory.ledger.plant import Plant
@@ -60,7 +62,8 @@ def examine_work(plant: Plant, deep: bool) -> list[Examined]:
 
 
 def database_faults(workspace: Workspace) -> Iterator[Damage]:
-    """The ledger and MLflow's database, where they are SQLite files. MLflow's may be absent: it is made when it is needed.
+    """The ledger and MLflow's database, where they are SQLite files, and ingest's index. All but the ledger may be absent: they are made when
+    they are needed.
 
     Raises: sqlite3.OperationalError when nothing can be known of the ledger now.
     """
@@ -72,6 +75,7 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
             MLFLOW_TABLE,
             "puts its backup back and sends again what is missing; training does not wait for it",
         ),
+        ("index", f"sqlite:///{workspace.root / INDEX}", "sources", "makes it again, and so does the next ingest"),
     ):
         file = sqlite_file(url)
         if not file or not (file.exists() or kind == "ledger"):
@@ -81,7 +85,7 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
         except sqlite3.OperationalError:
             if kind == "ledger":
                 raise
-            continue  # MLflow only shows: nothing can be known of it now
+            continue  # MLflow only shows, and the index is made again: nothing can be known of it now
         if fault:
             yield Damage(kind, "", f"{file} is damaged: {fault}" if file.exists() else fault, REPAIR + remedy, True)
 
@@ -175,6 +179,22 @@ def _raw_shards(plant: Plant, deep: bool) -> Examined:
     return _look("raw shards", rows, look, deep, plant.progress)
 
 
+def _hashes(plant: Plant, deep: bool) -> Examined:
+    """What later documents are compared with."""
+
+    def look(source: tuple[int, str], hashed: bool) -> Damage | None:
+        path = hashes_file(plant.workspace.root, source[1])
+        try:
+            if hashed or not path.exists():
+                read_hashes(plant.workspace.root, source[1])
+        except WorkspaceError as error:
+            what = str(error).partition(";")[0]
+            return Damage("hashes", source[1], what, REPAIR + "makes it again from its raw shard", True)
+        return None
+
+    return _look("hashes", sources(plant.ledger), look, deep, plant.progress)
+
+
 def tokenizer_faults(plant: Plant, deep: bool) -> Examined:
     fault = tokenizer_fault(plant)
     remedy = REPAIR + "puts it back from a backup or an export"
@@ -230,6 +250,7 @@ CHECKS: dict[str, Callable[[Plant, bool], Examined]] = {
     "tokenizer": tokenizer_faults,
     "token shards": token_shard_faults,
     "raw shards": _raw_shards,
+    "hashes": _hashes,
     "checkpoints": checkpoint_faults,
     "exports": _exports,
     "segments": _folders,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import yaml
 
 from factory.core.errors import ConfigError
@@ -22,13 +23,16 @@ from factory.core.faults import cannot_be_read_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ingest.chain import chunks
-from factory.ingest.compared import HELD, prefix_of
+from factory.ingest.compared import HELD, Hashed, HashIndex, hashes_file, prefix_of, write_hashes
+from factory.ingest.document import Row
+from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.index import Index
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
 from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.words import Hashes
 from factory.ingest.tokenizer import Tokenizer, shows_calls
-from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
+from factory.ingest.worker import Finished, FinishTask, IngestJob, analyse, finish, spool_ngrams
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
@@ -123,19 +127,13 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
         row["shard"]
     )  # then another file is there, and other tokens are made of it
     expected = erased["token_shards"].get(number, {}).get("content", number) if erased else number
-    raw, name = raw_shard(plant, row["shard"])
+    raw, why = _whole_raw(plant, row["shard"])
     if raw is None:
-        return f"shard {name}, which it was made of, is gone too: put that file into {plant.workspace.shards / 'raw'} again"
-    if file_sha256(raw) != ((erased and erased["raw"]) or row["shard"]):
-        return f"{raw} is not the file that it was made of: put that file ({name}) there again"
-    aside = plant.workspace.shards / f".again-{os.getpid()}"
+        return why
     found: list[str] = []
-    for policy in _policies(plant.workspace):
+    for policy, aside, name in _asides(plant, row["shard"], raw):
         tokenizer = Tokenizer.load(plant.workspace.tokenizer)
-        remove(aside)
-        (aside / "spool").mkdir(parents=True)
         try:
-            (aside / name).symlink_to(raw.resolve())  # its name says how it is read
             documents = _documents(plant, policy, aside, name, row["shard"], number)
             if erased:
                 documents = _with_erased(plant.ledger, number, erased, documents)
@@ -145,25 +143,88 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
                 vocab_size=max(policy.tokenizer.vocab_size, tokenizer.vocab_size),
                 tokenizer_sha256=tokenizer.sha256,
             )
-            found.append(made.id)
-            if made.id == expected:
-                place = Path(row["path"])
-                if place.exists():
-                    set_aside(plant.workspace.root, place)
-                put_in_place(made.path, place)
-                with plant.ledger.begin() as tx:
-                    record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.inside(raw)})
-                return ""
         except (
             ShardProblem
         ) as problem:  # a file of one document that was erased is empty, and its token shard not made again
             return f"{raw} cannot be read: {problem}"
-        finally:
-            remove(aside)
+        found.append(made.id)
+        if made.id == expected:
+            place = Path(row["path"])
+            if place.exists():
+                set_aside(plant.workspace.root, place)
+            put_in_place(made.path, place)
+            with plant.ledger.begin() as tx:
+                record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.inside(raw)})
+            return ""
     return (
-        f"made again from {name} it is another one ({', '.join(found)}): policies/data.yaml, the tokenizer or this program changed since; "
+        f"made again from {raw.name} it is another one ({', '.join(found)}): policies/data.yaml, the tokenizer or this program changed since; "
         "put the old policy back, then repair again"
     )
+
+
+def rebuild_hashes(plant: Plant, subject: str) -> str:
+    """Make the file again that later documents are compared with (``factory.ingest.compared``); returns why it cannot be, or nothing.
+
+    Of a held-out document all n-grams come back, with phrases that were common when it was chosen; nothing of a document whose text was erased.
+    """
+    if not subject.startswith("shard:"):
+        hold_task_items(plant, DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram)
+        there = hashes_file(plant.workspace.root, subject).exists()
+        return "" if there else "the file with its items is gone from policies/tasks: put it there again"
+    shard = plant.ledger.read("SELECT sha256 FROM shards WHERE sha256 LIKE :of", of=f"{prefix_of(subject)}%")[0][
+        "sha256"
+    ]
+    sql = "SELECT key, row, content_sha256, token_shard FROM documents WHERE shard = :shard AND (fate <> 'dropped' OR rule = 'licence')"
+    wanted = {row["key"]: row for row in plant.ledger.read(sql, shard=shard)}
+    for number in erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]:
+        wanted.pop(f"{shard[:16]}:{number}", None)
+    trained = {key for key, row in wanted.items() if row["token_shard"]}
+    raw, why = _whole_raw(plant, shard)
+    if raw is None:
+        return why
+    for policy, aside, name in _asides(plant, shard, raw):
+        made = []
+        for row, signature, grams, done in _again(plant, policy, aside, name, shard, trained):
+            is_barring = row.barred and row.key in wanted
+            if row.key in trained:
+                made.append(Hashed(row.key, signature, done.sampled, False))
+            elif row.key in wanted:
+                made.append(Hashed(row.key, signature, grams[:0] if is_barring else np.unique(grams), not is_barring))
+            if row.key in wanted and row.content_sha256 != wanted[row.key]["content_sha256"]:
+                break
+        else:
+            write_hashes(plant.workspace.root, subject, made)
+            HashIndex(plant.ledger).remove()
+            return ""
+    return f"{raw} is read otherwise now: policies/data.yaml or this program changed since; put the old policy back, then repair again"
+
+
+def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
+    """(a shard's file, why there is none that is as it was)."""
+    raw, name = raw_shard(plant, shard)
+    if raw is None:
+        return (
+            None,
+            f"shard {name}, which it was made of, is gone too: put that file into {plant.workspace.shards / 'raw'} again",
+        )
+    erased = erased_shards(plant.ledger).get(shard)
+    if file_sha256(raw) != ((erased and erased["raw"]) or shard):
+        return None, f"{raw} is not the file that it was made of: put that file ({name}) there again"
+    return raw, ""
+
+
+def _asides(plant: Plant, shard: str, raw: Path) -> Iterator[tuple[DataPolicy, Path, str]]:
+    """For each policy that may have been in force: a folder in which the shard's file lies under its name, which says how it is read."""
+    _, name = raw_shard(plant, shard)
+    aside = plant.workspace.shards / f".again-{os.getpid()}"
+    for policy in _policies(plant.workspace):
+        remove(aside)
+        (aside / "spool").mkdir(parents=True)
+        try:
+            (aside / name).symlink_to(raw.resolve())
+            yield policy, aside, name
+        finally:
+            remove(aside)
 
 
 def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
@@ -195,24 +256,33 @@ def _documents(
         row["key"]
         for row in plant.ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
     } - {f"{shard[:16]}:{row}" for row in erased}
+    for row, _, _, one in _again(plant, policy, folder, name, shard, wanted):
+        if row.key in wanted and not one.dropped:
+            yield TokenizedDocument(
+                row.key, row.id, row.domain, row.source or "", row.license or "", one.tokens, one.loss_mask
+            )
+
+
+def _again(
+    plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, trained: Collection[str]
+) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, Finished]]:
+    """(row, signature, n-grams, what it became) of each row of a shard that can be read; ``trained``: keys of those that are tokenised."""
     job = IngestJob(policy, folder / "spool", shard[:16], name, not shows_calls(plant.workspace.tokenizer))
     known = _held_out_then(plant.ledger, shard)
-    with plant.progress.task(f"{name}: tokenise again", total=len(wanted)) as task:
+    with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
         for chunk in chunks(read_rows(folder / name, policy.limits), policy):
             analysed = analyse(job, *chunk)
             alive = [analysed.rows[at] for at in analysed.alive]
+            every = spool_ngrams(job.spool, analysed)
             tasks = []
-            for place, grams in enumerate(spool_ngrams(job.spool, analysed)):
-                if alive[place].key in wanted:
+            for place, grams in enumerate(every):
+                if alive[place].key in trained:
                     cuts = decontaminate.spans(known.find(grams), policy.decontamination.ngram)
                     tasks.append(FinishTask(place, alive[place].key, False, cuts))
-            for one in finish(job, chunk[0], tasks, plant.workspace.tokenizer) if tasks else ():
-                row = alive[one.place]
-                if not one.dropped:
-                    yield TokenizedDocument(
-                        row.key, row.id, row.domain, row.source or "", row.license or "", one.tokens, one.loss_mask
-                    )
-                task.advance()
+            done = {one.place: one for one in finish(job, chunk[0], tasks, plant.workspace.tokenizer)} if tasks else {}
+            for place, grams in enumerate(every):
+                yield alive[place], analysed.signatures[place], grams, done.get(place, Finished(place))
+            task.advance(len(tasks))
 
 
 def _with_erased(
