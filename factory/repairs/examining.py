@@ -62,8 +62,7 @@ def examine_work(plant: Plant, deep: bool) -> list[Examined]:
 
 
 def database_faults(workspace: Workspace) -> Iterator[Damage]:
-    """The ledger and MLflow's database, where they are SQLite files, and ingest's index. All but the ledger may be absent: they are made when
-    they are needed.
+    """The ledger and MLflow's database, where they are SQLite files. MLflow's may be absent: it is made when it is needed.
 
     Raises: sqlite3.OperationalError when nothing can be known of the ledger now.
     """
@@ -75,7 +74,6 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
             MLFLOW_TABLE,
             "puts its backup back and sends again what is missing; training does not wait for it",
         ),
-        ("index", f"sqlite:///{workspace.root / INDEX}", "sources", "makes it again, and so does the next ingest"),
     ):
         file = sqlite_file(url)
         if not file or not (file.exists() or kind == "ledger"):
@@ -85,7 +83,7 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
         except sqlite3.OperationalError:
             if kind == "ledger":
                 raise
-            continue  # MLflow only shows, and the index is made again: nothing can be known of it now
+            continue  # MLflow only shows: nothing can be known of it now
         if fault:
             yield Damage(kind, "", f"{file} is damaged: {fault}" if file.exists() else fault, REPAIR + remedy, True)
 
@@ -180,7 +178,7 @@ def _raw_shards(plant: Plant, deep: bool) -> Examined:
 
 
 def _hashes(plant: Plant, deep: bool) -> Examined:
-    """What later documents are compared with."""
+    """What later documents are compared with, and the index of it."""
 
     def look(source: tuple[int, str], hashed: bool) -> Damage | None:
         path = hashes_file(plant.workspace.root, source[1])
@@ -192,7 +190,12 @@ def _hashes(plant: Plant, deep: bool) -> Examined:
             return Damage("hashes", source[1], what, REPAIR + "makes it again from its raw shard", True)
         return None
 
-    return _look("hashes", sources(plant.ledger), look, deep, plant.progress)
+    found = _look("hashes", sources(plant.ledger), look, deep, plant.progress)
+    index = plant.workspace.root / INDEX
+    if index.exists() and (fault := database_damage(index, "sources")):
+        what = f"{index} is damaged: {fault}"
+        found.faults.append(Damage("hashes", INDEX, what, REPAIR + "makes it again, from shards/hashes", True))
+    return found
 
 
 def tokenizer_faults(plant: Plant, deep: bool) -> Examined:

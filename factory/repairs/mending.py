@@ -10,7 +10,7 @@ from factory.core.errors import DamagedExportError, FactoryError, WorkspaceError
 from factory.core.faults import cannot_be_read_now
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
-from factory.ingest.compared import HashIndex
+from factory.ingest.compared import INDEX, HashIndex
 from factory.ledger.files import MLFLOW_REMADE
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
@@ -43,7 +43,7 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
     lines = restore(workspace.root, "", progress) if any(fault.kind == "ledger" for fault in databases) else []
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
     with workspace.lock("model-loop"):
-        faults = [fault for fault in databases if fault.kind != "ledger"]
+        faults = [fault for fault in databases if fault.kind == "mlflow"]
         faults += [fault for one in examine_work(Plant(workspace, ledger, progress), deep) for fault in one.faults]
         for fault in faults:
             if fault.mends:
@@ -67,12 +67,11 @@ def _mend(plant: Plant, fault: Damage) -> str:
         return bring_back_tokenizer(plant)
     if fault.kind == "token shards":
         return rebuild_token_shard(plant, fault.subject)
+    if fault.kind == "hashes" and fault.subject == INDEX:
+        HashIndex(plant.ledger).remove()  # the next ingest makes it again
+        return ""
     if fault.kind == "hashes":
         return rebuild_hashes(plant, fault.subject)
-    if fault.kind == "index":
-        HashIndex(plant.ledger).remove()
-        HashIndex(plant.ledger).held_out()
-        return ""
     if fault.kind == "checkpoints":
         if not checkpoint_fault(last_checkpoint(plant.ledger, int(fault.subject)), deep=True):
             return ""  # made again for one that goes on from it

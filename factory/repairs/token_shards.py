@@ -16,21 +16,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 import yaml
 
-from factory.core.errors import ConfigError
+from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.faults import cannot_be_read_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ingest.chain import chunks
-from factory.ingest.compared import HELD, Hashed, HashIndex, hashes_file, prefix_of, write_hashes
-from factory.ingest.document import Row
+from factory.ingest.compared import HELD, Hashed, HashIndex, hashes_file, prefix_of, read_hashes, write_hashes
+from factory.ingest.document import Row, compared
 from factory.ingest.held_tasks import hold_task_items
-from factory.ingest.index import Index
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.words import Hashes
+from factory.ingest.rules.words import Hashes, word_hashes
 from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.worker import Finished, FinishTask, IngestJob, analyse, finish, spool_ngrams
 from factory.ledger.journal import backups_of
@@ -268,7 +268,7 @@ def _again(
 ) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, Finished]]:
     """(row, signature, n-grams, what it became) of each row of a shard that can be read; ``trained``: keys of those that are tokenised."""
     job = IngestJob(policy, folder / "spool", shard[:16], name, not shows_calls(plant.workspace.tokenizer))
-    known = _held_out_then(plant.ledger, shard)
+    known = _held_out_then(plant, shard, policy.decontamination.ngram)
     with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
         for chunk in chunks(read_rows(folder / name, policy.limits), policy):
             analysed = analyse(job, *chunk)
@@ -315,15 +315,25 @@ def _with_erased(
     yield from before(float("inf"))
 
 
-def _held_out_then(ledger: Ledger, shard: str) -> decontaminate.HeldOutNgrams:
+def _held_out_then(plant: Plant, shard: str, n: int) -> decontaminate.HeldOutNgrams:
     """What was held out when a shard was ingested, by itself and by those before it, and the tasks' items that were there."""
-    before = ledger.read(  # by the order of events: a clock may have gone back
+    before = plant.ledger.read(  # by the order of events: a clock may have gone back
         "SELECT DISTINCT subject FROM events WHERE kind IN ('ingested', :held) AND id <= "
         "(SELECT MIN(id) FROM events WHERE kind = 'ingested' AND subject = :shard)",
         shard=f"shard:{shard[:16]}",
         held=HELD,
     )
-    prefixes = {prefix_of(row["subject"]) for row in before}
-    return decontaminate.HeldOutNgrams.of(
-        [(key, grams) for key, grams in Index(ledger).held_out_ngrams() if key.partition(":")[0] in prefixes]
-    )
+    return decontaminate.HeldOutNgrams.of(one for row in before for one in _held_out_of(plant, row["subject"], n))
+
+
+def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hashes]]:
+    """(key, n-grams) of a shard's held-out documents: all that they have, where what was recorded is lost."""
+    try:
+        table = read_hashes(plant.workspace.root, subject)
+    except WorkspaceError:
+        sql = 'SELECT "key", content FROM held_out WHERE "key" LIKE :of'
+        for row in plant.ledger.read(sql, of=f"{prefix_of(subject)}:%"):
+            yield row["key"], np.unique(decontaminate.ngrams(word_hashes(compared(row["content"])), n))
+    else:
+        for row in table.filter(pc.field("held_out")).to_pylist():
+            yield row["key"], np.array(row["grams"], np.uint64)

@@ -38,7 +38,7 @@ def _documents(tx: sa.Connection) -> Iterator[Hashed]:
         "SELECT * FROM (SELECT document, signature, NULL AS hash, NULL AS held_out FROM near_dup_signatures UNION ALL "
         f"SELECT document, NULL, hash, held_out FROM ngrams) AS rows ORDER BY document{by_bytes}"
     )
-    for key, rows in groupby(tx.execution_options(stream_results=True).execute(sa.text(sql)), lambda row: row[0]):
+    for key, rows in groupby(tx.execute(sa.text(sql).execution_options(stream_results=True)), lambda row: row[0]):
         signature, grams, is_held = None, [], False
         for _, blob, value, held in rows:
             if blob is not None:
