@@ -104,7 +104,7 @@ def test_personal_data_is_replaced_and_its_look_alikes_are_not(kind: str, text: 
 
 
 KEYS = ("AKIA" + "Q" * 16, "ASIA" + "7" * 16, *(f"gh{kind}_" + "a" * 36 for kind in "pousr"), "xoxb-" + "1" * 10, "AIza" + "b" * 35,
-        "sk-" + "c" * 32, "sk-proj-" + "d" * 32)  # fmt: skip
+        "-----BEGIN PRIVATE KEY-----\nQ\n-----END PRIVATE KEY-----", "sk-" + "c" * 32, "sk-proj-" + "d" * 32)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ KEYS = ("AKIA" + "Q" * 16, "ASIA" + "7" * 16, *(f"gh{kind}_" + "a" * 36 for kind
         ("phone", ["+12 345 6789", "+123 4567 8901 2345", "212-555-0187"], ["+12 345 67", "+1 555 0100 100", "212-555-018", "+12 345 6789-1"]),
         ("card", ["4222222222222", "378282246310005", "6304000000000000000", "3782 822463 10005"],
          ["422222222222", "63040000000000000000", "2223000048400011", "5555555555555", "4111-1111 1111 1111"]),
-        ("secret", KEYS, [*(key[:-1] for key in KEYS[:-1]), "sk-proj-" + "d" * 23, "<SECRET>"]),
+        ("secret", KEYS, [*(key[:-1] for key in KEYS[:9]), "sk-" + "c" * 31, "sk-proj-" + "d" * 23, "<SECRET>"]),
     ],
 )  # fmt: skip
 def test_each_kind_of_personal_data_at_its_borders(kind: str, found: list[str], passed_over: list[str]) -> None:
