@@ -37,8 +37,7 @@ from factory.ingest.decide import Decided, decide
 from factory.ingest.document import BadRow, Row
 from factory.ingest.filing import ASKED, filed_name
 from factory.ingest.held_tasks import hold_task_items
-from factory.ingest.index import Index
-from factory.ingest.pool import Pool
+from factory.ingest.index import PARAMETERS, Index
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import BAD_RULES
 from factory.ingest.reading_code import reading_key
@@ -47,9 +46,9 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.told import Told, missing_columns, refuse_missing_columns
 from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.vocabulary import frozen_tokenizer
-from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish, look_at
+from factory.ingest.worker import Analysed, Finished, IngestJob, Pool, analyse, finish, look_at
 from factory.ledger.files import FILED
-from factory.ledger.ledger import Ledger, record, shards
+from factory.ledger.ledger import Ledger, meta, record, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import put_in_place
@@ -378,13 +377,17 @@ def _store(
     if found.decided and found.decided.groups:
         totals["counts"]["groups"] = found.decided.groups
     tx.execute(shards.insert().values(**shard, state="ingested", rows=len(found.rows), **totals))
-    store.write_parameters(tx, parameters)
+    if tx.execute(sa.select(meta.c.value).where(meta.c.key == PARAMETERS)).scalar() is None:
+        tx.execute(meta.insert().values(key=PARAMETERS, value=parameters))
     if found.tokenizer:
         store.write_tokenizer(tx, found.tokenizer, ledger.inside(found.tokenizer.folder))
-    if found.token_shard:
-        store.write_token_shard_row(
-            tx, found.token_shard, ledger.inside(found.token_shard.path), sha256, found.tokenizer, totals["domains"]
+    if made := found.token_shard:
+        counts = {name: made.manifest[name] for name in ("documents", "tokens")}
+        about = {"shard": sha256, "path": ledger.inside(made.path), "tokenizer": made.manifest["tokenizer_sha256"]}
+        new = token_shards.insert().values(
+            id=made.id, **about, **counts, domains=totals["domains"], created_at=time.time()
         )
+        tx.execute(new)
     store.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
     if found.decided:
         store.write_held_out(tx, found.rows, found.finished)

@@ -15,12 +15,10 @@ from agents.core.untrusted import one_line
 from factory.ingest.compared import Hashed
 from factory.ingest.decide import Decided
 from factory.ingest.document import SYNTHETIC, Row
-from factory.ingest.index import PARAMETERS
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import Finished
-from factory.ledger.ledger import documents, held_out, meta, token_shards, tokenizers
-from trainer.contract.data.token_shard import TokenShard
+from factory.ledger.ledger import documents, held_out, tokenizers
 
 LONGEST_EXAMPLE = 300  # characters
 _AT_ONCE = 20_000  # rows in one statement
@@ -81,44 +79,13 @@ def _examples(rows: Sequence[Row]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def write_parameters(tx: sa.Connection, parameters: str) -> None:
-    if tx.execute(sa.select(meta.c.value).where(meta.c.key == PARAMETERS)).scalar() is None:
-        tx.execute(meta.insert().values(key=PARAMETERS, value=parameters))
-
-
 def write_tokenizer(tx: sa.Connection, tokenizer: Tokenizer, place: str) -> None:
     if tx.execute(sa.select(tokenizers.c.sha256)).scalar() is None:
         tx.execute(
             tokenizers.insert().values(
-                sha256=tokenizer.sha256,
-                path=place,
-                vocab_size=tokenizer.vocab_size,
-                created_at=time.time(),
+                sha256=tokenizer.sha256, path=place, vocab_size=tokenizer.vocab_size, created_at=time.time()
             )
         )
-
-
-def write_token_shard_row(
-    tx: sa.Connection,
-    shard: TokenShard,
-    place: str,
-    sha256: str,
-    tokenizer: Tokenizer | None,
-    domains: dict[str, Any],
-) -> None:
-    assert tokenizer
-    tx.execute(
-        token_shards.insert().values(
-            id=shard.id,
-            shard=sha256,
-            path=place,
-            tokenizer=tokenizer.sha256,
-            documents=shard.manifest["documents"],
-            tokens=shard.manifest["tokens"],
-            domains=domains,
-            created_at=time.time(),
-        )
-    )
 
 
 def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_shard: str | None) -> None:
