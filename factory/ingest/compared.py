@@ -53,7 +53,7 @@ _FOUND = "SELECT h.hash, d.key FROM json_each(?) v JOIN {} h ON h.hash = v.value
 
 
 @dataclass(frozen=True)
-class Hashed:
+class HashedDocument:
     """One document's. ``signature``: None of a task's item; ``grams``: those of a held-out document by which copies are found, else a sample."""
 
     key: str
@@ -76,7 +76,7 @@ def prefix_of(subject: str) -> str:
     return subject.replace(":", "-", 1).removeprefix("shard-")
 
 
-def write_hashes(root: Path, subject: str, documents: Iterable[Hashed]) -> None:
+def write_hashes(root: Path, subject: str, documents: Iterable[HashedDocument]) -> None:
     """Write the file of a shard or a task, whole or not at all. Raises: OSError."""
     rows = list(documents)
     columns = {

@@ -11,12 +11,10 @@ may look at. What is written from another machine is seen by neither: the last r
 
 from __future__ import annotations
 
-import bz2
 import contextlib
 import errno
 import fcntl
 import filecmp
-import gzip
 import json
 import lzma
 import os
@@ -295,9 +293,11 @@ def _cut_off(path: Path, stamp: Stamp) -> str:
                 return ""
             return "it has no Parquet footer yet" if kind == ".parquet" else "it has no Arrow footer yet"
     if compression:
+        from factory.ingest.reading.streams import decompressed
+
         last = b""
         try:
-            with _opened(path, compression) as file:
+            with open(path, "rb") as raw, decompressed(raw, compression) as file:
                 while block := file.read(TAIL):
                     last = (last + block)[-TAIL:]
         except EOFError:
@@ -316,14 +316,6 @@ def _cut_off(path: Path, stamp: Stamp) -> str:
     if kind == ".json" and last.rstrip().endswith((b"]", b"}")):
         return ""
     return _last_row(last) if kind in ROWS else ""
-
-
-def _opened(path: Path, compression: str) -> Any:
-    if compression in ("zstd", "lz4"):
-        import pyarrow as pa
-
-        return pa.CompressedInputStream(pa.OSFile(str(path)), compression)
-    return {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}[compression](path, "rb")  # type: ignore[operator]
 
 
 def _last_row(tail: bytes) -> str:

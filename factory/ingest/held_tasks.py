@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from factory.core.errors import InputError
-from factory.ingest.compared import HELD, Hashed, hashes_file, prefix_of, write_hashes
+from factory.ingest.compared import HELD, HashedDocument, hashes_file, prefix_of, write_hashes
 from factory.ingest.rules.task_folder import item_files, not_read
 from factory.ingest.rules.task_items import item_ngrams, items_sha256, read_items
 from factory.ledger.ledger import record
@@ -55,7 +55,9 @@ def _hold(plant: Plant, subject: str, n: int, name: str, items: list[np.ndarray]
     for gram, number in first.items():
         of.setdefault(number, []).append(gram)
     prefix = prefix_of(subject)
-    hashed = (Hashed(f"{prefix}:{number}", None, np.array(grams, np.uint64), True) for number, grams in of.items())
+    hashed = (
+        HashedDocument(f"{prefix}:{number}", None, np.array(grams, np.uint64), True) for number, grams in of.items()
+    )
     write_hashes(plant.workspace.root, subject, hashed)
     with plant.ledger.begin() as tx:
         record(tx, HELD, subject, {"name": name, "records": len(items), "ngrams": len(first), "n": n})

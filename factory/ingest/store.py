@@ -12,7 +12,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from agents.core.untrusted import one_line
-from factory.ingest.compared import Hashed
+from factory.ingest.compared import HashedDocument
 from factory.ingest.decide import Decided
 from factory.ingest.document import SYNTHETIC, Row
 from factory.ingest.rules.policy import Licences
@@ -118,14 +118,14 @@ def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str
     )
 
 
-def hashed(rows: Sequence[Row], decided: Decided, finished: Mapping[str, Finished]) -> Iterator[Hashed]:
+def hashed(rows: Sequence[Row], decided: Decided, finished: Mapping[str, Finished]) -> Iterator[HashedDocument]:
     """What later shards are compared with: of each document that was kept, and of a text whose licence does not allow training only what its
     copies are known by."""
     barring = (row for row in rows if row.rule == "licence" and row.key in decided.numbers)
     for row in (*(row for row in rows if row.fate != "dropped"), *barring):
         is_held = row.fate == "held_out"
         grams = decided.held_out[row.key] if is_held else finished[row.key].sampled if row.fate == "train" else NO_GRAMS
-        yield Hashed(row.key, decided.signatures[decided.numbers[row.key]], grams, is_held)
+        yield HashedDocument(row.key, decided.signatures[decided.numbers[row.key]], grams, is_held)
 
 
 def _detail(row: Row) -> str | None:

@@ -24,7 +24,7 @@ from factory.core.faults import cannot_be_read_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ingest.chain import chunks
-from factory.ingest.compared import HELD, Hashed, HashIndex, hashes_file, prefix_of, read_hashes, write_hashes
+from factory.ingest.compared import HELD, HashedDocument, HashIndex, hashes_file, prefix_of, read_hashes, write_hashes
 from factory.ingest.document import Row, compared
 from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.readers import ShardProblem, read_rows
@@ -187,9 +187,11 @@ def rebuild_hashes(plant: Plant, subject: str) -> str:
         for row, signature, grams, done in _again(plant, policy, aside, name, shard, trained):
             is_barring = row.barred and row.key in wanted
             if row.key in trained:
-                made.append(Hashed(row.key, signature, done.sampled, False))
+                made.append(HashedDocument(row.key, signature, done.sampled, False))
             elif row.key in wanted:
-                made.append(Hashed(row.key, signature, grams[:0] if is_barring else np.unique(grams), not is_barring))
+                made.append(
+                    HashedDocument(row.key, signature, grams[:0] if is_barring else np.unique(grams), not is_barring)
+                )
             if row.key in wanted and row.content_sha256 != wanted[row.key]["content_sha256"]:
                 break
         else:

@@ -10,7 +10,7 @@ import numpy as np
 import sqlalchemy as sa
 from alembic import op
 
-from factory.ingest.compared import HELD, Hashed, prefix_of, write_hashes
+from factory.ingest.compared import HELD, HashedDocument, prefix_of, write_hashes
 
 revision = "6"
 down_revision = "5"
@@ -31,7 +31,7 @@ def upgrade() -> None:
         op.drop_table(name)
 
 
-def _documents(tx: sa.Connection) -> Iterator[Hashed]:
+def _documents(tx: sa.Connection) -> Iterator[HashedDocument]:
     """In the order of their keys."""
     by_bytes = ' COLLATE "C"' if tx.dialect.name == "postgresql" else ""
     sql = (
@@ -46,4 +46,4 @@ def _documents(tx: sa.Connection) -> Iterator[Hashed]:
             else:
                 grams.append(value)
                 is_held = bool(held)
-        yield Hashed(key, signature, np.array(grams, np.int64).astype(np.uint64), is_held)
+        yield HashedDocument(key, signature, np.array(grams, np.int64).astype(np.uint64), is_held)

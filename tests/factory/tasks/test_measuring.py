@@ -17,7 +17,7 @@ from factory.evals.tasks import EvalItem
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.with_tasks import with_tasks
-from factory.ingest.compared import Hashed, write_hashes
+from factory.ingest.compared import HashedDocument, write_hashes
 from factory.ledger.ledger import eval_items, evaluations, record
 from factory.ledger.rows import EvaluationRow
 from factory.tasks.comparing import TaskEvidence, gains, reasons, scores, set_aside, sizes
@@ -220,7 +220,7 @@ def test_an_exam_that_was_trained_on_is_held(plant: FilledPlant, candidate: int)
     n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
     gram = item_ngrams({"q": words}, n)[:1]
     subject = f"shard:{plant.documents[0].key.partition(':')[0]}"
-    write_hashes(plant.workspace.root, subject, [Hashed(plant.documents[0].key, None, gram, False)])
+    write_hashes(plant.workspace.root, subject, [HashedDocument(plant.documents[0].key, None, gram, False)])
     with plant.ledger.begin() as tx:
         record(tx, "ingested", subject)
     assert trained_on(plant, task) == [(0, plant.documents[0].key)]
