@@ -62,6 +62,12 @@ def test_each_rule_fires_beyond_its_border_and_not_on_it(rule: str, passes: str,
     )
 
 
+def test_a_rule_that_allows_nothing_is_no_rule_that_is_off() -> None:
+    nothing = RULES.model_copy(update={"max_encoded": 0.0, "max_repeated_lines": 0.0})
+    assert filters.encoded_data("QUJD" * 20, nothing) and filters.repetition("a\na\nb\nc", nothing)
+    assert filters.encoded_data("words", nothing) is None and filters.repetition("a\nb\nc\nd", nothing) is None
+
+
 def test_every_rule_has_its_borders_and_the_first_that_fires_is_named() -> None:
     assert [rule.__name__ for rule in filters.FILTERS] == list(dict.fromkeys(case[0] for case in BORDERS))
     assert filters.first_failure(GOOD, RULES) is None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from factory.ingest.rules import split
 from factory.ingest.rules.split import HALVES, Arrived, Held, HeldBefore, Wanted, select
 
 Row = tuple[str, int | None, bool]  # domain, number of the group, able
@@ -139,3 +140,12 @@ def test_what_is_chosen_is_fixed() -> None:
             held = past.take(shard_of(rows, number))
             digest.update(repr([(at, one.group, one.sealed) for at, one in sorted(held.items())]).encode())
     assert digest.hexdigest()[:16] == "0d80bef93c603f91"
+
+
+def test_a_group_without_a_source_is_named_by_its_fact_alone() -> None:
+    facts = {"url-host": "example.org", "path": "a.py", "conversation": "7"}
+    named = {kind: split.group_of(kind, None, facts, "0011") for kind in split.KINDS}
+    assert named == {
+        "document": None, "source": None, "path": "path:a.py", "url-host": "url-host:example.org",
+        "conversation": "conversation:7", "none": None,
+    }  # fmt: skip
