@@ -26,6 +26,7 @@ KINDS = (
     "tokenizer",
     "token shards",
     "raw shards",
+    "hashes",
     "checkpoints",
     "exports",
     "segments",

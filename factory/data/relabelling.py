@@ -19,7 +19,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.backups.backups import make_backup
 from factory.core.errors import InputError, nearest
 from factory.data.selecting import AT_ONCE, Selection, by_value, keys_of_one
 from factory.ingest.document import LONGEST_NAME, refuse_domain
@@ -135,8 +134,6 @@ def relabel(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
             domains = _domains(tx, sa.and_(c.shard == shard, c.token_shard.is_not(None)))
             tx.execute(shards.update().where(shards.c.sha256 == shard).values(domains=domains))
         record(tx, RELABELLED, f"relabel:{number}", {"by": by, "why": why, **found.to_json()})
-    if plant.ledger.file:
-        make_backup(plant)  # the journal does not carry what changed of held-out documents
     return number
 
 

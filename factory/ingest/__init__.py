@@ -11,8 +11,9 @@
 ``rules/near_dup``                 MinHash signatures and bands
 ``rules/split``                    which documents may be held out
 ``rules/decontaminate``            overlap of training and held-out documents, in both directions
-``worker`` ``pool``                the per-document work of the above, in processes
-``index``                          what the ledger knows of earlier shards
+``worker``                         the per-document work of the above, in processes
+``compared``                       what later documents are compared with: files of hashes, and their index
+``index``                          what is known of earlier shards
 ``decide``                         duplicates, held-out split, contamination: decisions over the whole shard
 ``tokenizer`` ``vocabulary``       the tokenizer; its one training
 ``chat_template``                  what exports are served with: the tokenizer's chats, in Jinja

@@ -32,23 +32,23 @@ import sqlalchemy as sa
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.ingest import store
+from factory.ingest.compared import write_hashes
 from factory.ingest.decide import Decided, decide
 from factory.ingest.document import BadRow, Row
 from factory.ingest.filing import ASKED, filed_name
-from factory.ingest.index import Index
-from factory.ingest.pool import Pool
+from factory.ingest.held_tasks import hold_task_items
+from factory.ingest.index import PARAMETERS, Index
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import BAD_RULES
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.claims import CONFLICT
-from factory.ingest.rules.held_tasks import hold_task_items
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.told import Told, missing_columns, refuse_missing_columns
 from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.vocabulary import frozen_tokenizer
-from factory.ingest.worker import Analysed, Finished, IngestJob, analyse, finish, look_at
+from factory.ingest.worker import Analysed, Finished, IngestJob, Pool, analyse, finish, look_at
 from factory.ledger.files import FILED
-from factory.ledger.ledger import Ledger, record, shards
+from factory.ledger.ledger import Ledger, meta, record, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import put_in_place
@@ -124,6 +124,9 @@ def ingest_shard(
             if not quarantines:
                 raise found
             _copy_to_quarantine(plant.workspace, path, sha256)
+        else:
+            compared = store.hashed(found.rows, found.decided, found.finished) if found.decided else ()
+            write_hashes(plant.workspace.root, f"shard:{sha256[:16]}", compared)
         with plant.ledger.begin() as tx:
             _store(tx, plant.ledger, path, before.st_size, sha256, found, parameters, reading_key(plant.workspace))
     except OSError as error:
@@ -374,14 +377,18 @@ def _store(
     if found.decided and found.decided.groups:
         totals["counts"]["groups"] = found.decided.groups
     tx.execute(shards.insert().values(**shard, state="ingested", rows=len(found.rows), **totals))
-    store.write_parameters(tx, parameters)
+    if tx.execute(sa.select(meta.c.value).where(meta.c.key == PARAMETERS)).scalar() is None:
+        tx.execute(meta.insert().values(key=PARAMETERS, value=parameters))
     if found.tokenizer:
         store.write_tokenizer(tx, found.tokenizer, ledger.inside(found.tokenizer.folder))
-    if found.token_shard:
-        store.write_token_shard_row(
-            tx, found.token_shard, ledger.inside(found.token_shard.path), sha256, found.tokenizer, totals["domains"]
+    if made := found.token_shard:
+        counts = {name: made.manifest[name] for name in ("documents", "tokens")}
+        about = {"shard": sha256, "path": ledger.inside(made.path), "tokenizer": made.manifest["tokenizer_sha256"]}
+        new = token_shards.insert().values(
+            id=made.id, **about, **counts, domains=totals["domains"], created_at=time.time()
         )
+        tx.execute(new)
     store.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
     if found.decided:
-        store.write_index(tx, found.rows, found.decided, found.finished)
+        store.write_held_out(tx, found.rows, found.finished)
     record(tx, "ingested", f"shard:{sha256[:16]}", {"name": path.name, **totals["counts"]})

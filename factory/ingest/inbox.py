@@ -22,15 +22,19 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.faults import cannot_be_read_now, is_of_the_machine
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.ingest.arriving import STILL_SECONDS, Stamp, cut_off, stamp_of, writer_of
 from factory.ingest.filing import (
     LONGEST_NAME,
+    STILL_SECONDS,
+    Stamp,
+    cut_off,
     file_away,
     file_original,
     return_changed,
     return_file,
     return_quarantined,
-)
+    stamp_of,
+    writer_of,
+)  # fmt: skip
 from factory.ingest.rules.split import grouping_lines
 from factory.ingest.shapes.mapping import whole_name
 from factory.ingest.shapes.told import row_lines
@@ -89,8 +93,8 @@ def take(plant: Plant, path: Path) -> None:
 
 
 def _take_alone(plant: Plant, path: Path) -> None:
-    from factory.ingest.pool import WorkerDiedError
     from factory.ingest.vocabulary import LittleTextError
+    from factory.ingest.worker import WorkerDiedError
 
     stamp: Stamp = ()
     try:

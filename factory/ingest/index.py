@@ -1,4 +1,4 @@
-"""Ingest's queries of the ledger: documents by content, near-duplicate bands, n-grams. Read only."""
+"""Ingest's queries of earlier shards: of the ledger, and of what documents are compared with (``compared``)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import sqlalchemy as sa
 
 from factory.core.errors import ConfigError
+from factory.ingest.compared import HashIndex
 from factory.ingest.document import SYNTHETIC
 from factory.ingest.rules import near_dup
 from factory.ingest.rules.claims import set_aside
@@ -18,7 +17,7 @@ from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ingest.rules.split import HALVES, HeldBefore
 from factory.ingest.rules.words import Hashes
-from factory.ledger.ledger import Ledger, documents, held_out, meta, near_dup_bands, near_dup_signatures, ngrams, shards
+from factory.ledger.ledger import Ledger, documents, held_out, meta, shards
 from factory.ledger.removals import FATE, refused, removals
 
 _AT_ONCE = 5000  # values in one IN (…)
@@ -35,6 +34,7 @@ class Index:
     def __init__(self, ledger: Ledger, policy: Licences | None = None) -> None:
         self._ledger, self._policy = ledger, policy or Licences()
         self._aside = set_aside(ledger)
+        self._hashes = HashIndex(ledger)
 
     def check(self, policy: DataPolicy) -> str:
         """The parameters that the stored hashes were made with; only hashes made with the same ones are comparable.
@@ -65,10 +65,9 @@ class Index:
         return key not in self._aside and not self._policy.of(licence).train
 
     def near(self, hashes: near_dup.Bands) -> near_dup.Stored:
-        c = near_dup_bands.c
         keys: dict[int, list[str]] = {}
-        for value, key in self._select([c.hash, c.document], c.hash, hashes.astype(np.int64).tolist()):
-            stored = keys.setdefault(value % 2**64, [])
+        for value, key in self._hashes.in_bands(hashes.tolist()):
+            stored = keys.setdefault(value, [])
             if len(stored) < near_dup.CANDIDATES:
                 stored.append(key)
         d = documents.c
@@ -76,13 +75,7 @@ class Index:
         rows = self._select([d.key, d.license], d.key, names, d.fate == "dropped")
         over = {row[0] for row in rows if not self._bars(row[0], row[1])}
         keys = {value: [key for key in stored if key not in over] for value, stored in keys.items()}
-        names = [name for name in names if name not in over]
-        s = near_dup_signatures.c
-        signed = {
-            key: np.frombuffer(blob, "<u4").astype(np.uint32)
-            for key, blob in self._select([s.document, s.signature], s.document, names)
-        }
-        return near_dup.Stored(keys, signed)
+        return near_dup.Stored(keys, self._hashes.signatures([name for name in names if name not in over]))
 
     def refusal(self) -> Callable[[str | None, str | None], str]:
         """Says why a document of a source and a licence is refused: a person took that source or licence out; '': it is not."""
@@ -114,17 +107,11 @@ class Index:
 
     def trained_with(self, grams: Hashes) -> list[tuple[int, str]]:
         """(n-gram, key) of documents that are training data and whose sample holds the n-gram."""
-        c = ngrams.c
-        found = self._select([c.hash, c.document], c.hash, grams.astype(np.int64).tolist(), sa.not_(c.held_out))
-        return [(value % 2**64, key) for value, key in found]
+        return self._hashes.sampled(grams.tolist())
 
     def held_out_ngrams(self) -> list[tuple[str, Hashes]]:
-        """Every n-gram of every held-out document."""
-        statement = sa.select(ngrams.c.document, ngrams.c.hash).where(ngrams.c.held_out)
-        grams: dict[str, list[int]] = {}
-        for row in self._ledger.rows(statement):
-            grams.setdefault(row["document"], []).append(row["hash"])
-        return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
+        """Every n-gram of every held-out document and of every task's item."""
+        return self._hashes.held_out()
 
     @cached_property
     def _held_out(self) -> list[dict[str, Any]]:
@@ -171,7 +158,3 @@ def _before(rows: Sequence[dict[str, Any]]) -> HeldBefore:
     of = {half: [row for row in rows if bool(row["sealed"]) == half] for half in HALVES}
     groups = {half: frozenset(row["group_key"] for row in ones if row["whole"]) for half, ones in of.items()}
     return HeldBefore(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})
-
-
-def signature_bytes(signature: npt.NDArray[np.uint32]) -> bytes:
-    return signature.astype("<u4").tobytes()

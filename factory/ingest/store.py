@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,26 +12,17 @@ import numpy as np
 import sqlalchemy as sa
 
 from agents.core.untrusted import one_line
+from factory.ingest.compared import HashedDocument
 from factory.ingest.decide import Decided
 from factory.ingest.document import SYNTHETIC, Row
-from factory.ingest.index import PARAMETERS, signature_bytes
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.worker import Finished
-from factory.ledger.ledger import (
-    documents,
-    held_out,
-    meta,
-    near_dup_bands,
-    near_dup_signatures,
-    ngrams,
-    token_shards,
-    tokenizers,
-)  # fmt: skip
-from trainer.contract.data.token_shard import TokenShard
+from factory.ledger.ledger import documents, held_out, tokenizers
 
 LONGEST_EXAMPLE = 300  # characters
 _AT_ONCE = 20_000  # rows in one statement
+NO_GRAMS = np.zeros(0, np.uint64)
 
 
 def totals(rows: Sequence[Row]) -> dict[str, Any]:
@@ -88,44 +79,13 @@ def _examples(rows: Sequence[Row]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def write_parameters(tx: sa.Connection, parameters: str) -> None:
-    if tx.execute(sa.select(meta.c.value).where(meta.c.key == PARAMETERS)).scalar() is None:
-        tx.execute(meta.insert().values(key=PARAMETERS, value=parameters))
-
-
 def write_tokenizer(tx: sa.Connection, tokenizer: Tokenizer, place: str) -> None:
     if tx.execute(sa.select(tokenizers.c.sha256)).scalar() is None:
         tx.execute(
             tokenizers.insert().values(
-                sha256=tokenizer.sha256,
-                path=place,
-                vocab_size=tokenizer.vocab_size,
-                created_at=time.time(),
+                sha256=tokenizer.sha256, path=place, vocab_size=tokenizer.vocab_size, created_at=time.time()
             )
         )
-
-
-def write_token_shard_row(
-    tx: sa.Connection,
-    shard: TokenShard,
-    place: str,
-    sha256: str,
-    tokenizer: Tokenizer | None,
-    domains: dict[str, Any],
-) -> None:
-    assert tokenizer
-    tx.execute(
-        token_shards.insert().values(
-            id=shard.id,
-            shard=sha256,
-            path=place,
-            tokenizer=tokenizer.sha256,
-            documents=shard.manifest["documents"],
-            tokens=shard.manifest["tokens"],
-            domains=domains,
-            created_at=time.time(),
-        )
-    )
 
 
 def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_shard: str | None) -> None:
@@ -145,37 +105,27 @@ def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_s
     )  # fmt: skip
 
 
-def write_index(tx: sa.Connection, rows: Sequence[Row], decided: Decided, finished: dict[str, Finished]) -> None:
-    """Held-out contents, near-duplicate bands and signatures, n-grams: what later shards are compared with. Of a text whose licence does not
-    allow training only what its copies are known by."""
-    kept = [row for row in rows if row.fate != "dropped"]
-    held = [row for row in kept if row.fate == "held_out"]
-    contents = ((row, finished[row.key].content) for row in held)
+def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str, Finished]) -> None:
+    """The contents of the held-out documents."""
+    held = ((row, finished[row.key].content) for row in rows if row.fate == "held_out")
     _insert(
         tx,
         held_out,
         (
             {"key": row.key, "domain": row.domain, "group_key": row.held_as, "sealed": row.sealed, "content": content}
-            for row, content in contents
+            for row, content in held
         ),
     )
-    barring = [row for row in rows if row.rule == "licence" and row.key in decided.numbers]
-    numbers = [(row.key, decided.numbers[row.key]) for row in (*kept, *barring)]
-    _insert_plain(
-        tx,
-        near_dup_bands,
-        ((band, value, key) for key, number in numbers for band, value in enumerate(decided.near.bands_of(number))),
-    )
-    _insert_plain(
-        tx, near_dup_signatures, ((key, signature_bytes(decided.signatures[number])) for key, number in numbers)
-    )
-    grams = [(row.key, decided.held_out[row.key], True) for row in held]
-    grams += [(row.key, finished[row.key].sampled, False) for row in kept if row.fate == "train"]
-    _insert_plain(
-        tx,
-        ngrams,
-        ((value, key, is_held) for key, found, is_held in grams for value in found.astype(np.int64).tolist()),
-    )
+
+
+def hashed(rows: Sequence[Row], decided: Decided, finished: Mapping[str, Finished]) -> Iterator[HashedDocument]:
+    """What later shards are compared with: of each document that was kept, and of a text whose licence does not allow training only what its
+    copies are known by."""
+    barring = (row for row in rows if row.rule == "licence" and row.key in decided.numbers)
+    for row in (*(row for row in rows if row.fate != "dropped"), *barring):
+        is_held = row.fate == "held_out"
+        grams = decided.held_out[row.key] if is_held else finished[row.key].sampled if row.fate == "train" else NO_GRAMS
+        yield HashedDocument(row.key, decided.signatures[decided.numbers[row.key]], grams, is_held)
 
 
 def _detail(row: Row) -> str | None:
@@ -183,17 +133,6 @@ def _detail(row: Row) -> str | None:
     maker = f"{SYNTHETIC}{row.synthetic_by}" if row.synthetic_by else None
     words = [maker, row.detail, f"replaced: {replaced}" if replaced and row.fate != "dropped" else None]
     return "; ".join(word for word in words if word) or None
-
-
-def _insert_plain(tx: sa.Connection, table: sa.Table, values: Iterator[tuple[Any, ...]]) -> None:
-    """As ``_insert``, for tables of plain columns in their order: most rows are theirs, and SQLAlchemy's work for a row
-    takes longer than SQLite's.
-    """
-    names = [column.name for column in table.columns]
-    compiled = table.insert().compile(dialect=tx.dialect, column_keys=names)
-    while batch := list(islice(values, _AT_ONCE)):
-        rows: Any = batch if compiled.positional else [dict(zip(names, row)) for row in batch]
-        tx.exec_driver_sql(str(compiled), rows)
 
 
 def _insert(tx: sa.Connection, table: sa.Table, values: Iterator[dict[str, Any]]) -> None:

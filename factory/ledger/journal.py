@@ -5,8 +5,7 @@ these rows as they are then. A line is a batch: ``{"crc32": …, "rows": [[table
 the notes after ``from`` until ``to``. Whoever is killed before its line is written, or half way through it, leaves that to the next one. ``replayed``
 gives the lines back.
 
-What ingest makes of a shard (documents, hashes, n-grams) is long, and is not carried: a restored ledger ingests the shard again
-(``factory.repairs.lost_ledger``). A PostgreSQL ledger has no journal: its server has one.
+A PostgreSQL ledger has no journal: its server has one.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ NAME, ABOUT = "journal.jsonl", "backup.json"  # in a backup's folder
 TIME = "%Y-%m-%dT%H-%M-%S"  # in a backup's name
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(-\d+)?")
 END = re.compile(rb'"to": (\d+)\}\n$')
-LONG = frozenset({"near_dup_bands", "near_dup_signatures", "ngrams", "held_out"})  # not carried
-UPDATES_ONLY = "documents"  # that an anomaly was blamed on
 PATIENCE = 60.0  # as SQLite's
 
 
@@ -45,16 +42,13 @@ def watch(tx: sa.Connection, metadata: sa.MetaData) -> None:
         'CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY AUTOINCREMENT, "table" TEXT, row INTEGER, gone TEXT)'
     )
     for table in metadata.sorted_tables:
-        if table.name in LONG:
-            continue
         key = key_of(table)
         gone = f'OLD."{key}"' if key else "NULL"
         for when, row, value in (("INSERT", "NEW", "NULL"), ("UPDATE", "NEW", "NULL"), ("DELETE", "OLD", gone)):
-            if table.name != UPDATES_ONLY or when == "UPDATE":
-                tx.exec_driver_sql(
-                    f'CREATE TRIGGER IF NOT EXISTS "{when.lower()}_{table.name}" AFTER {when} ON "{table.name}" BEGIN '
-                    f"INSERT INTO changes (\"table\", row, gone) VALUES ('{table.name}', {row}.rowid, {value}); END"
-                )
+            tx.exec_driver_sql(
+                f'CREATE TRIGGER IF NOT EXISTS "{when.lower()}_{table.name}" AFTER {when} ON "{table.name}" BEGIN '
+                f"INSERT INTO changes (\"table\", row, gone) VALUES ('{table.name}', {row}.rowid, {value}); END"
+            )
 
 
 def key_of(table: sa.Table) -> str:
@@ -135,12 +129,14 @@ def append(database: Path, backup: Path) -> None:
                 gone[table, key] = None
         if newest == since:
             return
-        found = []
+        found = []  # as text: an ingest adds many rows
         for table, row in rows:
             for held in ledger.execute(f'SELECT rowid AS "rowid", * FROM "{table}" WHERE rowid = ?', [row]):
-                found.append([table, dict(held)])
-    batch = {"rows": found, "gone": [list(one) for one in gone], "from": since, "to": newest}
-    encoded = json.dumps({"crc32": _crc32(batch)} | batch).encode() + b"\n"
+                found.append(json.dumps([table, dict(held)]))
+    listed, gone_rows = ", ".join(found), json.dumps([list(one) for one in gone])
+    batch = f'"rows": [{listed}], "gone": {gone_rows}, "from": {since}, "to": {newest}}}'.encode()
+    crc32 = zlib.crc32(batch, zlib.crc32(b"{"))
+    encoded = b'{"crc32": %d, %b\n' % (crc32, batch)
     with open(path, "ab") as out:
         out.write(encoded if whole else b"\n" + encoded)
         out.flush()

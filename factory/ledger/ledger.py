@@ -87,32 +87,6 @@ documents = sa.Table(
     sa.Index("documents_by_group", "group_key", sqlite_where=GROUPED, postgresql_where=GROUPED),
 )
 
-near_dup_bands = sa.Table(
-    "near_dup_bands",
-    metadata,
-    C("band", sa.Integer, nullable=False),
-    C("hash", N, nullable=False),
-    C("document", T, nullable=False),
-    sa.Index("near_dup_by_hash", "hash", "band"),
-)
-
-near_dup_signatures = sa.Table(  # of kept documents: a shared band only nominates a pair, the signatures decide
-    "near_dup_signatures",
-    metadata,
-    C("document", T, primary_key=True),
-    C("signature", sa.LargeBinary, nullable=False),  # little-endian uint32
-)
-
-ngrams = sa.Table(  # sampled n-gram hashes of train and held-out documents, for decontamination in both directions
-    "ngrams",
-    metadata,
-    C("hash", N, nullable=False, index=True),
-    C("document", T, nullable=False),
-    C("held_out", sa.Boolean, nullable=False),
-    # The held-out part is small and read whole at every ingest.
-    sa.Index("held_out_ngrams", "document", sqlite_where=sa.text("held_out"), postgresql_where=sa.text("held_out")),
-)
-
 held_out = sa.Table(
     "held_out",
     metadata,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from factory.core.errors import WorkspaceError
 
-SCHEMA = "5"  # the newest revision of factory/backups/migrations
+SCHEMA = "6"  # the newest revision of factory/backups/migrations
 
 
 GONE = "stop 'factory run', then 'factory restore' makes it again from its backups, or from the workspace's folders"  # of a lost ledger

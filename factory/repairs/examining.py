@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from factory.backups.backups import MLFLOW_TABLE, database_damage
+from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
+from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
 from factory.ledger.engine import sqlite_file
 from factory.ledger.files import retired
 from factory.ledger.plant import Plant
@@ -147,6 +149,26 @@ def _raw_shards(plant: Plant, deep: bool) -> Examined:
     return _look(plant, deep, "raw shards", rows, lambda row: row["sha256"], fault, remedy)
 
 
+def _hashes(plant: Plant, deep: bool) -> Examined:
+    """What later documents are compared with, and the index of it."""
+
+    def fault(source: tuple[int, str], hashed: bool) -> str:
+        try:
+            if hashed or not hashes_file(plant.workspace.root, source[1]).exists():
+                read_hashes(plant.workspace.root, source[1])
+        except WorkspaceError as error:
+            return str(error).partition(";")[0]
+        return ""
+
+    remedy = REPAIR + "makes it again from its raw shard"
+    found = _look(plant, deep, "hashes", sources(plant.ledger), lambda source: source[1], fault, remedy)
+    index = plant.workspace.root / INDEX
+    if index.exists() and (damage := database_damage(index, "sources")):
+        what = f"{index} is damaged: {damage}"
+        found.faults.append(Damage("hashes", INDEX, what, REPAIR + "makes it again, from shards/hashes", True))
+    return found
+
+
 def tokenizer_faults(plant: Plant, deep: bool) -> Examined:
     fault = tokenizer_fault(plant)
     remedy = REPAIR + "puts it back from a backup or an export"
@@ -195,6 +217,7 @@ CHECKS: dict[str, Callable[[Plant, bool], Examined]] = {
     "tokenizer": tokenizer_faults,
     "token shards": token_shard_faults,
     "raw shards": _raw_shards,
+    "hashes": _hashes,
     "checkpoints": checkpoint_faults,
     "exports": _exports,
     "segments": _folders,

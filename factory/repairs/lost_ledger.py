@@ -1,6 +1,6 @@
 """A lost or damaged ledger is made again: the newest good backup, then its journal, then what lies in the workspace's folders.
 
-    backup ─► journal: every row since ─► raw shards, ingested again ─► segments by their owner.json ─► the rest is set aside
+    backup ─► journal: every row since ─► raw shards that no row names ─► segments by their owner.json ─► the rest is set aside
 
 Everything happens in a copy below ``backups/``; the last step, a rename, puts it in the damaged one's place, which is kept.
 """
@@ -34,7 +34,7 @@ from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.removal import remove
 from factory.core.workspace import FOLDERS, Workspace, work_in
-from factory.ingest.chain import ingest_shard, report
+from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
@@ -49,19 +49,6 @@ from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import PLANNED, plan_sha256, read_owner, set_aside
 from kernels.contract.files import put_in_place
 
-INGESTED = frozenset(
-    {"shards", "token_shards", "documents", "tokenizers"}
-)  # what ingest writes, with what is not carried
-BECAME = (
-    "fate",
-    "rule",
-    "detail",
-    "domain",
-    "source",
-    "license",
-    "releasable",
-    "group_key",
-)  # what a person or an anomaly changes of a document
 LOCKS = ("model-loop", "code-loop", "release")
 
 
@@ -162,8 +149,7 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         ledger = Ledger.open(f"sqlite:///{file}", workspace.root)
         ledger.journaled = False
         said.append(f"the ledger is the one of backup {base.name}, and what its journal holds:")
-        batches, again = _replay(Plant(workspace, ledger, progress), base, said)
-        said.append(f"  {batches} transactions since, and {again} shards ingested again")
+        said.append(f"  {_replay(Plant(workspace, ledger, progress), base, said)} transactions since")
     said += _unknown_shards(Plant(workspace, ledger, progress))
     said += _take_up(Plant(workspace, ledger))
     return ledger
@@ -186,8 +172,8 @@ def starts_at(root: Path) -> str:
 
 
 # -- the journal -------------------------------------------------------------------------------------------------------
-def _replay(plant: Plant, base: Path, said: list[str]) -> tuple[int, int]:
-    """(batches, shards ingested again). A batch that was in the backup already changes nothing."""
+def _replay(plant: Plant, base: Path, said: list[str]) -> int:
+    """How many batches. A batch that was in the backup already changes nothing."""
     own = folders_of(plant.workspace.root)
     journals = [path / NAME for path in own if order_of(path) >= order_of(base)]
     if (
@@ -195,16 +181,14 @@ def _replay(plant: Plant, base: Path, said: list[str]) -> tuple[int, int]:
     ):  # from elsewhere: begin with the journal that ran when it was made
         earlier = [path for path in own if journal.about(path).get("seq", math.inf) <= about(base)["seq"]]
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
-    batches = again = 0
+    batches = 0
     for path in journals:
         if damage := damage_of(path):
             said.append(f"  {damage}")
         for batch in replayed(path):
             batches += 1
-            for row in [row for table, row in batch["rows"] if table == "shards"]:
-                again += _ingest_again(plant, row, batch, said)
             _put(plant.ledger, batch)
-    return batches, again
+    return batches
 
 
 def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
@@ -216,53 +200,11 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
             for table, key, value in [(t, key_of(metadata.tables[t]), v) for t, v in batch["gone"]]:
                 file.execute(f'DELETE FROM "{table}" WHERE "{key}" = ?', [value])
             for table, row in batch["rows"]:
-                key = key_of(metadata.tables[table])
-                columns = [name for name in row if name != "rowid" or not key]
+                columns = [name for name in row if name != "rowid" or not key_of(metadata.tables[table])]
                 names, marks = ", ".join(f'"{name}"' for name in columns), ", ".join("?" for _ in columns)
-                values = [row[name] for name in columns]
-                if table in ("shards", "token_shards"):  # ingested again: what became of it stands
-                    changed = [name for name in columns if name != key]
-                    assigned = ", ".join(f'"{name}" = ?' for name in changed)
-                    file.execute(
-                        f'UPDATE "{table}" SET {assigned} WHERE "{key}" = ?', [*(row[n] for n in changed), row[key]]
-                    )
                 file.execute(
-                    f'INSERT OR {"IGNORE" if table in INGESTED else "REPLACE"} INTO "{table}" ({names}) VALUES ({marks})',
-                    values,
+                    f'INSERT OR REPLACE INTO "{table}" ({names}) VALUES ({marks})', [row[name] for name in columns]
                 )
-                if table == "documents":
-                    became = {name: row[name] for name in BECAME if name in row}
-                    assigned = ", ".join(f'"{name}" = ?' for name in became)
-                    file.execute(f'UPDATE documents SET {assigned} WHERE "key" = ?', [*became.values(), row["key"]])
-
-
-def _ingest_again(plant: Plant, row: dict[str, Any], batch: dict[str, Any], said: list[str]) -> int:
-    """Ingest the shard of a journaled row as it was ingested then, unless the ledger has it; its hashes and documents come back so."""
-    if report(plant.ledger, row["sha256"]):
-        return 0
-    for part in batch["rows"]:
-        if part[0] == "tokenizers":  # it was made then, and lies in the workspace
-            _put(plant.ledger, {"rows": [part], "gone": []})
-    places = [
-        plant.workspace.root / row["path"],
-        *(folder / f"{row['sha256'][:16]}-{row['name']}" for folder in _raw(plant.workspace)),
-    ]
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        said.append(
-            f"  shard {row['name']} is gone from {places[0]}: its tokens are trained on, but what its documents were is not known, and "
-            "copies of them are not recognised; put the file into the inbox again"
-        )
-        return 0
-    expected = {part[1]["id"] for part in batch["rows"] if part[0] == "token_shards"}
-    made = ingest_file(plant, path, row["name"])
-    found = {one["id"] for one in plant.ledger.read("SELECT id FROM token_shards WHERE shard = :shard", shard=made)}
-    if found != expected:
-        said.append(
-            f"  shard {row['name']} gives other tokens than it did ({', '.join(found) or 'none'}, not {', '.join(expected) or 'none'}): "
-            "policies/data.yaml or this program changed since; both are known now"
-        )
-    return 1
 
 
 def ingest_file(plant: Plant, path: Path, name: str) -> str:

@@ -10,6 +10,7 @@ from factory.core.errors import DamagedExportError, FactoryError, WorkspaceError
 from factory.core.faults import cannot_be_read_now
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
+from factory.ingest.compared import INDEX, HashIndex
 from factory.ledger.files import MLFLOW_REMADE
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
@@ -25,7 +26,13 @@ from factory.repairs.examining import (
     tokenizer_faults,
 )
 from factory.repairs.lost_ledger import restore, restore_mlflow
-from factory.repairs.token_shards import HashedShards, bring_back_tokenizer, rebuild_token_shard, token_shard_fault
+from factory.repairs.token_shards import (
+    HashedShards,
+    bring_back_tokenizer,
+    rebuild_hashes,
+    rebuild_token_shard,
+    token_shard_fault,
+)
 from factory.training.planning import last_checkpoint, plan_of
 from trainer.contract.errors import TrainerError
 
@@ -66,6 +73,13 @@ def _mend_checkpoint(plant: Plant, subject: str) -> str:
     return "" if whole else replay_checkpoint(plant, int(subject))  # whole: made again for one that goes on from it
 
 
+def _mend_hashes(plant: Plant, subject: str) -> str:
+    if subject != INDEX:
+        return rebuild_hashes(plant, subject)
+    HashIndex(plant.ledger).remove()  # the next ingest makes it again
+    return ""
+
+
 def _serve(plant: Plant, _: str) -> str:
     reconcile(plant)
     return ""
@@ -76,6 +90,7 @@ MENDS: dict[str, Callable[[Plant, str], str]] = {
     "mlflow": _mend_mlflow,
     "tokenizer": lambda plant, _: bring_back_tokenizer(plant),
     "token shards": rebuild_token_shard,
+    "hashes": _mend_hashes,
     "checkpoints": _mend_checkpoint,
     "exports": lambda plant, subject: export_again(plant, int(subject)),
     "served": _serve,

@@ -11,27 +11,31 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
 import sqlalchemy as sa
 import yaml
 
-from factory.core.errors import ConfigError
+from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.faults import cannot_be_read_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ingest.chain import chunks
-from factory.ingest.index import Index
+from factory.ingest.compared import HELD, HashedDocument, HashIndex, hashes_file, prefix_of, read_hashes, write_hashes
+from factory.ingest.document import Row, compared
+from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
-from factory.ingest.rules.held_tasks import HELD, task_prefix
 from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.words import Hashes, word_hashes
 from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
 from factory.ingest.tokenizer import Tokenizer, shows_calls
-from factory.ingest.worker import FinishTask, IngestJob, analyse, finish, spool_ngrams
+from factory.ingest.worker import Finished, FinishTask, IngestJob, analyse, finish, spool_ngrams
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, record, tokenizers
 from factory.ledger.plant import Plant
@@ -126,19 +130,13 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
         row["shard"]
     )  # then another file is there, and other tokens are made of it
     expected = erased["token_shards"].get(number, {}).get("content", number) if erased else number
-    raw, name = raw_shard(plant, row["shard"])
+    raw, why = _whole_raw(plant, row["shard"])
     if raw is None:
-        return f"shard {name}, which it was made of, is gone too: put that file into {plant.workspace.shards / 'raw'} again"
-    if file_sha256(raw) != ((erased and erased["raw"]) or row["shard"]):
-        return f"{raw} is not the file that it was made of: put that file ({name}) there again"
-    aside = plant.workspace.shards / f".again-{os.getpid()}"
+        return why
     found: list[str] = []
-    for policy in _policies(plant.workspace):
+    for policy, aside, name in _asides(plant, row["shard"], raw):
         tokenizer = Tokenizer.load(plant.workspace.tokenizer)
-        remove(aside)
-        (aside / "spool").mkdir(parents=True)
         try:
-            (aside / name).symlink_to(raw.resolve())  # its name says how it is read
             documents = _documents(plant, policy, aside, name, row["shard"], number)
             if erased:
                 documents = _with_erased(plant.ledger, number, erased, documents)
@@ -148,25 +146,90 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
                 vocab_size=max(policy.tokenizer.vocab_size, tokenizer.vocab_size),
                 tokenizer_sha256=tokenizer.sha256,
             )
-            found.append(made.id)
-            if made.id == expected:
-                place = Path(row["path"])
-                if place.exists():
-                    set_aside(plant.workspace.root, place)
-                put_in_place(made.path, place)
-                with plant.ledger.begin() as tx:
-                    record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.inside(raw)})
-                return ""
         except (
             ShardProblem
         ) as problem:  # a file of one document that was erased is empty, and its token shard not made again
             return f"{raw} cannot be read: {problem}"
-        finally:
-            remove(aside)
+        found.append(made.id)
+        if made.id == expected:
+            place = Path(row["path"])
+            if place.exists():
+                set_aside(plant.workspace.root, place)
+            put_in_place(made.path, place)
+            with plant.ledger.begin() as tx:
+                record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.inside(raw)})
+            return ""
     return (
-        f"made again from {name} it is another one ({', '.join(found)}): policies/data.yaml, the tokenizer or this program changed since; "
+        f"made again from {raw.name} it is another one ({', '.join(found)}): policies/data.yaml, the tokenizer or this program changed since; "
         "put the old policy back, then repair again"
     )
+
+
+def rebuild_hashes(plant: Plant, subject: str) -> str:
+    """Make the file again that later documents are compared with (``factory.ingest.compared``); returns why it cannot be, or nothing.
+
+    Of a held-out document all n-grams come back, with phrases that were common when it was chosen; nothing of a document whose text was erased.
+    """
+    if not subject.startswith("shard:"):
+        hold_task_items(plant, DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram)
+        there = hashes_file(plant.workspace.root, subject).exists()
+        return "" if there else "the file with its items is gone from policies/tasks: put it there again"
+    shard = plant.ledger.read("SELECT sha256 FROM shards WHERE sha256 LIKE :of", of=f"{prefix_of(subject)}%")[0][
+        "sha256"
+    ]
+    sql = "SELECT key, row, content_sha256, token_shard FROM documents WHERE shard = :shard AND (fate <> 'dropped' OR rule = 'licence')"
+    wanted = {row["key"]: row for row in plant.ledger.read(sql, shard=shard)}
+    for number in erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]:
+        wanted.pop(f"{shard[:16]}:{number}", None)
+    trained = {key for key, row in wanted.items() if row["token_shard"]}
+    raw, why = _whole_raw(plant, shard)
+    if raw is None:
+        return why
+    for policy, aside, name in _asides(plant, shard, raw):
+        made = []
+        for row, signature, grams, done in _again(plant, policy, aside, name, shard, trained):
+            is_barring = row.barred and row.key in wanted
+            if row.key in trained:
+                made.append(HashedDocument(row.key, signature, done.sampled, False))
+            elif row.key in wanted:
+                made.append(
+                    HashedDocument(row.key, signature, grams[:0] if is_barring else np.unique(grams), not is_barring)
+                )
+            if row.key in wanted and row.content_sha256 != wanted[row.key]["content_sha256"]:
+                break
+        else:
+            write_hashes(plant.workspace.root, subject, made)
+            HashIndex(plant.ledger).remove()
+            return ""
+    return f"{raw} is read otherwise now: policies/data.yaml or this program changed since; put the old policy back, then repair again"
+
+
+def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
+    """(a shard's file, why there is none that is as it was)."""
+    raw, name = raw_shard(plant, shard)
+    if raw is None:
+        return (
+            None,
+            f"shard {name}, which it was made of, is gone too: put that file into {plant.workspace.shards / 'raw'} again",
+        )
+    erased = erased_shards(plant.ledger).get(shard)
+    if file_sha256(raw) != ((erased and erased["raw"]) or shard):
+        return None, f"{raw} is not the file that it was made of: put that file ({name}) there again"
+    return raw, ""
+
+
+def _asides(plant: Plant, shard: str, raw: Path) -> Iterator[tuple[DataPolicy, Path, str]]:
+    """For each policy that may have been in force: a folder in which the shard's file lies under its name, which says how it is read."""
+    _, name = raw_shard(plant, shard)
+    aside = plant.workspace.shards / f".again-{os.getpid()}"
+    for policy in _policies(plant.workspace):
+        remove(aside)
+        (aside / "spool").mkdir(parents=True)
+        try:
+            (aside / name).symlink_to(raw.resolve())
+            yield policy, aside, name
+        finally:
+            remove(aside)
 
 
 def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
@@ -193,24 +256,33 @@ def _documents(
         row["key"]
         for row in plant.ledger.read('SELECT "key" FROM documents WHERE token_shard = :number', number=token_shard)
     } - {f"{shard[:16]}:{row}" for row in erased}
+    for row, _, _, one in _again(plant, policy, folder, name, shard, wanted):
+        if row.key in wanted and not one.dropped:
+            yield TokenizedDocument(
+                row.key, row.id, row.domain, row.source or "", row.license or "", one.tokens, one.loss_mask
+            )
+
+
+def _again(
+    plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, trained: Collection[str]
+) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, Finished]]:
+    """(row, signature, n-grams, what it became) of each row of a shard that can be read; ``trained``: keys of those that are tokenised."""
     job = IngestJob(policy, folder / "spool", shard[:16], name, not shows_calls(plant.workspace.tokenizer))
-    known = _held_out_then(plant.ledger, shard)
-    with plant.progress.task(f"{name}: tokenise again", total=len(wanted)) as task:
+    known = _held_out_then(plant, shard, policy.decontamination.ngram)
+    with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
         for chunk in chunks(read_rows(folder / name, policy.limits), policy):
             analysed = analyse(job, *chunk)
             alive = [analysed.rows[at] for at in analysed.alive]
+            every = spool_ngrams(job.spool, analysed)
             tasks = []
-            for place, grams in enumerate(spool_ngrams(job.spool, analysed)):
-                if alive[place].key in wanted:
+            for place, grams in enumerate(every):
+                if alive[place].key in trained:
                     cuts = decontaminate.spans(known.find(grams), policy.decontamination.ngram)
                     tasks.append(FinishTask(place, alive[place].key, False, cuts))
-            for one in finish(job, chunk[0], tasks, plant.workspace.tokenizer) if tasks else ():
-                row = alive[one.place]
-                if not one.dropped:
-                    yield TokenizedDocument(
-                        row.key, row.id, row.domain, row.source or "", row.license or "", one.tokens, one.loss_mask
-                    )
-                task.advance()
+            done = {one.place: one for one in finish(job, chunk[0], tasks, plant.workspace.tokenizer)} if tasks else {}
+            for place, grams in enumerate(every):
+                yield alive[place], analysed.signatures[place], grams, done.get(place, Finished(place))
+            task.advance(len(tasks))
 
 
 def _with_erased(
@@ -243,18 +315,28 @@ def _with_erased(
     yield from before(float("inf"))
 
 
-def _held_out_then(ledger: Ledger, shard: str) -> decontaminate.HeldOutNgrams:
+def _held_out_then(plant: Plant, shard: str, n: int) -> decontaminate.HeldOutNgrams:
     """What was held out when a shard was ingested, by itself and by those before it, and the tasks' items that were there."""
-    before = ledger.read(  # by the order of events: a clock may have gone back
+    before = plant.ledger.read(  # by the order of events: a clock may have gone back
         "SELECT DISTINCT subject FROM events WHERE kind IN ('ingested', :held) AND id <= "
         "(SELECT MIN(id) FROM events WHERE kind = 'ingested' AND subject = :shard)",
         shard=f"shard:{shard[:16]}",
         held=HELD,
     )
-    prefixes = {task_prefix(row["subject"]).removeprefix("shard-") for row in before}
-    return decontaminate.HeldOutNgrams.of(
-        [(key, grams) for key, grams in Index(ledger).held_out_ngrams() if key.partition(":")[0] in prefixes]
-    )
+    return decontaminate.HeldOutNgrams.of(one for row in before for one in _held_out_of(plant, row["subject"], n))
+
+
+def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hashes]]:
+    """(key, n-grams) of a shard's held-out documents: all that they have, where what was recorded is lost."""
+    try:
+        table = read_hashes(plant.workspace.root, subject)
+    except WorkspaceError:
+        sql = 'SELECT "key", content FROM held_out WHERE "key" LIKE :of'
+        for row in plant.ledger.read(sql, of=f"{prefix_of(subject)}:%"):
+            yield row["key"], np.unique(decontaminate.ngrams(word_hashes(compared(row["content"])), n))
+    else:
+        for row in table.filter(pc.field("held_out")).to_pylist():
+            yield row["key"], np.array(row["grams"], np.uint64)
 
 
 NAMED = "tokenizer.json"  # the file whose hash the ledger has

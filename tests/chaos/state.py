@@ -19,6 +19,7 @@ from typing import Any
 from factory.backups.backups import database_damage
 from factory.core.exports import folder_sha256
 from factory.git.git_store import MARK
+from factory.ingest.compared import prefix_of
 from factory.ledger.journal import NAME, about, damage_of, folders_of
 from trainer.contract.json_lines import read_lines
 
@@ -34,7 +35,6 @@ TABLES = {
     "shards": "SELECT sha256, name, path, state, rows, counts, tokens FROM shards ORDER BY sha256",
     "documents": "SELECT key, id, fate, rule, matched, tokens, supervised_tokens, token_shard FROM documents ORDER BY key",
     "held out": "SELECT key, content FROM held_out ORDER BY key",
-    "near duplicates": "SELECT band, hash, document FROM near_dup_bands ORDER BY 1, 2, 3",
     "token shards": "SELECT id, shard, documents, tokens FROM token_shards ORDER BY id",
     "tokenizers": "SELECT sha256 FROM tokenizers",
     "segments": "SELECT id, kind, parent, generation, recipe_sha256, data_plan, first_step, last_step, state FROM segments ORDER BY id",
@@ -84,6 +84,7 @@ def state_of(site: Path) -> State:
     found["order"] = {number: _order((plant / folder) / "metrics.jsonl") for number, folder in folders}
     found["weights"] = {number: _weights(plant / folder) for number, folder in folders}
     found["token shards"] = {p.parent.name: _sha256(p) for p in sorted((plant / "shards").glob("[0-9a-f]*/tokens.bin"))}
+    found["hashes"] = {p.name: _sha256(p) for p in sorted((plant / "shards" / "hashes").glob("*"))}
     found["raw shards"] = _raw(plant)
     found["raw"] = {p.name: _sha256(p) for p in sorted((plant / "shards" / "raw").glob("*"))}
     found["inbox"] = sorted(p.name for p in (plant / "inbox").iterdir())
@@ -152,6 +153,12 @@ def broken(site: Path) -> list[str]:
                 wrong.append(f"release {number} has the verdict {outcome}")
         promoted = "SELECT subject FROM events WHERE kind = 'promoted' GROUP BY subject HAVING COUNT(*) > 1"
         wrong += [f"{row[0]} was promoted twice" for row in db.execute(promoted)]
+        there = {p.stem for p in (plant / "shards" / "hashes").glob("*")}
+        for (subject,) in db.execute("SELECT subject FROM events WHERE kind IN ('ingested', 'task_items_held')"):
+            wrong += [] if prefix_of(subject) in there else [f"{subject} was recorded without its hashes"]
+    if (plant / "index.db").exists():
+        with closing(_opened(plant / "index.db")) as db:
+            wrong += [f"index.db: {row[0]}" for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
     if (plant / "mlflow.db").exists():
         with closing(_opened(plant / "mlflow.db")) as db:
             wrong += [f"mlflow.db: {row[0]}" for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]

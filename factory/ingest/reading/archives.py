@@ -14,7 +14,15 @@ from pathlib import PurePosixPath
 
 from factory.ingest.reading.kinds import is_archive, kind_of
 from factory.ingest.reading.rows import OverLimit, RawRow, ShardProblem, with_path
-from factory.ingest.reading.streams import BROKEN, Allowance, ByteStream, Readable, open_member, refuse_unread, seekable
+from factory.ingest.reading.streams import (
+    BROKEN,
+    Allowance,
+    ByteStream,
+    Readable,
+    decompressed,
+    refuse_unread,
+    seekable,
+)
 
 ReadMember = Callable[[Readable], Iterator[RawRow]]  # raises ShardProblem where it cannot
 
@@ -44,7 +52,7 @@ def read_zip(source: Readable, read: ReadMember) -> Iterator[RawRow]:
 
 def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Allowance) -> ByteStream:
     try:
-        return open_member(archive.open(info), info.filename, kind_of(info.filename)[1], budget)
+        return ByteStream(decompressed(archive.open(info), kind_of(info.filename)[1]), info.filename, budget)
     except (*BROKEN, NotImplementedError, RuntimeError) as error:
         raise ShardProblem(f"cannot be unpacked: {error}") from error
 
@@ -62,7 +70,8 @@ def read_tar(source: Readable, read: ReadMember) -> Iterator[RawRow]:
                         source.left_out(info.name, "a link or device")
                         continue
                     name = _name(info.name)
-                    opens = lambda content=content, name=name: open_member(content, name, kind_of(name)[1], budget)
+                    inner = lambda content=content, name=name: decompressed(content, kind_of(name)[1])
+                    opens = lambda inner=inner, name=name: ByteStream(inner(), name, budget)
                     yield from _member(Readable(name, opens, source.limits, info.size, source.left_out), source, read)
         except BROKEN as error:
             refuse_unread(source.name, error)

@@ -99,15 +99,13 @@ def open_file(path: Path, compression: str, limits: ShardLimits) -> ByteStream:
     return ByteStream(inner, path.name, budget)
 
 
-def open_member(raw: IO[bytes], name: str, compression: str, budget: Allowance) -> ByteStream:
-    """As ``open_file``, of a member of an archive whose members all draw on ``budget``."""
+def decompressed(raw: IO[bytes], compression: str) -> Any:
+    """The content of an open file, which its opener closes. ``compression``: a value of ``COMPRESSIONS``, or ''."""
     if compression in ("zstd", "lz4"):
-        return ByteStream(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression), name, budget)
-    if compression:
-        readers: dict[str, Any] = {"gzip": gzip.GzipFile, "bz2": bz2.BZ2File, "xz": lzma.LZMAFile}
-        inner = readers[compression](fileobj=raw) if compression == "gzip" else readers[compression](raw)
-        return ByteStream(inner, name, budget)
-    return ByteStream(raw, name, budget)
+        return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=raw)
+    return {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile, "": lambda raw: raw}[compression](raw)  # type: ignore[operator]
 
 
 def refuse_unread(name: str, error: Exception) -> None:

@@ -1,7 +1,9 @@
 """What the name of a licence says: SPDX expressions, as the specification (3.0.1, annex B) reads them.
 
 ``AND`` binds more than ``OR``, and ``WITH`` more than both; names are compared without regard to case and blanks. A name may be of several words,
-which SPDX does not know: data policies list such. What reads as no expression is one name. Spellings of one licence are one (``spdx_ids``).
+which SPDX does not know: data policies list such. What reads as no expression is one name. Spellings of one licence, as data sets write
+them, are one: the id of the SPDX License List (https://spdx.org/licenses/). Only what names one licence is read as one: 'BSD', 'GPL', 'CC-BY' and
+the like leave open which version is meant, so they stay what they are.
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
-
-from factory.ingest.rules.spdx_ids import spdx_id
 
 A = TypeVar("A")
 DEEPEST = 20  # parentheses within parentheses
@@ -97,3 +97,102 @@ def _name(tokens: list[str]) -> str:
     if not words:
         raise ValueError
     return folded(" ".join(words))
+
+
+PUBLIC_DOMAIN = "public domain"  # no licence, so SPDX has no id for it; data policies list it by this name
+
+_IDS = """
+    0BSD AFL-3.0 AGPL-3.0-only AGPL-3.0-or-later Apache-1.1 Apache-2.0 Artistic-2.0 BSD-2-Clause BSD-3-Clause BSD-3-Clause-Clear BSD-4-Clause
+    BSL-1.0 CC-PDDC CC0-1.0 CDLA-Permissive-1.0 CDLA-Permissive-2.0 CDLA-Sharing-1.0 CECILL-2.1 ECL-2.0 EPL-1.0 EPL-2.0 EUPL-1.1 EUPL-1.2 FSFAP
+    GFDL-1.3-only GFDL-1.3-or-later GPL-1.0-only GPL-1.0-or-later GPL-2.0-only GPL-2.0-or-later GPL-3.0-only GPL-3.0-or-later HPND ISC
+    LGPL-2.0-only LGPL-2.0-or-later LGPL-2.1-only LGPL-2.1-or-later LGPL-3.0-only LGPL-3.0-or-later LPPL-1.3c MIT MIT-0 MPL-1.1 MPL-2.0 MS-PL
+    MulanPSL-2.0 NCSA OGL-UK-3.0 ODbL-1.0 ODC-By-1.0 OFL-1.1 OSL-3.0 PDDL-1.0 PostgreSQL PSF-2.0 Python-2.0 Unlicense UPL-1.0 Vim W3C WTFPL X11
+    Zlib etalab-2.0
+"""
+
+# By the form of ``_form``. Ids of GNU licences without '-only' are deprecated in SPDX's list, which says that they mean that.
+_OTHER = {
+    "cc0": "cc0-1.0", "cc-0": "cc0-1.0", "cc-zero": "cc0-1.0", "creative-commons-zero": "cc0-1.0", "cc0-1": "cc0-1.0", "cc-0-1.0": "cc0-1.0",
+    "cc0-universal": "cc0-1.0", "cc0-1.0-universal": "cc0-1.0", "creative-commons-zero-1.0-universal": "cc0-1.0",
+    "public-domain": PUBLIC_DOMAIN, "publicdomain": PUBLIC_DOMAIN, "in-public-domain": PUBLIC_DOMAIN, "public-domain-mark-1.0": PUBLIC_DOMAIN,
+    "public-domain-mark": PUBLIC_DOMAIN, "pdm-1.0": PUBLIC_DOMAIN,
+    "expat": "mit", "mit-mit": "mit", "mit-expat": "mit", "mit-no-attribution": "mit-0",
+    "apache-2": "apache-2.0", "apache2": "apache-2.0", "apache2.0": "apache-2.0", "apache-software-2.0": "apache-2.0", "asl-2.0": "apache-2.0",
+    "al-2.0": "apache-2.0",
+    "bsd-2": "bsd-2-clause", "bsd2": "bsd-2-clause", "2-clause-bsd": "bsd-2-clause", "simplified-bsd": "bsd-2-clause",
+    "bsd-2clause": "bsd-2-clause",
+    "bsd-3": "bsd-3-clause", "bsd3": "bsd-3-clause", "3-clause-bsd": "bsd-3-clause", "new-bsd": "bsd-3-clause", "modified-bsd": "bsd-3-clause",
+    "revised-bsd": "bsd-3-clause", "bsd-3clause": "bsd-3-clause", "bsd-new": "bsd-3-clause", "bsd-3-clause-new-or-revised": "bsd-3-clause",
+    "boost-1.0": "bsl-1.0", "boost-software-1.0": "bsl-1.0", "mpl-2": "mpl-2.0", "mozilla-public-2.0": "mpl-2.0", "eclipse-public-2.0": "epl-2.0",
+    "eclipse-public-1.0": "epl-1.0", "postgresql": "postgresql", "psf-2": "psf-2.0",
+    "odbl": "odbl-1.0", "odc-by": "odc-by-1.0", "odc-odbl": "odbl-1.0", "pddl": "pddl-1.0", "odc-pddl": "pddl-1.0",
+    "open-database-1.0": "odbl-1.0", "cdla-permissive-2": "cdla-permissive-2.0", "ogl-3.0": "ogl-uk-3.0", "open-government-3.0": "ogl-uk-3.0",
+}  # fmt: skip
+_BY_FORM = {one.casefold(): one.casefold() for one in _IDS.split()} | _OTHER
+
+# Addresses of licences, and the form of what they name.
+_WEBSITES = (
+    (re.compile(r"creativecommons\.org/licenses/([a-z-]+)/(\d\.\d)(?:/([a-z]{2})(?=/|$))?"), r"cc-\1-\2-\3"),
+    (re.compile(r"creativecommons\.org/publicdomain/zero/1\.0"), "cc0-1.0"),
+    (re.compile(r"creativecommons\.org/publicdomain/mark/1\.0"), "public-domain"),
+    (re.compile(r"opendatacommons\.org/licenses/(by|odbl|pddl)/1[.-]0"), r"odc-\1"),
+    (re.compile(r"(?:spdx|opensource)\.org/licenses?/([a-z0-9.+-]+?)(?:\.html)?(?:/|$)"), r"\1"),
+    (re.compile(r"apache\.org/licenses/license-(\d\.\d)"), r"apache-\1"),
+    (re.compile(r"gnu\.org/licenses/(?:old-licenses/)?((?:a|l|f)?gpl|fdl)-(\d\.\d)"), r"\1-\2"),
+    (re.compile(r"mozilla\.org/(?:[a-z-]+/)?mpl/(\d\.\d)"), r"mpl-\1"),
+    (re.compile(r"unlicense\.org"), "unlicense"),
+)
+_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(\S+\.(?:org|html|txt)\S*)\Z")
+_CREATIVE = re.compile(r"cc-(by|by-sa|by-nd|by-nc|by-nc-sa|by-nc-nd)-(1\.0|2\.0|2\.5|3\.0|4\.0)(-[a-z]{2})?\Z")
+_GNU = re.compile(r"(?:gnu-)?(a|l|f|)gpl-?([123])(\.\d)?(\+|-only|-or-later|-or-newer|-or-any-later)?\Z")
+_CREATIVE_WORDS = (
+    ("creative-commons", "cc"), ("attribution", "by"), ("sharealike", "sa"), ("share-alike", "sa"), ("noncommercial", "nc"),
+    ("non-commercial", "nc"), ("noderivatives", "nd"), ("noderivs", "nd"), ("no-derivatives", "nd"), ("-international", ""), ("-unported", ""),
+    ("-generic", ""), ("ccby", "cc-by"),
+)  # fmt: skip
+_GNU_WORDS = (
+    ("affero-general-public", "agpl"), ("lesser-general-public", "lgpl"), ("library-general-public", "lgpl"), ("general-public", "gpl"),
+)  # fmt: skip
+_NO_NAME = {"the", "license", "licence", "licenses", "licensed", "under", "version"}
+
+
+def spdx_id(name: str) -> str | None:
+    """The SPDX id that a name stands for, in lower case ('public domain' is none, and stays); None: it names no one licence that is known here.
+
+    >>> [spdx_id(name) for name in ("CC0", "cc-by-4.0 ", "MIT License", "Apache 2.0", "Apache License, Version 2.0", "public-domain")]
+    ['cc0-1.0', 'cc-by-4.0', 'mit', 'apache-2.0', 'apache-2.0', 'public domain']
+    >>> [spdx_id(name) for name in ("https://creativecommons.org/licenses/by-sa/3.0/", "GPLv3", "GPL-2.0+", "CC BY-NC 4.0 International")]
+    ['cc-by-sa-3.0', 'gpl-3.0-only', 'gpl-2.0-or-later', 'cc-by-nc-4.0']
+    >>> [spdx_id(name) for name in ("BSD", "GPL", "CC-BY", "MIT OR Apache-2.0", "mine", "")]
+    [None, None, None, None, None, None]
+    """
+    form = _form(name)
+    if address := _ADDRESS.match(name.strip().casefold()):
+        for website, rest in _WEBSITES:
+            if found := website.match(address[1]):
+                form = found.expand(rest).strip("-")
+    if (known := _BY_FORM.get(form)) is not None:
+        return known
+    creative = form
+    for words, short in _CREATIVE_WORDS:
+        creative = creative.replace(words, short)
+    if _CREATIVE.match(creative := creative.removesuffix("-deed")):
+        return creative
+    for words, short in _GNU_WORDS:
+        form = form.replace(words, short)
+    if found := _GNU.match(form.replace("fdl", "fgpl") if "gfdl" not in form else form.replace("gfdl", "fgpl")):
+        kind, major, minor, later = found.groups()
+        gnu = f"{'gfdl' if kind == 'f' else f'{kind}gpl'}-{major}{minor or '.0'}-{'only' if later in (None, '-only') else 'or-later'}"
+        return _BY_FORM.get(gnu)
+    return None
+
+
+def _form(name: str) -> str:
+    """Words in lower case, joined by '-', without those that name nothing.
+
+    >>> _form("The Apache License, Version 2.0"), _form("CC_BY_4.0"), _form("GPL v3")
+    ('apache-2.0', 'cc-by-4.0', 'gpl-3')
+    """
+    words = re.sub(r'[\s_,;:"“”()-]+', "-", name.casefold()).strip("-.").split("-")
+    words = [re.sub(r"^v\.?(?=\d)", "", word) for word in words if word and word not in _NO_NAME]
+    return re.sub(r"(?<=gpl)v(?=\d)", "", "-".join(words))

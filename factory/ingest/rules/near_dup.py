@@ -93,9 +93,6 @@ class NearDuplicates:
             if value in self._shared and len(kept := self._here.setdefault(value, [])) < CANDIDATES:
                 kept.append(document)
 
-    def bands_of(self, document: int) -> list[int]:
-        return self._bands[document].astype(np.int64).tolist()
-
 
 class Stored:
     """What the ledger knows about some band hashes: keys by hash, and the signatures of these keys."""

@@ -22,8 +22,7 @@ from factory.core.workspace import Workspace
 from factory.data.removing import look, remove, undo
 from factory.data.selecting import by_name, fates_of
 from factory.erasing import erasing
-from factory.erasing.erasing import finish_removals
-from factory.erasing.rewriting import rewrite_without
+from factory.erasing.erasing import finish_removals, rewrite_without
 from factory.ingest.inbox import ingest_arrived, tend
 from factory.ingest.readers import read_rows
 from factory.ingest.rules.policy import Licence, Licences, ShardLimits

@@ -62,6 +62,12 @@ def test_each_rule_fires_beyond_its_border_and_not_on_it(rule: str, passes: str,
     )
 
 
+def test_a_rule_that_allows_nothing_is_no_rule_that_is_off() -> None:
+    nothing = RULES.model_copy(update={"max_encoded": 0.0, "max_repeated_lines": 0.0})
+    assert filters.encoded_data("QUJD" * 20, nothing) and filters.repetition("a\na\nb\nc", nothing)
+    assert filters.encoded_data("words", nothing) is None and filters.repetition("a\nb\nc\nd", nothing) is None
+
+
 def test_every_rule_has_its_borders_and_the_first_that_fires_is_named() -> None:
     assert [rule.__name__ for rule in filters.FILTERS] == list(dict.fromkeys(case[0] for case in BORDERS))
     assert filters.first_failure(GOOD, RULES) is None
@@ -101,6 +107,29 @@ def test_personal_data_is_replaced_and_its_look_alikes_are_not(kind: str, text: 
     replaced, counts = pii.replace(text, [kind])
     assert replaced == (after or text)
     assert bool(counts) == (after is not None) and set(counts) <= {kind}
+
+
+KEYS = ("AKIA" + "Q" * 16, "ASIA" + "7" * 16, *(f"gh{kind}_" + "a" * 36 for kind in "pousr"), "xoxb-" + "1" * 10, "AIza" + "b" * 35,
+        "-----BEGIN PRIVATE KEY-----\nQ\n-----END PRIVATE KEY-----", "sk-" + "c" * 32, "sk-proj-" + "d" * 32)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "passed_over"),
+    [
+        ("email", ["a@b.io", "a.b%c@x-y.co"], ["a@b.c", "a@example.org", "x@sub.localhost", "@b.io", "a@b.io-"]),
+        ("ip", ["1.1.1.1", "223.255.255.254"], ["1.1.1", "1.1.1.1.1", "1.1.1.256", "01.1.1.1", "v1.1.1.1", "192.0.2.1"]),
+        ("phone", ["+12 345 6789", "+123 4567 8901 2345", "212-555-0187"], ["+12 345 67", "+1 555 0100 100", "212-555-018", "+12 345 6789-1"]),
+        ("card", ["4222222222222", "378282246310005", "6304000000000000000", "3782 822463 10005"],
+         ["422222222222", "63040000000000000000", "2223000048400011", "5555555555555", "4111-1111 1111 1111"]),
+        ("secret", KEYS, [*(key[:-1] for key in KEYS[:9]), "sk-" + "c" * 31, "sk-proj-" + "d" * 23, "<SECRET>"]),
+    ],
+)  # fmt: skip
+def test_each_kind_of_personal_data_at_its_borders(kind: str, found: list[str], passed_over: list[str]) -> None:
+    replaced, counts = pii.replace(f" {'; '.join(found)} ", [kind])
+    assert counts == {kind: len(found)} and not any(one in replaced for one in found)
+    assert {one: pii.replace(f" {one} ", [kind]) for one in passed_over} == {
+        one: (f" {one} ", {}) for one in passed_over
+    }
 
 
 @given(st.text("4111 -0@a.co+()", max_size=60))
@@ -192,7 +221,27 @@ def test_a_document_matches_the_most_like_it_at_the_threshold_and_not_below() ->
     near = near_dup.NearDuplicates(signed[:3], 0.5, lambda values: asked.append(values.tolist()) or known)
     near.keep(1)
     assert near.match(0) == ("shard:9", 1.0) and asked == [sorted(set(bands[:3].ravel().tolist()))]
-    assert near.bands_of(0) == bands[0].astype(np.int64).tolist()
+
+
+def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
+    """And only a hash that occurs twice in the shard is kept in memory at all."""
+    count = near_dup.CANDIDATES + 1
+    signed = np.repeat(near_dup.signatures([np.arange(100, dtype=np.uint64)]), count + 1, axis=0)
+    signed[count - 1, 6:] += (
+        1  # the last of them has the first band of all, and is the most like the one that is asked about
+    )
+    signed[count] = signed[count - 1]
+    near = near_dup.NearDuplicates(signed, 0.05, lambda _: near_dup.Stored({}, {}))
+    for number in range(count - 1):
+        near.keep(number)
+    assert near.match(count) == (0, 0.05)
+    near.keep(count - 1)
+    assert near.match(count) == (count - 1, 1.0)  # by its other bands
+    first, *_ = near_dup.bands(signed)[0].tolist()
+    assert len(near._here[first]) == near_dup.CANDIDATES
+    alone = near_dup.NearDuplicates(signed[:1], 0.5, lambda _: near_dup.Stored({}, {}))
+    alone.keep(0)
+    assert alone._here == {}
 
 
 @given(st.integers(0, 10**6), st.integers(0, 200), st.integers(0, 200), st.integers(44, 120))

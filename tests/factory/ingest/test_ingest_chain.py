@@ -23,9 +23,10 @@ from factory.ingest import chain
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.rules.words import word_hashes
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.ledger import Ledger, documents, metadata, near_dup_bands, ngrams, shards, token_shards
+from factory.ledger.ledger import Ledger, documents, metadata, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.show.pages.provenance import of_document
+from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, held_out_texts, prose, texts, use_policy, use_small_vocabulary
 from tests.support.patience import PATIENCE_S
 from trainer.contract.data.token_shard import TokenShard, file_sha256
@@ -245,15 +246,12 @@ def dump(ledger: Ledger) -> dict[str, list[Any]]:
     tables = (
         "shards",
         "documents",
-        "near_dup_bands",
-        "near_dup_signatures",
-        "ngrams",
         "held_out",
         "tokenizers",
         "token_shards",
         "meta",
     )
-    return {
+    rows = {
         name: sorted(
             json.dumps({k: repr(v) for k, v in row.items() if k not in own})
             for row in ledger.rows(sa.select(metadata.tables[name]))
@@ -261,6 +259,7 @@ def dump(ledger: Ledger) -> dict[str, list[Any]]:
         )
         for name in tables
     }
+    return rows | indexed(ledger)
 
 
 _RUN = """
@@ -302,7 +301,7 @@ def test_killed_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) ->
     assert start(killed).wait(PATIENCE_S) == 0
     one, other = (dump(Ledger.open(space.ledger_url)) for space in spaces)
     assert one == other
-    assert len(one["documents"]) == 506 and one["near_dup_bands"] and one["ngrams"]
+    assert len(one["documents"]) == 506 and one["bands"] and one["sampled"] and one["held_out n-grams"]
     assert not list(killed.shards.glob(".ingest-*"))
     assert [path.name for path in killed.shards.glob("[0-9a-f]*")] == [
         path.name for path in whole.shards.glob("[0-9a-f]*")
@@ -320,8 +319,7 @@ def test_the_number_of_workers_changes_nothing(
     (other.inbox / "a.jsonl").write_bytes((workspace.inbox / "a.jsonl").read_bytes())
     ingest_shard(Plant(other, other_ledger), other.inbox / "a.jsonl", workers=2)
     assert dump(other_ledger) == dump(ledger)
-    assert ledger.rows(sa.select(sa.func.count().label("n")).select_from(near_dup_bands))[0]["n"] == 60 * 20
-    assert ledger.rows(sa.select(ngrams).where(ngrams.c.held_out))
+    assert len(dump(ledger)["bands"]) == 60 * 20 and dump(ledger)["held_out n-grams"]
 
 
 def test_a_document_is_found_by_its_id_and_its_key(ledger: Ledger, ingest: Ingest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from factory.ingest.rules import split
 from factory.ingest.rules.split import HALVES, Arrived, Held, HeldBefore, Wanted, select
 
 Row = tuple[str, int | None, bool]  # domain, number of the group, able
@@ -122,3 +124,28 @@ def test_both_halves_have_a_document_from_the_first_shard_with_two_and_what_is_n
             assert of[True] and of[False]
         if came >= 4 * least + len(sizes):
             assert of[True] == of[False] == least
+
+
+def test_what_is_chosen_is_fixed() -> None:
+    """The same shards give the same held-out documents in every version: an older workspace's next shard is split as it always was."""
+    digest = hashlib.sha256()
+    for seed in range(150):
+        rng = random.Random(seed)
+        at_most = rng.choice([3, 16, 24, 400])
+        past = Past(Wanted(rng.choice([1e-9, 0.02, 0.3]), min(rng.choice([0, 1, 2, 8]), at_most // 2), at_most))
+        groups = rng.choice([[None], [None, *range(3)], range(2), range(40), [0, 0, 0, *range(9)]])
+        for number in range(rng.randrange(1, 5)):
+            size = rng.choice([1, 2, 5, 17, 33, 60])
+            rows = [(rng.choice("aab"), rng.choice(groups), rng.random() < 0.9) for _ in range(size)]
+            held = past.take(shard_of(rows, number))
+            digest.update(repr([(at, one.group, one.sealed) for at, one in sorted(held.items())]).encode())
+    assert digest.hexdigest()[:16] == "0d80bef93c603f91"
+
+
+def test_a_group_without_a_source_is_named_by_its_fact_alone() -> None:
+    facts = {"url-host": "example.org", "path": "a.py", "conversation": "7"}
+    named = {kind: split.group_of(kind, None, facts, "0011") for kind in split.KINDS}
+    assert named == {
+        "document": None, "source": None, "path": "path:a.py", "url-host": "url-host:example.org",
+        "conversation": "conversation:7", "none": None,
+    }  # fmt: skip

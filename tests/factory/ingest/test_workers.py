@@ -19,7 +19,7 @@ import pytest
 from factory.core.workspace import Workspace
 from factory.ingest import chain
 from factory.ingest.inbox import arrived, take
-from factory.ingest.pool import Pool, WorkerDiedError
+from factory.ingest.worker import Pool, WorkerDiedError
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant

@@ -236,7 +236,7 @@ def test_every_file_is_looked_at_and_a_sample_is_hashed(copied: Copy) -> None:
     workspace, ledger = copied()
     kinds = {one.kind: one for one in examine_work(Plant(workspace, ledger, Said()), False)}
     assert {name: one.count for name, one in kinds.items()} == {
-        "tokenizer": 1, "token shards": 2, "raw shards": 2, "checkpoints": 2, "exports": 1, "segments": 2, "served": 0, "orphans": 0,
+        "tokenizer": 1, "token shards": 2, "raw shards": 2, "hashes": 2, "checkpoints": 2, "exports": 1, "segments": 2, "served": 0, "orphans": 0,
     }  # fmt: skip
     assert all(one.faults == [] for one in kinds.values()) and kinds["checkpoints"].hashed >= 1
     (Path(token_shards(ledger)[0]["path"]) / "loss_mask.bin").write_bytes(b"")

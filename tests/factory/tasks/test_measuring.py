@@ -16,7 +16,8 @@ from factory.core.errors import DamagedExportError, InputError
 from factory.evals.tasks import EvalItem
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.ledger.ledger import eval_items, evaluations, ngrams
+from factory.ingest.compared import HashedDocument, write_hashes
+from factory.ledger.ledger import eval_items, evaluations, record
 from factory.ledger.rows import EvaluationRow
 from factory.tasks.comparing import TaskEvidence, gains, reasons, scores, set_aside, sizes
 from factory.tasks.items import TaskError
@@ -216,9 +217,11 @@ def test_an_exam_that_was_trained_on_is_held(plant: FilledPlant, candidate: int)
     task = load_task(write_task(plant.workspace, "leaked", items), POLICY)
     assert trained_on(plant, task) == []
     n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
+    gram = item_ngrams({"q": words}, n)[:1]
+    subject = f"shard:{plant.documents[0].key.partition(':')[0]}"
+    write_hashes(plant.workspace.root, subject, [HashedDocument(plant.documents[0].key, None, gram, False)])
     with plant.ledger.begin() as tx:
-        gram = int(item_ngrams({"q": words}, n).astype(np.int64)[0])
-        tx.execute(ngrams.insert().values(hash=gram, document=plant.documents[0].key, held_out=False))
+        record(tx, "ingested", subject)
     assert trained_on(plant, task) == [(0, plant.documents[0].key)]
     with pytest.raises(TaskError, match=r"1 of 12 items stand in training data .* in document abab"):
         measure(plant, candidate, task, POLICY)

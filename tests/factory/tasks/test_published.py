@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from factory.core.workspace import Workspace
-from factory.ingest.rules.held_tasks import hold_task_items
+from factory.ingest.held_tasks import hold_task_items
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.tasks.generation import _prompt as generation_prompt

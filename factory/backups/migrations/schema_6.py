@@ -1,0 +1,49 @@
+"""What documents are compared with lies in a file of each shard, and no longer in the ledger (``factory.ingest.compared``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import sqlalchemy as sa
+from alembic import op
+
+from factory.ingest.compared import HELD, HashedDocument, prefix_of, write_hashes
+
+revision = "6"
+down_revision = "5"
+
+
+def upgrade() -> None:
+    tx = op.get_bind()
+    root = Path(op.get_context().opts["roots"][0])
+    (root / "shards").mkdir(exist_ok=True)
+    sql = "SELECT DISTINCT subject FROM events WHERE kind IN ('ingested', :held)"
+    subjects = {prefix_of(subject): subject for (subject,) in tx.execute(sa.text(sql), {"held": HELD})}
+    for prefix, documents in groupby(_documents(tx), lambda one: one.key.partition(":")[0]):
+        if subject := subjects.pop(prefix, ""):
+            write_hashes(root, subject, sorted(documents, key=lambda one: int(one.key.partition(":")[2])))
+    for subject in subjects.values():  # of which nothing was kept
+        write_hashes(root, subject, ())
+    for name in ("near_dup_bands", "near_dup_signatures", "ngrams"):
+        op.drop_table(name)
+
+
+def _documents(tx: sa.Connection) -> Iterator[HashedDocument]:
+    """In the order of their keys."""
+    by_bytes = ' COLLATE "C"' if tx.dialect.name == "postgresql" else ""
+    sql = (
+        "SELECT * FROM (SELECT document, signature, NULL AS hash, NULL AS held_out FROM near_dup_signatures UNION ALL "
+        f"SELECT document, NULL, hash, held_out FROM ngrams) AS rows ORDER BY document{by_bytes}"
+    )
+    for key, rows in groupby(tx.execute(sa.text(sql).execution_options(stream_results=True)), lambda row: row[0]):
+        signature, grams, is_held = None, [], False
+        for _, blob, value, held in rows:
+            if blob is not None:
+                signature = np.frombuffer(blob, "<u4")
+            else:
+                grams.append(value)
+                is_held = bool(held)
+        yield HashedDocument(key, signature, np.array(grams, np.int64).astype(np.uint64), is_held)
