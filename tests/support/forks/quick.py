@@ -1,0 +1,106 @@
+"""Quick processes: forks of one that has imported torch, in place of new ones. Python with torch takes two seconds of a core to start.
+
+Sandboxes stay real: bubblewrap makes the namespaces and mounts, and ``server.py`` joins them under the same filter. Only Landlock, which forbids
+once more what the mounts forbid, is not in force in the fork. Tests of the sandbox, the attacks (``ANEW``) and the long tier start all anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.evals.probes import engine_process
+from factory.evals.probes import server as server_probe
+from factory.sandbox import bubblewrap
+from factory.sandbox import filter as sandbox_filter
+from tests.support.paths import ROOT
+
+ANEW = [ROOT / "tests" / name for name in ("attacks", "factory/sandbox", "factory/training/test_live_sandbox.py")]
+HERE = Path(__file__).parent
+# What libraries read when they are loaded: a server for each set of values. The fork gets its command's environment whole.
+READ_AT_ONCE = (
+    "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_HUB_OFF", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_", "TRANSFORMERS_",
+)  # fmt: skip
+TRAINERS = (
+    "numpy", "pyarrow.compute", "pyarrow.parquet", "pydantic", "safetensors.torch", "tokenizers", "torch", "torch.distributed", "yaml",
+)  # fmt: skip
+SERVERS = (
+    *TRAINERS,
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "uvicorn",
+    "starlette.applications",
+)
+
+_sandboxed = bubblewrap.command
+_quick = False
+
+
+def of(item: pytest.Item) -> None:
+    """From here on processes are started as this test may have them."""
+    global _quick
+    _quick = not item.get_closest_marker("long") and not any(item.path.is_relative_to(path) for path in ANEW)
+    bubblewrap.command = _command
+    for module in (engine_process, server_probe):
+        module.subprocess = _Subprocess()
+
+
+def _command(
+    words: Sequence[str],
+    opening: Any,
+    *,
+    given: Sequence[tuple[str, str]],
+    environment: Mapping[str, str],
+    **others: Any,
+) -> list[str]:
+    launcher, command = words[:5], words[5:]
+    if _quick and command[0] == sys.executable and (command[1] in ("-m", "-c") or command[1].endswith(".py")):
+        words = [*launcher, sys.executable, "-I", "-S", "/run/inside.py", "/run/forks", *command]
+        given = [*given, (str(HERE / "inside.py"), "/run/inside.py"), (_server(environment, TRAINERS), "/run/forks")]
+    return _sandboxed(words, opening, given=given, environment=environment, **others)
+
+
+class _Subprocess:
+    """The module, for processes that have a model of transformers or an engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, command: Sequence[str], *, env: Mapping[str, str], **others: Any) -> subprocess.Popen[Any]:
+        if _quick:
+            stands = (sys.executable, "-I", "-S", str(HERE / "inside.py"), _server(env, SERVERS))
+            command = [*stands, *command]
+        return subprocess.Popen(command, env=env, **others)
+
+
+def _server(environment: Mapping[str, str], imports: Sequence[str]) -> str:
+    """The address of one that was started with what this environment says to libraries. It ends with this process."""
+    return _started(tuple(sorted(item for item in environment.items() if item[0].startswith(READ_AT_ONCE))), imports)
+
+
+@functools.cache
+def _started(environment: tuple[tuple[str, str], ...], imports: Sequence[str]) -> str:
+    folder = Path(tempfile.mkdtemp(prefix="factory-tests-forks-"))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(folder / "forks"))
+    listening.listen(64)
+    read, _held = os.pipe()
+    subprocess.Popen(
+        [sys.executable, str(HERE / "server.py"), str(listening.fileno()), sandbox_filter.program().hex(), *imports],
+        env={"PATH": os.environ["PATH"], **dict(environment)},
+        cwd=folder,
+        stdin=read,
+        pass_fds=[listening.fileno()],
+        start_new_session=True,
+    )
+    os.close(read)
+    return str(folder / "forks")
