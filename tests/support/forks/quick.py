@@ -31,7 +31,8 @@ READ_AT_ONCE = (
     "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_HUB_OFF", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_", "TRANSFORMERS_",
 )  # fmt: skip
 TRAINERS = (
-    "numpy", "pyarrow.compute", "pyarrow.parquet", "pydantic", "safetensors.torch", "tokenizers", "torch", "torch.distributed", "yaml",
+    "numpy", "pyarrow.compute", "pyarrow.parquet", "pydantic", "safetensors.torch", "tokenizers", "torch", "torch.distributed",
+    "torch.utils.flop_counter", "yaml",
 )  # fmt: skip
 SERVERS = (
     *TRAINERS,
