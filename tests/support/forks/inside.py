@@ -20,8 +20,11 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(asked)
     if server.recv(1) != b"+":
         os.execvp(words[0], words)
-    # In a sandbox, whoever sends it sends it to both children of init; the fork among them passes it on.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if place == SANDBOX else lambda *_: server.send(b"t"))
+    if place == SANDBOX:  # whoever sends it sends it to both children of init; the fork among them passes it on
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda sent, _: server.send(bytes([sent])))
     code = int(server.recv(16) or -signal.SIGKILL)
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None

@@ -77,10 +77,13 @@ class _Subprocess:
         return getattr(subprocess, name)
 
     def Popen(self, command: Sequence[str], *, env: Mapping[str, str], **others: Any) -> subprocess.Popen[Any]:
-        if _quick:
-            stands = (sys.executable, "-I", "-S", str(HERE / "inside.py"), _server(env, SERVERS))
-            command = [*stands, *command]
-        return subprocess.Popen(command, env=env, **others)
+        return subprocess.Popen([*forked(env, SERVERS), *command], env=env, **others)
+
+
+def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) -> Sequence[str]:
+    """Words before ``[sys.executable, …]`` that make a process of this environment a fork: its exit code, output, SIGINT and SIGTERM are the fork's,
+    which is killed when the process is, a moment later. None where this test may have no such."""
+    return (sys.executable, "-I", "-S", str(HERE / "inside.py"), _server(environment, imports)) if _quick else ()
 
 
 def _server(environment: Mapping[str, str], imports: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ init by then, runs the command in a fork of its own and tells how it ended. Wher
     sandbox's init ── launcher → inside.py           waits for the exit code
                  └─── fork (joined, waits) ── fork   is the command
 
-Outside of a sandbox the fork that waits is the server's child, passes SIGTERM on, and ends the command when who stands for it was killed.
+Outside of a sandbox the fork that waits is the server's child, passes signals on, and ends the command when who stands for it was killed.
 """
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ def _run_and_tell(connection: socket.socket, outputs: Sequence[int], request: Re
     connection.sendall(b"+")
     ended = os.pidfd_open(child)
     while ended not in (ready := select.select([ended, connection], [], [])[0]):
-        if connection in ready and not connection.recv(1):
-            os.kill(child, signal.SIGKILL)
-            break
-        terminate()
+        if connection in ready:
+            os.kill(child, sent[0] if (sent := connection.recv(1)) else signal.SIGKILL)
+            if not sent:
+                break
     _, status = os.waitpid(child, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(OSError):
