@@ -24,7 +24,11 @@ from factory.sandbox import bubblewrap
 from factory.sandbox import filter as sandbox_filter
 from tests.support.paths import ROOT
 
-ANEW = [ROOT / "tests" / name for name in ("attacks", "factory/sandbox", "factory/training/test_live_sandbox.py")]
+TESTS = ROOT / "tests"
+ANEW = [TESTS / name for name in ("attacks", "factory/sandbox", "factory/training/test_live_sandbox.py")]
+YET_QUICK = [
+    TESTS / "attacks" / name for name in ("test_training_attacks.py", "test_honest_patches.py")
+]  # of sums, not of walls
 HERE = Path(__file__).parent
 # What libraries read when they are loaded: a server for each set of values. The fork gets its command's environment whole.
 READ_AT_ONCE = (
@@ -49,7 +53,8 @@ _quick = False
 def of(item: pytest.Item) -> None:
     """From here on processes are started as this test may have them."""
     global _quick
-    _quick = not item.get_closest_marker("long") and not any(item.path.is_relative_to(path) for path in ANEW)
+    anew = item.path not in YET_QUICK and any(item.path.is_relative_to(path) for path in ANEW)
+    _quick = not anew and not item.get_closest_marker("long")
     bubblewrap.command = _command
     for module in (engine_process, server_probe):
         module.subprocess = _Subprocess()
