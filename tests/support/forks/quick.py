@@ -32,7 +32,7 @@ YET_QUICK = [
 HERE = Path(__file__).parent
 # What libraries read when they are loaded: a server for each set of values. The fork gets its command's environment whole.
 READ_AT_ONCE = (
-    "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_HUB_OFF", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_", "TRANSFORMERS_",
+    "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_HUB_OFF", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TRANSFORMERS_",
 )  # fmt: skip
 TRAINERS = (
     "numpy", "pyarrow.compute", "pyarrow.parquet", "pydantic", "safetensors.torch", "tokenizers", "torch", "torch.distributed",
