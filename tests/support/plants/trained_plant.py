@@ -21,27 +21,9 @@ from tests.support.paths import ROOT
 from tests.support.plants.kept import kept
 
 WORDS = [
-    "river",
-    "stone",
-    "under",
-    "light",
-    "quiet",
-    "machine",
-    "opens",
-    "every",
-    "letter",
-    "before",
-    "winter",
-    "holds",
-    "small",
-    "bright",
-    "number",
-    "again",
-    "turns",
-    "into",
-    "green",
-    "field",
-]
+    "river", "stone", "under", "light", "quiet", "machine", "opens", "every", "letter", "before",
+    "winter", "holds", "small", "bright", "number", "again", "turns", "into", "green", "field",
+]  # fmt: skip
 
 
 def write_shards(folder: Path) -> None:
