@@ -19,6 +19,7 @@ from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger
 from tests.support import postgres_server
 from tests.support.factory.code_loop import make_target
+from tests.support.forks import quick
 from tests.support.paths import ROOT
 from tests.support.plants.kept_store import keep_one
 
@@ -77,7 +78,7 @@ def pytest_make_collect_report(
 # Files with a test of some minutes: one that is begun last leaves the other worker idle.
 LONGEST = (
     "test_demo.py", "test_honest_patches.py", "test_engineering.py", "test_coverage.py", "test_releasing.py", "test_story.py",
-    "test_matrix_attacks.py", "test_rounding.py", "test_kill_and_resume.py",
+    "test_matrix_attacks.py", "test_rounding.py",
 )  # fmt: skip
 
 
@@ -86,6 +87,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path not in slow, rank.get(item.path.name, len(LONGEST))))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    quick.of(item)
 
 
 def pytest_collection_finish() -> None:

@@ -16,21 +16,10 @@ PARAMETERS = '@pytest.mark.parametrize("x", ["a", "b"])\n'
 
 def collected(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text("import pytest\n\n" + text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.conftest",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(folder),
-        "--collect-only",
-        "-q",
-    ]
+    words = ("-p", "tests.conftest", "-c", os.devnull, "--rootdir", str(folder), "--collect-only", "-q", *words)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([*command, *words, str(folder)], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", *words, str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_a_mark_that_says_nothing_or_names_no_case_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from factory.demo.demo import _arrive, _corpus
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.status import snapshot
+from tests.support.factory.command import factory
 from tests.support.patience import PATIENCE_S
 from tests.support.text.library import write_library
 
@@ -65,7 +66,6 @@ def test_the_corpus_is_written_once_and_arrives_whole(
 
 @pytest.mark.parametrize("minutes", ["0", "1", "500"])
 def test_minutes_out_of_range_are_one_error_and_write_nothing(tmp_path: Path, minutes: str) -> None:
-    words = [sys.executable, "-m", "factory", "demo", "--minutes", minutes, "--workspace", str(tmp_path / "demo")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = factory("demo", "--minutes", minutes, "--workspace", str(tmp_path / "demo"))
     assert done.returncode == 2 and not (tmp_path / "demo").exists()
     assert done.stderr == f"factory: --minutes {minutes}: the demo takes 2 to 120 minutes; 6 is the default\n"

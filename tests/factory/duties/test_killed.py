@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlflow  # noqa: F401 (before the forks, each of which would import it)
+import pandas  # noqa: F401
 import pytest
+import sympy  # noqa: F401
 
 import factory.backups.backups
 import factory.erasing.erasing
@@ -29,6 +33,8 @@ from factory.duties.table import DUTIES
 from factory.ingest.inbox import take
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
+from factory.sandbox import live
+from factory.training.averaging import plan_average
 from factory.training.planning import plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.chaos.state import differences, state_of
@@ -65,7 +71,11 @@ def annealed(plant: Plant) -> None:
     run_segment(plant, plan_anneal(plant))
 
 
-# What makes a duty due in a plant with one trained trunk, and how many kills: each costs what the duty does.
+def averaged(plant: Plant) -> None:
+    run_segment(plant, plan_average(plant, "held-out-loss", last=2))
+
+
+# What makes a duty due in a plant with one trained trunk, and how many kills: each costs what the duty does. Behind a colon: the case of it.
 SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
     "back_up": (lambda plant: None, 3),
     "finish_removals": (taken_out, 6),
@@ -74,9 +84,16 @@ SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
     "plan_anneal": (lambda plant: None, 3),
     "plan_trunk": (ingested, 3),
     "train": (lambda plant: plan_trunk(plant, 2), 3),
+    "train: an average": (lambda plant: plan_average(plant, "held-out-loss", last=2), 3),
     "export": (annealed, 3),
+    "export: an average": (averaged, 3),
 }
-SLOW = {"train": "four trainings, three of which are killed", "export": "an anneal, and four exports"}
+SLOW = {
+    "train": "four trainings, three of which are killed",
+    "export": "an anneal, and four exports",
+    "train: an average": "four averages whose parts are measured, three of which are killed",
+    "export: an average": "four exports of one average",
+}
 # What needs minutes for each kill, or another scene: where it is killed.
 ELSEWHERE = {
     "notify": "tests/factory/show/telling/test_notifications.py",
@@ -98,6 +115,14 @@ ELSEWHERE = {
     "audit": "tests/factory/audit/test_auditing.py",
     "replicate": "tests/factory/test_replicas.py",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of this process (``tests.support.forks.quick``), for trainers of all that are forked from it: else each would start one."""
+    folder, nothing = tmp_path_factory.mktemp("warm"), [sys.executable, "-c", ""]
+    away = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    live.start(nothing, writable=[], readonly=[], cwd=folder, cache=folder, environment={}, nodes=[], **away).wait()
 
 
 def in_a_process(root: Path, act: Callable[[Plant], object], end_at: int | None = None) -> int:
@@ -143,7 +168,7 @@ def in_a_process(root: Path, act: Callable[[Plant], object], end_at: int | None 
     "name", [pytest.param(name, marks=pytest.mark.slow(SLOW[name]) if name in SLOW else ()) for name in SCENES]
 )
 def test_killed_at_any_moment_the_next_pass_finishes(name: str, saved_once: SavedPlant) -> None:
-    table = tuple(duty for duty in DUTIES if duty.name == name)
+    table = tuple(duty for duty in DUTIES if duty.name == name.partition(":")[0])
     a_pass = lambda plant: work(plant, settle=0.0, duties=table)
     site, root = saved_once.folder, saved_once.workspace.root
     prepare, kills = SCENES[name]
@@ -164,6 +189,6 @@ def test_killed_at_any_moment_the_next_pass_finishes(name: str, saved_once: Save
 
 
 def test_every_duty_is_killed_somewhere() -> None:
-    assert {duty.name for duty in DUTIES} == SCENES.keys() | ELSEWHERE.keys()
+    assert {duty.name for duty in DUTIES} == {name.partition(":")[0] for name in SCENES} | ELSEWHERE.keys()
     for place in ELSEWHERE.values():
         assert not place.endswith(".py") or "kill" in Path(place).read_text().lower(), place

@@ -42,7 +42,7 @@ PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-pat
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with a set-up done."""
+    """A checkout with a set-up done, in place of an environment of another Python."""
     root = tmp_path_factory.mktemp("project")
     (root / "wheels").mkdir()
     (root / "backend.py").write_text(BACKEND)
@@ -53,8 +53,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     exec(BACKEND, make)
     for name, version in (("part", "1"), ("part", "2"), ("tool", "1")):
         make["wheel"](root / "wheels", name, version)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / ".venv")], check=True)
+    (lib,) = (root / ".venv" / "lib").iterdir()
+    another = lib.rename(lib.with_name("python3.0"))
     done = run(root)
-    assert done.returncode == 0 and "making .venv with Python" in done.stdout, done
+    assert done.returncode == 0 and "making .venv with Python" in done.stdout and not another.exists(), done
     assert "Installing collected packages: part, tiny" in done.stdout, "pip says what it does"
     return root
 
@@ -159,13 +162,6 @@ def test_half_a_package_is_installed_again(project: Path) -> None:
     assert (folder / "part.py").read_text() == "VALUE = 1\n"
 
 
-def test_an_environment_of_another_python_is_made_again(project: Path) -> None:
-    lib = packages(project).parent
-    lib.rename(lib.with_name("python3.0"))
-    assert "making .venv" in run(project).stdout
-    assert installed(project) == {"part": "1", "tiny": "1"} and not lib.with_name("python3.0").exists()
-
-
 def test_an_interrupted_set_up_goes_on_and_two_at_once_wait(project: Path) -> None:
     """Stopped while pip runs: it leaves no pip behind, which would hold the lock, and the next set-up finishes."""
     (project / "slow").touch()
@@ -186,4 +182,4 @@ def test_an_interrupted_set_up_goes_on_and_two_at_once_wait(project: Path) -> No
     assert waiting.stdout and waiting.stdout.readline().startswith("another set-up of this folder is running")
     os.close(lock)
     assert "making" not in waiting.communicate(timeout=300)[0] and waiting.returncode == 0
-    assert installed(project) == {"part": "1", "tiny": "1"}
+    assert installed(project).items() >= {"part": "1", "tiny": "1"}.items()

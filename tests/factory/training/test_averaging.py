@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from factory.core.errors import InputError, SegmentError
-from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.duties.releasing import judge
 from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, verdicts
@@ -30,12 +29,11 @@ from factory.training.averaging import choose, held_out_ruler, kept, plan_averag
 from factory.training.exporting import export_candidate
 from factory.training.training import run_segment
 from tests.support.factory.command import factory
-from tests.support.factory.errands import do, next_due, stuck
+from tests.support.factory.errands import next_due, stuck
 from tests.support.factory.shown import release
 from tests.support.plants.trained_plant import make_plant, train_anneal, train_trunk
 
 Opened = tuple[Workspace, Ledger]
-SLOW = pytest.mark.slow("an average begun twice and made once for each moment; two moments are in the fast tier")
 
 
 @pytest.fixture(scope="module")
@@ -133,48 +131,6 @@ def test_of_an_anneal_only_its_own_are_taken(plant: Opened) -> None:
     number = train_anneal(workspace, ledger)
     export_candidate(Plant(workspace, ledger), number)
     assert [source.step for source in kept(ledger, SegmentRow.get(ledger, number))] == [30, 32]
-
-
-class Killed(BaseException):
-    """What a SIGKILL leaves undone, this does too: nothing catches it."""
-
-
-def dies(*_: Any, **__: Any) -> Any:
-    raise Killed
-
-
-@pytest.mark.parametrize(
-    ("segment", "last", "rule", "before"),
-    [
-        (2, 4, "uniform", "factory.training.averaging.name_in"),  # planned, nothing made
-        pytest.param(2, 3, "held-out-loss", "factory.training.averaging.softmax_weights", marks=SLOW),  # measured
-        (
-            1,
-            3,
-            "uniform",
-            "factory.training.averaging.record_done",
-        ),  # the checkpoint is there, the ledger does not know
-        pytest.param(2, 5, "uniform", "factory.training.exporting.name_in", marks=SLOW),  # recorded, not exported
-        pytest.param(
-            1, 2, "held-out-loss", "factory.training.exporting.folder_sha256", marks=SLOW
-        ),  # exported, not recorded
-    ],
-)
-def test_killed_anywhere_the_daemon_finishes_it(
-    plant: Opened, segment: int, last: int, rule: Any, before: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workspace, ledger = plant
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(before, dies)
-        number = plan_average(Plant(workspace, ledger), rule, segment, last)
-        run_segment(Plant(workspace, ledger), number)
-        export_candidate(Plant(workspace, ledger), number)
-    while (words := next_due(Plant(workspace, ledger))) in (f"train {number}", f"export {number}"):
-        do(Plant(workspace, ledger), words)
-    made = ledger.rows(sa.select(candidates).where(candidates.c.segment == number))
-    assert len(made) == 1 and folder_sha256(Path(made[0]["export_path"])) == made[0]["export_sha256"]
-    assert made_average(plant, rule, segment, last)[0] == made[0]["id"]
-    assert not list(workspace.exports.glob(".writing-*")) and not list(workspace.segments.glob("*-average/export"))
 
 
 def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened, tmp_path: Path) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ import sqlalchemy as sa
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
 from factory.duties.runner import work
-from factory.ledger.ledger import Ledger, events, segments, verdicts
+from factory.ledger.ledger import Ledger, events, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import screen, snapshot
@@ -30,7 +26,6 @@ from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
 from tests.support.factory.errands import next_due, stuck
-from tests.support.paths import ROOT
 from tests.support.plants.trained_plant import commit_edit, git, make_plant
 
 STEPS = 8
@@ -53,26 +48,6 @@ def changed(self, lr, divide_by, skip):
     times = {0}
     return step(self, lr * times, divide_by, skip) if times else None
 Optimizer.step = changed
-"""
-
-# The factory, which kills itself once it sees that a run has ended: no test has to be quick enough.
-DIES = """
-import os, signal, sys
-from pathlib import Path
-from factory.runs import live
-from factory.ledger.ledger import Ledger
-from factory.ledger.plant import Plant
-from factory.training.training import run_segment
-from factory.core.workspace import Workspace
-ended, scratch = live.ended, Path(sys.argv[3])
-def seen(process, seconds):
-    over = ended(process, 0.01)
-    if list(scratch.glob("*/result.json")):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return over
-live.ended = seen
-workspace = Workspace.open(Path(sys.argv[1]))
-run_segment(Plant(workspace, Ledger.open(workspace.ledger_url)), int(sys.argv[2]))
 """
 
 
@@ -337,34 +312,3 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
     assert (again.outcome, again.reasons) == ("reject", first.reasons) and again.id != first.id
     with pytest.raises(InputError, match=f"was replaced by segment {number}"):
         accept(Plant(site.workspace, site.ledger), number - 1, "somebody")
-
-
-@pytest.mark.slow("the factory killed within ten runs, and started again")
-def test_killed_at_any_moment_it_goes_on_where_it_was(site: Site) -> None:
-    """The factory's process is killed while the old code's noise runs; the runs that ended are not run again."""
-    site.edit(INIT, "", BACKWARD.format("1.000001 * self"))
-    number = site.plan()
-    scratch = runs_of(site, number)
-    done = subprocess.run(
-        [sys.executable, "-c", DIES, str(site.workspace.root), str(number), str(scratch)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == -signal.SIGKILL
-    (pair, *_) = scratch.glob("*/result.json")
-    assert certificate_of(site.ledger, number) is None and not started(site, number)
-    before = pair.stat().st_mtime_ns
-
-    seen: list[int] = []
-    compare = certificate_runs.compare
-
-    def watched(*arguments: Any) -> Any:
-        seen.append(pair.stat().st_mtime_ns)
-        return compare(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certificate_runs, "compare", watched)
-        verdict = site.certify(number)
-    assert seen == [before], "a run that had ended is kept"
-    assert verdict.outcome == "promote", verdict.reasons
-    assert {m["name"]: m["again"] for m in verdict.evidence(site.ledger)["measures"]}["weights"] == 0
-    assert len(site.ledger.rows(sa.select(verdicts.c.id).where(verdicts.c.subject == f"segment:{number}"))) == 1

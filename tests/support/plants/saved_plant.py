@@ -70,20 +70,9 @@ def diagnosed(
     noted: tuple[int, int] | None = None,
 ) -> None:
     detail = {
-        "anomalies": [number],
-        "segment": segment,
-        "kind": "loss_spike",
-        "onset": 12,
-        "noted": [12, 12] if noted is None else list(noted),
-        "last": 12,
-        "causes": causes,
-        "guilty": guilty,
-        "triggers": guilty,
-        "why": "so it was",
-        "arms": [],
-        "report": "",
-        "undo": list(undo),
-        "override": override,
-    }
+        "anomalies": [number], "segment": segment, "kind": "loss_spike", "onset": 12, "last": 12,
+        "noted": [12, 12] if noted is None else list(noted), "causes": causes, "guilty": guilty, "triggers": guilty,
+        "why": "so it was", "arms": [], "report": "", "undo": list(undo), "override": override,
+    }  # fmt: skip
     with ledger.begin() as tx:
         record(tx, DIAGNOSED, Subject("anomaly", number), detail)

@@ -21,27 +21,9 @@ from tests.support.paths import ROOT
 from tests.support.plants.kept import kept
 
 WORDS = [
-    "river",
-    "stone",
-    "under",
-    "light",
-    "quiet",
-    "machine",
-    "opens",
-    "every",
-    "letter",
-    "before",
-    "winter",
-    "holds",
-    "small",
-    "bright",
-    "number",
-    "again",
-    "turns",
-    "into",
-    "green",
-    "field",
-]
+    "river", "stone", "under", "light", "quiet", "machine", "opens", "every", "letter", "before",
+    "winter", "holds", "small", "bright", "number", "again", "turns", "into", "green", "field",
+]  # fmt: skip
 
 
 def write_shards(folder: Path) -> None:
@@ -56,25 +38,13 @@ def write_shards(folder: Path) -> None:
                 f"    {random.choice(WORDS)}_{random.randint(0, 999)} = {random.choice(WORDS)}({random.randint(0, 9999)})"
                 for _ in range(12)
             )
-            lines.append(
-                {
-                    "id": f"code/{name}",
-                    "text": f"def {random.choice(WORDS)}_{index}(value):\n{body}\n    return value\n",
-                    "domain": "code",
-                    "source": f"code/{name}",
-                }
-            )
-            lines.append(
-                {
-                    "id": f"docs/{name}",
-                    "text": " ".join(sentence() for _ in range(8)),
-                    "domain": "docs",
-                    "source": f"docs/{name}",
-                }
-            )
+            code = f"def {random.choice(WORDS)}_{index}(value):\n{body}\n    return value\n"
+            docs = " ".join(sentence() for _ in range(8))
             question, answer = f"What is {random.choice(WORDS)} {index}?", sentence() + " " + sentence()
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            lines.append({"id": f"chat/{name}", "messages": messages, "domain": "chat", "source": f"chat/{name}"})
+            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            for domain, said in {"code": {"text": code}, "docs": {"text": docs}, "chat": {"messages": chat}}.items():
+                key = f"{domain}/{name}"
+                lines.append({"id": key} | said | {"domain": domain, "source": key})
         (folder / f"shard-{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.forks.quick import forked
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from trainer.__main__ import main
@@ -101,7 +102,7 @@ def start_trainer(
     """The real process, from the repository's root; several folders one after the other."""
     folders = ["--wait", *map(str, folder)] if isinstance(folder, list) else [str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, *program, *folders]
+    command = [*forked(environment), sys.executable, *launcher, *program, *folders]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **keywords)
 
 

@@ -1,0 +1,115 @@
+"""Quick processes: forks of one that has imported torch, in place of new ones. Python with torch takes two seconds of a core to start.
+
+Sandboxes stay real: bubblewrap makes the namespaces and mounts, and ``server.py`` joins them under the same filter. Only Landlock, which forbids
+once more what the mounts forbid, is not in force in the fork. Tests of the sandbox, the attacks (``ANEW``) and the long tier start all anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from factory.evals.probes import engine_process
+from factory.evals.probes import server as server_probe
+from factory.sandbox import bubblewrap
+from factory.sandbox import filter as sandbox_filter
+from tests.support.paths import ROOT
+
+TESTS = ROOT / "tests"
+ANEW = [TESTS / name for name in ("attacks", "factory/sandbox", "factory/training/test_live_sandbox.py")]
+YET_QUICK = [
+    TESTS / "attacks" / name for name in ("test_training_attacks.py", "test_honest_patches.py")
+]  # of sums, not of walls
+HERE = Path(__file__).parent
+# What libraries read when they are loaded: a server for each set of values. The fork gets its command's environment whole.
+READ_AT_ONCE = (
+    "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_HUB_OFF", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TRANSFORMERS_",
+)  # fmt: skip
+TRAINERS = (
+    "numpy", "pyarrow.compute", "pyarrow.parquet", "pydantic", "safetensors.torch", "tokenizers", "torch", "torch.distributed",
+    "torch.utils.flop_counter", "yaml",
+)  # fmt: skip
+SERVERS = (
+    *TRAINERS,
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "uvicorn",
+    "starlette.applications",
+)
+
+_sandboxed = bubblewrap.command
+_quick = False
+
+
+def of(item: pytest.Item) -> None:
+    """From here on processes are started as this test may have them."""
+    global _quick
+    anew = item.path not in YET_QUICK and any(item.path.is_relative_to(path) for path in ANEW)
+    _quick = not anew and not item.get_closest_marker("long")
+    bubblewrap.command = _command
+    for module in (engine_process, server_probe):
+        module.subprocess = _Subprocess()
+
+
+def _command(
+    words: Sequence[str],
+    opening: Any,
+    *,
+    given: Sequence[tuple[str, str]],
+    environment: Mapping[str, str],
+    **others: Any,
+) -> list[str]:
+    launcher, command = words[:5], words[5:]
+    if _quick and command[0] == sys.executable and (command[1] in ("-m", "-c") or command[1].endswith(".py")):
+        words = [*launcher, sys.executable, "-I", "-S", "/run/inside.py", "/run/forks", *command]
+        given = [*given, (str(HERE / "inside.py"), "/run/inside.py"), (_server(environment, TRAINERS), "/run/forks")]
+    return _sandboxed(words, opening, given=given, environment=environment, **others)
+
+
+class _Subprocess:
+    """The module, for processes that have a model of transformers or an engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, command: Sequence[str], *, env: Mapping[str, str], **others: Any) -> subprocess.Popen[Any]:
+        return subprocess.Popen([*forked(env, SERVERS), *command], env=env, **others)
+
+
+def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) -> Sequence[str]:
+    """Words before ``[sys.executable, …]`` that make a process of this environment a fork: its exit code, output, SIGINT and SIGTERM are the fork's,
+    which is killed when the process is, a moment later. None where this test may have no such."""
+    return (sys.executable, "-I", "-S", str(HERE / "inside.py"), _server(environment, imports)) if _quick else ()
+
+
+def _server(environment: Mapping[str, str], imports: Sequence[str]) -> str:
+    """The address of one that was started with what this environment says to libraries. It ends with this process."""
+    return _started(tuple(sorted(item for item in environment.items() if item[0].startswith(READ_AT_ONCE))), imports)
+
+
+@functools.cache
+def _started(environment: tuple[tuple[str, str], ...], imports: Sequence[str]) -> str:
+    folder = Path(tempfile.mkdtemp(prefix="factory-tests-forks-"))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(folder / "forks"))
+    listening.listen(64)
+    read, _held = os.pipe()
+    subprocess.Popen(
+        [sys.executable, str(HERE / "server.py"), str(listening.fileno()), sandbox_filter.program().hex(), *imports],
+        env={"PATH": os.environ["PATH"], **dict(environment)},
+        cwd=folder,
+        stdin=read,
+        pass_fds=[listening.fileno()],
+        start_new_session=True,
+    )
+    os.close(read)
+    return str(folder / "forks")
