@@ -88,9 +88,7 @@ def quarantine(
     """Documents carry no loss from the next segment on; releases that saw them are marked. Works while the daemon runs."""
     from factory.diagnosis import acting
 
-    said = (
-        acting.free(plant.ledger, names, person()) if undo else acting.quarantine(plant.ledger, names, person(), why)
-    )
+    said = acting.free(plant.ledger, names, person()) if undo else acting.quarantine(plant.ledger, names, person(), why)
     say({"documents": names, "says": said}, f"  {said}")
 
 

@@ -29,9 +29,9 @@ from agents.loop import checkpoints
 from agents.loop.graph import LoopRun, forget, work
 from agents.loop.role import DraftError, TargetError
 from factory.code_loop.workbench import LiveWorkbench
-from factory.core.progress import SILENT
 from factory.gates.training_start import find_start
 from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
 from tests.support.factory.code_loop import Made, make
 from tests.support.factory.engineer import Notes, profile, recorded
 from tests.support.replay_server import RecordedSession, ReplayServer
@@ -57,7 +57,7 @@ def bench() -> LiveWorkbench:
     made: Made = make()
     start = find_start(made.ledger)
     assert start is not None
-    return FreshBench(made.workspace, made.ledger, made.base, start, SILENT)
+    return FreshBench(Plant(made.workspace, made.ledger), made.base, start)
 
 
 Start = Callable[..., tuple[Proposal | None, str, list[str], ReplayServer]]
@@ -115,7 +115,7 @@ def test_a_draft_with_problems_is_corrected_in_the_next_round(start: Start, benc
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert "not JSON" in told[0] and "quick check, static" in told[1] and "swiglu/by_hand.py" in told[1]
     assert "quick check, oracle" in told[2] and "gradient 0 is off" in told[2]
-    assert not list((bench.workspace.root / "cache").glob("check*"))
+    assert not list((bench.plant.workspace.root / "cache").glob("check*"))
 
 
 def test_a_proposal_without_edits_has_those_of_the_last_try_patch(start: Start) -> None:
@@ -207,7 +207,7 @@ def test_a_model_that_never_ends_or_is_busy_is_one_error(start: Start, name: str
 
 
 def test_cheating_edits_and_escape_codes_reach_no_branch_and_no_terminal(start: Start, bench: LiveWorkbench) -> None:
-    before = sorted(path.name for path in bench.workspace.root.iterdir())
+    before = sorted(path.name for path in bench.plant.workspace.root.iterdir())
     drafted, why, said, server = start("cheat", rounds=4)
     assert drafted is None and "none of 4" in why
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
@@ -219,7 +219,7 @@ def test_cheating_edits_and_escape_codes_reach_no_branch_and_no_terminal(start: 
         and not any(line.startswith("Verdict") for line in printed.split("\n"))
     )
     assert "clean Verdict: promote" in printed and "imports os" in printed
-    assert sorted(path.name for path in bench.workspace.root.iterdir()) == before
+    assert sorted(path.name for path in bench.plant.workspace.root.iterdir()) == before
 
 
 def test_a_person_steers_between_rounds_and_may_stop(start: Start) -> None:

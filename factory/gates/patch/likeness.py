@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from factory.gates.patch.session import Rest, Weights
 from factory.runs.distance import apart, by_kind, share, together, values_apart
+from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
 # Keys of state.json that must be equal, and those that must be equal up to rounding.
 EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
@@ -19,7 +19,7 @@ UNMOVED = 1e9  # the distance where training moved nothing
 ROUNDED = 0.1  # share by which a loss or a gradient's norm may differ
 
 
-def drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool = True) -> float:
+def drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool = True) -> float:
     """‖candidate − baseline‖ / ‖baseline − origin‖; ``of_one``: or half that of the worst tensor, if that is larger."""
     each = apart(baseline, candidate, origin).values()
     worst = max((one.share for one in each), default=0.0)
@@ -27,13 +27,15 @@ def drift(candidate: Weights, baseline: Weights, origin: Weights, of_one: bool =
     return min(max(whole, worst / 2) if of_one else whole, UNMOVED)
 
 
-def squares(one: Rest | None, other: Rest | None) -> dict[str, float]:
+def squares(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float]:
     """Squared distance of two runs' optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
     assert one is not None and other is not None
     return {kind: found.apart**2 for kind, found in by_kind(apart(other.optimizer, one.optimizer)).items()}
 
 
-def differs(candidate: Rest | None, baseline: Rest | None, away: Mapping[str, float], max_drift: float) -> str:
+def differs(
+    candidate: Checkpoint | None, baseline: Checkpoint | None, away: Mapping[str, float], max_drift: float
+) -> str:
     """How the candidate's checkpoint differs from the baseline's for a run that continues from it; '': it does not.
 
     Moments are compared by kind, as their sizes are unrelated. They may differ by ``max_drift`` of the squared distance ``away``, which

@@ -19,18 +19,15 @@ from factory.runs.arm import Arm
 from factory.runs.trace import read_alive
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.sandbox.clock import CpuSeconds
-from trainer.contract.checkpoint.format import Checkpoint
-from trainer.contract.checkpoint.format import Tensors as Weights
-
-Rest = Checkpoint  # as ``likeness`` names it
+from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
 
 @dataclass(frozen=True)
 class TimedRun:
     seconds: float  # from the reveal of the data plan to the result, by this process's clock
-    weights: Weights
+    weights: Tensors
     rest: Checkpoint | None = None  # all that it left, of the runs that are compared whole
-    early: Weights = field(default_factory=dict)  # of an earlier step, where it was asked for
+    early: Tensors = field(default_factory=dict)  # of an earlier step, where it was asked for
     cpu: CpuSeconds | None = None  # of the sandbox's processes over the same seconds; None: it could not be read
 
 
@@ -49,7 +46,7 @@ def timed_session(
     folder: Path,
     code: Path,
     arms: Sequence[Arm],
-    origin: Weights,
+    origin: Tensors,
     wall_seconds: float,
     whole: Collection[int],
     early: Mapping[int, int],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -66,11 +67,8 @@ def of_a_replica(root: Path) -> Callable[[], object]:
     result = f'{{"last_step": 4, "checkpoint": "{path}", "manifest_sha256": "", "loss": 1.0, "steps": 4}}'
     (root / "result.json").write_text(result)
 
-    @dataclass(frozen=True)
-    class Row:
-        last_step: int = 4
-
-    return lambda: replicating._fault(root, cast(Any, Row()))
+    runs, arm = SimpleNamespace(folder=lambda arm: root), SimpleNamespace(last=4)
+    return lambda: replicating._fault(cast(Any, runs), cast(Any, arm))
 
 
 def of_a_run(root: Path) -> Callable[[], object]:

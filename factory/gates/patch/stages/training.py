@@ -34,7 +34,7 @@ from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, 
 from factory.gates.patch.judge import CPU_CLOCKS, judge_measurement, training_difference, training_differs
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.session import PatchSession, TimedRun, Weights, timed_session
+from factory.gates.patch.session import PatchSession, TimedRun, timed_session
 from factory.gates.patch.timing import BRIEF_STEPS, RunSeconds, cpu_overhead, long_timing, noise_of, timing, unsteady
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.gates.recipe_changes import used_recipe
@@ -45,6 +45,7 @@ from factory.runs.compile_cache import copy_cache
 from factory.runs.running import Runs
 from factory.runs.trace import step_lines
 from trainer.contract.checkpoint import format as checkpoint_files
+from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.recipe import Recipe
 
 BASELINE, CANDIDATE = "baseline", "candidate"
@@ -205,7 +206,7 @@ class _Comparison:
     sides: dict[str, Side]
     new_code: bool
     compiled: Path  # by approved code
-    origin: Weights
+    origin: Tensors
     repeated_s: float = 0.0  # of the baseline's first session in the measurement that this repeats; 0: it repeats none
 
     def measure_steadily(self) -> tuple[StageEvidence, Pair | None]:
