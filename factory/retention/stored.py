@@ -100,10 +100,10 @@ def _of_nothing(plant: Plant) -> Iterator[StoredFolder]:
 
 
 def _runs(plant: Plant) -> Iterator[StoredFolder]:
-    for row in plant.ledger.read("SELECT subject, run_id FROM tracked_runs ORDER BY subject"):
-        subject = Subject.parse(row["subject"])
-        if subject.kind == "segment":
-            yield StoredFolder("run", plant.workspace.mlflow_artifacts / TRAINING / row["run_id"], subject.number)
+    of_segments = "SELECT subject, run_id FROM tracked_runs WHERE subject LIKE 'segment:%' ORDER BY subject"
+    for row in plant.ledger.read(of_segments):
+        number = Subject.parse(row["subject"]).number
+        yield StoredFolder("run", plant.workspace.mlflow_artifacts / TRAINING / row["run_id"], number)
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -6,7 +6,6 @@ once more what the mounts forbid, is not in force in the fork. Tests of the sand
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from factory.evals.probes import engine_process
 from factory.evals.probes import server as server_probe
 from factory.sandbox import bubblewrap
 from factory.sandbox import filter as sandbox_filter
+from factory.sandbox.view import clean_environment
 from tests.support.paths import ROOT
 
 TESTS = ROOT / "tests"
@@ -46,15 +46,21 @@ SERVERS = (
     "starlette.applications",
 )
 
+Kind = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]  # a server's environment, and what it imports
 _sandboxed = bubblewrap.command
-_quick = False
+_quick, _may_start = False, True
+_servers: dict[Kind, str] = {}  # address by kind
 
 
 def of(item: pytest.Item) -> None:
     """From here on processes are started as this test may have them."""
-    global _quick
     anew = item.path not in YET_QUICK and any(item.path.is_relative_to(path) for path in ANEW)
-    _quick = not anew and not item.get_closest_marker("long")
+    _start_by_forks(not anew and not item.get_closest_marker("long"))
+
+
+def _start_by_forks(quick: bool) -> None:
+    global _quick
+    _quick = quick
     bubblewrap.command = _command
     for module in (engine_process, server_probe):
         module.subprocess = _Subprocess()
@@ -69,9 +75,10 @@ def _command(
     **others: Any,
 ) -> list[str]:
     launcher, command = words[:5], words[5:]
-    if _quick and command[0] == sys.executable and (command[1] in ("-m", "-c") or command[1].endswith(".py")):
+    of_python = command[0] == sys.executable and (command[1] in ("-m", "-c") or command[1].endswith(".py"))
+    if of_python and (server := _server(environment, TRAINERS)):
         words = [*launcher, sys.executable, "-I", "-S", "/run/inside.py", "/run/forks", *command]
-        given = [*given, (str(HERE / "inside.py"), "/run/inside.py"), (_server(environment, TRAINERS), "/run/forks")]
+        given = [*given, (str(HERE / "inside.py"), "/run/inside.py"), (server, "/run/forks")]
     return _sandboxed(words, opening, given=given, environment=environment, **others)
 
 
@@ -88,15 +95,33 @@ class _Subprocess:
 def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) -> Sequence[str]:
     """Words before ``[sys.executable, …]`` that make a process of this environment a fork: its exit code, output, SIGINT and SIGTERM are the fork's,
     which is killed when the process is, a moment later. None where this test may have no such."""
-    return (sys.executable, "-I", "-S", str(HERE / "inside.py"), _server(environment, imports)) if _quick else ()
+    server = _server(environment, imports)
+    return (sys.executable, "-I", "-S", str(HERE / "inside.py"), server) if server else ()
+
+
+def for_commands() -> dict[Kind, str]:
+    """The servers of this process, for ``have`` in one that it starts; among them that of trainers whose recipe says nothing of threads."""
+    _server(clean_environment(Path("/tmp")) | {"OMP_WAIT_POLICY": "PASSIVE"}, TRAINERS)
+    return _servers if _quick else {}
+
+
+def have(servers: Mapping[Kind, str]) -> None:
+    """In a process that a test started: what it starts are forks of these. Where there is none of a kind, it starts anew."""
+    global _may_start
+    _may_start = False
+    _servers.update(servers)
+    _start_by_forks(bool(servers))
 
 
 def _server(environment: Mapping[str, str], imports: Sequence[str]) -> str:
-    """The address of one that was started with what this environment says to libraries. It ends with this process."""
-    return _started(tuple(sorted(item for item in environment.items() if item[0].startswith(READ_AT_ONCE))), imports)
+    """The address of one that was started with what this environment says to libraries; '' where this test may have none. It ends with the
+    process that started it."""
+    kind = tuple(sorted(item for item in environment.items() if item[0].startswith(READ_AT_ONCE))), tuple(imports)
+    if _quick and _may_start and kind not in _servers:
+        _servers[kind] = _started(*kind)
+    return _servers.get(kind, "") if _quick else ""
 
 
-@functools.cache
 def _started(environment: tuple[tuple[str, str], ...], imports: Sequence[str]) -> str:
     folder = Path(tempfile.mkdtemp(prefix="factory-tests-forks-"))
     listening = socket.socket(socket.AF_UNIX)
