@@ -72,6 +72,8 @@ def state_of(site: Path) -> State:
             found["ledger"][name] = [list(row) for row in db.execute(query)]
         kinds = Counter(row[0] for row in db.execute("SELECT kind FROM events"))
         found["ledger"]["events"] = {kind: kinds[kind] for kind in EVENTS if kinds[kind]}
+        measured = "SELECT subject, detail FROM events WHERE kind = 'replicas_measured' ORDER BY id"
+        found["replicas"] = [[subject, json.loads(detail)["runs"]] for subject, detail in db.execute(measured)]
         diagnoses = [
             json.loads(row[0])
             for row in db.execute("SELECT detail FROM events WHERE kind = 'anomaly_diagnosed' ORDER BY id")

@@ -18,7 +18,7 @@ from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.gates.release.policy import ReleasePolicy, Replicas
 from factory.gates.release.replicas import MEASURED, due, may_start, newest_measured, newest_noise
-from factory.ledger.ledger import Ledger, record, releases, segments
+from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
 from factory.replicas.replicating import folder_of, replica, replicate, runs_of
@@ -29,7 +29,7 @@ from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.errands import do, next_due
-from tests.support.plants.release_scene import add_candidate, add_verdict
+from tests.support.plants.release_scene import add_candidate, add_verdict, promote, write_replicas
 from tests.support.plants.trained_plant import make_plant, train_anneal
 from trainer.contract.checkpoint import format as checkpoints
 
@@ -45,21 +45,6 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     candidate = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     promote(ledger, 1, candidate, add_verdict(ledger, candidate))
     yield workspace, ledger
-
-
-def write_replicas(workspace: Workspace, keys: str) -> None:
-    policy = workspace.root / "policies" / "gates" / "release.yaml"
-    policy.write_text(policy.read_text().partition("replicas:")[0] + f"replicas: {{{keys}}}\n")
-
-
-def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
-    with ledger.begin() as tx:
-        tx.execute(
-            releases.insert().values(
-                number=number, candidate=candidate, verdict=verdict, state="published", created_at=float(number)
-            )
-        )
-        record(tx, "promoted", f"release:{number}")
 
 
 def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[Runs, list[Arm]]:

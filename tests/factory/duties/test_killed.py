@@ -20,11 +20,6 @@ import pandas  # noqa: F401
 import pytest
 import sympy  # noqa: F401
 
-import factory.backups.backups
-import factory.erasing.erasing
-import factory.repairs.mending
-import factory.retention.watching
-import factory.training.exporting  # noqa: F401 (before the forks)
 from factory.core.workspace import Workspace
 from factory.data.removing import look, remove
 from factory.data.selecting import by_name, fates_of
@@ -35,10 +30,12 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.sandbox import live
 from factory.training.averaging import plan_average
+from factory.training.exporting import export_candidate
 from factory.training.planning import plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.chaos.state import differences, state_of
 from tests.support.factory.made_up_text import prose
+from tests.support.plants.release_scene import add_verdict, promote, write_replicas
 from tests.support.plants.saved_plant import SavedPlant
 
 ENDED, RENAMES = 9, ("os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir", "shutil.rmtree")
@@ -75,6 +72,13 @@ def averaged(plant: Plant) -> None:
     run_segment(plant, plan_average(plant, "held-out-loss", last=2))
 
 
+def released(plant: Plant) -> None:
+    annealed(plant)
+    candidate = export_candidate(plant, 2)
+    write_replicas(plant.workspace, "from_release: 1, steps_max: 1.0")
+    promote(plant.ledger, 1, candidate, add_verdict(plant.ledger, candidate))
+
+
 # What makes a duty due in a plant with one trained trunk, and how many kills: each costs what the duty does. Behind a colon: the case of it.
 SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
     "back_up": (lambda plant: None, 3),
@@ -87,12 +91,14 @@ SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
     "train: an average": (lambda plant: plan_average(plant, "held-out-loss", last=2), 3),
     "export": (annealed, 3),
     "export: an average": (averaged, 3),
+    "replicate": (released, 3),
 }
 SLOW = {
     "train": "four trainings, three of which are killed",
     "export": "an anneal, and four exports",
     "train: an average": "four averages whose parts are measured, three of which are killed",
     "export: an average": "four exports of one average",
+    "replicate": "two replicas are trained and measured four times",
 }
 # What needs minutes for each kill, or another scene: where it is killed.
 ELSEWHERE = {
@@ -113,7 +119,6 @@ ELSEWHERE = {
     "asked": "with the duty that it hands on",
     "word": "tests/factory/diagnosis/test_wording.py",
     "audit": "tests/factory/audit/test_auditing.py",
-    "replicate": "tests/factory/test_replicas.py",
 }
 
 

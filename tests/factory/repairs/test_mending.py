@@ -226,7 +226,7 @@ def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
     found = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
     for name in ("ledger", "token shards", "checkpoints", "exports", "segments", "mlflow", "orphans", "backups"):
         assert found[name]["ok"], found[name]
-    assert not found["raw shards"]["ok"] and "put shard-1.jsonl into" in found["raw shards"]["detail"]
+    assert not found["raw shards"]["ok"] and "(it arrived as shard-1.jsonl)" in found["raw shards"]["detail"]
     assert done.returncode == 1
     assert folder_sha256(Path(candidate.export_path)) == candidate.export_sha256
     assert "segments/00044-trunk is set aside" in repaired

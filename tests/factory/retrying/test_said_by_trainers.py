@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,10 @@ class Certificate:
     does: str
     first: str = ""
 
+    @cached_property
+    def ledger(self) -> Ledger:
+        return Ledger.create(self.workspace.ledger_url)
+
     @property
     def folders(self) -> list[Path]:
         return [self.workspace.root / "scratch" / name for name in ("one", "two")]
@@ -167,7 +172,7 @@ class Certificate:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live, "start_trainer", self.start)
             patch.setattr(live, "POLL_SECONDS", 0.05)
-            plant = Plant(self.workspace, Ledger(self.workspace.ledger_url))
+            plant = Plant(self.workspace, self.ledger)
             return live.train(plant, commit, self.folders[0].parent, arms, "certificate")
 
 

@@ -20,6 +20,8 @@ from factory.ledger.ledger import (
     documents,
     eval_items,
     evaluations,
+    record,
+    releases,
     segments,
     shards,
     token_shards,
@@ -199,3 +201,20 @@ def approval(workspace: Workspace, mode: str) -> None:
     path = workspace.root / "policies" / "gates" / "release.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"approval: {mode}\n")
+
+
+def write_replicas(workspace: Workspace, keys: str) -> None:
+    """The keys of ``replicas`` in the release policy."""
+    policy = workspace.root / "policies" / "gates" / "release.yaml"
+    policy.write_text(policy.read_text().partition("replicas:")[0] + f"replicas: {{{keys}}}\n")
+
+
+def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
+    """A release of a candidate, as one that was published long ago."""
+    with ledger.begin() as tx:
+        tx.execute(
+            releases.insert().values(
+                number=number, candidate=candidate, verdict=verdict, state="published", created_at=float(number)
+            )
+        )
+        record(tx, "promoted", f"release:{number}")
