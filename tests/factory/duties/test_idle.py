@@ -54,7 +54,7 @@ def test_an_idle_pass_opens_no_token_shard(tmp_path: Path, code_repository: Path
         sa.event.listen(ledger.engine, "before_cursor_execute", lambda *values: statements.append(values[2]))
         for _ in range(5):
             assert work(Plant(workspace, ledger), endless=True) == 0
-        assert 0 < len(statements) <= 5 * 67, "a pass that finds nothing to do reads no more of the ledger than it did"
+        assert 0 < len(statements) <= 5 * 68, "a pass that finds nothing to do reads no more of the ledger than it did"
         assert opened[first:] == [] and ledger.read("SELECT COUNT(*) AS n FROM events") == events
         missing = facts(workspace)["data_ahead"]["missing_tokens"]
         assert missing > 0
