@@ -47,10 +47,10 @@ def alone(folder: Path) -> Iterator[int | None]:
     with file_lock(common / TURN, math.inf) as held:
         mark = common / MARK
         before = _others_files(common, mark)
-        with open(mark, "w", encoding="utf-8", errors="surrogateescape") as out:
-            out.write("".join(f"{path}\n" for path in sorted(before)) + END)
-            out.flush()
-            os.fsync(out.fileno())
+        with open(mark, "w", encoding="utf-8", errors="surrogateescape") as noted:
+            noted.write("".join(f"{path}\n" for path in sorted(before)) + END)
+            noted.flush()
+            os.fsync(noted.fileno())
         try:
             yield held
         except Exception:  # not when this process is stopped: git is at work then, and is killed

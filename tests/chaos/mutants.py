@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "factory/git/git_store.py",
-        "os.fsync(out.fileno())",
+        "os.fsync(noted.fileno())",
         Cut("merge", "create target/.git/index.lock", at_once=True),
     ),
     Mutant("factory/git/git_store.py", "os.fsync(out.fileno())", MERGE),
