@@ -27,8 +27,8 @@ from transformers import (
 
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
-from factory.evals.export_config import ExportError
 from factory.evals.evaluator import current_suite, evaluate_on
+from factory.evals.export_config import ExportError
 from factory.evals.export_parity import Made, _total, export_digests
 from factory.evals.parity import CHECKS
 from factory.ingest.rules.split import is_sealed
