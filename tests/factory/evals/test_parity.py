@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from factory.evals.evaluator import current_suite
-from factory.evals.export_parity import checkpoint_checks, file_checks
+from factory.evals.export_parity import OF_CHECKPOINT, OF_FILES, checkpoint_checks, file_checks
 from factory.evals.parity import CHECKS, ParityCase, parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import OF_ENGINE
 from factory.evals.probes.engine_process import VLLM_PROGRAM
+from factory.evals.probes.server import Served
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
@@ -26,6 +27,7 @@ from factory.ledger.ledger import checkpoints, record, segments
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import (
     BREAKS,
+    CONTENT,
     RECIPE,
     in_json,
     in_template,
@@ -48,8 +50,7 @@ def case_of(plant: FilledPlant, candidate: CandidateRow, export: Path) -> Parity
 
 
 SLOW = pytest.mark.slow("transformers and an engine come up for each")
-IN_FAST_TIER = ("two layers swapped", "special tokens no longer defused", "a third stop id")
-IN_SLOW_TIER = ("weights of another checkpoint", "no BOS", "another tokenizer")
+IN_SLOW_TIER = ("special tokens no longer defused", "another tokenizer")
 
 
 def failed(checks: list[Any]) -> dict[str, str]:
@@ -57,6 +58,7 @@ def failed(checks: list[Any]) -> dict[str, str]:
     return {check.name: check.detail for check in checks if check.ok is False}
 
 
+@SLOW
 def test_an_export_without_a_break_passes_every_check(plant: FilledPlant, sound: CandidateRow) -> None:
     checks = parity(case_of(plant, sound, Path(sound.export_path)))
     assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
@@ -75,8 +77,9 @@ def test_vllm_takes_part_where_it_is_installed(plant: FilledPlant, sound: Candid
     print(*of_engines.items(), sep="\n")
 
 
-@pytest.mark.sample(*IN_FAST_TIER, *IN_SLOW_TIER)
-@pytest.mark.parametrize("name", [n if n in IN_FAST_TIER else pytest.param(n, marks=SLOW) for n in BREAKS])
+@SLOW
+@pytest.mark.sample(*IN_SLOW_TIER)
+@pytest.mark.parametrize("name", BREAKS)
 def test_each_break_is_named_by_its_own_check(
     plant: FilledPlant, sound: CandidateRow, tmp_path: Path, name: str
 ) -> None:
@@ -88,14 +91,38 @@ def test_each_break_is_named_by_its_own_check(
     assert "again" in found[own] or "must" in found[own], "it says what to do"
 
 
+IN_FILES = (*OF_CHECKPOINT, *OF_FILES)
+
+
+@pytest.mark.parametrize("name", [name for name, (own, _, _) in BREAKS.items() if own in IN_FILES])
+def test_a_break_in_files_is_named_before_a_program_comes_up(
+    plant: FilledPlant, sound: CandidateRow, tmp_path: Path, name: str
+) -> None:
+    """What transformers would say of the tokenizer is left out."""
+    from factory.evals import parity as module
+
+    own, others, make = BREAKS[name]
+    broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
+    make(broken)
+    case = replace(case_of(plant, sound, Path(sound.export_path)), candidate=replace(sound, export_path=str(broken)))
+    stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
+    files = module._files(case, stop, Served({}, None, "not asked"))
+    checks = [*checkpoint_checks(plant.ledger, case.candidate, case.tokenizer.vocab_size), *files]
+    assert {check.name for check in checks if check.ok is False} == {own} | others & set(IN_FILES), checks
+
+
 def test_a_suite_without_a_chat_still_asks_for_chats(plant: FilledPlant, sound: CandidateRow, tmp_path: Path) -> None:
+    """In which what a user types is never a special token, too."""
     broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     in_template("'<|im_start|>assistant\\n'", "''")(broken)
+    template = (broken / "chat_template.jinja").read_text().replace(CONTENT, "ns.text")
+    (broken / "chat_template.jinja").write_text(template)
+    in_json("tokenizer_config.json", chat_template=template)(broken)
     case = case_of(plant, sound, broken)
     texts = [document for document in case.suite.documents if document.messages is None]
     assert 0 < len(texts) < len(case.suite.documents)
     found = failed(parity(replace(case, suite=replace(case.suite, documents=texts))))
-    assert "server_chat" in found, found
+    assert {"server_chat", "typed_special"} <= set(found), found
 
 
 def test_what_was_recorded_is_enough_once_the_checkpoint_is_gone(

@@ -16,7 +16,6 @@ from factory.ingest.tokenizer import Tokenizer, train
 from tests.support.factory.exports import FAMILIES, VOCAB, corpus, save_export, tiny_model
 
 IDS = list(range(3, 60))
-FIRST, *OTHERS = FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,8 @@ def ask(export: Path) -> Served:
     return probe(request, 120)
 
 
-@pytest.mark.parametrize(
-    "family", [FIRST, *(pytest.param(family, marks=pytest.mark.slow("a server for each family")) for family in OTHERS)]
-)
+@pytest.mark.slow("a server for each family; tests/factory/gates/test_release_gate.py asks one of the first")
+@pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_served_with_the_evaluators_logits_and_stops(
     tmp_path: Path, tokenizer: Tokenizer, family: str
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 import torch
+from transformers import Qwen3ForCausalLM
 
 from factory.core.errors import DamagedExportError, InputError
 from factory.evals.evaluator import current_suite, evaluate
@@ -23,7 +24,15 @@ from factory.gates.release.gate import decide
 from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record, releases, verdicts
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow, champion
-from tests.support.factory.exports import SHARD, FilledPlant, plant_of_one_thread, save_export, tiny_model, trained
+from tests.support.factory.exports import (
+    SHARD,
+    FilledPlant,
+    measured_alone,
+    plant_of_one_thread,
+    save_export,
+    tiny_model,
+    trained,
+)
 from tests.support.paths import ROOT
 from tests.support.plants.released_plant import evaluated, released_plant
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
@@ -44,9 +53,8 @@ def weak(plant: FilledPlant) -> int:
 
 @pytest.fixture(scope="module")
 def better(plant: FilledPlant, weak: int) -> int:
-    return plant.add_candidate(
-        save_export(trained(tiny_model(), plant.shard, 60), plant.workspace.exports / "better", plant.tokenizer)
-    )
+    export = save_export(trained(tiny_model(), plant.shard, 60), plant.workspace.exports / "better", plant.tokenizer)
+    return measured_alone(plant, plant.add_candidate(export))
 
 
 def verdict_of(plant: FilledPlant, number: int) -> dict:
@@ -136,10 +144,10 @@ def test_a_candidate_that_was_trained_on_the_exam_is_held(
         vocab_size=plant.tokenizer.vocab_size,
         tokenizer_sha256=plant.tokenizer.sha256,
     )
-    model = trained(trained(tiny_model(), plant.shard, 60), seen, 120)
+    model = trained(Qwen3ForCausalLM.from_pretrained(plant.workspace.exports / "better").eval(), seen, 120)
     cheat = plant.add_candidate(save_export(model, plant.workspace.exports / "cheat", plant.tokenizer))
     with_champion(plant, weak)
-    verdict = verdict_of(plant, decide(plant, cheat))
+    verdict = verdict_of(plant, decide(plant, measured_alone(plant, cheat)))
     assert verdict["outcome"] == "hold"
     assert verdict["reasons"][0].startswith("To do: train another candidate on more documents")
     assert "which are drawn alike: it has seen the sealed documents." in verdict["reasons"][1], verdict["reasons"]
@@ -269,6 +277,8 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPl
                 releases.insert().values(number=1, candidate=weak, verdict=verdict, state="published", created_at=0.0)
             )
             record(tx, "promoted", "release:1")
+        if candidate != judged:
+            measured_alone(plant, judged)
         with pytest.raises(
             DamagedExportError, match=f"candidate {candidate} cannot be measured: .* has changed since"
         ) as caught:
@@ -276,7 +286,7 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPl
         assert caught.value.candidate == candidate and "factory doctor --repair" in str(caught.value)
         assert not plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
         stray.unlink()
-        decide(plant, judged)
+        decide(plant, measured_alone(plant, judged))
         assert plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
 
 

@@ -102,8 +102,5 @@ def test_check_holds_tests_to_their_solutions(plant: FilledPlant) -> None:
     assert "sound" in ran(plant, "check", str(good))
     wrong = [*programs()[:7], {**programs()[7], "solution": "    return x\n"}]
     bad = write_task(plant.workspace, "code", wrong, kind="code")
-    assert "item 'add7': its own solution does not pass its tests" in refused(plant, "check", str(bad))
-    untested = [{**item, "tests": "def check(candidate):\n    assert candidate(1) == 1\n"} for item in programs()]
-    bad = write_task(plant.workspace, "code", untested, kind="code")
     said = refused(plant, "check", str(bad))
-    assert "item 'add0': its tests test nothing: a program that" in said and "\n" not in said
+    assert "item 'add7': its own solution does not pass its tests" in said and "\n" not in said

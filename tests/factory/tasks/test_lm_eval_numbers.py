@@ -85,9 +85,9 @@ TASKS: dict[str, tuple[str, dict[str, tuple[str, list[Any]]]]] = {
 """By name: where the package has it, and the local data."""
 
 
-def named(world: World, task: str, /, **keys: Any) -> Path:
+def named(workspace: Workspace, task: str, /, **keys: Any) -> Path:
     """``policies/tasks/TASK.yaml`` that names a task of the package and local data alone."""
-    folder = task_folder(world.workspace)
+    folder = task_folder(workspace)
     _, data = TASKS[task]
     for name, records in data.values():
         published.write(folder / name, records)
@@ -152,6 +152,7 @@ def numbers(results: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 
+@pytest.mark.slow("a model is trained, and lm-eval asks it with its own code and with ours")
 def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -164,7 +165,7 @@ def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
     ours = {}
     for task in TASKS:
         model = Noting.load(world.export, world.tokenizer, 2048, "cpu")
-        rows, said = run_lm_eval(load_task(named(world, task), POLICY), model, POLICY, lambda n: None)
+        rows, said = run_lm_eval(load_task(named(world.workspace, task), POLICY), model, POLICY, lambda n: None)
         assert len({row.item for row in rows}) == 9
         ours[task] = said["totals"]
     assert isinstance(model, Noting)
@@ -181,7 +182,7 @@ def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceModel, "scores", of_transformers(world))
         one_by_one = TaskModel.load(world.export, world.tokenizer, 1, "cpu")
-        _, said = run_lm_eval(load_task(named(world, "wikitext"), POLICY), one_by_one, POLICY, lambda n: None)
+        _, said = run_lm_eval(load_task(named(world.workspace, "wikitext"), POLICY), one_by_one, POLICY, lambda n: None)
     assert said["totals"] == numbers(theirs["wikitext"]), "to the last bit"
     # The same file, as published and read by us: the same items are right.
     published.write(task_folder(world.workspace) / "arc_alone.jsonl", published.arc_lines())
@@ -279,9 +280,9 @@ def test_prompts_of_published_files_are_those_of_lm_eval(
     ],
 )  # fmt: skip
 def test_what_a_file_that_names_a_task_of_the_package_lacks_is_said(
-    world: World, keys: dict[str, Any], says: str | None
+    workspace: Workspace, keys: dict[str, Any], says: str | None
 ) -> None:
-    path = named(world, "arc_easy", **keys)
+    path = named(workspace, "arc_easy", **keys)
     if says is None:  # other keys are laid over those of the package
         assert load_task(path, POLICY).format.endswith("multiple_choice, 0 shots")
         return
@@ -290,14 +291,14 @@ def test_what_a_file_that_names_a_task_of_the_package_lacks_is_said(
     assert says in str(found.value) and "\n" not in str(found.value)
 
 
-def test_without_lm_eval_one_extra_is_offered(world: World, tmp_path: Path) -> None:
+def test_without_lm_eval_one_extra_is_offered(workspace: Workspace, tmp_path: Path) -> None:
     """A Python whose packages are all of ours but lm-eval."""
     site = tmp_path / "site"
     site.mkdir()
     for package in Path(lm_eval.__file__).parent.parent.iterdir():
         if not package.name.startswith(("lm_eval", "__pycache__")):
             (site / package.name).symlink_to(package)
-    path = named(world, "arc_easy")
+    path = named(workspace, "arc_easy")
     program = (
         "import sys\nfrom pathlib import Path\nfrom factory.tasks.items import TaskError\nfrom factory.tasks.policy import TasksPolicy\n"
         "from factory.tasks.task_file import load_task\n"

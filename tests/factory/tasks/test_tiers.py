@@ -15,7 +15,7 @@ from factory.ledger.rows import VerdictRow
 from factory.tasks.policy import TasksPolicy, Tier
 from factory.tasks.task_file import load_named
 from factory.tasks.tiers import baseline, measure_due, take_baseline
-from tests.support.factory.exports import FilledPlant, save_export, tiny_model, trained
+from tests.support.factory.exports import FilledPlant, measured_alone, save_export, tiny_model, trained
 from tests.support.factory.task_files import choice_items, write_policy, write_task
 
 
@@ -23,8 +23,11 @@ from tests.support.factory.task_files import choice_items, write_policy, write_t
 def line(plant: FilledPlant) -> tuple[int, int]:
     """(the champion, a better candidate)."""
     weak, better = (
-        plant.add_candidate(
-            save_export(trained(tiny_model(), plant.shard, steps), plant.workspace.exports / name, plant.tokenizer)
+        measured_alone(
+            plant,
+            plant.add_candidate(
+                save_export(trained(tiny_model(), plant.shard, steps), plant.workspace.exports / name, plant.tokenizer)
+            ),
         )
         for name, steps in (("weak", 15), ("better", 60))
     )
