@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,16 +14,7 @@ from tests.support.paths import ROOT
 PARAMETERS = '@pytest.mark.parametrize("x", ["a", "b"])\n'
 
 
-def collected(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_it.py").write_text("import pytest\n\n" + text)
-    words = ("-p", "tests.conftest", "-c", os.devnull, "--rootdir", str(folder), "--collect-only", "-q", *words)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", *words, str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-def test_a_mark_that_says_nothing_or_names_no_case_is_refused(tmp_path: Path) -> None:
-    text = f"""
+WRONG = f"""
 @pytest.mark.slow
 def test_silent(): pass
 
@@ -37,19 +28,7 @@ def test_silent(): pass
 @pytest.mark.long("why")
 {PARAMETERS}def test_none_is_left(x): pass
 """
-    done = collected(tmp_path, text)
-    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
-    for words in (
-        "test_silent: slow or long without a reason",
-        "test_nothing: its sample names nothing; its cases are: a, b",
-        "test_misnamed: its sample names c; its cases are: a, b",
-        "test_none_is_left[a]: a case of a sample is long",
-    ):
-        assert words in done.stdout, done.stdout
-
-
-def test_each_case_is_in_one_tier(tmp_path: Path) -> None:
-    text = f"""
+RIGHT = f"""
 @pytest.mark.sample("a")
 {PARAMETERS}def test_it(x): pass
 
@@ -57,12 +36,59 @@ def test_each_case_is_in_one_tier(tmp_path: Path) -> None:
 @pytest.mark.slow("why")
 {PARAMETERS}def test_slow(x): pass
 """
-    tiers = {
-        "not slow and not long": {"test_it[a]"},
-        "slow and not long": {"test_slow[a]"},
-        "long": {"test_it[b]", "test_slow[b]"},
-    }
-    for words, expected in tiers.items():
+TIERS = {
+    "not slow and not long": {"test_it[a]"},
+    "slow and not long": {"test_slow[a]"},
+    "long": {"test_it[b]", "test_slow[b]"},
+}
+END = "\n-- end --\n"
+COLLECT = f"""
+import json, sys, pytest
+for words in json.loads(sys.argv[1]):
+    print("", int(pytest.main(words)), sep="\\n", end={END!r}, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """(exit code, words) of WRONG, and of RIGHT in each tier: one process, which imports our conftest once."""
+    runs = []
+    for name, text in (("wrong", WRONG), ("right", RIGHT)):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / f"test_{name}.py").write_text("import pytest\n\n" + text)
+        words = [
+            "-p",
+            "tests.conftest",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(folder),
+            "--collect-only",
+            "-q",
+            str(folder),
+        ]
+        runs += [[*words, "-m", tier] for tier in (TIERS if name == "right" else [""])]
+    command = [sys.executable, "-c", COLLECT, json.dumps(runs)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    *said, rest = done.stdout.split(END)
+    assert len(said) == len(runs) and not rest.strip()
+    return [(int(code), words) for words, _, code in (one.rpartition("\n") for one in said)]
+
+
+def test_a_mark_that_says_nothing_or_names_no_case_is_refused(collected: list[tuple[int, str]]) -> None:
+    code, said = collected[0]
+    assert code == pytest.ExitCode.INTERRUPTED, said
+    for words in (
+        "test_silent: slow or long without a reason",
+        "test_nothing: its sample names nothing; its cases are: a, b",
+        "test_misnamed: its sample names c; its cases are: a, b",
+        "test_none_is_left[a]: a case of a sample is long",
+    ):
+        assert words in said, said
+
+
+def test_each_case_is_in_one_tier(collected: list[tuple[int, str]]) -> None:
+    for (words, expected), (_, said) in zip(TIERS.items(), collected[1:], strict=True):
         assert words in (ROOT / "Makefile").read_text()
-        done = collected(tmp_path, text, "-m", words)
-        assert {line.split("::")[1] for line in done.stdout.splitlines() if "::" in line} == expected, done.stdout
+        assert {line.split("::")[1] for line in said.splitlines() if "::" in line} == expected, said

@@ -44,12 +44,12 @@ def test_the_shipped_choice_names_every_op_and_binds() -> None:
 
 def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
     path = tmp_path / "kernels.yaml"
-    path.write_text("cpu:\n  attention: recompute\n")
+    path.write_text("cpu:\n  linear_cross_entropy: chunked\n")
     choice = load_choice(path)
-    assert choice == dict.fromkeys(OPS, "reference") | {"attention": "recompute"}
+    assert choice == dict.fromkeys(OPS, "reference") | {"linear_cross_entropy": "chunked"}
     ops = bind(choice, "cpu", torch.bfloat16)
     assert ops.rms_norm is OPS["rms_norm"].reference
-    assert ops.attention is OPS["attention"].implementations["recompute"].function
+    assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].implementations["chunked"].function
 
 
 @pytest.mark.parametrize(

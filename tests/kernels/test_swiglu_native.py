@@ -54,6 +54,7 @@ def test_registration_is_sound() -> None:
     torch.library.opcheck(swiglu_native.forward_op, arguments, test_utils=tests)
 
 
+@pytest.mark.long("a compilation; the fast tier has the registration alone, and attention's in a compiled block")
 def test_inside_a_compiled_block_it_is_the_same() -> None:
     inputs = made(torch.bfloat16)
 

@@ -100,6 +100,7 @@ def test_nothing_holds_a_dense_mask_or_whole_logits(machine: str) -> None:
     assert [s for s in plain if square(s)] and [s for s in plain if logits(s)]
 
 
+@pytest.mark.sample("False-False", "True-True")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_block_compiles_to_one_graph(recompute: bool, experts: bool) -> None:

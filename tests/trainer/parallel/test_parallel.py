@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.forks import quick
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer.models import run_of
@@ -233,14 +234,10 @@ def test_every_group_of_ranks_waits_as_long_as_a_rank_may_need() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", script]
+    environments = [os.environ | meet | {"RANK": str(rank), "PYTHONPATH": str(ROOT)} for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env=os.environ | meet | {"RANK": str(rank), "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+        subprocess.Popen([*quick.forked(env), *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        for env in environments
     ]
     assert [json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in ranks] == [[420.0] * 4] * 2
