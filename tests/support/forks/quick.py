@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from factory.bundles import checking
 from factory.evals.probes import engine_process
 from factory.evals.probes import server as server_probe
 from factory.sandbox import bubblewrap
@@ -62,7 +63,7 @@ def _start_by_forks(quick: bool) -> None:
     global _quick
     _quick = quick
     bubblewrap.command = _command
-    for module in (engine_process, server_probe):
+    for module in (checking, engine_process, server_probe):
         module.subprocess = _Subprocess()
 
 
@@ -90,6 +91,11 @@ class _Subprocess:
 
     def Popen(self, command: Sequence[str], *, env: Mapping[str, str], **others: Any) -> subprocess.Popen[Any]:
         return subprocess.Popen([*forked(env, SERVERS), *command], env=env, **others)
+
+    def run(self, command: Sequence[str], *, env: Mapping[str, str], **others: Any) -> subprocess.CompletedProcess[Any]:
+        if words := forked(env, SERVERS):
+            command = [*words, *(word for word in command if word != "-P")]  # the folder of a fork is an empty one
+        return subprocess.run(command, env=env, **others)
 
 
 def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) -> Sequence[str]:
