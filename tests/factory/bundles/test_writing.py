@@ -284,7 +284,7 @@ def test_traces_hold_what_is_kept_and_follow_no_link(released: FilledPlant, tmp_
     assert found == {"segment-00002/metrics.jsonl", "segment-00002/checkpoint-000000001/inner/weights"}
 
 
-def test_a_first_release_by_command(released: FilledPlant, tmp_path: Path) -> None:
+def test_a_first_release_by_command(released: FilledPlant, made: Written, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--bundle", "1", "--out", str(out), "--licence", "Apache-2.0", "--traces"]
     done = factory("release", *words, "--workspace", str(released.workspace.root))

@@ -22,10 +22,10 @@ from factory.ingest.reading import streams
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
+from tests.support.factory.command import factory
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.failing.limits import few_handles
-from tests.support.paths import ROOT
 from tests.support.reading.formats import compress, tarred, zipped
 from tests.support.said import Said
 
@@ -230,13 +230,13 @@ def test_a_command_names_a_file_whose_name_is_not_utf8(workspace: Workspace, led
     odd = os.path.join(os.fsencode(tmp_path), b"\xff.jsonl")
     with open(odd, "wb") as file:
         file.write(rows(0, 20))
-    words = [sys.executable, "-m", "factory", "ingest", odd, "--workspace", str(workspace.root)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    home = ("--workspace", str(workspace.root))
+    done = factory("ingest", os.fsdecode(odd), *home)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "\\xff.jsonl: a name that is not UTF-8 cannot be stored: rename it" in done.stderr
     inside = os.path.join(os.fsencode(workspace.inbox), b"\xff.jsonl")
     os.rename(odd, inside)
-    done = subprocess.run([*words[:4], inside, "--json", *words[5:]], capture_output=True, text=True, cwd=ROOT)
+    done = factory("ingest", os.fsdecode(inside), "--json", *home)
     assert done.returncode == 0 and json.loads(done.stdout)[0]["name"] == "\\xff.jsonl", done.stderr
 
 

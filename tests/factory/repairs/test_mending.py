@@ -17,7 +17,7 @@ from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.duties.runner import work
 from factory.duties.training import train
-from factory.gates.release.gate import decide
+from factory.evals.evaluator import refuse_damaged
 from factory.ingest.chat_template import OLDER_TEMPLATES, PLAIN_TEMPLATE
 from factory.ledger.ledger import Ledger, candidates, events
 from factory.ledger.plant import Plant
@@ -140,13 +140,13 @@ def test_a_token_that_changed_is_never_trained_on(copied: Copy, monkeypatch: pyt
     assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
 
 
-def test_a_champions_export_that_was_touched_is_made_again_and_the_next_candidate_is_judged(copied: Copy) -> None:
+def test_an_export_that_was_touched_is_made_again_and_what_read_it_goes_on(copied: Copy) -> None:
     workspace, ledger = copied()
     row = CandidateRow.first(ledger, "ORDER BY id")
     assert row is not None
     (Path(row.export_path) / "README.md").write_text("# Ours")
     said = Said()
-    with_mending(Plant(workspace, ledger, said), lambda: decide(Plant(workspace, ledger), row.id))
+    with_mending(Plant(workspace, ledger, said), lambda: refuse_damaged(row))
     assert f"export {row.id} is whole again" in said.text and folder_sha256(Path(row.export_path)) == row.export_sha256
 
 

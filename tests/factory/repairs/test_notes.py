@@ -15,6 +15,7 @@ from factory.ledger.ledger import Ledger
 from factory.repairs.token_shards import HashedShards
 from factory.retrying.asking import PausedError
 from tests.support.factory.command import command_here
+from tests.support.plants.release_scene import add_verdict
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
 NOTES = (
@@ -59,9 +60,11 @@ def _no_text(path: Path) -> None:
 )
 def test_a_damaged_note_stops_nothing(copied: Copy, damage: Callable[[Path], None]) -> None:
     workspace, ledger = copied()
+    add_verdict(ledger, 1, "reject")  # nothing is judged here
     run = lambda *words: command_here(*words, home=workspace)
     assert run("pause").exit_code == 0  # nothing is trained here
     (workspace.root / "cache").mkdir(exist_ok=True)
+    (workspace.exports / "serving.json").write_text("{}")
     (workspace.root / "cache" / "serve.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
     assert run("run", "--once").exit_code == 1  # paused
     noted = HashedShards(workspace)

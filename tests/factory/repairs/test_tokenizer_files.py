@@ -21,6 +21,7 @@ from factory.repairs.mending import repair_all, with_mending
 from factory.repairs.token_shards import tokenizer_fault
 from factory.retrying.asking import PausedError, pause
 from tests.support.file_hashes import file_hashes
+from tests.support.plants.release_scene import add_verdict
 from tests.support.said import Said
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
@@ -57,6 +58,7 @@ def test_the_daemon_ingests_on_and_no_shard_is_held(copied: Copy, damage: str) -
     (workspace.inbox / "later.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     DAMAGE[damage](workspace)
     said = Said()
+    add_verdict(ledger, 1, "reject")  # nothing is judged here
     pause(ledger, "training", "ada")
     with pytest.raises(PausedError):
         work(Plant(workspace, ledger, said), settle=0.0)

@@ -36,7 +36,9 @@ def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample("works")
-@pytest.mark.parametrize("work", ["pass", "print('x', flush=True); time.sleep(0.1)"], ids=["works", "writes"])
+@pytest.mark.parametrize(
+    "work", ["sum(range(10**6)); time.sleep(0.2)", "print('x', flush=True); time.sleep(0.1)"], ids=["works", "writes"]
+)
 def test_what_works_or_writes_is_not(tmp_path: Path, work: str) -> None:
     program = f"import time\nend = time.monotonic() + 2 * {LIMIT_S}\nwhile time.monotonic() < end: {work}"
     assert LiveCode(tmp_path, None, False, hung_seconds=LIMIT_S).run("-c", program).returncode == 0

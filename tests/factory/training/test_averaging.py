@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
 from factory.duties.releasing import judge
-from factory.ledger.ledger import Ledger, candidates, checkpoints, segments, verdicts
+from factory.ledger.ledger import Ledger, candidates, checkpoints, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
@@ -31,6 +31,7 @@ from factory.training.training import run_segment
 from tests.support.factory.command import factory
 from tests.support.factory.errands import next_due, stuck
 from tests.support.factory.shown import release
+from tests.support.plants.release_scene import add_verdict
 from tests.support.plants.trained_plant import make_plant, train_anneal, train_trunk
 
 Opened = tuple[Workspace, Ledger]
@@ -66,7 +67,7 @@ def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Opened) ->
     assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
 
 
-def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Opened) -> None:
+def test_uniform_is_numpys_mean_and_is_judged_and_released_like_any_candidate(plant: Opened) -> None:
     workspace, ledger = plant
     candidate, averaged = made_average(plant, "uniform", last=3)
     assert [part["step"] for part in averaged["sources"]] == [20, 25, 26]
@@ -75,10 +76,7 @@ def test_uniform_is_numpys_mean_and_is_judged_like_any_candidate(plant: Opened) 
         mean = np.mean([array[name].astype(np.float64) for array in arrays], axis=0).astype(np.float32)
         np.testing.assert_array_max_ulp(found, mean, maxulp=1)
     assert next_due(Plant(workspace, ledger)) == f"judge {candidate}"
-    verdict = judge(Plant(workspace, ledger), candidate)
-    row = ledger.one(sa.select(verdicts).where(verdicts.c.id == verdict))
-    assert row and row["outcome"] == "promote", row
-    made = release(Plant(workspace, ledger), verdict)
+    made = release(Plant(workspace, ledger), add_verdict(ledger, candidate))
     found = of_release(ledger, made)
     assert [step["kind"] for step in found["segments"]] == ["trunk", "trunk", "average"]
     assert found["segments"][-1]["averaged"] == averaged and found["shards"]
@@ -165,13 +163,14 @@ def test_too_few_checkpoints_are_refused_with_a_list_of_them(
         plan_average(Plant(*plant), "uniform", **keywords)
 
 
-@pytest.mark.long("three commands in processes of their own, one of which makes an average")
+@pytest.mark.long("three commands in processes of their own, one of which makes an average, which is judged")
 def test_the_command_speaks_json_and_repeats_safely(plant: Opened) -> None:
     words = ("average", "--last", "2", "--segment", "1", "--json", "-w", str(plant[0].root))
     first, again = factory(*words), factory(*words)
     assert first.returncode == 0, first.stderr
     found = json.loads(first.stdout)
     assert [part["step"] for part in found["averaged"]["sources"]] == [15, 20] and json.loads(again.stdout) == found
+    assert judge(Plant(*plant), found["candidate"])
     assert factory("average", "--segment", "99", "-w", str(plant[0].root)).returncode == 2
 
 

@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sqlite3
 import subprocess
 import sys
 import time
 from contextlib import closing
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.ledger.plant import Plant
+from factory.ledger.rows import SegmentRow
 from factory.show.mlflow.metrics_follower import metric_key, numbers
 from factory.show.mlflow.runs import SUBJECT, Tracking, _params
 from factory.show.mlflow.store import TrackingError, flush, open_client
 from factory.show.pages.release_facts import flatten
+from tests.support.factory.command import FORKS
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_segment, metrics_line, with_store, write_metrics
 
-OPENER = """
-import sys
-from pathlib import Path
-from factory.ledger.ledger import Ledger
-from factory.ledger.plant import Plant
-from factory.show.mlflow.runs import Tracking
-from factory.core.workspace import Workspace
-workspace = Workspace.open(Path(sys.argv[1]))
-ledger = Ledger.open(workspace.ledger_url)
-from factory.ledger.rows import SegmentRow
-print(Tracking.open(Plant(workspace, ledger)).segment_run(SegmentRow.get(ledger, 1)))
-"""
+
+def _opens(root: Path, out: Path, ready: Barrier) -> None:
+    """In a process of its own, whose output and errors are ``out``."""
+    for number in (1, 2):
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    workspace = Workspace.open(root)
+    ledger = Ledger.open(workspace.ledger_url)
+    ready.wait(PATIENCE_S)
+    print(Tracking.open(Plant(workspace, ledger)).segment_run(SegmentRow.get(ledger, 1)), flush=True)
 
 
 @pytest.fixture
@@ -58,24 +59,24 @@ def test_who_flushes_the_store_keeps_its_locks(workspace: Workspace, ledger: Led
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_processes_that_start_at_once_make_one_store_and_one_run(workspace: Workspace, ledger: Ledger) -> None:
+def test_processes_that_start_at_once_make_one_store_and_one_run(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
     left_over = workspace.root / ".mlflow.db.new"  # of a process that was killed while it made the store
     left_over.write_bytes(b"SQLite format 3\0 and then the power went")
     segment = add_segment(workspace, ledger)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", OPENER, str(workspace.root)],
-            cwd=code_root(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
-        for _ in range(2)
-    ]
+    ready, outs = FORKS.Barrier(3), [tmp_path / name for name in ("first", "second")]
+    started = [FORKS.Process(target=_opens, args=(workspace.root, out, ready)) for out in outs]
+    for process in started:
+        process.start()
+    ready.wait(PATIENCE_S)
     tracking = Tracking.open(Plant(workspace, ledger))
     ours = tracking.segment_run(segment)
-    outputs = [process.communicate(timeout=PATIENCE_S) for process in started]
-    assert outputs == [(f"{ours}\n", "")] * 2, "one run, and not a word on stderr"
+    for process in started:
+        process.join(PATIENCE_S)
+    assert [(process.exitcode, out.read_text()) for process, out in zip(started, outs)] == [(0, f"{ours}\n")] * 2, (
+        "one run, and not a word on stderr"
+    )
     assert len(tracking.client.search_runs([tracking._experiment("training")])) == 1
     assert not left_over.exists()
     with sqlite3.connect(workspace.root / "mlflow.db") as connection:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from factory.release.approvals import reject
 from factory.show.telling.delivery import Notifier
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
 from factory.watching.waiting import ACTION_FAILED, waiting
-from tests.support.paths import ROOT
+from tests.support.factory.command import FORKS
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval
 from tests.support.said import Said
 
@@ -313,16 +312,11 @@ with open(told, "a") as file:
 if first:
     os.kill(os.getppid(), signal.SIGKILL)
 """
-DELIVERS = """
-import sys
-from pathlib import Path
-from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger
-from factory.ledger.plant import Plant
-from factory.show.telling.delivery import Notifier
-workspace = Workspace.open(Path(sys.argv[1]))
-Notifier(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))).look()
-"""
+
+
+def delivers(root: Path) -> None:
+    workspace = Workspace.open(root)
+    Notifier(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))).look()
 
 
 def test_killed_between_delivery_and_position_it_is_delivered_again(
@@ -333,8 +327,12 @@ def test_killed_between_delivery_and_position_it_is_delivered_again(
     write_policy(workspace, command=[sys.executable, "-c", KILLER, str(told)], timeout_seconds=60.0)
     Notifier(Plant(workspace, ledger, Said())).look()
     happens(ledger, ACTION_FAILED, "works_again")
-    deliver = [sys.executable, "-c", DELIVERS, str(workspace.root)]
-    ends = [subprocess.run(deliver, cwd=ROOT, check=False).returncode for _ in range(2)]
+    ends = []
+    for _ in range(2):
+        process = FORKS.Process(target=delivers, args=(workspace.root,))
+        process.start()
+        process.join()
+        ends.append(process.exitcode)
     assert ends == [-signal.SIGKILL, 0]
     ids = [json.loads(line)["id"] for line in told.read_text().splitlines()]
     assert ids == [1, 1, 2], "the first one again, none lost, in order"
