@@ -315,7 +315,7 @@ def steps_in(effects: list[Effect]) -> int:
 
 def settle(site: Path) -> None:
     """Put what the databases have in their logs into their files: the next process need not begin with that."""
-    for path in ((site / "plant" / name) for name in ("ledger.db", "mlflow.db")):
+    for path in ((site / "plant" / name) for name in ("ledger.db", "index.db", "mlflow.db")):
         if path.exists():
             with closing(sqlite3.connect(path)) as db, suppress(sqlite3.DatabaseError):  # one that a scenario damaged
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -164,6 +164,7 @@ def read_log(path: Path, opened: bool = False) -> list[Effect]:
 # Where a factory may make effects, and why one that is cut short there harms nothing. An effect anywhere else is unknown, and fails.
 PLACES = {
     r"plant/ledger\.db(-wal|-journal)?": "SQLite's transactions",
+    r"plant/index\.db(-wal|-journal)?": "SQLite's transactions; made of shards/hashes, and made anew where it is damaged",
     r"plant/mlflow\.db(-wal|-journal)?": "SQLite's transactions; MLflow only shows",
     r"plant/\.mlflow\.db\.new(-journal)?": "made aside, flushed, renamed",
     r"plant/[a-z-]+\.lock|plant/segments/#-[a-z]+\.lock|target/\.git/factory-turn": "the kernel holds the lock, what is in the file is for people",
@@ -183,7 +184,7 @@ PLACES = {
     r"plant/segments/#-[a-z]+/(kernels\.yaml|segment\.json|result\.json)": "a name that is given to what is whole",
     r"plant/segments/#-[a-z]+/(metrics|anomalies)\.jsonl": "flushed before each checkpoint; what is newer than the checkpoint is dropped",
     r"plant/segments/#-[a-z]+/parameters\.txt|plant/logs/.*": "for people",
-    r"plant/(shards/#|shards/raw/[^/]+|quarantine/[^/]+)": "a name that is given to what is whole",
+    r"plant/(shards/#|shards/raw/[^/]+|shards/hashes/[^/]+|quarantine/[^/]+)": "a name that is given to what is whole",
     r"plant/shards/#/(tokens\.bin|loss_mask\.bin|documents\.parquet|manifest\.json)": "one whose text was erased is removed, again by the next pass",
     r"plant/shards/\.again-#(/[^/]+)?": "a link to what is ingested again; the next restore removes it",
     r"plant/root": "where an older factory made the workspace; removed once its ledger holds no whole paths",
@@ -193,7 +194,7 @@ PLACES = {
     r"plant/(reports|diagnoses)/.*": "a name that is given to what is whole; made again where it is missing",
     r"plant/mlartifacts/.*": "MLflow's; sent again",
     r"plant/worktrees/.*": "compared with the stored tree before each use, and made again",
-    r"plant/(inbox|ladder|ladder/#|segments/#-[a-z]+|segments/#-[a-z]+/checkpoints|shards/raw|quarantine|mlartifacts|diagnoses|cache.*)": "a folder",
+    r"plant/(inbox|ladder|ladder/#|segments/#-[a-z]+|segments/#-[a-z]+/checkpoints|shards/(raw|hashes)|quarantine|mlartifacts|diagnoses|cache.*)": "a folder",
     r"target/\.git/(.*/)?(HEAD|index|config|refs/.*|packed-refs)(\.lock)?": "git's: a lock file, flushed, renamed; one that is left is removed",
     r"target/\.git/objects/#(/.*)?": "git's: written aside, flushed, linked",
     r"target/\.git/logs/.*|target/\.git/worktrees(/.*)?": "git's: for people, or made again with the worktree",

@@ -209,9 +209,13 @@ def with_older_ledger(site: Path) -> None:
     """As a factory of schema 2 would have left it: whole paths, no identity, no notes of changes, no groups, no backup, no owners of segments."""
     import shutil
 
+    from factory.core.workspace import Workspace
+    from factory.ledger.ledger import Ledger
     from factory.ledger.places import PLACES, _each
+    from tests.support.factory.older_ledger import as_schema_5
 
     plant = site / "plant"
+    as_schema_5(plant, Ledger.open(Workspace.open(plant).ledger_url, plant))
     shutil.rmtree(plant / "backups", ignore_errors=True)
     for owner in plant.glob("segments/*/owner.json"):
         owner.unlink()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 
 from factory.backups.upgrade import upgrade
 from factory.core.errors import WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
-from factory.ingest.compared import FOLDER, INDEX, hashes_file, read_hashes, sources
-from factory.ledger.ledger import Ledger, events, meta
+from factory.ingest.compared import INDEX, hashes_file, sources
+from factory.ledger.ledger import Ledger, events
 from factory.ledger.plant import Plant
 from factory.repairs.examining import CHECKS
 from factory.repairs.mending import repair_all
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts
+from tests.support.factory.older_ledger import as_schema_5
 
 Ingest = Callable[..., Any]
 
@@ -107,24 +106,6 @@ def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
         assert {row[::2] for row in again[table]} >= {row[::2] for row in two_shards[table]}, table
 
 
-def _as_schema_5(root: Path, ledger: Ledger) -> None:
-    """Put what lies in files back into the tables of before."""
-    with ledger.begin() as tx:
-        tx.execute(sa.text("CREATE TABLE near_dup_bands (band INTEGER, hash BIGINT, document TEXT)"))
-        blob = "BYTEA" if tx.dialect.name == "postgresql" else "BLOB"
-        tx.execute(sa.text(f"CREATE TABLE near_dup_signatures (document TEXT PRIMARY KEY, signature {blob})"))
-        tx.execute(sa.text("CREATE TABLE ngrams (hash BIGINT, document TEXT, held_out BOOLEAN)"))
-        for row in (row for _, subject in sources(ledger) for row in read_hashes(root, subject).to_pylist()):
-            tx.execute(sa.text("INSERT INTO near_dup_signatures VALUES (:key, :signature)"), row)
-            for gram in row["grams"]:
-                values = {"hash": (gram + 2**63) % 2**64 - 2**63, "key": row["key"], "held_out": row["held_out"]}
-                tx.execute(sa.text("INSERT INTO ngrams VALUES (:hash, :key, :held_out)"), values)
-        tx.execute(meta.update().where(meta.c.key == "schema").values(value="5"))
-    ledger.engine.dispose()
-    shutil.rmtree(root / "shards" / FOLDER)
-    (root / INDEX).unlink()
-
-
 class TestUpgrade:
     @pytest.fixture(params=["sqlite", "postgresql"])
     def workspace(self, request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
@@ -138,7 +119,7 @@ class TestUpgrade:
     def test_an_older_ledger_gives_its_hashes_to_files(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, two_shards: dict[str, list[Any]]
     ) -> None:
-        _as_schema_5(workspace.root, ledger)
+        as_schema_5(workspace.root, ledger)
         upgrade(workspace, has_backup=True)
         assert indexed(Ledger.open(workspace.ledger_url, workspace.root)) == two_shards
         report = ingest([{"text": prose(700), **MIT}, *texts(500, 5)], "later.jsonl")
