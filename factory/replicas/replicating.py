@@ -129,6 +129,10 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
 
     evals = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     texts, _ = held_out_texts(evals.documents_per_domain, evals.document_bytes, plant)
+    if not texts:
+        raise FactoryError(
+            f"no held-out document can be read, so segment {row.id}'s replicas cannot be measured; {ENDS_THEM}"
+        )
     checkpoints = [Path(last_checkpoint(plant.ledger, row.id)["path"]), *replicas]
     runs = []
     with plant.progress.task(f"measuring replicas of segment {row.id}", len(checkpoints)) as task:

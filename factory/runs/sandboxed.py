@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,20 +99,28 @@ class _Trainer:
         self, held: ExitStack, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
     ) -> None:
         self._enough, self._inits = threading.Event(), list[int]()
-        pool = held.enter_context(ThreadPoolExecutor(1))
-        held.callback(self._enough.set)
         python = next(iter(arms.values())).environment
         command = [python or sys.executable, "-m", "trainer", *["--wait"][: len(arms) - 1], *map(str, arms)]
         reads = {path for arm in arms.values() for path in _read_by(arm) if not path.is_relative_to(output)}
         of_python = [Path(path).parent.parent for path in (python, os.path.realpath(python)) if python]
         limits = _limits(arms.values(), output, wall_seconds)
-        self._process = pool.submit(
-            contextvars.copy_context().run,  # with the device that is held
-            lambda: sandbox.run(
-                command, output=output, readonly=[code, *sorted(reads), *of_python], cwd=code, limits=limits,
-                begun=self._inits.append, enough=self._enough,
-            ),
-        )  # fmt: skip
+        self._process = Future[sandbox.Result]()
+        context = contextvars.copy_context()  # with the device that is held
+
+        def run() -> None:
+            try:
+                result = context.run(
+                    sandbox.run, command, output=output, readonly=[code, *sorted(reads), *of_python], cwd=code, limits=limits,
+                    begun=self._inits.append, enough=self._enough,
+                )  # fmt: skip
+                self._process.set_result(result)
+            except BaseException as error:  # raised where its end is asked for
+                self._process.set_exception(error)
+
+        thread = threading.Thread(target=run, daemon=True)  # an interrupt does not wait for it
+        held.callback(thread.join)
+        held.callback(self._enough.set)
+        thread.start()
 
     def train(self, arm: _Waiting, shown: bool) -> Ended:
         """``shown``: the trainer was started with it. Raises: IsolationError when nothing was run; OSError."""

@@ -24,7 +24,8 @@ from trainer.contract.checkpoint.format import Checkpoint, Tensors
 from trainer.contract.errors import TrainerError
 
 LOG_BYTES = 1 << 30
-JSON_BYTES = 1 << 26  # most of a checkpoint's JSON
+JSON_BYTES = 1 << 26  # most of a checkpoint's state.json
+HEADER_BYTES = 1 << 20  # of what names tensors and files
 
 Series = list[float | None]  # a value a step; None: not finite, or not written
 
@@ -109,29 +110,47 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
     refuse_links(path, folders)
     try:
         return checkpoints.load(path)
-    except (TrainerError, OSError, TypeError, ValueError, KeyError, RuntimeError, MemoryError) as error:
+    except (
+        TrainerError,
+        OSError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
         if isinstance(error, OSError) and is_of_no_file(error):
             raise
         said = str(error).replace(f"{path.parent}/", "")[:300]
         raise UntrustedFileError(f"the checkpoint {path.name} cannot be read: {said}") from None
 
 
-def read_alive(folder: int, step: int, like: Tensors) -> Checkpoint:
-    """The checkpoint of ``step`` in an opened folder whose trainer still lives, and may change any file at any moment: a private copy is read.
+def read_alive(folder: int, step: int, like: Tensors, aside: Path | None = None) -> Checkpoint:
+    """The checkpoint of ``step`` in an opened folder whose trainer still lives, and may change any file at any moment: a private copy is read,
+    which lies in ``aside`` for that long. All is in memory before any of it is written: the trainer gets no time to finish it.
 
     Raises: UntrustedFileError where a file is not what the manifest says, or the weights are not finite or have other names, shapes or
     dtypes than ``like``; OSError for a fault of the machine.
     """
     name, size = checkpoints.name_of(step), sum(tensor.numel() * tensor.element_size() for tensor in like.values())
-    files = {"manifest.json": 0, "model.safetensors": 2 * size, "optimizer.safetensors": 4 * size, "state.json": 0}
+    files = {
+        "model.safetensors": 2 * size + HEADER_BYTES, "optimizer.safetensors": 4 * size + HEADER_BYTES, "state.json": JSON_BYTES,
+        "manifest.json": HEADER_BYTES,
+    }  # fmt: skip
     try:
-        with tempfile.TemporaryDirectory() as private:
+        stored = {file: read_bytes(folder, ("checkpoints", name, file), most) for file, most in files.items()}
+        with tempfile.TemporaryDirectory(dir=aside) as private:
             copy = Path(private, name)
             copy.mkdir()
-            for file, most in files.items():
-                (copy / file).write_bytes(read_bytes(folder, ("checkpoints", name, file), most + JSON_BYTES))
+            for file, content in stored.items():
+                (copy / file).write_bytes(content)
             left = read_checkpoint(copy)
-            state = object_of((copy / "state.json").read_bytes(), "state.json")  # more strictly than a trainer reads it
+            held = [{key: tensor.clone() for key, tensor in part.items()} for part in (left.model, left.optimizer)]
+        state = object_of(stored["state.json"], "state.json")  # more strictly than a trainer reads it
+        left = replace(
+            left, model=held[0], optimizer=held[1], state=state
+        )  # no tensor is a view of a file that is gone
     except UntrustedFileError as error:
         raise UntrustedFileError(
             f"it left no checkpoint of step {step} that training could continue from: {error}"
@@ -142,7 +161,7 @@ def read_alive(folder: int, step: int, like: Tensors) -> Checkpoint:
             raise UntrustedFileError(f"its weights are not this model's ({key[:200]})")
         if not bool(found.isfinite().all()):
             raise UntrustedFileError(f"its weights are not finite ({key})")
-    return replace(left, state=state)
+    return left
 
 
 def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:

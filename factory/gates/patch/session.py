@@ -66,8 +66,10 @@ def timed_session(
                 session.failed, session.out_of_time = ended.failed, ended.out_of_time
             elif number:
                 try:  # all of each run, so that code cannot know which are compared
-                    left = read_alive(ended.opened, arm.last, origin)
-                    before = read_alive(ended.opened, early[number], origin).model if number in early else {}
+                    left = read_alive(ended.opened, arm.last, origin, folder.parent)
+                    before = {}
+                    if number in early:
+                        before = read_alive(ended.opened, early[number], origin, folder.parent).model
                 except UntrustedFileError as error:
                     session.failed = str(error)
                     break

@@ -250,7 +250,7 @@ def paired_runs(
                 if parts[-1].failed:
                     raise UntrustedFileError(parts[-1].failed)
                 last = start.step + side.size.trunk + side.size.tail
-                bits = _measure(found, side.name, parts, last, origin, score)
+                bits = _measure(found, side.name, parts, last, origin, score, runs.home)
             except UntrustedFileError as error:
                 found.failed, found.failed_side = str(error), side.name
             if parts[-1].out_of_time:
@@ -266,9 +266,11 @@ def paired_runs(
     return found
 
 
-def _measure(found: MeasuredRuns, side: str, parts: Sequence[Ended], last: int, origin: Tensors, score: Score) -> float:
+def _measure(
+    found: MeasuredRuns, side: str, parts: Sequence[Ended], last: int, origin: Tensors, score: Score, aside: Path
+) -> float:
     """Add what a run left to ``found``; returns its mean bits per byte. Raises: UntrustedFileError, which says what is wrong."""
-    bits = score(read_alive(parts[-1].opened, last, origin).model)
+    bits = score(read_alive(parts[-1].opened, last, origin, aside).model)
     if not all(math.isfinite(value) for value in bits.values()):
         raise UntrustedFileError("its weights have no finite loss on held-out documents")
     lines = [line for part in parts for line in lines_in(part.opened, "metrics.jsonl")]

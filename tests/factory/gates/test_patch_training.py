@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from factory.gates.patch.held_out import reference_model
 from factory.gates.patch.likeness import differs, squares
@@ -22,7 +23,8 @@ from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.registry import bind
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.segments import recipe_with
-from trainer.contract.checkpoint.format import Checkpoint, save
+from trainer.contract.checkpoint.format import REGIONS, Checkpoint, save
+from trainer.contract.data.token_shard import file_sha256
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
@@ -90,6 +92,26 @@ def left_in(folder: Path) -> Checkpoint:
         return read_alive(descriptor, STEP, WEIGHTS)
     finally:
         os.close(descriptor)
+
+
+def test_what_was_read_is_no_view_of_a_file(tmp_path: Path) -> None:
+    written(tmp_path, optimizer())
+    left = left_in(tmp_path)
+    assert (
+        left.model.keys() == WEIGHTS.keys() and "model.safetensors (deleted)" not in Path("/proc/self/maps").read_text()
+    )
+
+
+@pytest.mark.parametrize("regions", ["[]", "1", '"x"', '{"w": 7}', "{"])
+def test_odd_regions_are_the_codes_fault(tmp_path: Path, regions: str) -> None:
+    """And no error that nobody expected, which would hold the patch in place of rejecting it."""
+    path = written(tmp_path, optimizer()) / "model.safetensors"
+    save_file(WEIGHTS, path, metadata={REGIONS: regions})
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UntrustedFileError, match="it left no checkpoint of step 12"):
+        left_in(tmp_path)
 
 
 @pytest.mark.parametrize(
