@@ -111,6 +111,9 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
                 )
                 for name, recipe in recipes.items()
             }  # fmt: skip
+            ours, theirs = sides["candidate"], sides["baseline"]
+            if (ours.raw, ours.size) == (theirs.raw, theirs.size):
+                return StageResult(failed("the change has no effect in these runs, which set that key themselves"))
             score = lambda weights: weights_bits(weights, shape, texts, eval_policy)
             advance = lambda words: task.advance(1, words)
             found = paired_runs(runs, policy, start, sides, case.baseline, origin, score, advance)
