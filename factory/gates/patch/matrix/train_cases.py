@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ def disturb_ops(seed: int) -> None:
 
     def bind_disturbed(*arguments: Any, **named: Any) -> registry.Ops:
         ops = bind(*arguments, **named)
-        return registry.Ops(**{name: disturbed(registry.get(name), call) for name, call in vars(ops).items()})
+        # Not what prepares an op's arguments, which rounds nothing.
+        return replace(ops, **{name: disturbed(registry.get(name), getattr(ops, name)) for name in registry.OPS})
 
     registry.bind = bind_disturbed
 
