@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +15,30 @@ from factory.backups.upgrade import upgrade
 from factory.core.errors import WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
-from factory.ingest.compared import INDEX, hashes_file, sources
+from factory.data.removing import look, remove
+from factory.data.selecting import by_name
+from factory.erasing.erasing import finish_removals
+from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
+from factory.ingest.inbox import ingest_arrived
 from factory.ledger.ledger import Ledger, events
 from factory.ledger.plant import Plant
 from factory.repairs.examining import CHECKS
 from factory.repairs.mending import repair_all
+from factory.repairs.token_shards import rebuild_hashes
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts
 from tests.support.factory.older_ledger import as_schema_5
 
 Ingest = Callable[..., Any]
+
+
+@pytest.fixture
+def exam(workspace: Workspace) -> Path:
+    """One item in ``policies/tasks``."""
+    path = workspace.root / "policies" / "tasks" / "exam.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"id": 1, "question": prose(9000, 40), "choices": ["a", "none"], "answer": 0}) + "\n")
+    return path
 
 
 @pytest.fixture
@@ -124,3 +141,79 @@ class TestUpgrade:
         assert indexed(Ledger.open(workspace.ledger_url, workspace.root)) == two_shards
         report = ingest([{"text": prose(700), **MIT}, *texts(500, 5)], "later.jsonl")
         assert report.counts["dropped"] == {"licence": 1}
+
+
+class TestMadeAgain:
+    """A file of hashes that is lost is as the ingest wrote it, or said to be lost."""
+
+    def lose(self, workspace: Workspace, ledger: Ledger, place: int = 0) -> tuple[str, list[dict[str, Any]]]:
+        subject = sources(ledger)[place][1]
+        before = read_hashes(workspace.root, subject).to_pylist()
+        hashes_file(workspace.root, subject).unlink()
+        return subject, before
+
+    def test_not_without_documents_that_another_policy_drops(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest
+    ) -> None:
+        ingest([*texts(0, 30), *({"text": prose(800 + at, 60), **MIT} for at in range(20))])
+        subject, before = self.lose(workspace, ledger)
+        policy = workspace.root / "policies" / "data.yaml"
+        old = policy.read_text()
+        policy.write_text(old.replace("    min_alphabetic: 0.5\n", "    min_alphabetic: 0.5\n    min_chars: 600\n", 1))
+        assert policy.read_text() != old
+        assert "put the old policy back" in rebuild_hashes(Plant(workspace, ledger), subject)
+        assert not hashes_file(workspace.root, subject).exists()
+        policy.write_text(old)
+        assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
+        assert len(read_hashes(workspace.root, subject)) == len(before) == 50
+
+    def test_barred_documents_are_not_held_out(self, workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+        """Nor are copies of them, which the ingest drops, nor where the policy allows their licence since."""
+        barred = {"text": prose(700), "license": "proprietary"}
+        ingest([barred, *texts(0, 30), {"text": prose(700), **MIT}, {"text": "too short", "license": "proprietary"}])
+        subject, before = self.lose(workspace, ledger)
+        policy = workspace.root / "policies" / "data.yaml"
+        old = policy.read_text()
+        policy.write_text(re.sub(r"(?m)^(\s*)proprietary:.*$", r"\1proprietary: {train: true, release: false}", old))
+        assert policy.read_text() != old
+        for _ in range(2):
+            assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
+            again = read_hashes(workspace.root, subject).to_pylist()
+            assert [(row["key"], row["signature"], row["held_out"]) for row in again] == [
+                (row["key"], row["signature"], row["held_out"]) for row in before
+            ]
+            assert again[-1] == before[-1] and before[-1]["key"].endswith(":0") and not before[-1]["grams"]
+            policy.write_text(old)
+
+    def test_of_a_file_whose_one_document_was_erased(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest
+    ) -> None:
+        plant = Plant(workspace, ledger)
+        ingest(texts(0, 30), "one.jsonl")
+        file = workspace.inbox / "doc.txt"
+        file.write_text(prose(4000))
+        ingest_arrived(plant, file, workers=0)
+        key = ledger.read(
+            "SELECT d.\"key\" FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'doc.txt'"
+        )
+        look_at = look(ledger, by_name(ledger, [key[0]["key"]], ("train", "held_out", "quarantined")), True)
+        remove(ledger, look_at, "me", "", True)
+        finish_removals(plant)
+        subject, _ = self.lose(workspace, ledger, 1)
+        shutil.rmtree(workspace.root / "backups")
+        assert rebuild_hashes(plant, subject) == "" and len(read_hashes(workspace.root, subject)) == 0
+        assert ingest(texts(500, 5), "later.jsonl").counts["train"]
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_of_a_task(self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, is_there: bool) -> None:
+        ingest(texts(0, 30))
+        subject = next(name for _, name in sources(ledger) if name.startswith("task:"))
+        file = hashes_file(workspace.root, subject)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-9])
+        (workspace.root / INDEX).unlink()
+        if not is_there:
+            exam.unlink()
+        why = rebuild_hashes(Plant(workspace, ledger), subject)
+        assert why == ("" if is_there else "the file with its items is gone from policies/tasks: put it there again")
+        assert file.exists() == is_there and (not is_there or file.read_bytes() == whole)
