@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from factory.backups.upgrade import upgrade
 from factory.core.errors import WorkspaceError
@@ -19,6 +20,7 @@ from factory.data.removing import look, remove
 from factory.data.selecting import by_name
 from factory.erasing.erasing import finish_removals
 from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
+from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.inbox import ingest_arrived
 from factory.ledger.ledger import Ledger, events
 from factory.ledger.plant import Plant
@@ -141,6 +143,22 @@ class TestUpgrade:
         assert indexed(Ledger.open(workspace.ledger_url, workspace.root)) == two_shards
         report = ingest([{"text": prose(700), **MIT}, *texts(500, 5)], "later.jsonl")
         assert report.counts["dropped"] == {"licence": 1}
+
+    @pytest.mark.parametrize(
+        "lost", ["document LIKE 'task-%'", "hash = (SELECT MAX(hash) FROM ngrams WHERE document LIKE 'task-%')"]
+    )
+    def test_items_whose_hashes_an_older_ledger_lost_are_held_again(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, lost: str
+    ) -> None:
+        ingest(texts(0, 30))
+        before = indexed(ledger)["held_out n-grams"]
+        as_schema_5(workspace.root, ledger)
+        with ledger.begin() as tx:
+            tx.execute(sa.text(f"DELETE FROM ngrams WHERE {lost}"))
+        upgrade(workspace, has_backup=True)
+        upgraded = Ledger.open(workspace.ledger_url, workspace.root)
+        assert hold_task_items(Plant(workspace, upgraded), 13) == 1
+        assert {row[::2] for row in indexed(upgraded)["held_out n-grams"]} == {row[::2] for row in before}
 
 
 class TestMadeAgain:
