@@ -169,16 +169,37 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
 def rebuild_hashes(plant: Plant, subject: str) -> str:
     """Make the file again that later documents are compared with (``factory.ingest.compared``); returns why it cannot be, or nothing.
 
-    Of a held-out document all n-grams come back, with phrases that were common when it was chosen; nothing of a document whose text was erased.
-    What is damaged is set aside.
+    A backup's copy is taken where one is whole. Without, of a held-out document all n-grams come back, with phrases that were common when it was
+    chosen, and nothing of a document whose text was erased. What is damaged is set aside.
     """
     file = hashes_file(plant.workspace.root, subject)
     if file.exists():
         set_aside(plant.workspace.root, file)
-    why = (_hashes_of_shard if subject.startswith("shard:") else _hashes_of_task)(plant, subject)
+    make = _hashes_of_shard if subject.startswith("shard:") else _hashes_of_task
+    why = "" if _hashes_from_backup(plant, subject) else make(plant, subject)
     if not why:
         HashIndex(plant.ledger).remove()
     return why
+
+
+def _hashes_from_backup(plant: Plant, subject: str) -> bool:
+    """Was the copy of a backup put back? One that does not hold what the ledger names is of another ingest, before a restore."""
+    for backup in reversed(backups_of(plant.workspace.root)):
+        try:
+            found = read_hashes(backup, subject).select(["key", "held_out"]).to_pylist()
+        except WorkspaceError:
+            continue
+        if subject.startswith("shard:"):
+            shard, wanted = _hashed_rows(plant, subject)
+            erased = {f"{shard[:16]}:{row}" for row in erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]}
+            listed = {row["key"]: row["held_out"] for row in found if row["key"] not in erased}
+            if listed != {key: bool(row["is_held"]) for key, row in wanted.items()}:
+                continue
+        file = hashes_file(plant.workspace.root, subject)
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, hashes_file(backup, subject).read_bytes())
+        return True
+    return False
 
 
 def _hashes_of_task(plant: Plant, subject: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from factory.backups.backups import make_backup
 from factory.backups.upgrade import upgrade
 from factory.core.errors import WorkspaceError
 from factory.core.progress import SILENT
@@ -19,14 +21,16 @@ from factory.core.workspace import Config, Workspace
 from factory.data.removing import look, remove
 from factory.data.selecting import by_name
 from factory.erasing.erasing import finish_removals
+from factory.ingest.chain import ingest_shard
 from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
 from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.inbox import ingest_arrived
-from factory.ledger.ledger import Ledger, events
+from factory.ledger.ledger import Ledger, events, held_out
 from factory.ledger.plant import Plant
 from factory.repairs.examining import CHECKS
+from factory.repairs.lost_ledger import restore
 from factory.repairs.mending import repair_all
-from factory.repairs.token_shards import rebuild_hashes
+from factory.repairs.token_shards import _hashes_from_backup, rebuild_hashes
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts
 from tests.support.factory.older_ledger import as_schema_5
@@ -161,6 +165,10 @@ class TestUpgrade:
         assert {row[::2] for row in indexed(upgraded)["held_out n-grams"]} == {row[::2] for row in before}
 
 
+def refused(*_: object) -> None:
+    raise OSError(errno.EXDEV, "another file system")
+
+
 class TestMadeAgain:
     """A file of hashes that is lost is as the ingest wrote it, or said to be lost."""
 
@@ -235,3 +243,47 @@ class TestMadeAgain:
         why = rebuild_hashes(Plant(workspace, ledger), subject)
         assert why == ("" if is_there else "the file with its items is gone from policies/tasks: put it there again")
         assert file.exists() == is_there and (not is_there or file.read_bytes() == whole)
+
+    def test_from_a_backup_it_is_the_same(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
+    ) -> None:
+        """A phrase that was common stays out of what is held out; a task's items need no file in ``policies/tasks``."""
+        head = prose(5000, 40)
+        report = ingest([{**row, "text": f"{head}\n{row['text']}"} for row in texts(0, 80)])
+        make_backup(Plant(workspace, ledger))
+        exam.unlink()
+        for _, subject in sources(ledger):
+            file = hashes_file(workspace.root, subject)
+            before = file.read_bytes()
+            file.unlink()
+            assert rebuild_hashes(Plant(workspace, ledger), subject) == "" and file.read_bytes() == before
+        with ledger.begin() as tx:  # as after a restore and an ingest by another policy, which held out others
+            tx.execute(held_out.delete().where(held_out.c.key == ledger.rows(sa.select(held_out.c.key))[0]["key"]))
+        assert report.counts["held_out"] and not _hashes_from_backup(Plant(workspace, ledger), subject)
+
+    @pytest.mark.parametrize("links", [True, False])
+    def test_a_backup_alone_gives_a_factory_that_ingests(
+        self,
+        workspace: Workspace,
+        ledger: Ledger,
+        ingest: Ingest,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        links: bool,
+    ) -> None:
+        ingest(texts(0, 40))
+        if not links:
+            monkeypatch.setattr("os.link", refused)
+        before = indexed(ledger)
+        backup, _ = make_backup(Plant(workspace, ledger), tmp_path / "elsewhere")
+        ledger.engine.dispose()
+        kept = hashes_file(backup, sources(ledger)[0][1])
+        assert kept.stat().st_nlink == (2 if links else 1)
+        shutil.rmtree(workspace.root)
+        restore(workspace.root, str(backup), SILENT)
+        plant = Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url, workspace.root))
+        assert indexed(plant.ledger) == before
+        file = tmp_path / "new.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in [*texts(0, 40), *texts(100, 10)]))
+        dropped = ingest_shard(plant, file, workers=0).counts["dropped"]
+        assert dropped["exact_duplicate"] + dropped["contaminated"] == 40
