@@ -1,6 +1,7 @@
-"""Backups of a workspace: the ledger, MLflow's database, ``factory.yaml``, policies and tokenizer, in a folder below ``backups/``.
+"""Backups of a workspace: the ledger, MLflow's database, ``factory.yaml``, policies, tokenizer and what later documents are compared with, in a
+folder below ``backups/``.
 
-    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  tokenizer/  backup.json  journal.jsonl  keys/ (if asked for)
+    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  tokenizer/  shards/hashes/  backup.json  journal.jsonl  keys/ (if asked for)
 
 SQLite's own online backup copies a database while others write to it. What is committed after a backup is appended to its journal
 (``factory.ledger.journal``), so that a lost ledger is made again as it was at the last commit. Data, checkpoints and exports are not
@@ -24,6 +25,7 @@ from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.faults import BROKEN, READ_ONLY, fault_of
 from factory.core.removal import remove
 from factory.core.workspace import Workspace, work_in
+from factory.ingest.compared import FOLDER
 from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
 from factory.ledger.journal import ABOUT, BACKUPS, backups_of
@@ -220,12 +222,34 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
         shutil.copytree(policies, aside / "policies")
     if plant.workspace.tokenizer.is_dir():
         shutil.copytree(plant.workspace.tokenizer, aside / "tokenizer")
+    _copy_hashes(plant.workspace.root, aside)  # after the ledger: those that it names are there by then
     with closing(sqlite3.connect(aside / LEDGER)) as copy:
         sequence = copy.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
         meta = dict(copy.execute("SELECT key, value FROM meta").fetchall())
     facts = {"made_at": time.time(), "identity": meta["identity"], "schema": meta["schema"]}
     write_atomically(aside / ABOUT, json.dumps(facts | {"seq": sequence[0] if sequence else 0}, indent=1))
     return said
+
+
+def _copy_hashes(root: Path, aside: Path) -> None:
+    """They never change: a link takes no room, and there is a copy where the file system makes none."""
+    folder = aside / "shards" / FOLDER
+    folder.mkdir(parents=True)
+    for path in (root / "shards" / FOLDER).glob("[!.]*.parquet"):
+        try:
+            os.link(path, folder / path.name)
+        except OSError:
+            shutil.copyfile(path, folder / path.name)
+
+
+def put_back_hashes(root: Path, backup: Path) -> int:
+    """Copy into the workspace ``root`` those that it lacks; returns how many. A backup of before has none. Raises: OSError."""
+    folder = root / "shards" / FOLDER
+    lacking = [path for path in (backup / "shards" / FOLDER).glob("*.parquet") if not (folder / path.name).exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in lacking:
+        write_atomically(folder / path.name, path.read_bytes())
+    return len(lacking)
 
 
 def find_backup(workspace: Workspace, name: str) -> Path:

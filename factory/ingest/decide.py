@@ -26,6 +26,7 @@ from factory.ingest.rules.words import Hashes
 from factory.ingest.worker import Analysed, FinishTask, spool_ngrams
 from factory.ledger.removals import FATE
 
+COPY_OF_BARRED = "this text came under a licence that does not allow training"  # in ``documents.detail``
 DRAWS = 4  # of held-out documents from a shard, each of which reads all its n-grams
 
 
@@ -138,7 +139,7 @@ def _other_licences(rows: Mapping[str, Row], index: Index) -> dict[str, int]:
 
 def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
     if fate == BARRED:
-        row.drop("licence", f"this text came under a licence that does not allow training ({how})", key)
+        row.drop("licence", f"{COPY_OF_BARRED} ({how})", key)
     elif fate == FATE:
         row.drop("removed", f"a copy of a document that was taken out ({how})", key)
     elif fate == "held_out":

@@ -27,6 +27,7 @@ from factory.backups.backups import (
     database_damage,
     find_backup,
     make_backup,
+    put_back_hashes,
     stamp,
 )
 from factory.backups.keys import put_back
@@ -82,6 +83,8 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
         if file.exists() and not database_damage(file) and backups_of(root):
             with suppress(OSError, ValueError, sqlite3.Error), journal.journal_lock(root):
                 journal.append(file, backups_of(root)[-1])
+        if base and (count := put_back_hashes(root, base)):
+            said.append(f"{count} files that later documents are compared with are back, from {base}")
         aside = root / BACKUPS / ".restoring"
         for left in (aside, *workspace.shards.glob(".*")):  # of an ingest or a restore that was killed
             remove(left)

@@ -27,6 +27,7 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ingest.chain import chunks
 from factory.ingest.compared import HELD, HashedDocument, HashIndex, hashes_file, prefix_of, read_hashes, write_hashes
+from factory.ingest.decide import COPY_OF_BARRED
 from factory.ingest.document import Row, compared
 from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.readers import ShardProblem, read_rows
@@ -168,40 +169,87 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
 def rebuild_hashes(plant: Plant, subject: str) -> str:
     """Make the file again that later documents are compared with (``factory.ingest.compared``); returns why it cannot be, or nothing.
 
-    Of a held-out document all n-grams come back, with phrases that were common when it was chosen; nothing of a document whose text was erased.
+    A backup's copy is taken where one is whole. Without, of a held-out document all n-grams come back, with phrases that were common when it was
+    chosen, and nothing of a document whose text was erased. What is damaged is set aside.
     """
-    if not subject.startswith("shard:"):
-        hold_task_items(plant, DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram)
-        there = hashes_file(plant.workspace.root, subject).exists()
-        return "" if there else "the file with its items is gone from policies/tasks: put it there again"
-    shard = plant.ledger.read("SELECT sha256 FROM shards WHERE sha256 LIKE :of", of=f"{prefix_of(subject)}%")[0][
-        "sha256"
-    ]
-    sql = "SELECT key, row, content_sha256, token_shard FROM documents WHERE shard = :shard AND (fate <> 'dropped' OR rule = 'licence')"
-    wanted = {row["key"]: row for row in plant.ledger.read(sql, shard=shard)}
-    for number in erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]:
-        wanted.pop(f"{shard[:16]}:{number}", None)
+    file = hashes_file(plant.workspace.root, subject)
+    if file.exists():
+        set_aside(plant.workspace.root, file)
+    make = _hashes_of_shard if subject.startswith("shard:") else _hashes_of_task
+    why = "" if _hashes_from_backup(plant, subject) else make(plant, subject)
+    if not why:
+        HashIndex(plant.ledger).remove()
+    return why
+
+
+def _hashes_from_backup(plant: Plant, subject: str) -> bool:
+    """Was the copy of a backup put back? One that does not hold what the ledger names is of another ingest, before a restore."""
+    for backup in reversed(backups_of(plant.workspace.root)):
+        try:
+            found = read_hashes(backup, subject).select(["key", "held_out"]).to_pylist()
+        except WorkspaceError:
+            continue
+        if subject.startswith("shard:"):
+            shard, wanted = _hashed_rows(plant, subject)
+            erased = {f"{shard[:16]}:{row}" for row in erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]}
+            listed = {row["key"]: row["held_out"] for row in found if row["key"] not in erased}
+            if listed != {key: bool(row["is_held"]) for key, row in wanted.items()}:
+                continue
+        file = hashes_file(plant.workspace.root, subject)
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, hashes_file(backup, subject).read_bytes())
+        return True
+    return False
+
+
+def _hashes_of_task(plant: Plant, subject: str) -> str:
+    hold_task_items(plant, DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram)
+    try:
+        read_hashes(plant.workspace.root, subject)
+    except WorkspaceError:
+        return "the file with its items is gone from policies/tasks: put it there again"
+    return ""
+
+
+def _hashes_of_shard(plant: Plant, subject: str) -> str:
+    shard, wanted = _hashed_rows(plant, subject)
+    if not wanted:  # the file of one document that was erased is empty, and no reader takes it
+        write_hashes(plant.workspace.root, subject, ())
+        return ""
     trained = {key for key, row in wanted.items() if row["token_shard"]}
     raw, why = _whole_raw(plant, shard)
     if raw is None:
         return why
     for policy, aside, name in _asides(plant, shard, raw):
-        made = []
-        for row, signature, grams, done in _again(plant, policy, aside, name, shard, trained):
-            is_barring = row.barred and row.key in wanted
-            if row.key in trained:
-                made.append(HashedDocument(row.key, signature, done.sampled, False))
-            elif row.key in wanted:
-                made.append(
-                    HashedDocument(row.key, signature, grams[:0] if is_barring else np.unique(grams), not is_barring)
-                )
-            if row.key in wanted and row.content_sha256 != wanted[row.key]["content_sha256"]:
-                break
-        else:
-            write_hashes(plant.workspace.root, subject, made)
-            HashIndex(plant.ledger).remove()
+        made = {}
+        try:
+            for row, signature, grams, done in _again(plant, policy, aside, name, shard, trained):
+                if (then := wanted.get(row.key)) is None:
+                    continue
+                if row.content_sha256 != then["content_sha256"] or done.dropped:
+                    break
+                kept = done.sampled if row.key in trained else np.unique(grams) if then["is_held"] else grams[:0]
+                made[row.key] = HashedDocument(row.key, signature, kept, bool(then["is_held"]))
+        except ShardProblem as problem:
+            return f"{raw} cannot be read: {problem}"
+        if made.keys() == wanted.keys():
+            write_hashes(plant.workspace.root, subject, (made[key] for key in wanted))
             return ""
     return f"{raw} is read otherwise now: policies/data.yaml or this program changed since; put the old policy back, then repair again"
+
+
+def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
+    """(a shard's SHA-256, by key the rows that its ingest wrote, in that order), without those whose text was erased (``store.hashed``)."""
+    of = f"{prefix_of(subject)}%"
+    shard: str = plant.ledger.read("SELECT sha256 FROM shards WHERE sha256 LIKE :of", of=of)[0]["sha256"]
+    sql = (
+        'SELECT "key", row, content_sha256, token_shard, "key" IN (SELECT "key" FROM held_out) AS is_held FROM documents '
+        "WHERE shard = :shard AND (fate <> 'dropped' OR (rule = 'licence' AND content_sha256 IS NOT NULL AND detail NOT LIKE :copy)) "
+        "ORDER BY fate = 'dropped', row"
+    )
+    rows = plant.ledger.read(sql, shard=shard, copy=f"%{COPY_OF_BARRED}%")
+    erased = set(erased_shards(plant.ledger).get(shard, {"rows": []})["rows"])
+    return shard, {row["key"]: row for row in rows if row["row"] not in erased}
 
 
 def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:

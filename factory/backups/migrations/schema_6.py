@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from alembic import op
 
 from factory.ingest.compared import HELD, HashedDocument, prefix_of, write_hashes
+from factory.ledger.ledger import events
 
 revision = "6"
 down_revision = "5"
@@ -20,13 +21,19 @@ def upgrade() -> None:
     tx = op.get_bind()
     root = Path(op.get_context().opts["roots"][0])
     (root / "shards").mkdir(exist_ok=True)
-    sql = "SELECT DISTINCT subject FROM events WHERE kind IN ('ingested', :held)"
-    subjects = {prefix_of(subject): subject for (subject,) in tx.execute(sa.text(sql), {"held": HELD})}
+    held = sa.select(events.c.subject, events.c.detail).where(events.c.kind == HELD).order_by(events.c.id)
+    ngrams = {subject: detail["ngrams"] for subject, detail in tx.execute(held)}
+    ingested = tx.execute(sa.select(events.c.subject).where(events.c.kind == "ingested")).scalars()
+    subjects = {prefix_of(subject): subject for subject in (*ingested, *ngrams)}
     for prefix, documents in groupby(_documents(tx), lambda one: one.key.partition(":")[0]):
         if subject := subjects.pop(prefix, ""):
-            write_hashes(root, subject, sorted(documents, key=lambda one: int(one.key.partition(":")[2])))
+            found = sorted(documents, key=lambda one: int(one.key.partition(":")[2]))
+            count = sum(len(one.grams) for one in found)
+            if ngrams.get(subject, count) == count:  # else the next ingest holds the task's items again
+                write_hashes(root, subject, found)
     for subject in subjects.values():  # of which nothing was kept
-        write_hashes(root, subject, ())
+        if not ngrams.get(subject):
+            write_hashes(root, subject, ())
     for name in ("near_dup_bands", "near_dup_signatures", "ngrams"):
         op.drop_table(name)
 

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
+from factory.backups.backups import make_backup
 from factory.backups.upgrade import upgrade
 from factory.core.errors import WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
-from factory.ingest.compared import INDEX, hashes_file, sources
-from factory.ledger.ledger import Ledger, events
+from factory.data.removing import look, remove
+from factory.data.selecting import by_name
+from factory.erasing.erasing import finish_removals
+from factory.ingest.chain import ingest_shard
+from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
+from factory.ingest.held_tasks import hold_task_items
+from factory.ingest.inbox import ingest_arrived
+from factory.ledger.ledger import Ledger, events, held_out
 from factory.ledger.plant import Plant
 from factory.repairs.examining import CHECKS
+from factory.repairs.lost_ledger import restore
 from factory.repairs.mending import repair_all
+from factory.repairs.token_shards import _hashes_from_backup, rebuild_hashes
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts
 from tests.support.factory.older_ledger import as_schema_5
 
 Ingest = Callable[..., Any]
+
+
+@pytest.fixture
+def exam(workspace: Workspace) -> Path:
+    """One item in ``policies/tasks``."""
+    path = workspace.root / "policies" / "tasks" / "exam.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"id": 1, "question": prose(9000, 40), "choices": ["a", "none"], "answer": 0}) + "\n")
+    return path
 
 
 @pytest.fixture
@@ -124,3 +147,143 @@ class TestUpgrade:
         assert indexed(Ledger.open(workspace.ledger_url, workspace.root)) == two_shards
         report = ingest([{"text": prose(700), **MIT}, *texts(500, 5)], "later.jsonl")
         assert report.counts["dropped"] == {"licence": 1}
+
+    @pytest.mark.parametrize(
+        "lost", ["document LIKE 'task-%'", "hash = (SELECT MAX(hash) FROM ngrams WHERE document LIKE 'task-%')"]
+    )
+    def test_items_whose_hashes_an_older_ledger_lost_are_held_again(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, lost: str
+    ) -> None:
+        ingest(texts(0, 30))
+        before = indexed(ledger)["held_out n-grams"]
+        as_schema_5(workspace.root, ledger)
+        with ledger.begin() as tx:
+            tx.execute(sa.text(f"DELETE FROM ngrams WHERE {lost}"))
+        upgrade(workspace, has_backup=True)
+        upgraded = Ledger.open(workspace.ledger_url, workspace.root)
+        assert hold_task_items(Plant(workspace, upgraded), 13) == 1
+        assert {row[::2] for row in indexed(upgraded)["held_out n-grams"]} == {row[::2] for row in before}
+
+
+def refused(*_: object) -> None:
+    raise OSError(errno.EXDEV, "another file system")
+
+
+class TestMadeAgain:
+    """A file of hashes that is lost is as the ingest wrote it, or said to be lost."""
+
+    def lose(self, workspace: Workspace, ledger: Ledger, place: int = 0) -> tuple[str, list[dict[str, Any]]]:
+        subject = sources(ledger)[place][1]
+        before = read_hashes(workspace.root, subject).to_pylist()
+        hashes_file(workspace.root, subject).unlink()
+        return subject, before
+
+    def test_not_without_documents_that_another_policy_drops(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest
+    ) -> None:
+        ingest([*texts(0, 30), *({"text": prose(800 + at, 60), **MIT} for at in range(20))])
+        subject, before = self.lose(workspace, ledger)
+        policy = workspace.root / "policies" / "data.yaml"
+        old = policy.read_text()
+        policy.write_text(old.replace("    min_alphabetic: 0.5\n", "    min_alphabetic: 0.5\n    min_chars: 600\n", 1))
+        assert policy.read_text() != old
+        assert "put the old policy back" in rebuild_hashes(Plant(workspace, ledger), subject)
+        assert not hashes_file(workspace.root, subject).exists()
+        policy.write_text(old)
+        assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
+        assert len(read_hashes(workspace.root, subject)) == len(before) == 50
+
+    def test_barred_documents_are_not_held_out(self, workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+        """Nor are copies of them, which the ingest drops, nor where the policy allows their licence since."""
+        barred = {"text": prose(700), "license": "proprietary"}
+        ingest([barred, *texts(0, 30), {"text": prose(700), **MIT}, {"text": "too short", "license": "proprietary"}])
+        subject, before = self.lose(workspace, ledger)
+        policy = workspace.root / "policies" / "data.yaml"
+        old = policy.read_text()
+        policy.write_text(re.sub(r"(?m)^(\s*)proprietary:.*$", r"\1proprietary: {train: true, release: false}", old))
+        assert policy.read_text() != old
+        for _ in range(2):
+            assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
+            again = read_hashes(workspace.root, subject).to_pylist()
+            assert [(row["key"], row["signature"], row["held_out"]) for row in again] == [
+                (row["key"], row["signature"], row["held_out"]) for row in before
+            ]
+            assert again[-1] == before[-1] and before[-1]["key"].endswith(":0") and not before[-1]["grams"]
+            policy.write_text(old)
+
+    def test_of_a_file_whose_one_document_was_erased(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest
+    ) -> None:
+        plant = Plant(workspace, ledger)
+        ingest(texts(0, 30), "one.jsonl")
+        file = workspace.inbox / "doc.txt"
+        file.write_text(prose(4000))
+        ingest_arrived(plant, file, workers=0)
+        key = ledger.read(
+            "SELECT d.\"key\" FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'doc.txt'"
+        )
+        look_at = look(ledger, by_name(ledger, [key[0]["key"]], ("train", "held_out", "quarantined")), True)
+        remove(ledger, look_at, "me", "", True)
+        finish_removals(plant)
+        subject, _ = self.lose(workspace, ledger, 1)
+        shutil.rmtree(workspace.root / "backups")
+        assert rebuild_hashes(plant, subject) == "" and len(read_hashes(workspace.root, subject)) == 0
+        assert ingest(texts(500, 5), "later.jsonl").counts["train"]
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_of_a_task(self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, is_there: bool) -> None:
+        ingest(texts(0, 30))
+        subject = next(name for _, name in sources(ledger) if name.startswith("task:"))
+        file = hashes_file(workspace.root, subject)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-9])
+        (workspace.root / INDEX).unlink()
+        if not is_there:
+            exam.unlink()
+        why = rebuild_hashes(Plant(workspace, ledger), subject)
+        assert why == ("" if is_there else "the file with its items is gone from policies/tasks: put it there again")
+        assert file.exists() == is_there and (not is_there or file.read_bytes() == whole)
+
+    def test_from_a_backup_it_is_the_same(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
+    ) -> None:
+        """A phrase that was common stays out of what is held out; a task's items need no file in ``policies/tasks``."""
+        head = prose(5000, 40)
+        report = ingest([{**row, "text": f"{head}\n{row['text']}"} for row in texts(0, 80)])
+        make_backup(Plant(workspace, ledger))
+        exam.unlink()
+        for _, subject in sources(ledger):
+            file = hashes_file(workspace.root, subject)
+            before = file.read_bytes()
+            file.unlink()
+            assert rebuild_hashes(Plant(workspace, ledger), subject) == "" and file.read_bytes() == before
+        with ledger.begin() as tx:  # as after a restore and an ingest by another policy, which held out others
+            tx.execute(held_out.delete().where(held_out.c.key == ledger.rows(sa.select(held_out.c.key))[0]["key"]))
+        assert report.counts["held_out"] and not _hashes_from_backup(Plant(workspace, ledger), subject)
+
+    @pytest.mark.parametrize("links", [True, False])
+    def test_a_backup_alone_gives_a_factory_that_ingests(
+        self,
+        workspace: Workspace,
+        ledger: Ledger,
+        ingest: Ingest,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        links: bool,
+    ) -> None:
+        ingest(texts(0, 40))
+        if not links:
+            monkeypatch.setattr("os.link", refused)
+        before = indexed(ledger)
+        backup, _ = make_backup(Plant(workspace, ledger), tmp_path / "elsewhere")
+        ledger.engine.dispose()
+        kept = hashes_file(backup, sources(ledger)[0][1])
+        assert kept.stat().st_nlink == (2 if links else 1)
+        shutil.rmtree(workspace.root)
+        restore(workspace.root, str(backup), SILENT)
+        plant = Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url, workspace.root))
+        assert indexed(plant.ledger) == before
+        file = tmp_path / "new.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in [*texts(0, 40), *texts(100, 10)]))
+        dropped = ingest_shard(plant, file, workers=0).counts["dropped"]
+        assert dropped["exact_duplicate"] + dropped["contaminated"] == 40

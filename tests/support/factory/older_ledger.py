@@ -19,7 +19,8 @@ def as_schema_5(root: Path, ledger: Ledger) -> None:
         tx.execute(sa.text(f"CREATE TABLE near_dup_signatures (document TEXT PRIMARY KEY, signature {blob})"))
         tx.execute(sa.text("CREATE TABLE ngrams (hash BIGINT, document TEXT, held_out BOOLEAN)"))
         for row in (row for _, subject in sources(ledger) for row in read_hashes(root, subject).to_pylist()):
-            tx.execute(sa.text("INSERT INTO near_dup_signatures VALUES (:key, :signature)"), row)
+            if row["signature"] is not None:
+                tx.execute(sa.text("INSERT INTO near_dup_signatures VALUES (:key, :signature)"), row)
             for gram in row["grams"]:
                 values = {"hash": (gram + 2**63) % 2**64 - 2**63, "key": row["key"], "held_out": row["held_out"]}
                 tx.execute(sa.text("INSERT INTO ngrams VALUES (:hash, :key, :held_out)"), values)
