@@ -77,7 +77,11 @@ def _command(
     **others: Any,
 ) -> list[str]:
     launcher, command = words[:5], words[5:]
-    of_python = command[0] == sys.executable and (command[1] in ("-m", "-c") or command[1].endswith(".py"))
+    of_python = (
+        command[:1] == [sys.executable]
+        and len(command) > 1
+        and (command[1] in ("-m", "-c") or command[1].endswith(".py"))
+    )
     if of_python and (server := _server(environment, TRAINERS)):
         words = [*launcher, sys.executable, "-I", "-S", "/run/inside.py", "/run/forks", *command]
         given = [*given, (str(HERE / "inside.py"), "/run/inside.py"), (server, "/run/forks")]
