@@ -89,7 +89,7 @@ class Terminal:
         """Print a line; control characters (an agent may have written the text) are shown as �."""
         self.last_line_at = time.monotonic()
         with contextlib.suppress(*((OSError,) if self.keeps_on else ())):
-            self.console.print(visible(text, LONGEST_LINE), markup=False, soft_wrap=True)
+            self.console.print(visible(text, LONGEST_LINE), markup=False, emoji=False, soft_wrap=True)
             if not self.console.is_terminal:
                 sys.stdout.flush()
 

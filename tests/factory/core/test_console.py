@@ -47,3 +47,10 @@ def test_an_error_ends_the_task_too() -> None:
         assert isinstance(task, _PlainTask)
         raise RuntimeError
     assert not task.beat.is_alive()
+
+
+def test_a_line_is_printed_as_it_is() -> None:
+    """A path may hold what rich takes for an emoji's name, or for markup."""
+    printer, out = terminal()
+    printer.line("shard :100: of [bold]a[/bold]")
+    assert out.getvalue() == "shard :100: of [bold]a[/bold]\n"
