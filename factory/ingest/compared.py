@@ -28,7 +28,7 @@ from factory.ingest.rules.near_dup import PERMUTATIONS, bands
 from factory.ingest.rules.words import Hashes
 from factory.ledger.engine import DAMAGED
 from factory.ledger.ledger import Ledger
-from kernels.contract.files import write_atomically
+from kernels.contract.files import sync_folder, write_atomically
 
 FOLDER, INDEX = "hashes", "index.db"  # below ``shards/``; in the workspace
 HELD = "task_items_held"  # an event: the items of a file are recorded (``held_tasks``)
@@ -91,6 +91,7 @@ def write_hashes(root: Path, subject: str, documents: Iterable[HashedDocument]) 
     path = hashes_file(root, subject)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, made.getvalue())
+    sync_folder(path.parent.parent)  # also of a folder that a killed process made
 
 
 def read_hashes(root: Path, subject: str) -> pa.Table:

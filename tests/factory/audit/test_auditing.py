@@ -197,7 +197,7 @@ def test_a_killed_audit_goes_on_and_one_out_of_time_is_tried_again(site: Site) -
     workspace, ledger = site.workspace, site.ledger
     site.merge(1, RUN, STEP, DOUBLED)
     segment = site.trained()
-    site.policy(wall_seconds=0.5, again_after_seconds=0.001)
+    site.policy(wall_seconds=0.01, again_after_seconds=0.001)
     verdict = site.audited(segment)
     assert verdict.outcome == "hold" and "wall limit" in verdict.reasons[0], verdict
     assert open_reverts(Plant(workspace, ledger)) == [] and ProposalRow.get(ledger, 1).state == "approved"
