@@ -86,6 +86,11 @@ MUTANTS = (
     Mutant(
         SHARD, "sync_folder(parent)  # also of one that a killed process named", Cut("ingest", "rename plant/shards/#")
     ),
+    Mutant(
+        "factory/ingest/compared.py",
+        "sync_folder(path.parent.parent)  # also of a folder that a killed process made",
+        Cut("ingest", "mkdir plant/shards/raw"),
+    ),
     Mutant(FORMAT, "os.fsync(out.fileno())", SEGMENT),
     Mutant(FORMAT, "sync_folder(aside)", SEGMENT),
     Mutant(FORMAT, "os.rename(aside, target)", SEGMENT),

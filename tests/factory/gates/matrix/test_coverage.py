@@ -28,10 +28,31 @@ ELSEWHERE = ("triton.py", "rows_in_triton.py", "varlen.py", "flex.py", "locked_m
 NOT_HERE = {
     "trainer/checkpoint_writer.py": ("torch.cuda", "ready", "stream", "non_blocking", "copied", "memory", "start +="),
     "trainer/batch.py": ("replace(self", "moved", "blocks", "held", "tensors.items()"),
+    # CUDA graphs of micro-batches (``trainer.graphed``), and the single step that the line profiler asks for
+    "trainer/run.py": (
+        "use_graphs(OnDevice())",
+        "self.signals.look_at(",
+        "def kept(part",
+        "found: Inputs = {}",
+        "self.signals.kept = found",
+        "            self._micro_batch(part)",
+        "            return found",
+        "Graphs(kept",
+        "self.launch(batch)",
+        "self.read()",
+        "        return record",
+    ),
+    "trainer/optim/optimizer.py": (
+        "gradients_stay = True",
+        "for parameter in self.parameters.values()",
+        "zeros_like(parameter)",
+        "list(self.gradients().values())",
+    ),
+    "trainer/monitor/signals.py": ("self.kept[name]", "self._layer in kept", "kept[self._layer]"),
     "trainer/monitor/metrics.py": ("torch.cuda",),
     "trainer/monitor/speed.py": ("torch.cuda", "matmul_"),
     "trainer/parallel/ranks.py": ("torch.cuda", "nccl", "import DeviceMesh"),
-    "kernels/attention/__init__.py": ("FlashAttention", "MOST_HEAD_DIM"),
+    "kernels/attention/__init__.py": ("FlashAttention", "MOST_HEAD_DIM", "taken(", "given = "),
     "kernels/attention/cpp.py": ("B, H, T, K", "B, T, H, K", "B * H * T * T * K"),
     "kernels/linear_cross_entropy/__init__.py": (
         "all_rows",
