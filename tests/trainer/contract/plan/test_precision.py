@@ -17,6 +17,8 @@ from tests.support.trainer.segments import MakeShard, plan_of, train_here, write
 from trainer.contract.errors import RecipeError, SpecError
 from trainer.contract.plan.precision import (
     Probe,
+    TimedPart,
+    _grown,
     choose,
     decide,
     has_fp8,
@@ -35,6 +37,14 @@ CPU = torch.device("cpu")
 def tiny(**changes: Any) -> Recipe:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     return Recipe.parse(recipe.model_dump() | changes)
+
+
+def test_a_part_whose_smallest_share_takes_more_than_there_is_is_not_run() -> None:
+    def never() -> None:
+        raise AssertionError
+
+    part = TimedPart(1e12, lambda share: (never, 1e9))
+    assert _grown(part, guess=1e8, device=CPU, seconds=9.0) == 1e8  # it would take ten seconds
 
 
 @pytest.mark.parametrize(

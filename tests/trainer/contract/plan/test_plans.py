@@ -1,0 +1,83 @@
+"""Whole plans, line by line, as ``plans.txt`` has them. After a change that is meant: ``python -m tests.trainer.contract.plan.test_plans``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.trainer.published import model_of
+from tests.support.trainer.published_runs import DEEPSEEK_V3, QWEN3_30B
+from trainer.contract.errors import RecipeError
+from trainer.contract.plan.gpus import GPUS
+from trainer.contract.plan.hf_config import shape_of_config
+from trainer.contract.plan.plan_report import lines, remarks
+from trainer.contract.plan.run_plan import Ask, SizingError, plan_run
+from trainer.contract.plan.sizing import kinds, needed, shape_of
+from trainer.contract.recipe import BatchRecipe
+
+KEPT = Path(__file__).with_name("plans.txt")
+LLAMA_8B, QWEN = model_of("Llama 3 8B"), model_of("Qwen3-0.6B")
+DEEPSEEK = Ask(shape_of_config(DEEPSEEK_V3, "", 4096), 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True)
+ASKS = {
+    "one GPU at home": Ask(QWEN, 12e9, 1, GPUS["rtx-4090"]),
+    "fp32, Muon, a batch of its own": Ask(
+        QWEN, 12e9, 8, GPUS["a100-40"], batch=BatchRecipe(sequences=64, micro_sequences=2), optimizer="muon", itemsize=4
+    ),
+    "one node": Ask(LLAMA_8B, 160e9, 8, GPUS["h100"], logit_rows=None),
+    "many nodes, replicas, another price": Ask(LLAMA_8B, 15e12, 1024, GPUS["h200"], replicas=4, price=3.5),
+    "tensor ranks": Ask(model_of("Llama 3 405B"), 15.6e12, 16384, GPUS["h100"], network=25e9),
+    "a given share of the peak": Ask(model_of("Llama 2 70B"), 2e12, 2048, GPUS["a100"], mfu=0.45),
+    "experts everywhere": Ask(shape_of_config(QWEN3_30B, "", 4096), 600e9, 64, GPUS["mi300x"]),
+    "experts apart, latent attention, fp8": DEEPSEEK,
+    "the same without a rank of queries": replace(
+        DEEPSEEK, model=shape_of_config(DEEPSEEK_V3 | {"q_lora_rank": None}, "", 4096), fp8=False
+    ),
+}
+SIZES = (1e7, 1.5e8, 1e9, 8e9, 7e10, 1e12)  # parameters
+
+
+def told() -> Iterator[str]:
+    for name, gpu in GPUS.items():
+        yield f"GPU {name}: " + ", ".join(
+            f"{key} {value:.6g}" for key, value in asdict(gpu).items() if isinstance(value, float | int)
+        )
+    for size in SIZES:
+        shape = shape_of(size, 50_000, 2048)
+        yield f"{size:.6g} parameters: {shape.model_dump(exclude_defaults=True)}; kinds of layers {kinds(shape)}"
+    for title, ask in ASKS.items():
+        plan = plan_run(ask)
+        yield f"{title}: {plan.layout}, {plan.sequences} sequences"
+        yield from (
+            f"  {line.name} {line.value:.6g}: {line.text} | {line.formula} | {line.source}" for line in lines(plan)
+        )
+        yield from (f"  {part.name} {part.bytes:.6g}: {part.formula} | {part.source}" for part in plan.memory)
+        yield f"  in all {needed(plan.memory):.6g}"
+        yield from (f"  · {remark}" for remark in remarks(plan))
+
+
+def test_plans_are_as_they_were() -> None:
+    assert list(told()) == KEPT.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (Ask(model_of("Llama 3 405B"), 1e13, 8, GPUS["l4"]), "needs 854.3 GB of its 24 GB, .*a smaller model"),
+        (Ask(LLAMA_8B, 1e11, 1, GPUS["rtx-3090"]), "needs 147.9 GB .* 16 of these GPUs or GPUs of 162 GB"),
+    ],
+)
+def test_what_fits_nowhere_is_told_with_what_would(ask: Ask, words: str) -> None:
+    with pytest.raises(SizingError, match=words):
+        plan_run(ask)
+
+
+def test_a_size_that_no_shape_has_is_refused() -> None:
+    with pytest.raises(RecipeError):
+        shape_of(1e5, 50_000, 2048)
+
+
+if __name__ == "__main__":
+    KEPT.write_text("".join(f"{line}\n" for line in told()))

@@ -1,0 +1,52 @@
+"""What a program of the trainer says of an error, and with which code it ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.errors import EXIT_FULL, EXIT_STOPPED, EXIT_WRONG, RecipeError, Stopped, exit_code_of
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "said"),
+    [
+        (lambda: 3, 0, ""),
+        (raising(RecipeError("batch.sequences: 0")), EXIT_WRONG, "program: batch.sequences: 0\n"),
+        (raising(Stopped("after step 4")), EXIT_STOPPED, "program: after step 4\n"),
+        (raising(KeyError("key")), EXIT_WRONG, "program: 'key'\n"),
+        (
+            raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/file")),
+            EXIT_FULL,
+            "program: No space left on device: /a/file; free some space and start again\n",
+        ),
+        (
+            raising(OSError(errno.EDQUOT, "Disk quota exceeded")),
+            EXIT_FULL,
+            "program: Disk quota exceeded: /the/folder; free some space and start again\n",
+        ),
+    ],
+    ids=["well", "wrong", "stopped", "another package's", "full", "full, of no file"],
+)
+def test_an_error_is_one_line_and_a_code(
+    work: Callable[[], object], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of("program", work, KeyError, Path("/the/folder")) == code
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("ours")])
+def test_what_no_user_can_correct_is_raised(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        exit_code_of("program", raising(error))
