@@ -1,9 +1,7 @@
-"""An address to listen on, or one line that says why it cannot be had, and who has it."""
+"""An address to listen on, or one line that says why it cannot be had."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import socket
 
 from factory.core.errors import InputError
@@ -22,19 +20,7 @@ def listen(host: str, port: int) -> socket.socket:
             listening.close()
             raise
     except OSError as error:
-        holder = _holder(port) if error.errno == errno.EADDRINUSE else ""
         raise InputError(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}{holder}; name another with --host or --port"
+            f"{host}:{port} cannot be listened on: {error.strerror or error}; name another with --host or --port"
         ) from error
     return listening
-
-
-def _holder(port: int) -> str:
-    """' by process 12 (mlflow)'; '' where the system does not tell."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
-                return f" by process {one.pid} ({psutil.Process(one.pid).name()})"
-    return ""
