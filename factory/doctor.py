@@ -63,7 +63,6 @@ def examine(workspace: Workspace | None, deep: bool = False, progress: Progress 
             ("ledger", lambda: _ledger(opened)),
             ("backups", lambda: _backups(opened)),
             ("releasable", lambda: _releasable(opened)),
-            *([("signing key", lambda: _key(opened))] if (opened.root / "keys").is_dir() else []),
             *((kind, partial(_work, opened, kind, deep, progress)) for kind in (*KINDS, "mlflow")),
         ]
     rows = []
@@ -281,18 +280,6 @@ def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
     names = ("shards", "documents", "segments", "candidates", "releases", "proposals")
     count = lambda name: ledger.rows(sa.select(sa.func.count().label("n")).select_from(metadata.tables[name]))[0]["n"]
     return True, ", ".join(f"{count(name)} {name}" for name in names)
-
-
-def _key(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.backups.keys import without_copy
-    from factory.ledger.ledger import Ledger
-
-    if not without_copy(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))):
-        return True, "a backup has it"
-    return (
-        None,
-        "no backup has it, and nothing can make it again: 'factory backup --keys FOLDER' copies it, on another disk say",
-    )
 
 
 def _backups(workspace: Workspace) -> tuple[bool | None, str]:

@@ -30,5 +30,7 @@ def test_the_ui_on_a_taken_port_is_refused_before_anything_starts(workspace: Wor
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = factory("ui", "--port", str(port), "--user", "ada", "-w", str(workspace.root))
-    says = f"factory: 127.0.0.1:{port} cannot be listened on: Address already in use; name another with --host or --port\n"
+    says = (
+        f"factory: 127.0.0.1:{port} cannot be listened on: Address already in use; name another with --host or --port\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", says) and files() == before
