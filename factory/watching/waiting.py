@@ -44,7 +44,7 @@ def _training(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
         free = f"{disk['free'] / 1e9:.2f} of {disk['floor'] / 1e9:.2f} GB"
         found.append((f"training: the disk is below its floor ({free})", "free some space; factory clean --dry-run"))
     if row := parked(db):
-        found.append((why_parked(db, row), ", or ".join(ways_on(db, row))))
+        found.append((why_parked(db, row), ways_on(row)))
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
         found.append((f"segment {newest.id}, whose code is not certified", f"factory certify --accept {newest.id}"))

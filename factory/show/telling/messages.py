@@ -77,9 +77,7 @@ def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> tupl
     if kind in (FAILED, STUMBLED):
         row = SegmentRow.get(plant.ledger, Subject.parse(subject).number)
         parked = kind == FAILED and row.state == "failed"
-        text = (
-            f"{why_parked(plant.ledger, row)}. {', or '.join(map(repr, ways_on(plant.ledger, row)))}" if parked else ""
-        )
+        text = f"{why_parked(plant.ledger, row)}. {ways_on(row)}" if parked else ""
         title = f"{name} is parked" if parked else f"{name}: its trainer {detail.get('said') or 'died'}"
         return ("failure",), title, text or f"try {detail.get('tries')}; it is tried again"
     what = str(detail.get("what", "the daemon"))
