@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from factory.code_loop import improvements
-from factory.core.errors import ConfigError, WorkspaceError
+from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
 from factory.ledger.anomalies import every_anomaly
@@ -80,11 +80,7 @@ def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
 def spend(db: Reads, now: float) -> dict[str, Any]:
     """Of agents' language models: money (USD), tokens and requests, today (UTC) and in all."""
     sql = "SELECT COUNT(*) AS requests, COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0.0) AS usd FROM exchanges WHERE at >= :since"
-    try:
-        return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}
-    except WorkspaceError:  # a ledger that is older than the table
-        nothing = {"requests": 0, "tokens": 0, "usd": 0.0}
-        return {"today": nothing, "in_all": nothing}
+    return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}
 
 
 def screen(found: dict[str, Any]) -> list[str]:
