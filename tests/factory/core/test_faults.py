@@ -6,7 +6,6 @@ import contextlib
 import errno
 import importlib
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -35,8 +34,6 @@ from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
 from tests.support.failing.nights import impatient
 from tests.support.git import git
-from tests.support.patience import PATIENCE_S
-from tests.support.stopping import wait_for
 
 
 def test_a_full_disk() -> None:
@@ -83,18 +80,6 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
     assert rows["ledger"] == {"check": "ledger", "ok": False, "detail": f"{faults.UNOPENED.says}: {faults.UNOPENED.do}"}
     assert not [row for row in rows.values() if "restore" in row["detail"] or "damaged" in row["detail"]]
     assert not database_damage(file)
-
-
-def test_a_ledger_that_is_damaged_is_called_so(workspace: Workspace, ledger: Ledger) -> None:
-    ledger.engine.dispose()
-    file = workspace.root / "ledger.db"
-    for ending in ("-wal", "-shm"):
-        file.with_name(file.name + ending).unlink(missing_ok=True)
-    file.write_bytes(b"no database" * 1000)
-    assert database_damage(file)
-    for one in (lambda: Ledger.open(workspace.ledger_url, workspace.root), lambda: Reader(workspace)):
-        with pytest.raises(WorkspaceError, match="'factory restore'"):
-            one()
 
 
 def test_a_transaction_that_was_cut_off_is_no_damage(workspace: Workspace, ledger: Ledger) -> None:
@@ -263,7 +248,7 @@ def locked(workspace: Workspace, how: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("how", "command"), [("normal", "pause"), ("exclusive", "pause"), ("exclusive", "status")])
+@pytest.mark.parametrize(("how", "command"), [("normal", "pause"), ("exclusive", "status")])
 def test_a_command_whose_ledger_is_locked(workspace: Workspace, ledger: Ledger, how: str, command: str) -> None:
     ledger.engine.dispose()
     with locked(workspace, how):
@@ -273,20 +258,6 @@ def test_a_command_whose_ledger_is_locked(workspace: Workspace, ledger: Ledger, 
         75,
         "factory: the ledger is locked by another process; nothing recorded was lost: end that process and run the same command again\n",
     )
-
-
-def test_a_daemon_whose_ledger_is_locked_when_it_starts_waits(workspace: Workspace, ledger: Ledger) -> None:
-    ledger.engine.dispose()
-    words = [sys.executable, "-u", "-c", LOCKED, "run", "--workspace", str(workspace.root)]
-    with locked(workspace, "exclusive"):
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout
-        assert "locked by another process: end that process. The factory waits" in process.stdout.readline()
-        assert process.poll() is None and not (workspace.root / "model-loop.lock").exists()
-    wait_for(workspace.root / "model-loop.lock", PATIENCE_S)
-    process.send_signal(signal.SIGTERM)
-    said, errors = process.communicate(timeout=PATIENCE_S)
-    assert "The factory waits" not in said and "Traceback" not in errors and process.returncode == 128 + signal.SIGTERM
 
 
 def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

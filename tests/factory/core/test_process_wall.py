@@ -36,12 +36,16 @@ def workspace(target: Path) -> Workspace:
     return made
 
 
+PLACES = ("", "kernels", "trainer", "kernels/swiglu")
 STARTS = [
-    (words, inside) for words in ("status", "proposals list") for inside in ("", "kernels", "trainer", "kernels/swiglu")
+    *(("status", inside) for inside in PLACES),
+    ("proposals list", "kernels"),
+    ("config show agents", ""),
+    ("doctor", ""),
 ]
 
 
-@pytest.mark.parametrize(("words", "inside"), [*STARTS, ("config show agents", ""), ("doctor", "")])
+@pytest.mark.parametrize(("words", "inside"), STARTS)
 def test_a_command_started_in_a_checkout_loads_nothing_of_it(
     target: Path, workspace: Workspace, tmp_path: Path, words: str, inside: str
 ) -> None:

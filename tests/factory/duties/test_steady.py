@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import sqlite3
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from factory.core import faults
-from factory.core.errors import ConfigError, DiskFullError, FactoryError
+from factory.core.errors import ConfigError, DiskFullError
 from factory.core.workspace import Workspace
 from factory.duties.duty import Duty, always
 from factory.duties.runner import run, work
@@ -252,14 +250,6 @@ def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_other
         work(Plant(workspace, ledger), duties=table)
 
 
-def test_a_duty_that_comes_up_again_without_effect_is_refused(workspace: Workspace, ledger: Ledger) -> None:
-    done: list[object] = []
-    table = (Duty("spin", "", lambda look: [4], lambda _, subject: done.append(subject)),)
-    with pytest.raises(FactoryError, match="^no progress on spin 4: run 'factory doctor'$"):
-        work(Plant(workspace, ledger), duties=table)
-    assert done == [4, 4, 4]
-
-
 def test_a_locked_ledger_is_waited_for(workspace: Workspace, ledger: Ledger) -> None:
     other = sqlite3.connect(workspace.root / "ledger.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN EXCLUSIVE")
@@ -301,23 +291,6 @@ def test_a_full_disk_is_waited_for(disk: Path) -> None:
         ("ingested", 1)
     ] * 2
     assert events(ledger, "a pass")[-1][0] == "works_again"
-
-
-def test_a_read_only_folder_is_waited_for(workspace: Workspace, ledger: Ledger) -> None:
-    (workspace.shards / "raw").mkdir()
-    drop(workspace, "shard.txt")
-    folder = str(workspace.shards)
-    words = [["mount", "--bind", folder, folder], ["mount", "-o", "remount,bind,ro", folder]]
-    if any(subprocess.run(one, check=False, capture_output=True).returncode for one in words):
-        pytest.skip("this user may mount no folder")
-    listener = Listener()
-    free = lambda: subprocess.run(["umount", "--lazy", folder], check=True)
-    listener.on["there is no permission to write"] = lambda: threading.Timer(1.0, free).start()
-    listener.on["a pass works again"] = enough
-    run_until(workspace, ledger, listener)
-    assert listener.count(f"there is no permission to write ({folder}") == 1, listener.lines
-    assert listener.count("make it writable for this user. The factory waits") == 1
-    assert listener.count("shard.txt: 1 documents") == 1
 
 
 def test_too_few_file_handles_are_waited_for(workspace: Workspace, ledger: Ledger) -> None:
@@ -364,11 +337,6 @@ def test_a_clock_that_jumps_stops_nothing(
     listener.on["no longer to be done"] = enough
     run_until(workspace, ledger, listener)
     assert listener.count("failed") == 2, listener.lines
-
-
-def test_each_fault_has_words_of_its_own() -> None:
-    every = [one for one in vars(faults).values() if isinstance(one, faults.Fault)]
-    assert len({one.says for one in every}) == len(every) >= 9 and all(one.exit_code in range(71, 76) for one in every)
 
 
 @pytest.mark.parametrize(("recurs", "times"), [(True, 6), (False, 3)])

@@ -177,12 +177,6 @@ def test_a_newer_ledger_is_refused(old: Workspace) -> None:
     assert backups(old) == []
 
 
-def test_an_upgrade_is_refused_while_the_daemon_runs(old: Workspace) -> None:
-    with old.lock("model-loop"):
-        done = factory("upgrade", "-w", str(old.root))
-    assert done.returncode == 3 and f"process {os.getpid()} holds" in done.stderr
-
-
 def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
     postgres: Callable[[], str], tmp_path: Path
 ) -> None:

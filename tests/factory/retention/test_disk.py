@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from factory.ledger.files import low_disk
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, Room, hours_left, note, samples
-from factory.retention.watching import filled, training_waits
-from tests.support.failing.nights import fill, small_disk
+from factory.retention.watching import training_waits
 from tests.support.said import Said
 
 
@@ -42,15 +40,6 @@ def test_below_the_floor_training_waits_and_says_so_once(plant: tuple[Workspace,
     set_floor(workspace, 0)
     assert not training_waits(Plant(workspace, ledger, said)) and said.about("on the disk again: training goes on")
     assert low_disk(ledger) is None and len(said.lines) == 2
-
-
-def test_a_full_disk_is_the_workspaces_or_another(tmp_path: Path, code_repository: Path) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with small_disk(tmp_path / "disk", "16m") as disk:
-        workspace = Workspace.create(disk / "w", Config(repository=str(code_repository)))
-        assert not filled(workspace, full)
-        fill(disk)
-        assert filled(workspace, full) and not filled(workspace, OSError(errno.EIO, "Input/output error"))
 
 
 def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) -> None:

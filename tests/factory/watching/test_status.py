@@ -36,7 +36,6 @@ from factory.ledger.ledger import (
 )
 from factory.ledger.rows import Subject
 from factory.retention.disk import EVERY_SECONDS, SAMPLES
-from factory.watching.log import LoggedProgress
 from factory.watching.metrics import serving, text
 from factory.watching.running import daemon
 from factory.watching.status import facts, screen
@@ -44,7 +43,6 @@ from factory.watching.waiting import waiting
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
-from tests.support.said import Said
 
 NOW = time.time()
 
@@ -362,9 +360,3 @@ def test_the_version_names_the_commit() -> None:
         ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     assert said.returncode == 0 and said.stdout == f"llm-factory 0.1.0 ({head})\n" if head else said.stdout
-
-
-def test_what_is_logged_is_shown_too(workspace: Workspace) -> None:
-    said = Said()
-    LoggedProgress(workspace, said).line("  hello")
-    assert said.lines == ["  hello"]
