@@ -162,19 +162,12 @@ def certify(
         state += f", accepted by {row['accepted']['by']}" if row["accepted"] else ""
         facts = row["evidence"]
         if row["gate"] == "preflight":
-            what = f"preflight of {facts['commit'][:12]}, {facts['seconds']:.0f} s; {facts['file']}"
-            say.line(f"segment {row['segment']}: {state}  ({what})")
-            for reason in row["reasons"]:
-                say.line(f"    {reason}")
-            continue
-        ran = (
-            f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
-            if facts["steps"]
-            else ""
-        )
-        say.line(
-            f"segment {row['segment']}: {state}  ({facts['old_commit'][:12]} → {facts['new_commit'][:12]}{ran}; {facts['file']})"
-        )
+            what = f"preflight of {facts['commit'][:12]}, {facts['seconds']:.0f} s"
+        else:
+            what = f"{facts['old_commit'][:12]} → {facts['new_commit'][:12]}"
+            if facts["steps"]:
+                what += f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
+        say.line(f"segment {row['segment']}: {state}  ({what}; {facts['file']})")
         for reason in row["reasons"]:
             say.line(f"    {reason}")
 

@@ -117,18 +117,8 @@ def clean_up(
             cleaned = clean(plant, hard=hard)
         catch_up(plant)
     sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
-    say(
-        [
-            {
-                "path": str(one.what.path),
-                "kind": one.what.kind,
-                "goes": one.goes,
-                "why": one.why,
-                "bytes": sizes[one.what.path],
-            }
-            for one in cleaned.choices
-        ]
-    )
+    told = lambda one: {"path": str(one.what.path), "kind": one.what.kind, "goes": one.goes, "why": one.why}
+    say([told(one) | {"bytes": sizes[one.what.path]} for one in cleaned.choices])
     for choice in cleaned.gone():
         word = "would go" if dry_run else "removed"
         say.line(f"  {word}  {choice.what.path.relative_to(plant.workspace.root)}: {choice.why}")
