@@ -24,7 +24,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """What is in the factory right now, and what waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
-    from factory.watching.moments import with_iso
+    from factory.core.moments import with_iso
     from factory.watching.status import facts, screen
 
     workspace = Workspace.open(where)
@@ -41,8 +41,8 @@ def status(
 @command(app)
 def duties(plant: Plant, say: Say) -> None:
     """What the daemon does, in its order: what is due now, what holds it, what rests after a failure, and when each was last done."""
+    from factory.core.moments import with_iso
     from factory.duties.listing import facts, lines
-    from factory.watching.moments import with_iso
 
     found = facts(plant)
     say(with_iso(found), lines(found))

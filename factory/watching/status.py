@@ -7,6 +7,7 @@ from typing import Any
 
 from factory.code_loop import improvements
 from factory.core.errors import ConfigError
+from factory.core.moments import local, span
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
 from factory.ledger.anomalies import every_anomaly
@@ -15,8 +16,6 @@ from factory.ledger.reader import Reader
 from factory.ledger.rows import Reads
 from factory.releasable.recorded import newest
 from factory.retention.disk import FLOOR_BYTES, Room, hours_left, samples
-from factory.retrying.asking import local
-from factory.watching.moments import span
 from factory.watching.running import daemon, segment_now
 from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
 

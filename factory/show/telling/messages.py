@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from factory.core.errors import InputError
+from factory.core.moments import iso
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
 from factory.ledger.anomalies import ASKED, DEV_ALONE, DIAGNOSED, REWOUND, AnomalyRow
@@ -16,7 +17,6 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import how_to_answer, waits
 from factory.retrying.tries import FAILED, STUMBLED, ways_on, why_parked
-from factory.watching.moments import iso
 from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 
 LONGEST = 4000  # characters of a text

@@ -172,7 +172,7 @@ def test_what_a_person_mended_is_tried_at_once(workspace: Workspace, ledger: Led
 
     listener.on["no longer to be done"] = enough
     run_until(workspace, ledger, listener, 86400.0)
-    assert listener.count("is tried again in 1.44e+03 min, and the rest goes on") == 1
+    assert listener.count("is tried again in 24.0 h, and the rest goes on") == 1
 
 
 def test_an_error_that_nobody_expected_is_said_once_and_gone_on_from(workspace: Workspace, ledger: Ledger) -> None:
