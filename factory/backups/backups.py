@@ -153,9 +153,8 @@ def copy_database(source: Path, target: Path, table: str = "meta") -> None:
         ):
             old.backup(new)
             new.execute("PRAGMA journal_mode=DELETE")  # one file, no -wal
-    except (
-        sqlite3.OperationalError
-    ) as error:  # the disk is full, a lock is held for long: nothing is known of the database
+    # The disk is full, a lock is held for long: nothing is known of the database.
+    except sqlite3.OperationalError as error:
         raise FactoryError(f"{source} could not be copied to {target.parent}: {error}") from error
     except sqlite3.DatabaseError as error:
         raise NotWhole(f"{source} is damaged: {error}") from error

@@ -49,9 +49,8 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
     made = workspace.root / "root"  # where an older factory made the workspace: its ledger names files there
     roots = [str(workspace.root), *([made.read_text().strip()] if made.exists() else [])]
     with ledger.begin() as tx:
-        now = (
-            tx.execute(meta.select().where(meta.c.key == "schema")).one().value
-        )  # another process may have upgraded it
+        # Another process may have upgraded it.
+        now = tx.execute(meta.select().where(meta.c.key == "schema")).one().value
         with Operations.context(MigrationContext.configure(tx, opts={"roots": roots})):
             for step in reversed(list(script.walk_revisions())):
                 if int(step.revision) > int(now):
@@ -69,9 +68,8 @@ def backup_folder(workspace: Workspace) -> Path:
 
 def _backup(workspace: Workspace, version: str) -> Path:
     """A copy of the SQLite ledger, whole or absent, also while others write to it."""
-    for left in backup_folder(workspace).glob(
-        ".ledger-*.part*"
-    ):  # by an upgrade that was killed, SQLite's logs of it too
+    # By an upgrade that was killed, SQLite's logs of it too.
+    for left in backup_folder(workspace).glob(".ledger-*.part*"):
         left.unlink()
     path = backup_folder(workspace) / f"ledger-{version}-{stamp()}.db"
     aside = path.with_name(f".{path.name}.part")

@@ -6,9 +6,8 @@ import time
 from datetime import datetime
 from typing import Any
 
-MOMENTS = frozenset(
-    {"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until"}
-)  # keys whose values are moments
+# Keys whose values are moments.
+MOMENTS = frozenset({"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until"})
 
 
 def local(at: float) -> str:

@@ -68,9 +68,8 @@ class Duty:
 
     name: str  # a verb and its object, in one word: a person asks for it so, and failures are told of it
     does: str  # a line for 'factory duties'
-    due: Callable[
-        [Look], Iterable[object]
-    ]  # what waits, most urgent first: a number, a path, None, or an Errand of another duty
+    # What waits, most urgent first: a number, a path, None, or an Errand of another duty.
+    due: Callable[[Look], Iterable[object]]
     do: Callable[..., object]  # do(plant, subject): safe to repeat, and recorded by its own transaction
     trains: bool = False  # it starts trainers: waits while training is paused
     fills_disk: bool = False  # waits while the disk is below its floor

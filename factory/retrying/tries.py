@@ -231,9 +231,8 @@ def retry(ledger: Ledger, segment: int | None, by: str) -> str:
     row = SegmentRow.get(ledger, segment)
     with ledger.begin() as tx:
         changed = {"state": "planned", "attempts": 0, "finished_at": None}
-        mine = (segments.c.id == segment) & segments.c.state.in_(
-            ("failed", "planned")
-        )  # the daemon may end it meanwhile
+        # The daemon may end it meanwhile.
+        mine = (segments.c.id == segment) & segments.c.state.in_(("failed", "planned"))
         if not tx.execute(segments.update().where(mine).values(**changed)).rowcount:
             raise InputError(
                 f"segment {segment} is {row.state}: only a parked segment, or one that waits, is tried again"

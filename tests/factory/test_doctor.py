@@ -38,9 +38,8 @@ def _kernels(workspace: Workspace, kernels: str, precision: str = "bf16") -> tup
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {precision}"))
     row = next(row for row in doctor.examine(workspace) if row["check"] == "kernels")
-    lines = [
-        line for line in row["detail"].splitlines() if " is used as the recipe says" not in line
-    ]  # where bf16 is slow
+    # Where bf16 is slow.
+    lines = [line for line in row["detail"].splitlines() if " is used as the recipe says" not in line]
     return row["ok"], lines
 
 

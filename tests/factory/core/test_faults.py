@@ -174,9 +174,8 @@ def test_a_lease_on_a_file_is_no_lack_of_memory(tmp_path: Path) -> None:
             read_bytes(folder, ["left"], 100)
         os.close(folder)
         assert fault_of(refused.value) is None
-        no_process = BlockingIOError(
-            errno.EAGAIN, "Resource temporarily unavailable", "/usr/bin/env"
-        )  # as subprocess says it
+        # As subprocess says it.
+        no_process = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable", "/usr/bin/env")
         assert fault_of(no_process) == faults.MEMORY
     finally:
         holder.kill()

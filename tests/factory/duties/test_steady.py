@@ -301,9 +301,8 @@ def test_too_few_file_handles_are_waited_for(workspace: Workspace, ledger: Ledge
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     def take() -> None:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (3, limits[1])
-        )  # which 0, 1 and 2 have: no file can be opened any more
+        # Which 0, 1 and 2 have: no file can be opened any more.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
 
     drop(workspace, "first.txt")
     listener.on["first.txt: 1 documents"] = take
