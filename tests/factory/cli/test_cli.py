@@ -53,7 +53,8 @@ def test_listings_speak_json(home: Path) -> None:
 def test_help_and_status_import_nothing_heavy(home: Path) -> None:
     """What makes them answer in under half a second, asserted without a clock."""
     heavy = {"torch", "mlflow", "sqlalchemy", "transformers", "langgraph", "openai", "numpy", "git"}
-    for words in (["--help"], ["propose", "--help"], ["status", "-w", str(home)], ["proposals", "-w", str(home)]):
+    plan = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32"]
+    for words in (["--help"], ["propose", "--help"], ["status", "-w", str(home)], ["proposals", "-w", str(home)], plan):
         code = (
             f"import sys, factory.cli as c\nsys.argv = ['factory', *{words!r}]\ntry: c.main()\nexcept SystemExit: pass\n"
             f"print('LOADED', *sorted(m for m in sys.modules if m in {heavy!r}))"

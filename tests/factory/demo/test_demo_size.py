@@ -63,8 +63,6 @@ def test_a_faster_machine_gets_a_larger_model() -> None:
 @pytest.mark.parametrize(
     ("place", "step", "then"),
     [
-        (3, 0.12, 3),
-        (3, 0.15, 3),
         (3, 0.19, 3),
         (3, 0.21, 2),
         (3, 2.0, 1),

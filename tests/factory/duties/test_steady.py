@@ -25,7 +25,7 @@ from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
 from factory.retrying.tries import retry
-from factory.watching.waiting import failing, lines_of, what_waits
+from factory.watching.waiting import failing
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 
@@ -53,41 +53,6 @@ def drop(workspace: Workspace, name: str, text: str = TEXT) -> None:
 def events(ledger: Ledger, what: str) -> list[tuple[str, str]]:
     rows = ledger.read("SELECT kind, detail FROM events WHERE subject = 'daemon' ORDER BY id")
     return [(row["kind"], row["detail"]["error"]) for row in rows if row["detail"].get("what") == what]
-
-
-def test_an_action_that_always_fails_stops_no_other(workspace: Workspace, ledger: Ledger) -> None:
-    """Two anneals whose checkpoints are gone: neither keeps the other, or a shard, from being tried."""
-    first, second = (plan_row(ledger, kind="anneal", state="done").id for _ in range(2))
-    listener = Listener()
-    listener.on[f"export {second} failed"] = lambda: drop(workspace, "shard.txt")
-
-    def mend() -> None:
-        assert [one["what"] for one in failing(ledger)] == [f"export {first}", f"export {second}"]
-        assert all(f"export {n}" in " ".join(lines_of(what_waits(ledger))) for n in (first, second))
-        threading.Timer(1.0, give_up).start()  # some tries later
-
-    def give_up() -> None:
-        with ledger.begin() as tx:
-            tx.execute(segments.update().values(state="rewound"))
-
-    listener.on["shard.txt: 1 documents"] = mend
-    left = {first, second}
-
-    def ended(number: int) -> None:
-        left.remove(number)
-        if not left:
-            enough()
-
-    listener.on[f"export {first} failed, and is no longer to be done"] = lambda: ended(first)
-    listener.on[f"export {second} failed, and is no longer to be done"] = lambda: ended(second)
-    run_until(workspace, ledger, listener)
-    log = workspace.logs / "errors.log"
-    for number in (first, second):
-        assert listener.count(f"export {number} failed: unexpected error, IndexError") == 1, listener.lines
-        assert listener.count(f"traceback in {log}") == 2
-        assert [kind for kind, _ in events(ledger, f"export {number}")] == ["action_failed", "works_again"]
-    assert log.read_text().count("IndexError: list index out of range") > 2, "of each try"
-    assert "last_checkpoint(plant.ledger, segment)" in log.read_text() and not failing(ledger)
 
 
 def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
@@ -173,24 +138,6 @@ def test_what_a_person_mended_is_tried_at_once(workspace: Workspace, ledger: Led
     listener.on["no longer to be done"] = enough
     run_until(workspace, ledger, listener, 86400.0)
     assert listener.count("is tried again in 24.0 h, and the rest goes on") == 1
-
-
-def test_an_error_that_nobody_expected_is_said_once_and_gone_on_from(workspace: Workspace, ledger: Ledger) -> None:
-    """An inbox that is a file."""
-    workspace.inbox.rmdir()
-    workspace.inbox.write_text("")
-    listener = Listener()
-    listener.on["looking what is due of ingest failed: unexpected error"] = lambda: threading.Timer(
-        1.0, workspace.inbox.unlink
-    ).start()
-    listener.on["looking what is due of ingest works again"] = enough
-    with pytest.raises(OSError):
-        run(Plant(workspace, ledger, Listener()), once=True)
-    run_until(workspace, ledger, listener)
-    assert [listener.count(f"{name} failed: ") for name in ("tend_inbox", "looking what is due of ingest")] == [1, 1], (
-        listener.lines
-    )
-    assert [kind for kind, _ in events(ledger, "looking what is due of ingest")] == ["action_failed", "works_again"]
 
 
 def test_a_policy_that_cannot_be_read_holds_up_what_needs_it_and_no_longer_than_it_lasts(

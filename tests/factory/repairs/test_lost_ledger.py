@@ -55,7 +55,7 @@ def test_a_copied_workspace_opens_and_goes_on_anywhere(saved: Path, copied: Copy
         saved.with_name("gone").rename(saved)
 
 
-@pytest.mark.parametrize("lost", ["gone", "empty", "truncated", "bytes", "no database"])
+@pytest.mark.parametrize("lost", ["gone", "empty", "bytes"])
 def test_a_lost_ledger_is_the_same_again(copied: Copy, lost: str) -> None:
     workspace, ledger = copied()
     make_backup(Plant(workspace, ledger))
@@ -70,8 +70,11 @@ def test_a_lost_ledger_is_the_same_again(copied: Copy, lost: str) -> None:
     file = workspace.root / "ledger.db"
     for ending in ("-wal", "-shm"):
         file.with_name(file.name + ending).unlink(missing_ok=True)
-    damage = {"gone": None, "empty": b"", "truncated": file.read_bytes()[:20_000], "no database": b"hello " * 9000}
-    damage["bytes"] = (whole := file.read_bytes())[:5000] + b"\xa5" * 90_000 + whole[95_000:]
+    damage = {
+        "gone": None,
+        "empty": b"",
+        "bytes": (whole := file.read_bytes())[:5000] + b"\xa5" * 90_000 + whole[95_000:],
+    }
     file.unlink()
     if (content := damage[lost]) is not None:
         file.write_bytes(content)
