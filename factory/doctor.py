@@ -20,7 +20,6 @@ from factory.core.workspace import Workspace, code_root
 from factory.ledger.plant import Plant
 
 SHOWN = 10  # faults of a kind
-SERVER_SECONDS = 5.0  # that a tracking server may take to answer
 
 
 def examine(workspace: Workspace | None, deep: bool = False, progress: Progress = SILENT) -> list[dict[str, Any]]:
@@ -283,33 +282,12 @@ def _backups(workspace: Workspace) -> tuple[bool | None, str]:
     return hours < 2 * DAY_SECONDS / 3600, f"{len(backups)}, the newest {backups[-1].name}, {hours:.1f} hours old"
 
 
-def _silent(uri: str) -> str:
-    """Why a tracking server does not answer, in words; '': it does, or there is none."""
-    from urllib.error import HTTPError, URLError
-    from urllib.request import urlopen
-
-    if not uri.startswith(("http://", "https://")):
-        return ""
-    try:
-        with urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_SECONDS):
-            return ""
-    except HTTPError:  # it may want a login
-        return ""
-    except (URLError, OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
-
-
 def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> tuple[bool | None, str]:
     """All of one kind that the ledger names, against what is there."""
     from factory.ledger.ledger import Ledger
     from factory.repairs.examining import CHECKS, database_faults
 
     if kind == "mlflow":
-        if why := _silent(workspace.mlflow_uri):
-            return (
-                False,
-                f"{workspace.mlflow_uri} does not answer ({why}): training goes on, and what is missed is sent once it does",
-            )
         faults = [fault for fault in database_faults(workspace) if fault.kind == kind]
         said = f"{workspace.mlflow_uri}"
     else:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,24 +115,6 @@ def test_too_little_room_is_told_by_the_floor_of_retention(workspace: Workspace)
     assert room()["ok"] and room()["detail"].endswith(" GB free")
     (workspace.root / "policies" / "retention.yaml").write_text("floor_share: 1.0\n")
     assert room()["ok"] is False and "below which training waits" in room()["detail"]
-
-
-def test_a_tracking_server_that_does_not_answer_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert "refused" in doctor._silent(f"http://127.0.0.1:{port}")
-    assert not doctor._silent("sqlite:///mlflow.db")
-
-    class Unauthorized(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(401)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Unauthorized) as server:
-        threading.Thread(target=server.handle_request).start()
-        assert not doctor._silent(f"http://127.0.0.1:{server.server_port}/")
 
 
 def test_each_gpu_is_told_with_its_sheet_and_what_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
