@@ -67,25 +67,14 @@ def tune(
     plant: Plant,
     say: Say,
     seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this long.")] = 60.0,
-    show: Annotated[
-        str, typer.Option(help="Print what was found for a class of machine ('all': every class), and time nothing.")
-    ] = "",
 ) -> None:
     """Time every registered kernel that is right on this machine, at the recipe's shapes. What policies/kernels.yaml leaves to
     'auto' is the fastest of them from the next segment on; the segment before it certifies the change."""
-    from factory.computing.tuned_kernels import describe, every, read
+    from factory.computing.tuned_kernels import describe, read
     from factory.training.tuning import tune as measure
 
-    if show:
-        found = [tuning for _, tuning in every(plant.workspace, "" if show == "all" else show)]
-    else:
-        found = [read(measure(plant.workspace, plant.progress, seconds))]
-    say(found)
-    for tuning in found:
-        for line in describe(tuning):
-            say.line(line)
-    if not found:
-        say.line("nothing is tuned yet: run 'factory tune'")
+    found = read(measure(plant.workspace, plant.progress, seconds))
+    say([found], describe(found))
 
 
 @app.command()
