@@ -196,10 +196,9 @@ def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
 
 
 def _workspace(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.retention.disk import Room
     from factory.retention.policy import RetentionPolicy
 
-    room = Room.of(workspace)
+    room = shutil.disk_usage(workspace.root)
     try:
         floor = RetentionPolicy.load(workspace.policy("retention.yaml")).floor(room.total)
     except ConfigError as error:

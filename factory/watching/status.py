@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from shutil import disk_usage
 from typing import Any
 
 from factory.code_loop import improvements
@@ -15,7 +16,7 @@ from factory.ledger.files import low_disk
 from factory.ledger.reader import Reader
 from factory.ledger.rows import Reads
 from factory.releasable.recorded import newest
-from factory.retention.disk import FLOOR_BYTES, Room, hours_left, samples
+from factory.retention.disk import FLOOR_BYTES, hours_left, samples
 from factory.watching.running import daemon, segment_now
 from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
 
@@ -63,7 +64,7 @@ def data_ahead(db: Reads) -> dict[str, Any] | None:
 
 def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
     """Bytes; ``hours_left`` until the floor, at the rate of the last hours; None: it does not shrink, or too little was measured."""
-    room = Room.of(workspace)
+    room = disk_usage(workspace.root)
     policy = load_yaml(workspace.policy("retention.yaml"))
     keys = policy if isinstance(policy, dict) else {}
     try:

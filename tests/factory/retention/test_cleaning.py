@@ -11,6 +11,7 @@ import os
 import random
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +31,8 @@ from factory.ledger.files import RETIRED, retired
 from factory.ledger.ledger import Ledger, events
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
-from factory.retention import cleaning
+from factory.retention import cleaning, watching
 from factory.retention.cleaning import REMOVED, clean, examine
-from factory.retention.disk import Room
 from factory.retention.watching import filled
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import spec_of
@@ -273,7 +273,7 @@ def test_only_a_full_disk_of_its_own_is_filled(
     """And nothing that fails ends the daemon, its workspace's mount among it."""
     full = OSError(errno.ENOSPC, "No space left on device")
     for free, here in ((1, True), (60, False)):
-        monkeypatch.setattr(Room, "of", lambda _, free=free: Room(free, 100))
+        monkeypatch.setattr(watching, "disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=100))
         assert filled(workspace, full) == here and not filled(workspace, FileNotFoundError("it is away"))
     monkeypatch.undo()
     workspace.root.rename(tmp_path / "away")

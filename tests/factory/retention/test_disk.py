@@ -11,7 +11,7 @@ from factory.core.workspace import Config, Workspace
 from factory.ledger.files import low_disk
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, Room, hours_left, note, samples
+from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, hours_left, note, samples
 from factory.retention.watching import training_waits
 from tests.support.said import Said
 
@@ -56,4 +56,3 @@ def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) ->
     lost = [(0.0, 10_000_000_000), (7200.0, 6_000_000_000)]  # 2 GB an hour
     assert hours_left(lost, free=6_000_000_000, floor=1_000_000_000, now=7200.0) == 2.5
     assert hours_left(lost, free=6_000_000_000, floor=7_000_000_000, now=7200.0) == 0.0
-    assert Room.of(workspace).total >= Room.of(workspace).free > 0
