@@ -31,9 +31,7 @@ class _Bar:
         self.bars, self.identifier = bars, identifier
 
     def advance(self, amount: float = 1, note: str = "") -> None:
-        self.bars.update(self.identifier, advance=amount, note=note) if note else self.bars.update(
-            self.identifier, advance=amount
-        )
+        self.bars.update(self.identifier, advance=amount, **({"note": note} if note else {}))
 
 
 class _PlainTask:
@@ -81,9 +79,8 @@ class Terminal:
         self.bars: Progress | None = None
         self._tasks, self._lock = 0, threading.Lock()
         self.last_line_at = time.monotonic()  # when the last line was printed
-        self.keeps_on = (
-            False  # a line that cannot be printed (a full disk, a reader that is gone) is dropped, and is no error
-        )
+        # A line that cannot be printed (a full disk, a reader that is gone) is dropped, and is no error.
+        self.keeps_on = False
 
     def line(self, text: str) -> None:
         """Print a line; control characters (an agent may have written the text) are shown as �."""
