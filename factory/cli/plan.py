@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 LARGE = 2e9  # parameters from which on the vocabulary is Llama 3's 128,256, not Llama 2's 32,000
-WIDTH = 150  # of the table where there is no terminal
 
 
 @app.command()
@@ -147,15 +146,13 @@ def _logit_rows() -> int | None:
 
 def _show(plan: RunPlan) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
+    from factory.core.console import for_tables
     from trainer.contract.plan.plan_report import lines, remarks
     from trainer.contract.plan.sizing import GB, needed
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+    console = for_tables()
 
     def table(title: str) -> Table:
         made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=True)

@@ -24,6 +24,13 @@ from agents.core.untrusted import visible
 from factory.core.progress import Task
 
 LONGEST_LINE = 20_000  # characters
+WIDTH = 150  # of tables, where there is no terminal
+
+
+def for_tables() -> Console:
+    """A terminal, or lines of ``WIDTH`` where there is none."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 class _Bar:
