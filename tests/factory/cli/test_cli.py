@@ -13,11 +13,13 @@ from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    done = factory("init", "--no-tune", "--workspace", str(tmp_path / "w"))
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace that no test of this file changes."""
+    made = tmp_path_factory.mktemp("home") / "w"
+    done = factory("init", "--no-tune", "--workspace", str(made))
     assert done.returncode == 0, done.stderr
-    return tmp_path / "w"
+    return made
 
 
 def test_init_prints_the_next_step_and_is_safe_to_repeat(home: Path) -> None:
