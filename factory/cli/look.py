@@ -31,7 +31,9 @@ def status(
     while True:
         found = facts(workspace)
         if watch and not as_json:
-            typer.clear()
+            from rich.console import Console
+
+            Console().clear()
         print_json(with_iso(found)) if as_json else print("\n".join(screen(found)))
         if not watch:
             return

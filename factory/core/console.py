@@ -38,7 +38,9 @@ class _Bar:
         self.bars, self.identifier = bars, identifier
 
     def advance(self, amount: float = 1, note: str = "") -> None:
-        self.bars.update(self.identifier, advance=amount, **({"note": note} if note else {}))
+        self.bars.update(self.identifier, advance=amount)
+        if note:
+            self.bars.update(self.identifier, note=note)
 
 
 class _PlainTask:

@@ -132,7 +132,7 @@ def every_anomaly(db: Reads) -> list[dict[str, Any]]:
     for row in AnomalyRow.select(db):
         diagnosis, end = diagnosed.get(row.id), closed.get(row.id)
         state = "closed" if end else "rewound" if row.segment in rewound else "diagnosed" if diagnosis else "open"
-        told = {"lead": None, "causes": [], "why": "", "guilty": []}
+        told: dict[str, Any] = {"lead": None, "causes": [], "why": "", "guilty": []}
         told |= {key: diagnosis[key] for key in told} if diagnosis else {}
         found.append(row.only("id segment step kind") | {"state": state, "how": end and end["how"]} | told)
     return found

@@ -120,13 +120,13 @@ def screen(facts: dict[str, Any]) -> list[str]:
         lines.append(f"          {len(taken)} removals took out {documents:,} documents{waits}")
     for segment in facts["segments"][-6:]:
         result = segment["result"] or {}
-        words = [segment["state"] + (f" {local(segment['finished_at'])}" if segment["finished_at"] else "")]
-        words += [f"loss {result['loss']:.3f}"] if isinstance(result.get("loss"), float) else []
-        words += _speed(result.get("speed"))
-        words += [describe_average(result["averaged"])] if "averaged" in result else []
+        said = [segment["state"] + (f" {local(segment['finished_at'])}" if segment["finished_at"] else "")]
+        said += [f"loss {result['loss']:.3f}"] if isinstance(result.get("loss"), float) else []
+        said += _speed(result.get("speed"))
+        said += [describe_average(result["averaged"])] if "averaged" in result else []
         lines.append(
             f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
-            f"generation {segment['generation']} in {segment['precision']}, {', '.join(words)}"
+            f"generation {segment['generation']} in {segment['precision']}, {', '.join(said)}"
         )
     trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
     waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
