@@ -64,8 +64,7 @@ def test_as_process_1_of_a_container_it_ends_at_sigterm(workspace: Workspace, le
     if subprocess.run([*words[:5], "true"], check=False, capture_output=True).returncode:
         pytest.skip("this machine allows no user namespaces")
     lock = workspace.root / "model-loop.lock"
-    said_to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(words, text=True, env=ENVIRONMENT, **said_to)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
     wait_for(lock, PATIENCE_S)
     (first,) = started_by(process.pid)
     assert Path(f"/proc/{first.pid}/status").read_text().split("NSpid:")[1].split("\n")[0].split()[-1] == "1"

@@ -272,8 +272,8 @@ def test_a_damaged_line_of_a_journal_is_said(copied: Copy) -> None:
         out.write(b"\n" + lines[1] + lines[2])
     assert damage_of(file) == ""
     file.write_bytes(lines[0] + lines[2])
-    lines = restore(workspace.root, made.name, SILENT)
-    assert any(f"{file} is damaged" in line for line in lines), lines
+    done = restore(workspace.root, made.name, SILENT)
+    assert any(f"{file} is damaged" in line for line in done), done
 
 
 def test_a_whole_ledger_without_a_backup_is_not_thrown_away(copied: Copy) -> None:
