@@ -8,9 +8,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError
@@ -19,22 +19,7 @@ from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.plant import Plant
 
-if TYPE_CHECKING:
-    from trainer.contract.recipe import Recipe
-
-KINDS = (
-    "tokenizer",
-    "token shards",
-    "raw shards",
-    "hashes",
-    "checkpoints",
-    "exports",
-    "segments",
-    "served",
-    "orphans",
-)  # of factory.repairs.examining
 SHOWN = 10  # faults of a kind
-SERVER_SECONDS = 5.0  # that a tracking server may take to answer
 
 
 def examine(workspace: Workspace | None, deep: bool = False, progress: Progress = SILENT) -> list[dict[str, Any]]:
@@ -42,30 +27,26 @@ def examine(workspace: Workspace | None, deep: bool = False, progress: Progress 
 
     ``deep``: all of the workspace's work is hashed, not a sample of it.
     """
+    measured = cache(lambda: _measured(workspace))  # for seconds
     checks: list[tuple[str, Callable[[], tuple[bool | None, str]]]] = [
         ("python", lambda: (sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")),
         ("machine", _machine),
         ("compiler", _compiler),
         ("torch", _torch),
-        ("precision", lambda: _precision(workspace)),
-        ("kernels", lambda: _kernels(workspace)),
+        ("precision", lambda: _precision(*measured())),
+        ("kernels", lambda: _kernels(workspace, *measured())),
         ("sandbox", _sandbox),
         ("llm endpoint", lambda: _endpoint(workspace)),
     ]
     if workspace:
-        opened = workspace
-        checks += [
-            ("workspace", lambda: _workspace(opened)),
-            ("ranks", lambda: _ranks(opened)),
-            ("training", lambda: _training(opened)),
-            ("repository", lambda: _repository(opened)),
-            ("policies", lambda: _policies(opened)),
-            ("ledger", lambda: _ledger(opened)),
-            ("backups", lambda: _backups(opened)),
-            ("releasable", lambda: _releasable(opened)),
-            *([("signing key", lambda: _key(opened))] if (opened.root / "keys").is_dir() else []),
-            *((kind, partial(_work, opened, kind, deep, progress)) for kind in (*KINDS, "mlflow")),
-        ]
+        from factory.repairs.examining import CHECKS
+
+        of_workspace = {
+            "workspace": _workspace, "ranks": _ranks, "training": _training, "repository": _repository, "policies": _policies,
+            "ledger": _ledger, "backups": _backups, "releasable": _releasable,
+        }  # fmt: skip
+        checks += [(name, partial(check, workspace)) for name, check in of_workspace.items()]
+        checks += [(kind, partial(_work, workspace, kind, deep, progress)) for kind in (*CHECKS, "mlflow")]
     rows = []
     for name, check in checks:
         try:
@@ -131,64 +112,60 @@ def _gpu(number: int) -> str:
     )
 
 
-def _precision(workspace: Workspace | None) -> tuple[bool | None, str]:
-    """What trains fastest here, measured now, and what the recipe would train in."""
+def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
+    """(the recipe, what trains fastest here, measured now)."""
     from factory.computing.computing import measured_precision
+    from factory.training.planning import load_recipe
+    from trainer.contract.recipe import Recipe
+
+    shipped = code_root() / "policies" / "recipes" / "demo.yaml"
+    recipe = load_recipe(workspace) if workspace else Recipe.load(shipped)
+    return recipe, measured_precision(recipe)
+
+
+def _precision(recipe: Any, found: dict[str, Any]) -> tuple[bool | None, str]:
+    """What trains fastest here, and what the recipe would train in."""
     from kernels.contract.machine import here
     from trainer.contract.plan.precision import WARN
 
-    recipe = _recipe(workspace)
-    found = measured_precision(recipe)
     seconds, rates = found["probe"]["seconds"], found["probe"]["rates"]
     lines = [f"{here()}; recipe {recipe.name} has precision {found['asked']}: it trains in {found['precision']}"]
+    each = " of one thread" if here().threads else ""
     for name, value in seconds.items():
         parts = ", ".join(f"{part} {rate / 1e9:.3g}" for part, rate in rates[name].items())
-        lines.append(f"{name}: {value * 1e3:.0f} ms a step for these parts; GFLOP/s{_each(here().threads)}: {parts}")
+        lines.append(f"{name}: {value * 1e3:.0f} ms a step for these parts; GFLOP/s{each}: {parts}")
     slow = seconds[found["precision"]] > WARN * min(seconds.values())
     return not slow, "\n".join([*lines, *([found["warning"]] if found["warning"] else [])])
 
 
-def _each(threads: int) -> str:
-    return " of one thread" if threads else ""
-
-
-def _recipe(workspace: Workspace | None) -> Recipe:
-    from factory.training.planning import load_recipe
-    from trainer.contract.recipe import Recipe
-
-    return load_recipe(workspace) if workspace else Recipe.load(code_root() / "policies" / "recipes" / "demo.yaml")
-
-
-def _kernels(workspace: Workspace | None) -> tuple[bool | None, str]:
+def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any]) -> tuple[bool | None, str]:
     """What computes each op of the recipe's step here: a line each, those first that are not as chosen."""
     from factory.computing.tuned_kernels import KERNELS, live_kernels
 
     if workspace is None:
-        return _computing(None, code_root() / KERNELS)
+        return _computing(None, code_root() / KERNELS, recipe, measured)
     with live_kernels(workspace) as (path, _):
-        ok, said = _computing(workspace, path)
+        ok, said = _computing(workspace, path, recipe, measured)
         return ok, said.replace(str(path), str(workspace.repository / KERNELS))
 
 
-def _computing(workspace: Workspace | None, path: Path) -> tuple[bool | None, str]:
-    from factory.computing.computing import decide, measured_precision
+def _computing(
+    workspace: Workspace | None, path: Path, recipe: Any, measured: dict[str, Any]
+) -> tuple[bool | None, str]:
+    from factory.computing.computing import decide
     from kernels.contract.bench import Setting
     from kernels.contract.precision import DTYPES
     from kernels.contract.registry import OPS, KernelError, computing, load_choice, load_fallback
 
     device = devices.kind()
+    notes: list[str] = []
     try:
-        load_choice(path, device)  # says what is wrong with it, by key
-        notes: list[str] = []
-        recipe = _recipe(workspace)
+        choice = load_choice(path, device)  # says what is wrong with it, by key
         if workspace:
-            recipe, decided, notes = decide(workspace, recipe, path.read_text("utf-8"))
+            _, decided, notes = decide(workspace, recipe, path.read_text("utf-8"), measured=measured)
             choice = decided["kernels"]
-        else:
-            recipe = recipe.model_copy(update={"precision": measured_precision(recipe)["precision"]})
-            choice = load_choice(path, device)
         fallback = load_fallback(path)
-        setting = Setting.of_mapping(recipe.model_dump())
+        setting = Setting.of_mapping(recipe.model_dump() | {"precision": measured["precision"]})
         found = computing(choice, device, DTYPES[setting.precision], setting.compile, fallback, setting.shape)
     except KernelError as error:
         return False, str(error)
@@ -219,10 +196,9 @@ def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
 
 
 def _workspace(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.retention.disk import Room
     from factory.retention.policy import RetentionPolicy
 
-    room = Room.of(workspace)
+    room = shutil.disk_usage(workspace.root)
     try:
         floor = RetentionPolicy.load(workspace.policy("retention.yaml")).floor(room.total)
     except ConfigError as error:
@@ -283,18 +259,6 @@ def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
     return True, ", ".join(f"{count(name)} {name}" for name in names)
 
 
-def _key(workspace: Workspace) -> tuple[bool | None, str]:
-    from factory.backups.keys import without_copy
-    from factory.ledger.ledger import Ledger
-
-    if not without_copy(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))):
-        return True, "a backup has it"
-    return (
-        None,
-        "no backup has it, and nothing can make it again: 'factory backup --keys FOLDER' copies it, on another disk say",
-    )
-
-
 def _backups(workspace: Workspace) -> tuple[bool | None, str]:
     from factory.backups.backups import DAY_SECONDS, LEDGER, PG_DUMP, about, database_damage
     from factory.ledger.engine import sqlite_file
@@ -317,33 +281,12 @@ def _backups(workspace: Workspace) -> tuple[bool | None, str]:
     return hours < 2 * DAY_SECONDS / 3600, f"{len(backups)}, the newest {backups[-1].name}, {hours:.1f} hours old"
 
 
-def _silent(uri: str) -> str:
-    """Why a tracking server does not answer, in words; '': it does, or there is none."""
-    from urllib.error import HTTPError, URLError
-    from urllib.request import urlopen
-
-    if not uri.startswith(("http://", "https://")):
-        return ""
-    try:
-        with urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_SECONDS):
-            return ""
-    except HTTPError:  # it may want a login
-        return ""
-    except (URLError, OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
-
-
 def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> tuple[bool | None, str]:
     """All of one kind that the ledger names, against what is there."""
     from factory.ledger.ledger import Ledger
     from factory.repairs.examining import CHECKS, database_faults
 
     if kind == "mlflow":
-        if why := _silent(workspace.mlflow_uri):
-            return (
-                False,
-                f"{workspace.mlflow_uri} does not answer ({why}): training goes on, and what is missed is sent once it does",
-            )
         faults = [fault for fault in database_faults(workspace) if fault.kind == kind]
         said = f"{workspace.mlflow_uri}"
     else:

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from factory.backups.keys import KEYS, copy_keys, note_copy
+from factory.backups.keys import KEYS, copy_keys
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.faults import BROKEN, READ_ONLY, fault_of
 from factory.core.removal import remove
@@ -54,7 +54,7 @@ def stamp() -> str:
 def make_backup(plant: Plant, folder: Path | None = None, keys: bool = False) -> tuple[Path, list[str]]:
     """Make a backup, in ``folder`` or below the workspace's ``backups/``; returns its folder and what a person should know, a line each.
 
-    ``keys``: with the key that signs bundles, which the ledger is told.
+    ``keys``: with the key that signs bundles.
 
     Killed at any moment, it is whole or absent, and so is the oldest, whose place it takes.
 
@@ -99,8 +99,6 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
     finally:
         with suppress(OSError):
             remove(aside)
-    if keys:
-        note_copy(plant, target)
     if own:
         newest = about(target)["seq"]
         with plant.ledger.begin() as tx:
@@ -155,9 +153,8 @@ def copy_database(source: Path, target: Path, table: str = "meta") -> None:
         ):
             old.backup(new)
             new.execute("PRAGMA journal_mode=DELETE")  # one file, no -wal
-    except (
-        sqlite3.OperationalError
-    ) as error:  # the disk is full, a lock is held for long: nothing is known of the database
+    # The disk is full, a lock is held for long: nothing is known of the database.
+    except sqlite3.OperationalError as error:
         raise FactoryError(f"{source} could not be copied to {target.parent}: {error}") from error
     except sqlite3.DatabaseError as error:
         raise NotWhole(f"{source} is damaged: {error}") from error

@@ -56,9 +56,8 @@ def main() -> None:
     end_if_stopped = stopping.handle_signals()
     for name, value in (SPINS | devices.COMPILER).items():
         os.environ.setdefault(name, value)
-    os.environ["PYTHONSAFEPATH"] = (
-        "1"  # no process that is started here looks for modules in the folder it happens to run in
-    )
+    # No process that is started here looks for modules in the folder it happens to run in.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         app()
     except BaseException as error:

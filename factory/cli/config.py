@@ -25,7 +25,6 @@ NAMES = (
     "gates/release", "kernels", "notifications", "recipe", "retention", "retries", "tasks",
 )  # fmt: skip
 PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
-WIDTH = 140  # where the output is no terminal
 
 commands = typer.Typer(help="What is in force: factory.yaml, the policies, the recipe.", no_args_is_help=True)
 app.add_typer(commands, name="config")
@@ -217,13 +216,12 @@ def _kernels(workspace: Workspace, path: Path) -> list[Value]:
 
 def _print(name: str, path: Path, values: list[Value]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+    from factory.core.console import for_tables
+
+    console = for_tables()
     table = Table(title=f"{name}: {path}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("key", no_wrap=True)
     table.add_column("value", max_width=40, overflow="fold")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -25,39 +24,27 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """What is in the factory right now, and what waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
-    from factory.watching.moments import with_iso
+    from factory.core.moments import with_iso
     from factory.watching.status import facts, screen
 
     workspace = Workspace.open(where)
-    if watch and not as_json:
-        _watch(lambda: "\n".join(screen(facts(workspace))))
     while True:
         found = facts(workspace)
+        if watch and not as_json:
+            from rich.console import Console
+
+            Console().clear()
         print_json(with_iso(found)) if as_json else print("\n".join(screen(found)))
         if not watch:
             return
         time.sleep(WATCH_SECONDS)
 
 
-def _watch(shown: Callable[[], str]) -> NoReturn:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(Text(shown()), console=Console(highlight=False), auto_refresh=False, screen=False) as live:
-        while True:
-            time.sleep(WATCH_SECONDS)
-            try:
-                live.update(Text(shown()), refresh=True)
-            except WorkspaceError as error:  # locked, or in the middle of an upgrade
-                live.update(Text(str(error)), refresh=True)
-
-
 @command(app)
 def duties(plant: Plant, say: Say) -> None:
     """What the daemon does, in its order: what is due now, what holds it, what rests after a failure, and when each was last done."""
+    from factory.core.moments import with_iso
     from factory.duties.listing import facts, lines
-    from factory.watching.moments import with_iso
 
     found = facts(plant)
     say(with_iso(found), lines(found))

@@ -67,25 +67,14 @@ def tune(
     plant: Plant,
     say: Say,
     seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this long.")] = 60.0,
-    show: Annotated[
-        str, typer.Option(help="Print what was found for a class of machine ('all': every class), and time nothing.")
-    ] = "",
 ) -> None:
     """Time every registered kernel that is right on this machine, at the recipe's shapes. What policies/kernels.yaml leaves to
     'auto' is the fastest of them from the next segment on; the segment before it certifies the change."""
-    from factory.computing.tuned_kernels import describe, every, read
+    from factory.computing.tuned_kernels import describe, read
     from factory.training.tuning import tune as measure
 
-    if show:
-        found = [tuning for _, tuning in every(plant.workspace, "" if show == "all" else show)]
-    else:
-        found = [read(measure(plant.workspace, plant.progress, seconds))]
-    say(found)
-    for tuning in found:
-        for line in describe(tuning):
-            say.line(line)
-    if not found:
-        say.line("nothing is tuned yet: run 'factory tune'")
+    found = read(measure(plant.workspace, plant.progress, seconds))
+    say([found], describe(found))
 
 
 @app.command()
@@ -162,19 +151,12 @@ def certify(
         state += f", accepted by {row['accepted']['by']}" if row["accepted"] else ""
         facts = row["evidence"]
         if row["gate"] == "preflight":
-            what = f"preflight of {facts['commit'][:12]}, {facts['seconds']:.0f} s; {facts['file']}"
-            say.line(f"segment {row['segment']}: {state}  ({what})")
-            for reason in row["reasons"]:
-                say.line(f"    {reason}")
-            continue
-        ran = (
-            f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
-            if facts["steps"]
-            else ""
-        )
-        say.line(
-            f"segment {row['segment']}: {state}  ({facts['old_commit'][:12]} → {facts['new_commit'][:12]}{ran}; {facts['file']})"
-        )
+            what = f"preflight of {facts['commit'][:12]}, {facts['seconds']:.0f} s"
+        else:
+            what = f"{facts['old_commit'][:12]} → {facts['new_commit'][:12]}"
+            if facts["steps"]:
+                what += f", {facts['steps']} steps from {facts['first_step']}, {len(facts['seeds'])} seeds"
+        say.line(f"segment {row['segment']}: {state}  ({what}; {facts['file']})")
         for reason in row["reasons"]:
             say.line(f"    {reason}")
 

@@ -99,10 +99,6 @@ def clean_up(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would go, and why the rest stays.")
     ] = False,
-    hard: Annotated[
-        bool,
-        typer.Option("--hard", help="Also what is young: all that nothing needs, as where the disk is almost full."),
-    ] = False,
 ) -> None:
     """Remove checkpoints, exports, worktrees and logs that policies/retention.yaml no longer keeps. The daemon does this after each segment."""
     from factory.core.workspace import MODEL_LOOP
@@ -110,25 +106,15 @@ def clean_up(
     from factory.show.catching_up import catch_up
 
     if dry_run:
-        choices = examine(plant, hard=hard)
+        choices = examine(plant)
         cleaned = Cleaned(choices, 0)
     else:
         with plant.workspace.lock(MODEL_LOOP):
-            cleaned = clean(plant, hard=hard)
+            cleaned = clean(plant)
         catch_up(plant)
     sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
-    say(
-        [
-            {
-                "path": str(one.what.path),
-                "kind": one.what.kind,
-                "goes": one.goes,
-                "why": one.why,
-                "bytes": sizes[one.what.path],
-            }
-            for one in cleaned.choices
-        ]
-    )
+    told = lambda one: {"path": str(one.what.path), "kind": one.what.kind, "goes": one.goes, "why": one.why}
+    say([told(one) | {"bytes": sizes[one.what.path]} for one in cleaned.choices])
     for choice in cleaned.gone():
         word = "would go" if dry_run else "removed"
         say.line(f"  {word}  {choice.what.path.relative_to(plant.workspace.root)}: {choice.why}")

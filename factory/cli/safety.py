@@ -85,10 +85,9 @@ def upgrade(
 ) -> None:
     """Bring a workspace of an older factory up to this one. Safe to repeat, and to kill at any moment.
 
-    Stop 'factory run' first. The ledger gets this factory's schema, and a workspace's own policies/agents.yaml its
-    format. An SQLite ledger and the file are copied to the workspace's backups/ folder before; to go back, copy them to their
-    old places and use the older factory. A ledger in PostgreSQL is not copied: make a backup with pg_dump and say so
-    with --i-have-a-backup.
+    Stop 'factory run' first. The ledger gets this factory's schema. An SQLite ledger is copied to the workspace's backups/ folder before;
+    to go back, copy it to its old place and use the older factory. A ledger in PostgreSQL is not copied: make a backup with pg_dump and
+    say so with --i-have-a-backup.
     """
     from factory.backups.upgrade import upgrade as upgrade_workspace
 

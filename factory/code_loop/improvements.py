@@ -101,7 +101,7 @@ def facts(db: Reads, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 def lines(found: Mapping[str, Any], running: bool) -> list[str]:
     """``facts`` for a person; ``running``: does the daemon run?"""
-    from factory.retrying.asking import local
+    from factory.core.moments import local
 
     begun, last, spent = found["begun"], found["last"], found["used"]
     doing = f"; now {in_words(begun)}, since {local(begun['at'])}" if begun and running else ""

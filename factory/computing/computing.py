@@ -33,16 +33,19 @@ if TYPE_CHECKING:
 Computing = dict[str, Any]
 
 
-def decide(workspace: Workspace, recipe: Recipe, kernels: str, before: str = "") -> tuple[Recipe, Computing, list[str]]:
+def decide(
+    workspace: Workspace, recipe: Recipe, kernels: str, before: str = "", measured: dict[str, Any] | None = None
+) -> tuple[Recipe, Computing, list[str]]:
     """(the recipe with its precision by name, what the segment's row keeps, lines for a person).
 
     ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the segment that this one goes on from.
+    ``measured``: the ``measured_precision``, where it is known.
     Raises: ConfigError, for a precision that the device does not have or a tuning that is none.
     """
     from kernels.contract.choice import automatic, resolve, section_of
     from kernels.contract.machine import here
 
-    chosen = measured_precision(recipe, before)
+    chosen = measured or measured_precision(recipe, before)
     notes = [chosen["warning"]] if chosen["warning"] else []
     resolved = recipe.model_copy(update={"precision": chosen["precision"]})
     machine, section = here(), section_of(kernels, devices.kind())

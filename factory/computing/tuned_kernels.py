@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from factory.core.errors import ConfigError, InputError, nearest
+from factory.core.errors import ConfigError
 from factory.core.faults import is_of_no_file
 from factory.core.workspace import Workspace
 
@@ -98,15 +98,6 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not a result of 'factory tune' ({error}): remove it, and run 'factory tune'"
         ) from None
-
-
-def every(workspace: Workspace, machine_class: str = "") -> list[tuple[Path, dict[str, Any]]]:
-    """The workspace's tunings, of one class of machine or of all. Raises: InputError for a class that has none; ConfigError."""
-    found = [(path, read(path)) for path in sorted((workspace.root / "tuning").glob("*.json"))]
-    classes = {tuning["machine"]["name"] for _, tuning in found}
-    if machine_class and machine_class not in classes:
-        raise InputError(f"nothing is tuned for a machine of class {machine_class!r}{nearest(machine_class, classes)}")
-    return [(path, tuning) for path, tuning in found if machine_class in ("", tuning["machine"]["name"])]
 
 
 def describe(tuning: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,13 @@ from agents.core.untrusted import visible
 from factory.core.progress import Task
 
 LONGEST_LINE = 20_000  # characters
+WIDTH = 150  # of tables, where there is no terminal
+
+
+def for_tables() -> Console:
+    """A terminal, or lines of ``WIDTH`` where there is none."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 class _Bar:
@@ -31,9 +38,9 @@ class _Bar:
         self.bars, self.identifier = bars, identifier
 
     def advance(self, amount: float = 1, note: str = "") -> None:
-        self.bars.update(self.identifier, advance=amount, note=note) if note else self.bars.update(
-            self.identifier, advance=amount
-        )
+        self.bars.update(self.identifier, advance=amount)
+        if note:
+            self.bars.update(self.identifier, note=note)
 
 
 class _PlainTask:
@@ -81,9 +88,8 @@ class Terminal:
         self.bars: Progress | None = None
         self._tasks, self._lock = 0, threading.Lock()
         self.last_line_at = time.monotonic()  # when the last line was printed
-        self.keeps_on = (
-            False  # a line that cannot be printed (a full disk, a reader that is gone) is dropped, and is no error
-        )
+        # A line that cannot be printed (a full disk, a reader that is gone) is dropped, and is no error.
+        self.keeps_on = False
 
     def line(self, text: str) -> None:
         """Print a line; control characters (an agent may have written the text) are shown as �."""

@@ -68,18 +68,16 @@ class Duty:
 
     name: str  # a verb and its object, in one word: a person asks for it so, and failures are told of it
     does: str  # a line for 'factory duties'
-    due: Callable[
-        [Look], Iterable[object]
-    ]  # what waits, most urgent first: a number, a path, None, or an Errand of another duty
+    # What waits, most urgent first: a number, a path, None, or an Errand of another duty.
+    due: Callable[[Look], Iterable[object]]
     do: Callable[..., object]  # do(plant, subject): safe to repeat, and recorded by its own transaction
     trains: bool = False  # it starts trainers: waits while training is paused
     fills_disk: bool = False  # waits while the disk is below its floor
     plans: bool = False  # it plans a segment: waits while one is open, or is stuck until a person decides
     when_idle: bool = False  # waits while a segment is open
     recurs: bool = False  # the same subject may be due again at once, as a file of the same name: it is no sign that nothing was done
-    each: Literal["", "pass", "look"] = (
-        ""  # done once in each pass, before all else; or before whatever follows it in the list
-    )
+    # Done once in each pass, before all else; or before whatever follows it in the list.
+    each: Literal["", "pass", "look"] = ""
     beside: float = 0.0  # done every so many seconds, in a thread of its own, whatever else is done or paused
     at_end: bool = False  # of one beside: also before 'factory run --once' ends
 

@@ -13,14 +13,13 @@ from itertools import islice
 from typing import Any
 
 from factory.core.faults import fault_of
+from factory.core.moments import local, span
 from factory.core.workspace import Workspace
 from factory.duties.duty import Duty, Errand, Look
 from factory.duties.table import DUTIES
 from factory.ledger.files import low_disk
 from factory.ledger.plant import Plant
-from factory.retrying.asking import local
 from factory.retrying.backoff import Resting
-from factory.watching.moments import span
 from factory.watching.waiting import failing
 from kernels.contract.files import write_atomically
 

@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 
 from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
 from factory.core.faults import LOCKED, Fault, fault_of, is_of_no_file
+from factory.core.moments import span
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
 from factory.retrying.asking import RewoundError
-from factory.retrying.backoff import Backoff, Resting, in_words, keep_traceback
+from factory.retrying.backoff import Backoff, Resting, keep_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import ASKED, TrainerDiedError
 from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
@@ -107,7 +108,7 @@ class Steady(Attempts):
             return False  # the next look at the world says so
         except TrainerDiedError as died:  # which is in the ledger already, and counted there
             rest, _ = self.backoff.failed(key, str(died), failures=died.tries)
-            self.say(f"{died}" + ("" if died.parked else f"; the next try begins in {in_words(rest.seconds)}"))
+            self.say(f"{died}" + ("" if died.parked else f"; the next try begins in {span(rest.seconds)}"))
             if died.parked:
                 self.backoff.succeeded(key)
             return False
@@ -119,7 +120,7 @@ class Steady(Attempts):
             self._failed.add(key)
             rest, news = self.backoff.failed(key, self._words(error, key))
             if news:
-                again = f"it is tried again in {in_words(rest.seconds)}, and the rest goes on"
+                again = f"it is tried again in {span(rest.seconds)}, and the rest goes on"
                 self._tell(ACTION_FAILED, key, f"{key} failed: {rest.says} ({again})", rest)
             return False
         self._works(key)
@@ -169,7 +170,7 @@ class Steady(Attempts):
     def _works(self, key: str) -> None:
         before = self.backoff.succeeded(key)
         if key in self._told:
-            took = f", {in_words(self.backoff.clock() - before.since)} after it first failed" if before else ""
+            took = f", {span(self.backoff.clock() - before.since)} after it first failed" if before else ""
             self._tell_no_longer(key, f"{key} works again{took}", before.says if before else "")
 
     def _tell(self, kind: str, key: str, words: str, rest: Resting, record_now: bool = True) -> None:

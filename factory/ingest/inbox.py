@@ -20,6 +20,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
 from factory.core.faults import cannot_be_read_now, is_of_the_machine
+from factory.core.moments import span
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.filing import (
@@ -43,7 +44,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import FATE, erased_shards
 from factory.ledger.writing import record_once
-from factory.retrying.backoff import in_words, keep_traceback
+from factory.retrying.backoff import keep_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import newest_asked
 
@@ -110,7 +111,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
         deaths = _deaths(plant, path, stamp) + 1
         policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
         if deaths < policy.tries:
-            again = f"it is tried again in {in_words(_wait(policy, deaths))}, with one worker (try {deaths + 1} of {policy.tries})"
+            again = f"it is tried again in {span(_wait(policy, deaths))}, with one worker (try {deaths + 1} of {policy.tries})"
         else:
             again = (
                 f"that was try {deaths}: free some memory and run 'factory retry', or split the file into smaller ones"

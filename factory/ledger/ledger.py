@@ -129,9 +129,8 @@ token_shards = sa.Table(
     C("tokens", N, nullable=False),
     C("domains", J, nullable=False),  # as in shards.domains
     C("created_at", F, nullable=False),
-    C(
-        "moved", J(none_as_null=True)
-    ),  # {domain: rows}: relabelled documents, as plans from then on have them (PlannedShard.moved)
+    # {domain: rows}: relabelled documents, as plans from then on have them (PlannedShard.moved).
+    C("moved", J(none_as_null=True)),
 )
 
 # -- model loop --------------------------------------------------------------------------------------------------------

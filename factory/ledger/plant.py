@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from factory.core.progress import SILENT, Progress
 
-if (
-    TYPE_CHECKING
-):  # commands name a plant before they know whether they need one, and SQLAlchemy takes half a second to import
+# Commands name a plant before they know whether they need one, and SQLAlchemy takes half a second to import.
+if TYPE_CHECKING:
     from factory.core.workspace import Workspace
     from factory.ledger.ledger import Ledger
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
+from factory.core.moments import local
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import DEV_ALONE, every_anomaly
 from factory.ledger.reader import Reader
@@ -44,9 +44,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
             row.only("id segment export_path export_sha256")
             | {
                 "summary": evaluation and evaluation.summary,
-                "verdict": {k: own[-1][k] for k in ("id", "outcome", "reasons", "against", "created_at")}
-                if own
-                else None,
+                "verdict": own[-1] if own else None,
                 "release": next((r["number"] for r in releases if r["candidate"] == row.id), None),
             }
         )
@@ -121,18 +119,14 @@ def screen(facts: dict[str, Any]) -> list[str]:
         documents = sum(removal["documents"] for removal in taken)
         lines.append(f"          {len(taken)} removals took out {documents:,} documents{waits}")
     for segment in facts["segments"][-6:]:
-        loss = (segment["result"] or {}).get("loss")
+        result = segment["result"] or {}
+        said = [segment["state"] + (f" {local(segment['finished_at'])}" if segment["finished_at"] else "")]
+        said += [f"loss {result['loss']:.3f}"] if isinstance(result.get("loss"), float) else []
+        said += _speed(result.get("speed"))
+        said += [describe_average(result["averaged"])] if "averaged" in result else []
         lines.append(
             f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
-            f"generation {segment['generation']} in {segment['precision']}, {segment['state']}"
-            + (f" {_at(segment['finished_at'])}" if segment["finished_at"] else "")
-            + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
-            + _speed((segment["result"] or {}).get("speed"))
-            + (
-                f", {describe_average(segment['result']['averaged'])}"
-                if "averaged" in (segment["result"] or {})
-                else ""
-            )
+            f"generation {segment['generation']} in {segment['precision']}, {', '.join(said)}"
         )
     trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
     waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
@@ -149,11 +143,11 @@ def screen(facts: dict[str, Any]) -> list[str]:
         bpb = ((candidate["summary"] or {}).get("bpb")) or {}
         words = ", ".join(f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float))
         verdict = candidate["verdict"]
-        outcome = f"{verdict['outcome']} {_at(verdict['created_at'])}" if verdict else "not judged yet"
+        outcome = f"{verdict['outcome']} {local(verdict['created_at'])}" if verdict else "not judged yet"
         released = f" → release {candidate['release']}" if candidate["release"] else ""
         lines.append(f"candidate {candidate['id']}  {outcome}{released}  bits per byte: {words}")
     best = facts["champion"]
-    since = f" of {_at(best['created_at'])}" if best else ""
+    since = f" of {local(best['created_at'])}" if best else ""
     lines.append(f"champion  release {best['number']}{since} ({best['export_path']})" if best else "champion  none yet")
     for proposal in facts["proposals"][-6:]:
         lines.append(
@@ -162,14 +156,13 @@ def screen(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _speed(speed: object) -> str:
-    """', 18,400 tokens/s, MFU 41.2 %, first step 35.0 s' of what a trainer left, as far as it says so; '' of an older one."""
+def _speed(speed: object) -> list[str]:
+    """'18,400 tokens/s', 'MFU 41.2 %', 'first step 35.0 s' of what a trainer left, as far as it says so."""
     said = speed if isinstance(speed, dict) else {}
     number = {key: value for key, value in said.items() if isinstance(value, float) and 0 <= value < 1e18}
     words = [f"{number['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in number else []
     words += [f"MFU {100 * number['mfu']:.1f} %"] if "mfu" in number else []
-    words += [f"first step {number['first_step_s']:.1f} s"] if "first_step_s" in number else []
-    return "".join(f", {word}" for word in words)
+    return words + ([f"first step {number['first_step_s']:.1f} s"] if "first_step_s" in number else [])
 
 
 def _anomaly_lines(facts: dict[str, Any]) -> list[str]:
@@ -214,8 +207,3 @@ def describe_average(averaged: dict[str, Any]) -> str:
         return f"average of {len(parts)} checkpoints (steps {', '.join(str(part['step']) for part in parts)}; uniform)"
     listed = ", ".join(f"{part['step']} × {part['weight']:.2f}" for part in parts)
     return f"average of {len(parts)} checkpoints (steps {listed}; by loss on the dev half of what is held out)"
-
-
-def _at(moment: float) -> str:
-    """Seconds since 1970 in this machine's time zone."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

@@ -102,9 +102,8 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
 def _restore_config(root: Path, name: str) -> list[str]:
     """``factory.yaml`` and the folders, where they are gone; a policy that is there is left alone."""
     backups = [root / BACKUPS / name, Path(name).expanduser().resolve()] if name else backups_of(root)[::-1]
-    fresh = not work_in(root) and not (
-        root.is_dir() and any(root.iterdir())
-    )  # a new disk: all comes from the backup that is named
+    # A new disk: all comes from the backup that is named.
+    fresh = not work_in(root) and not (root.is_dir() and any(root.iterdir()))
     if (root / "factory.yaml").exists() or not (work_in(root) or (fresh and any(map(journal.about, backups)))):
         for folder in FOLDERS if work_in(root) else ():
             (root / folder).mkdir(exist_ok=True)
@@ -179,9 +178,8 @@ def _replay(plant: Plant, base: Path, said: list[str]) -> int:
     """How many batches. A batch that was in the backup already changes nothing."""
     own = folders_of(plant.workspace.root)
     journals = [path / NAME for path in own if order_of(path) >= order_of(base)]
-    if (
-        base.parent != plant.workspace.root / BACKUPS
-    ):  # from elsewhere: begin with the journal that ran when it was made
+    # From elsewhere: begin with the journal that ran when it was made.
+    if base.parent != plant.workspace.root / BACKUPS:
         earlier = [path for path in own if journal.about(path).get("seq", math.inf) <= about(base)["seq"]]
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
     batches = 0

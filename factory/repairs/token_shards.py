@@ -127,9 +127,8 @@ def raw_shard(plant: Plant, sha256: str) -> tuple[Path | None, str]:
 def rebuild_token_shard(plant: Plant, number: str) -> str:
     """Make a token shard again from its raw shard; returns why it cannot be, or nothing. What is damaged is set aside."""
     row = plant.ledger.read("SELECT shard, path FROM token_shards WHERE id = :id", id=number)[0]
-    erased = erased_shards(plant.ledger).get(
-        row["shard"]
-    )  # then another file is there, and other tokens are made of it
+    # Then another file is there, and other tokens are made of it.
+    erased = erased_shards(plant.ledger).get(row["shard"])
     expected = erased["token_shards"].get(number, {}).get("content", number) if erased else number
     raw, why = _whole_raw(plant, row["shard"])
     if raw is None:
@@ -147,9 +146,8 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
                 vocab_size=max(policy.tokenizer.vocab_size, tokenizer.vocab_size),
                 tokenizer_sha256=tokenizer.sha256,
             )
-        except (
-            ShardProblem
-        ) as problem:  # a file of one document that was erased is empty, and its token shard not made again
+        # A file of one document that was erased is empty, and its token shard not made again.
+        except ShardProblem as problem:
             return f"{raw} cannot be read: {problem}"
         found.append(made.id)
         if made.id == expected:
@@ -352,9 +350,8 @@ def _with_erased(
             runs = about["masks"].get(one["key"], [0, one["tokens"]])  # without loss, with loss, without …
             mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
             own = [one["domain"], one["source"] or "", one["license"] or ""]
-            domain, source, licence = about.get("labels", {}).get(
-                one["key"], own
-            )  # a person may have given it others since
+            # A person may have given it others since.
+            domain, source, licence = about.get("labels", {}).get(one["key"], own)
             yield TokenizedDocument(one["key"], one["id"], domain, source, licence, tokens, mask)
 
     for document in others:

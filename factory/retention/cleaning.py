@@ -62,12 +62,9 @@ def clean(plant: Plant, *, hard: bool = False) -> Cleaned:
     """
     for left in _half_removed(plant.workspace):
         remove(left)
-    for name in (
-        "diagnosis-*",
-        "audit-*",
-    ):  # of one that is over: whoever works in such a folder holds the model loop's lock too
-        for left in plant.workspace.worktrees.glob(name):
-            remove_worktree(plant.workspace.repository, left)
+    # Of one that is over: whoever works in such a folder holds the model loop's lock too.
+    for left in (path for name in ("diagnosis-*", "audit-*") for path in plant.workspace.worktrees.glob(name)):
+        remove_worktree(plant.workspace.repository, left)
     with ExitStack() as held:
         busy = {name for name in set(LOCKS.values()) if not _locked(held, plant.workspace, name)}
         choices = [
@@ -122,11 +119,8 @@ def _remove_runs(plant: Plant, choices: list[Choice]) -> int:
     size = sum(choice.what.bytes() for choice in choices)
     with plant.ledger.begin() as tx:
         for choice in choices:
-            subject, name = (
-                Subject("segment", choice.what.number),
-                choice.what.path.relative_to(plant.workspace.root).as_posix(),
-            )
-            tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == subject))
+            name = choice.what.path.relative_to(plant.workspace.root).as_posix()
+            tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == Subject("segment", choice.what.number)))
             said = {"path": name, "kind": "run", "bytes": size, "why": choice.why, "segment": choice.what.number}
             record(tx, RETIRED, f"run:{name}", said)
     for choice in choices:
@@ -159,15 +153,8 @@ def describe(cleaned: Cleaned) -> str:
     if not gone:
         return "nothing to remove"
     kinds = {choice.what.kind for choice in gone}
-    words = [f"{sum(choice.what.kind == kind for choice in gone)} {_plural(kind)}" for kind in sorted(kinds)]
+    words = [f"{sum(choice.what.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)]
     return f"{cleaned.bytes / 1e6:,.1f} MB freed: {', '.join(words)} removed"
-
-
-def _plural(kind: str) -> str:
-    named = {"runs": "runs beside segments", "compiled": "folders of compiled code", "diagnosis": "diagnoses' replays"}
-    return named.get(
-        kind, {"audit": "audits' windows", "model": "models in MLflow", "run": "runs in MLflow"}.get(kind, f"{kind}s")
-    )
 
 
 def tidy(plant: Plant) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from shutil import disk_usage
 
 from factory.core.left_files import read_tail
 from factory.core.workspace import Workspace
@@ -17,19 +17,6 @@ KEPT_BYTES = 1 << 16
 FLOOR_BYTES = 1_000_000_000  # where the policy names none
 
 
-@dataclass(frozen=True)
-class Room:
-    """Bytes."""
-
-    free: int
-    total: int
-
-    @classmethod
-    def of(cls, workspace: Workspace) -> Room:
-        status = os.statvfs(workspace.root)
-        return cls(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
-
-
 def note(workspace: Workspace, now: float | None = None) -> None:
     """Append a sample, unless the last one is recent; a line is small, and the file is cut to its newest half when it is long."""
     now = time.time() if now is None else now
@@ -37,7 +24,7 @@ def note(workspace: Workspace, now: float | None = None) -> None:
     last = samples(workspace)[-1:]
     if last and 0 <= now - last[0][0] < EVERY_SECONDS:
         return
-    line = json.dumps({"at": now, "free": Room.of(workspace).free}).encode() + b"\n"
+    line = json.dumps({"at": now, "free": disk_usage(workspace.root).free}).encode() + b"\n"
     if path.exists() and path.stat().st_size > 2 * KEPT_BYTES:
         aside = path.with_name(f".{SAMPLES}")
         aside.write_bytes(read_tail(path, KEPT_BYTES).partition(b"\n")[2])

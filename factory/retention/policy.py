@@ -47,12 +47,5 @@ class RetentionPolicy(StrictPolicy):
 
     def at_least(self) -> Self:
         """The same where room is short: only what is needed is kept, and runs of MLflow, whose store does not shrink."""
-        least = {
-            "trunk_segments": 1,
-            "ladders": 0,
-            "candidate_days": 0.0,
-            "rewound_days": 0.0,
-            "worktrees": 0,
-            "log_days": 0.0,
-        }
-        return self.model_copy(update=least)
+        nothing = dict.fromkeys(("ladders", "candidate_days", "rewound_days", "worktrees", "log_days"), 0)
+        return self.model_copy(update={"trunk_segments": 1} | nothing)

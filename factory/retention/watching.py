@@ -4,6 +4,7 @@ enough, training waits."""
 from __future__ import annotations
 
 from contextlib import suppress
+from shutil import disk_usage
 
 from factory.core.faults import is_full
 from factory.core.workspace import Workspace
@@ -11,7 +12,7 @@ from factory.ledger.files import DISK_LOW, DISK_WELL, low_disk
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
 from factory.retention.cleaning import clean, describe
-from factory.retention.disk import Room, note
+from factory.retention.disk import note
 from factory.retention.policy import RetentionPolicy
 
 
@@ -20,7 +21,7 @@ def filled(workspace: Workspace, error: BaseException) -> bool:
     if not is_full(error):
         return False
     try:
-        room = Room.of(workspace)
+        room = disk_usage(workspace.root)
     except OSError:
         return False
     return room.free < room.total / 2
@@ -38,12 +39,12 @@ def training_waits(plant: Plant) -> bool:
     with suppress(OSError):  # a note for people
         note(plant.workspace)
     policy = RetentionPolicy.load(plant.workspace.policy("retention.yaml"))
-    room = Room.of(plant.workspace)
+    room = disk_usage(plant.workspace.root)
     floor = policy.floor(room.total)
     was_low = low_disk(plant.ledger) is not None
     if room.free < floor:
         make_room(plant)
-        room = Room.of(plant.workspace)
+        room = disk_usage(plant.workspace.root)
     is_low = room.free < floor
     if is_low != was_low:
         with plant.ledger.begin() as tx:

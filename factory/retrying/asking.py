@@ -8,12 +8,12 @@ is given up then, and the next pass does what follows from the ledger of now.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import InputError, WaitingError
+from factory.core.moments import local
 from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED, REWOUND
 from factory.ledger.removals import REMOVED, RETURNED
 from factory.ledger.rows import Reads, SegmentRow
@@ -43,11 +43,6 @@ class Pause:
     def __str__(self) -> str:
         why = f" ({self.why})" if self.why else ""
         return f"{self.what} is paused by {self.by} since {local(self.at)}{why}; 'factory resume' goes on"
-
-
-def local(at: float) -> str:
-    """A moment (seconds since 1970) in this machine's time zone, for a person."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def pause_of(db: Reads) -> Pause | None:

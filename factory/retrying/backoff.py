@@ -67,14 +67,6 @@ class Backoff:
         self._rests = {key: replace(rest, until=self.clock()) for key, rest in self._rests.items()}
 
 
-def in_words(seconds: float) -> str:
-    """
-    >>> in_words(7), in_words(400)
-    ('7 s', '6.67 min')
-    """
-    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
-
-
 def keep_traceback(log: Path, what: str, error: BaseException) -> None:
     """Append it to a log, which is renamed when it is long. Raises: OSError."""
     if log.exists() and log.stat().st_size > LOG_BYTES:

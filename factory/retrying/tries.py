@@ -104,9 +104,6 @@ STUMBLED, FAILED, RETRIED, ABANDONED, ASKED = (
 )  # fmt: skip
 
 
-TRAINERS_WORDS = "trainer: "  # how a trainer that says itself why it ended begins to say it
-
-
 class TrainerDiedError(SegmentError):
     """A trainer ended before its segment did. ``tries``: how often since the segment's newest checkpoint; ``parked``: too often."""
 
@@ -185,44 +182,27 @@ def why_parked(db: Reads, row: SegmentRow) -> str:
     """What is parked, where and why."""
     step = newest_step(row)
     where = f"at step {step}" if step is not None else "before its first checkpoint"
-    said = _ended(db, row).get("said", "").removeprefix(": ")
-    name = f"segment {row.id} ({row.kind}, steps {row.first_step}–{row.last_step})"
-    return f"{name} is parked {where}" + (f": it {said}" if said else "")
-
-
-def ways_on(db: Reads, row: SegmentRow) -> tuple[str, ...]:
-    """The commands that can help, the likelier first. A segment's recipe and data plan are frozen in it: what the trainer itself refuses in
-    them it refuses again, whatever is changed, and only a segment planned anew takes a change up."""
-    ended = _ended(db, row)
-    refused = ended.get("how") == REFUSED and TRAINERS_WORDS in ended.get("said", "")
-    commands = (f"factory retry {row.id}", f"factory abandon {row.id}")
-    return commands[::-1] if refused else commands
-
-
-def _ended(db: Reads, row: SegmentRow) -> dict[str, str]:
-    """``how`` and ``said`` of its trainer's newest end."""
     newest = db.read(
         f"SELECT detail FROM events WHERE subject = :subject AND kind = '{FAILED}' ORDER BY id DESC LIMIT 1",
         subject=str(Subject("segment", row.id)),
     )
-    detail = (newest[0]["detail"] or {}) if newest else {}
-    return {key: str(detail.get(key) or "") for key in ("how", "said")}
+    said = str(newest[0]["detail"].get("said") or "") if newest else ""
+    name = f"segment {row.id} ({row.kind}, steps {row.first_step}–{row.last_step})"
+    return f"{name} is parked {where}" + (f": it {said}" if said else "")
+
+
+def ways_on(row: SegmentRow) -> str:
+    """The commands that can help."""
+    return f"factory retry {row.id}, or factory abandon {row.id}"
 
 
 def describe_parked(db: Reads, row: SegmentRow) -> str:
     """``why_parked``, and the two commands to choose from."""
     step = newest_step(row)
     goes_on = f"goes on from step {step}" if step is not None else "begins it again"
-    outside = f"'factory retry {row.id}' {goes_on}"
-    why = why_parked(db, row)
-    if ways_on(db, row)[0].startswith("factory abandon"):
-        return (
-            f"{why}. Training waits. Recipe and data plan of a segment are frozen in it, so a change of them helps only one that is planned anew: "
-            f"change what is refused, then 'factory abandon {row.id}'. Where a file or the machine was the cause, {outside}"
-        )
     return (
-        f"{why}. Training waits: correct the cause, then {outside}; 'factory abandon {row.id}' gives its steps up and trains on from before "
-        "them, with the recipe and the data that there are then"
+        f"{why_parked(db, row)}. Training waits: correct the cause, then 'factory retry {row.id}' {goes_on}, with the recipe and the data that "
+        f"are frozen in it; 'factory abandon {row.id}' gives its steps up and trains on from before them, with those that there are then"
     )
 
 
@@ -251,9 +231,8 @@ def retry(ledger: Ledger, segment: int | None, by: str) -> str:
     row = SegmentRow.get(ledger, segment)
     with ledger.begin() as tx:
         changed = {"state": "planned", "attempts": 0, "finished_at": None}
-        mine = (segments.c.id == segment) & segments.c.state.in_(
-            ("failed", "planned")
-        )  # the daemon may end it meanwhile
+        # The daemon may end it meanwhile.
+        mine = (segments.c.id == segment) & segments.c.state.in_(("failed", "planned"))
         if not tx.execute(segments.update().where(mine).values(**changed)).rowcount:
             raise InputError(
                 f"segment {segment} is {row.state}: only a parked segment, or one that waits, is tried again"

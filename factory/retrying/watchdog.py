@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from factory.core.moments import span
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
-from factory.retrying.backoff import in_words
 from factory.retrying.policy import RetryPolicy
 from trainer.contract import stopping
 
@@ -127,7 +127,7 @@ class Watchdog:
     def _hung(self) -> str:
         usual = f"{self.step:.3g} s is usual" if self.step else "none was timed yet"
         what = f"no first {self.unit}" if self.steps is None else f"no {self.unit}"
-        return f"{what} for {in_words(self.quiet)} ({usual}, the limit is {in_words(self.limit)})"
+        return f"{what} for {span(self.quiet)} ({usual}, the limit is {span(self.limit)})"
 
     def _waited_for_a_core(self) -> float:
         """Seconds that the thread which waited longest waited for one, since the last call."""
@@ -173,7 +173,7 @@ def killed_when_quiet(process: int, seconds: float) -> Iterator[list[str]]:
             now = activity(process)
             quiet, before = quiet + pause if now == before else 0.0, now
             if quiet >= seconds and not over.is_set():
-                said.append(f"killed: it used no processor and wrote nothing for {in_words(quiet)} (hung_seconds)")
+                said.append(f"killed: it used no processor and wrote nothing for {span(quiet)} (hung_seconds)")
                 stopping.kill([process])
                 return
 

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from factory.core.left_files import read_tail
+from factory.core.moments import iso, local, span
 from factory.core.progress import Progress, Task
 from factory.core.workspace import Workspace
-from factory.retrying.asking import local
-from factory.watching.moments import iso, span
 from factory.watching.running import DOING
 
 NAME = "daemon.log"

@@ -85,9 +85,7 @@ def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
     facts |= {"step": newest["step"] + 1, "loss": _number(newest, "loss"), "quiet_seconds": now - newest["time"]}
     seconds = [b["time"] - a["time"] for a, b in zip(lines, lines[1:]) if b["step"] == a["step"] + 1]
     for key in ("tokens_per_s", "mfu"):
-        # an older trainer's lines have an ``mfu`` of another meaning, and no FLOP/s
-        told = [line for line in lines[-RATE_STEPS:] if key != "mfu" or "flops_per_s" in line]
-        if rates := [rate for line in told if (rate := _number(line, key))]:
+        if rates := [rate for line in lines[-RATE_STEPS:] if (rate := _number(line, key))]:
             facts[key] = sorted(rates)[len(rates) // 2]
     if seconds:
         facts["step_seconds"] = sorted(seconds[-RATE_STEPS:])[len(seconds[-RATE_STEPS:]) // 2]

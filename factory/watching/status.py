@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from shutil import disk_usage
 from typing import Any
 
 from factory.code_loop import improvements
-from factory.core.errors import ConfigError, WorkspaceError
+from factory.core.errors import ConfigError
+from factory.core.moments import local, span
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
 from factory.ledger.anomalies import every_anomaly
@@ -14,9 +16,7 @@ from factory.ledger.files import low_disk
 from factory.ledger.reader import Reader
 from factory.ledger.rows import Reads
 from factory.releasable.recorded import newest
-from factory.retention.disk import FLOOR_BYTES, Room, hours_left, samples
-from factory.retrying.asking import local
-from factory.watching.moments import span
+from factory.retention.disk import FLOOR_BYTES, hours_left, samples
 from factory.watching.running import daemon, segment_now
 from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
 
@@ -64,7 +64,7 @@ def data_ahead(db: Reads) -> dict[str, Any] | None:
 
 def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
     """Bytes; ``hours_left`` until the floor, at the rate of the last hours; None: it does not shrink, or too little was measured."""
-    room = Room.of(workspace)
+    room = disk_usage(workspace.root)
     policy = load_yaml(workspace.policy("retention.yaml"))
     keys = policy if isinstance(policy, dict) else {}
     try:
@@ -80,11 +80,7 @@ def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
 def spend(db: Reads, now: float) -> dict[str, Any]:
     """Of agents' language models: money (USD), tokens and requests, today (UTC) and in all."""
     sql = "SELECT COUNT(*) AS requests, COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0.0) AS usd FROM exchanges WHERE at >= :since"
-    try:
-        return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}
-    except WorkspaceError:  # a ledger that is older than the table
-        nothing = {"requests": 0, "tokens": 0, "usd": 0.0}
-        return {"today": nothing, "in_all": nothing}
+    return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}
 
 
 def screen(found: dict[str, Any]) -> list[str]:

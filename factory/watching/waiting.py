@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from factory.core.moments import local
 from factory.core.workspace import Workspace
 from factory.ingest.rules.task_folder import not_read
 from factory.ledger.anomalies import ASKED, CLOSED, newest_about
 from factory.ledger.decisions import undecided
 from factory.ledger.files import held, low_disk
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.retrying.asking import Pause, asked, local, pause_of
+from factory.retrying.asking import Pause, asked, pause_of
 from factory.retrying.tries import describe_parked, parked, ways_on, why_parked
 from factory.watching.notified import FILE, read_positions
 
@@ -22,21 +23,18 @@ ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works
 
 def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
     """``what`` waits, and ``command`` (or what to do), the most urgent first."""
-    return [
-        {"what": what, "command": command}
-        for part in (
-            _training(workspace, db),
-            _verdicts(db),
-            _anomalies(db),
-            _inbox(workspace, db),
-            _tasks(workspace),
-            _notifying(workspace),
-        )
-        for what, command in part
+    found = [
+        *_training(db),
+        *_verdicts(db),
+        *_anomalies(db),
+        *_inbox(workspace, db),
+        *_tasks(workspace),
+        *_notifying(workspace),
     ]
+    return [{"what": what, "command": command} for what, command in found]
 
 
-def _training(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
+def _training(db: Reads) -> list[tuple[str, str]]:
     found = []
     if pause := pause_of(db):
         found.append((f"{pause.what}, paused by {pause.by}", "factory resume"))
@@ -44,7 +42,7 @@ def _training(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
         free = f"{disk['free'] / 1e9:.2f} of {disk['floor'] / 1e9:.2f} GB"
         found.append((f"training: the disk is below its floor ({free})", "free some space; factory clean --dry-run"))
     if row := parked(db):
-        found.append((why_parked(db, row), ", or ".join(ways_on(db, row))))
+        found.append((why_parked(db, row), ways_on(row)))
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
         found.append((f"segment {newest.id}, whose code is not certified", f"factory certify --accept {newest.id}"))
@@ -81,27 +79,18 @@ def _inbox(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
 
 
 def _tasks(workspace: Workspace) -> list[tuple[str, str]]:
-    return [
-        (
-            f"{path.name} in policies/tasks, which is not read nor kept out of training data",
-            "unpack it to .jsonl, or take it away",
-        )
-        for path in not_read(workspace.root / "policies" / "tasks")
-    ]
+    what = "in policies/tasks, which is not read nor kept out of training data"
+    found = not_read(workspace.root / "policies" / "tasks")
+    return [(f"{path.name} {what}", "unpack it to .jsonl, or take it away") for path in found]
 
 
 def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
     positions = read_positions(workspace)
     if positions is None:
         return [(f"{FILE}, which cannot be read, so nobody is notified", f"remove {workspace.root / FILE}")]
-    return [
-        (
-            f"notifying by {name}, which fails: {one['failing']}",
-            "mend it, or policies/notifications.yaml; nothing is lost",
-        )
-        for name, one in sorted(positions.items())
-        if one.get("failing")
-    ]
+    failing = {name: one["failing"] for name, one in sorted(positions.items()) if one.get("failing")}
+    mend = "mend it, or policies/notifications.yaml; nothing is lost"
+    return [(f"notifying by {name}, which fails: {why}", mend) for name, why in failing.items()]
 
 
 def open_verdicts(db: Reads) -> list[str]:
@@ -153,10 +142,5 @@ def failing(db: Reads) -> list[dict[str, Any]]:
             found.pop(what, None)
         elif what is not None:  # an older factory's says only the error
             since = found[what]["since"] if what in found else row["at"]
-            found[what] = {
-                "what": what,
-                "error": row["detail"]["error"],
-                "failures": row["detail"]["failures"],
-                "since": since,
-            }
+            found[what] = {key: row["detail"][key] for key in ("what", "error", "failures")} | {"since": since}
     return list(found.values())

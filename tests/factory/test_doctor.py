@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +11,7 @@ import torch
 
 from factory import doctor
 from factory.core.workspace import Config, Workspace
+from factory.training.planning import load_recipe
 from kernels import native as native_library
 from kernels.attention import cpp as attention_native
 from kernels.contract import registry
@@ -37,11 +35,8 @@ def _kernels(workspace: Workspace, kernels: str, precision: str = "bf16") -> tup
     (workspace.repository / "policies" / "kernels.yaml").write_text(kernels)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {precision}"))
-    row = next(row for row in doctor.examine(workspace) if row["check"] == "kernels")
-    lines = [
-        line for line in row["detail"].splitlines() if " is used as the recipe says" not in line
-    ]  # where bf16 is slow
-    return row["ok"], lines
+    ok, said = doctor._kernels(workspace, load_recipe(workspace), {"precision": precision, "warning": ""})
+    return ok, said.splitlines()
 
 
 def test_every_op_has_a_line_and_stand_ins_come_first(workspace: Workspace) -> None:
@@ -85,15 +80,15 @@ def test_an_unknown_kernel_is_named(workspace: Workspace) -> None:
 def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = next(row for row in doctor.examine(workspace) if row["check"] == "precision")
-    assert "GFLOP/s" in row["detail"] and "has precision auto" in row["detail"] and row["ok"]
+    ok, said = doctor._precision(*doctor._measured(workspace))
+    assert ok and "GFLOP/s" in said and "has precision auto" in said
     rates = {name: {"products": 1e9, "attention": 1e9, "loss head": 1e9} for name in ("fp32", "bf16")}
     slow = precision.Probe("cpu", {"fp32": 0.1, "bf16": 4.0}, rates)
     monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: slow)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", "precision: bf16"))
-    row = next(row for row in doctor.examine(workspace) if row["check"] == "precision")
-    assert row["ok"] is False and row["detail"].endswith(
+    ok, said = doctor._precision(*doctor._measured(workspace))
+    assert ok is False and said.endswith(
         "precision: bf16 is used as the recipe says, but fp32 is 40.0x as fast on this machine; 'precision: auto' would choose it"
     )
 
@@ -115,28 +110,11 @@ def test_the_kernels_are_those_of_the_live_commit_which_is_what_trains(workspace
 
 
 def test_too_little_room_is_told_by_the_floor_of_retention(workspace: Workspace) -> None:
-    room = lambda: next(row for row in doctor.examine(workspace) if row["check"] == "workspace")
-    assert room()["ok"] and room()["detail"].endswith(" GB free")
+    ok, said = doctor._workspace(workspace)
+    assert ok and said.endswith(" GB free")
     (workspace.root / "policies" / "retention.yaml").write_text("floor_share: 1.0\n")
-    assert room()["ok"] is False and "below which training waits" in room()["detail"]
-
-
-def test_a_tracking_server_that_does_not_answer_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert "refused" in doctor._silent(f"http://127.0.0.1:{port}")
-    assert not doctor._silent("sqlite:///mlflow.db")
-
-    class Unauthorized(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(401)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Unauthorized) as server:
-        threading.Thread(target=server.handle_request).start()
-        assert not doctor._silent(f"http://127.0.0.1:{server.server_port}/")
+    ok, said = doctor._workspace(workspace)
+    assert ok is False and "below which training waits" in said
 
 
 def test_each_gpu_is_told_with_its_sheet_and_what_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:

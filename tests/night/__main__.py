@@ -132,9 +132,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--faults", default="", help="only these, with commas between")
     parser.add_argument("--keep", action="store_true", help="leave the workspace there")
     asked = parser.parse_args(arguments)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell starts what runs in its background with interrupts ignored
+    # A shell starts what runs in its background with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     root = Path(tempfile.mkdtemp(prefix="factory-night-"))
     began = time.monotonic()
     with disk(root / "disk") as mounted:

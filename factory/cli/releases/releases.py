@@ -23,7 +23,7 @@ SHOWN_COMMITS = 20
 @command(commands, "list")
 def list_releases(plant: Plant, say: Say) -> None:
     """Every release, and every candidate that is none: what became of it, the verdict, the gain over the champion of then."""
-    from factory.retrying.asking import local
+    from factory.core.moments import local
     from factory.show.pages.release_facts import listed
 
     found = listed(plant.ledger)

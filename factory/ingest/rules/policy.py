@@ -51,7 +51,7 @@ class DomainRules(StrictPolicy):
     def _renamed(cls, raw: object) -> object:
         if isinstance(raw, dict) and "hold_out_by" in raw:
             raise ValueError(
-                "'hold_out_by' is 'group' now, and 'content' is 'document': 'factory upgrade' rewrites the file"
+                "'hold_out_by' is 'group' now: write 'group: source' for 'source', and 'group: document' for 'content'"
             )
         return raw
 

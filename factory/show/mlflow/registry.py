@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from factory.core.moments import iso
 from factory.core.workspace import PATIENCE, Workspace
 from factory.evals.statistics import interval_of
 from factory.ledger.decisions import override_on
@@ -26,7 +27,6 @@ from factory.show.mlflow.store import mlflow_errors, open_client
 from factory.show.mlflow.version_page import MODE, PICTURES, Place, Places, page
 from factory.show.pages.release_pictures import TITLES, files
 from factory.show.pages.release_report import write_report
-from factory.watching.moments import iso
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

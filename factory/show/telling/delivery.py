@@ -10,9 +10,10 @@ import json
 from typing import Any
 
 from factory.core.errors import ConfigError
+from factory.core.moments import span
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-from factory.retrying.backoff import Backoff, in_words
+from factory.retrying.backoff import Backoff
 from factory.show.telling.messages import message_of
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
 from factory.watching.notified import FILE, read_positions
@@ -69,7 +70,7 @@ class Notifier:
                     positions[name] |= {"failing": str(error), "failures": rest.failures}
                     self._write(positions)
                     if news:
-                        again = f"it gets event {event['id']} again in {in_words(rest.seconds)}, and nothing is lost"
+                        again = f"it gets event {event['id']} again in {span(rest.seconds)}, and nothing is lost"
                         self.progress.line(f"  notifying by {name} failed: {error} ({again})")
                     return
                 positions[name] = {"event": event["id"], "at": event["at"]}

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from factory.core.errors import InputError
+from factory.core.moments import iso
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
 from factory.ledger.anomalies import ASKED, DEV_ALONE, DIAGNOSED, REWOUND, AnomalyRow
@@ -16,7 +17,6 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import how_to_answer, waits
 from factory.retrying.tries import FAILED, STUMBLED, ways_on, why_parked
-from factory.watching.moments import iso
 from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 
 LONGEST = 4000  # characters of a text
@@ -77,9 +77,7 @@ def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> tupl
     if kind in (FAILED, STUMBLED):
         row = SegmentRow.get(plant.ledger, Subject.parse(subject).number)
         parked = kind == FAILED and row.state == "failed"
-        text = (
-            f"{why_parked(plant.ledger, row)}. {', or '.join(map(repr, ways_on(plant.ledger, row)))}" if parked else ""
-        )
+        text = f"{why_parked(plant.ledger, row)}. {ways_on(row)}" if parked else ""
         title = f"{name} is parked" if parked else f"{name}: its trainer {detail.get('said') or 'died'}"
         return ("failure",), title, text or f"try {detail.get('tries')}; it is tried again"
     what = str(detail.get("what", "the daemon"))

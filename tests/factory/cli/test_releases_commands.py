@@ -66,19 +66,17 @@ def read(workspace: Workspace, *words: str) -> Any:
     return json.loads(run(workspace, *words, "--json"))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--data", "--traces"], "--out, --data, --traces, --key and --licence are of a bundle: --bundle N says of which release"),
-        (["--licence", "MIT"], "are of a bundle"),
+def test_a_forgotten_bundle_releases_nothing(workspace: Workspace, scene: Ledger) -> None:
+    """Candidate 2 waits for a person's word, which ``factory release`` is."""
+    bundles = "--out, --data, --traces, --key and --licence are of a bundle: --bundle N says of which release"
+    for words, said in (
+        (["--data", "--traces"], bundles),
+        (["--licence", "MIT"], bundles),
         (["2", "--rollback", "1"], "one at a time: CANDIDATE and --rollback were given; nothing was released"),
         (["--rollback", "1", "--bundle", "1"], "one at a time: --rollback and --bundle were given"),
-    ],
-)  # fmt: skip
-def test_a_forgotten_bundle_releases_nothing(workspace: Workspace, scene: Ledger, words: list[str], said: str) -> None:
-    """Candidate 2 waits for a person's word, which ``factory release`` is."""
-    done = CliRunner().invoke(app, ["release", *words, "-w", str(workspace.root)])
-    assert isinstance(done.exception, InputError) and said in str(done.exception)
+    ):
+        done = CliRunner().invoke(app, ["release", *words, "-w", str(workspace.root)])
+        assert isinstance(done.exception, InputError) and said in str(done.exception)
     best = champion(scene)
     assert best is not None and best.number == 1 and len(listed(scene)) == 3
 
@@ -176,9 +174,8 @@ def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monke
     assert [row["champion"] for row in read(workspace, "list")] == [True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_mistakes_get_one_clear_line(workspace: Workspace, scene: Ledger) -> None:
+    for words, said in (
         (["show", "9"], "no release 9; there are: 1"),
         (["show", "c9"], "no candidate 9; there are: 1, 2, 3"),
         (["show", "x;y"], "is neither a release ('2') nor a candidate ('c3')"),
@@ -186,9 +183,7 @@ def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monke
         (["approve", "3"], "'hold', not 'promote'"),
         (["reject", "3"], "'hold', not 'promote'"),
         (["rollback", "4"], "no release 4"),
-    ],
-)
-def test_mistakes_get_one_clear_line(workspace: Workspace, scene: Ledger, words: list[str], said: str) -> None:
-    with pytest.raises(InputError) as refused:
-        run(workspace, *words)
-    assert said in str(refused.value)
+    ):
+        with pytest.raises(InputError) as refused:
+            run(workspace, *words)
+        assert said in str(refused.value)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import importlib
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -35,8 +34,6 @@ from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
 from tests.support.failing.nights import impatient
 from tests.support.git import git
-from tests.support.patience import PATIENCE_S
-from tests.support.stopping import wait_for
 
 
 def test_a_full_disk() -> None:
@@ -85,18 +82,6 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
     assert not database_damage(file)
 
 
-def test_a_ledger_that_is_damaged_is_called_so(workspace: Workspace, ledger: Ledger) -> None:
-    ledger.engine.dispose()
-    file = workspace.root / "ledger.db"
-    for ending in ("-wal", "-shm"):
-        file.with_name(file.name + ending).unlink(missing_ok=True)
-    file.write_bytes(b"no database" * 1000)
-    assert database_damage(file)
-    for one in (lambda: Ledger.open(workspace.ledger_url, workspace.root), lambda: Reader(workspace)):
-        with pytest.raises(WorkspaceError, match="'factory restore'"):
-            one()
-
-
 def test_a_transaction_that_was_cut_off_is_no_damage(workspace: Workspace, ledger: Ledger) -> None:
     """As a power cut leaves a database with a rollback journal."""
     ledger.engine.dispose()
@@ -138,11 +123,21 @@ def test_what_an_error_came_from_counts(how: str, known: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [KeyError("x"), WorkspaceError("no workspace"), FileNotFoundError(errno.ENOENT, "no such file"), RuntimeError("x")],
+    ("error", "fault"),
+    [
+        (MemoryError(), faults.MEMORY),
+        (RuntimeError("can't start new thread"), faults.MEMORY),
+        (KeyError("x"), None),
+        (WorkspaceError("no workspace"), None),
+        (FileNotFoundError(errno.ENOENT, "no such file"), None),
+        (SegmentError("result.json names (sqlite3.) database is locked"), None),
+        (RuntimeError("database or disk is full"), None),
+        (ValueError("x: Too many open files"), None),
+    ],
 )
-def test_what_is_no_fault_of_the_machine(error: Exception) -> None:
-    assert fault_of(error) is None
+def test_what_is_a_fault_of_the_machine(error: Exception, fault: Fault | None) -> None:
+    """An error may quote a trainer's result, a folder's name or a log: words that untrusted code left are none."""
+    assert fault_of(error) == fault
 
 
 @pytest.mark.parametrize(
@@ -153,15 +148,6 @@ def test_what_a_folder_left_behind_can_cause_is_told_from_the_machine(number: in
     error = OSError(number, os.strerror(number), "checkpoints")
     assert is_of_the_machine(error) and is_of_no_file(error) == of_no_file
     assert not is_of_no_file(FileNotFoundError(errno.ENOENT, "no such file"))
-
-
-@pytest.mark.parametrize(
-    "words", ["(sqlite3.) database is locked", "database or disk is full", "x: Too many open files", "disk I/O error"]
-)
-def test_words_that_untrusted_code_left_are_no_fault(words: str) -> None:
-    """An error may quote a trainer's result, a folder's name or a log."""
-    for error in (SegmentError(f"result.json names {words}"), RuntimeError(words), ValueError(words)):
-        assert fault_of(error) is None
 
 
 def test_a_lease_on_a_file_is_no_lack_of_memory(tmp_path: Path) -> None:
@@ -189,9 +175,8 @@ def test_a_lease_on_a_file_is_no_lack_of_memory(tmp_path: Path) -> None:
             read_bytes(folder, ["left"], 100)
         os.close(folder)
         assert fault_of(refused.value) is None
-        no_process = BlockingIOError(
-            errno.EAGAIN, "Resource temporarily unavailable", "/usr/bin/env"
-        )  # as subprocess says it
+        # As subprocess says it.
+        no_process = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable", "/usr/bin/env")
         assert fault_of(no_process) == faults.MEMORY
     finally:
         holder.kill()
@@ -207,13 +192,6 @@ def test_what_git_prints_of_a_full_disk_is_a_fault(tmp_path: Path) -> None:
     with pytest.raises(RepositoryError) as other:
         factory_git(tmp_path, "cat-file", "blob", "none")
     assert fault_of(other.value) is None
-
-
-@pytest.mark.parametrize(
-    ("error", "known"), [(MemoryError(), faults.MEMORY), (RuntimeError("can't start new thread"), faults.MEMORY)]
-)
-def test_memory(error: Exception, known: Fault) -> None:
-    assert fault_of(error) == known
 
 
 LIMITED = """
@@ -263,7 +241,7 @@ def locked(workspace: Workspace, how: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("how", "command"), [("normal", "pause"), ("exclusive", "pause"), ("exclusive", "status")])
+@pytest.mark.parametrize(("how", "command"), [("normal", "pause"), ("exclusive", "status")])
 def test_a_command_whose_ledger_is_locked(workspace: Workspace, ledger: Ledger, how: str, command: str) -> None:
     ledger.engine.dispose()
     with locked(workspace, how):
@@ -273,20 +251,6 @@ def test_a_command_whose_ledger_is_locked(workspace: Workspace, ledger: Ledger, 
         75,
         "factory: the ledger is locked by another process; nothing recorded was lost: end that process and run the same command again\n",
     )
-
-
-def test_a_daemon_whose_ledger_is_locked_when_it_starts_waits(workspace: Workspace, ledger: Ledger) -> None:
-    ledger.engine.dispose()
-    words = [sys.executable, "-u", "-c", LOCKED, "run", "--workspace", str(workspace.root)]
-    with locked(workspace, "exclusive"):
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout
-        assert "locked by another process: end that process. The factory waits" in process.stdout.readline()
-        assert process.poll() is None and not (workspace.root / "model-loop.lock").exists()
-    wait_for(workspace.root / "model-loop.lock", PATIENCE_S)
-    process.send_signal(signal.SIGTERM)
-    said, errors = process.communicate(timeout=PATIENCE_S)
-    assert "The factory waits" not in said and "Traceback" not in errors and process.returncode == 128 + signal.SIGTERM
 
 
 def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,39 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from factory.audit.policy import AuditPolicy
+from factory.cli.config import _schemas
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, code_root
 from factory.evals.policy import EvalPolicy
-from factory.gates.patch.policy import PatchPolicy
-from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.release.policy import ReleasePolicy
-from factory.git.scope import AgentsPolicy
-from factory.ingest.rules.policy import DataPolicy
-from factory.retention.policy import RetentionPolicy
-from factory.retrying.policy import RetryPolicy
-from factory.show.telling.receivers import NotificationPolicy
-from factory.tasks.policy import TasksPolicy
-from factory.training.certificate import CertificatePolicy
 from kernels.contract.op import KernelError
 from kernels.contract.registry import load_choice
 
 POLICIES: dict[str, Callable[[Path], object]] = {
-    "data.yaml": DataPolicy.load,
     "kernels.yaml": load_choice,
-    "anomalies.yaml": AnomalyPolicy.load,
-    "evals.yaml": EvalPolicy.load,
-    "agents.yaml": AgentsPolicy.load,
-    "gates/audit.yaml": AuditPolicy.load,
-    "gates/certificate.yaml": CertificatePolicy.load,
-    "gates/patch.yaml": PatchPolicy.load,
-    "gates/recipe.yaml": RecipePolicy.load,
-    "gates/release.yaml": ReleasePolicy.load,
-    "retries.yaml": RetryPolicy.load,
-    "retention.yaml": RetentionPolicy.load,
-    "notifications.yaml": NotificationPolicy.load,
-    "tasks.yaml": TasksPolicy.load,
+    **{f"{name}.yaml": load for name, load in _schemas().items() if name != "recipe"},
 }
 
 

@@ -36,19 +36,22 @@ def workspace(target: Path) -> Workspace:
     return made
 
 
+PLACES = ("", "kernels", "trainer", "kernels/swiglu")
 STARTS = [
-    (words, inside) for words in ("status", "proposals list") for inside in ("", "kernels", "trainer", "kernels/swiglu")
+    *(("status", inside) for inside in PLACES),
+    ("proposals list", "kernels"),
+    ("config show agents", ""),
+    ("doctor", ""),
 ]
 
 
-@pytest.mark.parametrize(("words", "inside"), [*STARTS, ("config show agents", ""), ("doctor", "")])
+@pytest.mark.parametrize(("words", "inside"), STARTS)
 def test_a_command_started_in_a_checkout_loads_nothing_of_it(
     target: Path, workspace: Workspace, tmp_path: Path, words: str, inside: str
 ) -> None:
     command = [sys.executable, "-m", "factory", *words.split(), "--workspace", str(workspace.root)]
-    ours, *others = noted(
-        command, target / inside, tmp_path / "noted", succeeds=words != "doctor"
-    )  # nothing was tuned yet
+    # Nothing was tuned yet.
+    ours, *others = noted(command, target / inside, tmp_path / "noted", succeeds=words != "doctor")
     assert ours.below(ROOT / "factory") and ours.below(ROOT / "kernels" / "contract")  # it was heard
     for process in (ours, *others):
         assert not process.below(target, workspace.root), process

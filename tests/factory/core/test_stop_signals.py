@@ -36,9 +36,13 @@ runpy.run_module("factory", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+MODULES = ("factory.cli", "typer", "factory.core.stopping", "factory.cli.app", "factory.cli.safety")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @pytest.mark.parametrize(
-    "module", ["factory.cli", "typer", "factory.core.stopping", "factory.cli.app", "factory.cli.safety"]
+    ("module", "number"),
+    [*((one, signal.SIGTERM) for one in MODULES), ("typer", signal.SIGINT), ("typer", signal.SIGHUP)],
 )
 def test_in_the_first_moment_there_is_one_line_and_no_traceback(module: str, number: signal.Signals) -> None:
     words = [sys.executable, "-c", AT_AN_IMPORT, module, str(int(number))]
@@ -55,28 +59,12 @@ def test_nothing_heavy_is_imported_before_a_signal_is_heard() -> None:
 
 def test_as_process_1_of_a_container_it_ends_at_sigterm(workspace: Workspace, ledger: Ledger) -> None:
     """Where the kernel drops every signal that has no handler."""
-    words = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        sys.executable,
-        "-m",
-        "factory",
-        "run",
-    ]
+    apart = "unshare --user --map-root-user --pid --fork --kill-child"
+    words = [*apart.split(), sys.executable, "-m", "factory", "run", "--workspace", str(workspace.root)]
     if subprocess.run([*words[:5], "true"], check=False, capture_output=True).returncode:
         pytest.skip("this machine allows no user namespaces")
     lock = workspace.root / "model-loop.lock"
-    process = subprocess.Popen(
-        [*words, "--workspace", str(workspace.root)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-    )
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
     wait_for(lock, PATIENCE_S)
     (first,) = started_by(process.pid)
     assert Path(f"/proc/{first.pid}/status").read_text().split("NSpid:")[1].split("\n")[0].split()[-1] == "1"
@@ -124,7 +112,7 @@ except stopping.StopRequested:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("how", ["weakref", "del"])
 def test_a_signal_in_a_callback_that_drops_exceptions_is_not_lost(how: str, number: signal.Signals) -> None:
     words = [sys.executable, "-c", IN_A_CALLBACK, how, str(int(number))]

@@ -21,13 +21,6 @@ def test_create_then_open_gives_the_same(tmp_path: Path) -> None:
     )
 
 
-def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w")
-    (workspace.root / "factory.yaml").write_text("recpie: demo\n")
-    with pytest.raises(ConfigError, match=r"factory\.yaml: unknown key 'recpie'; did you mean 'recipe'\?"):
-        Workspace.open(workspace.root)
-
-
 @pytest.mark.parametrize(
     "text", ["recipe: [1]\n", "- a\n", "recipe: {\n", "recipe: !!python/object/apply:os.system ['true']\n"]
 )
@@ -35,13 +28,6 @@ def test_bad_config_is_a_config_error(tmp_path: Path, text: str) -> None:
     workspace = Workspace.create(tmp_path / "w")
     (workspace.root / "factory.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"factory\.yaml"):
-        Workspace.open(workspace.root)
-
-
-def test_another_version_is_refused(tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w")
-    (workspace.root / "factory.yaml").write_text("version: 2\n")
-    with pytest.raises(WorkspaceError, match="version 2.*reads version 1"):
         Workspace.open(workspace.root)
 
 

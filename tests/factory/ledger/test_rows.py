@@ -47,10 +47,6 @@ def ledger(workspace: Workspace) -> Ledger:
     return made
 
 
-def test_a_subject_is_stored_as_text_and_read_back() -> None:
-    assert str(Subject("candidate", 7)) == "candidate:7" and Subject.parse("candidate:7") == Subject("candidate", 7)
-
-
 def test_rows_are_the_same_through_either_reader(workspace: Workspace, ledger: Ledger) -> None:
     reader = Reader(workspace)
     for kind in (SegmentRow, CandidateRow, VerdictRow, ReleaseRow, ProposalRow):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import signal
 import sqlite3
 import subprocess
@@ -13,14 +12,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import yaml
 from alembic.script import ScriptDirectory
 
 from factory.backups.upgrade import MIGRATIONS, upgrade
-from factory.core.errors import ConfigError, WorkspaceError
+from factory.core.errors import WorkspaceError
 from factory.core.workspace import Config, Workspace
-from factory.git.scope import AgentsPolicy
-from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger
 from factory.ledger.reader import Reader
@@ -104,8 +100,7 @@ def test_old_clusters_and_halves_are_recorded_as_they_were(old: Workspace) -> No
                 )
             ledger.execute("INSERT INTO held_out VALUES (?, 'docs', ?, '{}')", [key, source or key])
         ledger.commit()
-    _, told = upgrade(old)
-    assert told.startswith("docs: the shipped data.yaml holds out single documents now")
+    upgrade(old)
     with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
         groups = dict(ledger.execute("SELECT key, group_key FROM documents").fetchall())
         held = ledger.execute("SELECT key, group_key, sealed FROM held_out ORDER BY key").fetchall()
@@ -182,12 +177,6 @@ def test_a_newer_ledger_is_refused(old: Workspace) -> None:
     assert backups(old) == []
 
 
-def test_an_upgrade_is_refused_while_the_daemon_runs(old: Workspace) -> None:
-    with old.lock("model-loop"):
-        done = factory("upgrade", "-w", str(old.root))
-    assert done.returncode == 3 and f"process {os.getpid()} holds" in done.stderr
-
-
 def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
     postgres: Callable[[], str], tmp_path: Path
 ) -> None:
@@ -209,108 +198,3 @@ def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
         upgrade(workspace)
     assert len(upgrade(workspace, has_backup=True)) == 1 and upgrade(workspace) == []
     assert SegmentRow.select(Ledger.open(workspace.ledger_url)) == []
-
-
-LISTED = """max_files: 8
-# People's own.
-out_of_scope:
-  # what judges
-  - kernels/__init__.py
-  - trainer/checkpoint.py
-
-  - "kernels/mine/**"
-  - {more}
-
-# After it.
-max_file_bytes: 100000
-"""
-
-
-def own_policy(workspace: Workspace, more: str) -> Path:
-    shipped = yaml.safe_load((ROOT / "policies" / "agents.yaml").read_text())
-    rest = yaml.safe_dump({key: shipped[key] for key in ("scope", "llm")})
-    path = workspace.root / "policies" / "agents.yaml"
-    path.write_text(LISTED.format(more=more) + rest)
-    return path
-
-
-def test_a_policy_that_lists_files_is_rewritten_after_a_backup(tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "workspace")
-    Ledger.create(workspace.ledger_url)
-    path = own_policy(workspace, "trainer/region.py")
-    before = path.read_text()
-    with pytest.raises(ConfigError, match="out_of_scope"):
-        AgentsPolicy.load(path)
-    assert len(upgrade(workspace)) == 1 and upgrade(workspace) == []
-    policy = AgentsPolicy.load(path)
-    assert policy.out_of_scope == ["kernels/contract/**", "trainer/contract/**", "kernels/mine/**"]
-    assert (policy.max_files, policy.max_file_bytes) == (8, 100000)
-    assert "# People's own.\n" in path.read_text() and "# After it.\n" in path.read_text()
-    (backup,) = backups(workspace)
-    assert backup.read_text() == before
-
-
-@pytest.mark.parametrize("name", ["trainer/run.py", "policies/*", "kernels/gone.py", "trainer/model/*.py"])
-def test_a_policy_whose_files_would_become_open_is_refused(tmp_path: Path, name: str) -> None:
-    workspace = Workspace.create(tmp_path / "workspace")
-    Ledger.create(workspace.ledger_url)
-    path = own_policy(workspace, name)
-    before = path.read_text()
-    with pytest.raises(ConfigError, match=f"lists {re.escape(name)}, but this factory protects folders"):
-        upgrade(workspace)
-    assert path.read_text() == before and backups(workspace) == []
-
-
-@pytest.mark.parametrize("name", ["trainer/model", "trainer/model/"])
-def test_a_listed_folder_stays_protected(tmp_path: Path, name: str) -> None:
-    workspace = Workspace.create(tmp_path / "workspace")
-    Ledger.create(workspace.ledger_url)
-    path = own_policy(workspace, name)
-    upgrade(workspace)
-    assert AgentsPolicy.load(path).protected("trainer/model/transformer.py")
-
-
-def test_a_policy_that_cannot_be_edited_is_refused_before_the_ledger_changes(old: Workspace) -> None:
-    path = own_policy(old, "trainer/region.py")
-    path.write_text(path.read_text().replace("out_of_scope:\n", '"out_of_scope":\n'))
-    with pytest.raises(ConfigError, match="cannot edit out_of_scope as it is written there"):
-        upgrade(old)
-    assert Ledger(old.ledger_url).version() == "1" and backups(old) == []
-
-
-OWN_DATA = """# ours
-domains:
-  default: {min_chars: 8, hold_out_by: "content"}   # short texts
-  books:
-    # a book is one thing
-    hold_out_by: source   # whole books
-    hold_out_at_most: 50
-  notes: {min_chars: 3}
-held_out: {share: 0.1}
-"""
-
-
-def test_a_data_policy_that_says_hold_out_by_says_group(tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "workspace")
-    Ledger.create(workspace.ledger_url)
-    path = workspace.root / "policies" / "data.yaml"
-    path.write_text(OWN_DATA)
-    with pytest.raises(ConfigError, match="'hold_out_by' is 'group' now.*'factory upgrade' rewrites the file"):
-        DataPolicy.load(path)
-    (said,) = upgrade(workspace)
-    assert "hold_out_by is 'group' now, of default, books" in said and upgrade(workspace) == []
-    assert path.read_text() == OWN_DATA.replace('hold_out_by: "content"', "group: document").replace(
-        "hold_out_by: source", "group: source"
-    )
-    policy = DataPolicy.load(path)
-    assert [policy.rules(name).group for name in ("books", "notes", "else")] == ["source", "document", "document"]
-    (backup,) = backups(workspace)
-    assert backup.read_text() == OWN_DATA
-
-
-def test_a_data_policy_that_cannot_be_edited_is_refused_before_anything_is_changed(old: Workspace) -> None:
-    path = old.root / "policies" / "data.yaml"
-    path.write_text('domains: {books: {"hold_out_by": source}}\n')
-    with pytest.raises(ConfigError, match="cannot edit hold_out_by as it is written there: write 'group: source'"):
-        upgrade(old)
-    assert Ledger(old.ledger_url).version() == "1" and backups(old) == []

@@ -11,6 +11,7 @@ import os
 import random
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +28,11 @@ from factory.gates.training_start import find_start
 from factory.git.repository import checkout, live_commit
 from factory.ledger.anomalies import open_anomalies
 from factory.ledger.files import RETIRED, retired
-from factory.ledger.ledger import Ledger, candidates, events, verdicts
+from factory.ledger.ledger import Ledger, events
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
-from factory.retention import cleaning
+from factory.retention import cleaning, watching
 from factory.retention.cleaning import REMOVED, clean, examine
-from factory.retention.disk import Room
 from factory.retention.watching import filled
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import spec_of
@@ -172,34 +172,6 @@ def test_the_policy_keeps_what_it_says(tmp_path: Path, code: Path) -> None:
     assert left == {1: 0, 2: 0, 3: 0, 4: 0, 5: 4} and not list((workspace.root / "ladder").iterdir())
 
 
-def test_what_is_gone_on_from_stays_though_newer_segments_are_there(tmp_path: Path, code: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w", Config(repository=str(code)))
-    ledger = Ledger.create(workspace.ledger_url)
-    history = History(workspace, ledger, 2)
-    first = history.segment("trunk", None, "done", 0)
-    history.segment("anneal", first, "planned", first.last_step)
-    far = history.segment("trunk", first, "done", 100)
-    annealed = history.segment("anneal", far, "done", far.last_step)
-    with ledger.begin() as tx:
-        tx.execute(
-            candidates.insert().values(
-                id=1, segment=annealed.id, checkpoint="c", export_path="e", export_sha256="e", created_at=0.0
-            )
-        )
-        tx.execute(
-            verdicts.insert().values(
-                gate="release", subject="candidate:1", policy_sha256="p", subject_sha256="e", outcome="reject", reasons=[], evidence={},
-                created_at=0.0,
-            )
-        )  # fmt: skip
-    history.segment("trunk", None, "done", 0)  # begun anew by a person
-    clean(Plant(workspace, ledger), hard=True)
-    left = {
-        row.id: [p.name for p in (Path(row.folder) / "checkpoints").glob("step-*")] for row in SegmentRow.select(ledger)
-    }
-    assert left[1] == [step_name(20)] and left[3] == [step_name(120)] and left[4] == [step_name(140)] and left[5]
-
-
 def test_what_a_disk_did_not_let_a_diagnosis_remove_goes_later(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
     left = checkout(workspace.repository, live_commit(workspace.repository), workspace.worktrees / "diagnosis-1")
@@ -301,7 +273,7 @@ def test_only_a_full_disk_of_its_own_is_filled(
     """And nothing that fails ends the daemon, its workspace's mount among it."""
     full = OSError(errno.ENOSPC, "No space left on device")
     for free, here in ((1, True), (60, False)):
-        monkeypatch.setattr(Room, "of", lambda _, free=free: Room(free, 100))
+        monkeypatch.setattr(watching, "disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=100))
         assert filled(workspace, full) == here and not filled(workspace, FileNotFoundError("it is away"))
     monkeypatch.undo()
     workspace.root.rename(tmp_path / "away")

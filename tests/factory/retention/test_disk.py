@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 
@@ -12,9 +11,8 @@ from factory.core.workspace import Config, Workspace
 from factory.ledger.files import low_disk
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, Room, hours_left, note, samples
-from factory.retention.watching import filled, training_waits
-from tests.support.failing.nights import fill, small_disk
+from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, hours_left, note, samples
+from factory.retention.watching import training_waits
 from tests.support.said import Said
 
 
@@ -44,15 +42,6 @@ def test_below_the_floor_training_waits_and_says_so_once(plant: tuple[Workspace,
     assert low_disk(ledger) is None and len(said.lines) == 2
 
 
-def test_a_full_disk_is_the_workspaces_or_another(tmp_path: Path, code_repository: Path) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with small_disk(tmp_path / "disk", "16m") as disk:
-        workspace = Workspace.create(disk / "w", Config(repository=str(code_repository)))
-        assert not filled(workspace, full)
-        fill(disk)
-        assert filled(workspace, full) and not filled(workspace, OSError(errno.EIO, "Input/output error"))
-
-
 def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) -> None:
     workspace, _ = plant
     for number in range(4):
@@ -67,4 +56,3 @@ def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) ->
     lost = [(0.0, 10_000_000_000), (7200.0, 6_000_000_000)]  # 2 GB an hour
     assert hours_left(lost, free=6_000_000_000, floor=1_000_000_000, now=7200.0) == 2.5
     assert hours_left(lost, free=6_000_000_000, floor=7_000_000_000, now=7200.0) == 0.0
-    assert Room.of(workspace).total >= Room.of(workspace).free > 0

@@ -36,7 +36,6 @@ def test_after_cleaning_every_action_is_still_possible(tmp_path: Path, code_repo
         assert os.listdir(
             ledger.read("SELECT export_path FROM candidates WHERE id = :id", id=candidate)[0]["export_path"]
         )
-    examined = [
-        kind for kind in examine_work(Plant(workspace, ledger), True) if kind.kind != "raw shards"
-    ]  # the plant keeps none
+    # The plant keeps none.
+    examined = [kind for kind in examine_work(Plant(workspace, ledger), True) if kind.kind != "raw shards"]
     assert [fault for kind in examined for fault in kind.faults] == []

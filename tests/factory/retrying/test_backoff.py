@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
-import pytest
-
 from factory.retrying.backoff import Backoff
 
 
@@ -43,14 +39,3 @@ def test_a_person_ends_all_waits() -> None:
     assert not backoff.resting()
     assert backoff.failed("export 2", "no") == (backoff._rests["export 2"], False), "it is known, and no news"
     assert backoff._rests["export 2"].failures == 3
-
-
-@pytest.mark.parametrize("jump", [-86400.0, 400 * 86400.0])
-def test_a_jump_of_the_date_moves_no_wait(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    backoff = Backoff(1000, 1000)
-    backoff.failed("export 2", "no")
-    at = time.time()
-    monkeypatch.setattr(time, "time", lambda: at + jump)
-    assert backoff.rests("export 2")
-    left = backoff._rests["export 2"].until - backoff.clock()
-    assert 0 < left <= 1000

@@ -126,18 +126,6 @@ def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Op
     assert steps_of(ledger, segment) == list(range(first, first + STEPS))
 
 
-@pytest.mark.slow("a trainer that says three times that the disk is full")
-def test_one_that_says_that_the_disk_is_full_while_there_is_room_is_parked(plant: Opened, segment: int) -> None:
-    workspace, ledger = plant
-    strike(ledger, segment, f"always-full-{first_of(ledger, segment) + 1}")
-    for parked in (False, False, True):
-        with pytest.raises(
-            TrainerDiedError, match="says that the disk is full, but there is room for its checkpoints"
-        ) as died:
-            run_segment(Plant(workspace, ledger), segment)
-        assert died.value.parked == parked
-
-
 @pytest.mark.slow("a trainer that hangs twice, and one that ends")
 def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
@@ -156,20 +144,6 @@ def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: O
     assert begun["process"] == number and begun["seconds"] > 0
     run_segment(Plant(workspace, ledger), segment)
     assert steps_of(ledger, segment) == list(range(first, first + STEPS))
-
-
-@pytest.mark.long("a trainer that hangs before its first step")
-def test_a_trainer_that_never_begins_is_killed_too(plant: Opened, segment: int) -> None:
-    workspace, ledger = plant
-    first = first_of(ledger, segment)
-    with ledger.begin() as tx:  # as if no trainer had ever begun here: nothing is known but the policy
-        tx.exec_driver_sql("DELETE FROM events WHERE kind = 'trainer_begun'")
-    policy(workspace, start_seconds=20.0, hung_seconds=1.0)
-    strike(ledger, segment, f"always-hang-{first}")
-    with pytest.raises(
-        TrainerDiedError, match=r"hung: no first step for .*, the limit is 20 s\).*goes on from its beginning"
-    ):
-        run_segment(Plant(workspace, ledger), segment)
 
 
 def limited_group() -> Path | None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import disk_usage
 
 import pytest
 
@@ -17,7 +18,6 @@ from factory.duties.training import train
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retention.disk import Room
 from factory.training.planning import last_checkpoint, plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.failing.deaths import make_mortal, strike
@@ -79,11 +79,11 @@ def test_what_nothing_needs_makes_room_for_a_checkpoint(tmp_path: Path, code_rep
         back_up_daily(Plant(workspace, ledger))
         number = plan_trunk(Plant(workspace, ledger), 10)
         with open(disk / "ballast", "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, Room.of(workspace).free - size // 2)
+            os.posix_fallocate(file.fileno(), 0, disk_usage(workspace.root).free - size // 2)
         listener = Listener()
         listener.on[f"segment {number} (trunk): steps"] = enough
         run_until(workspace, ledger, listener)
-        assert Room.of(workspace).free > 1000 and not old.exists()
+        assert disk_usage(workspace.root).free > 1000 and not old.exists()
         assert listener.count("the disk is full") == 1 and listener.count("the disk is almost full: ") == 1, (
             listener.lines
         )

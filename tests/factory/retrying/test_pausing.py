@@ -21,7 +21,7 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying.asking import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
 from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
-from tests.support.factory.command import factory
+from tests.support.factory.command import command_here, factory
 from tests.support.failing.deaths import make_mortal, strike
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
@@ -48,18 +48,17 @@ def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspac
 
 
 def test_the_commands(workspace: Workspace, ledger: Ledger) -> None:
-    where = ("--workspace", str(workspace.root))
-    said = factory("pause", "--why", "a lunch", *where)
-    assert said.returncode == 0 and "training is paused by " in said.stdout and "(a lunch)" in said.stdout
-    status = factory("status", *where)
-    assert "waits     for you: training, paused by " in status.stdout and "factory resume" in status.stdout
-    assert json.loads(factory("status", "--json", *where).stdout)["paused"]["why"] == "a lunch"
-    done = factory("train", *where)
-    assert done.returncode == 6 and done.stderr.startswith("factory: training is paused by "), done
-    assert json.loads(factory("resume", "--json", *where).stdout)["resumed"]["what"] == TRAINING
-    again = factory("resume", *where)
-    assert (again.returncode, again.stderr) == (2, "factory: nothing is paused\n")
-    assert "paused" not in factory("status", *where).stdout
+    run = lambda *words: command_here(*words, home=workspace)
+    said = run("pause", "--why", "a lunch").stdout
+    assert "training is paused by " in said and "(a lunch)" in said
+    status = run("status").stdout
+    assert "waits     for you: training, paused by " in status and "factory resume" in status
+    assert json.loads(run("status", "--json").stdout)["paused"]["why"] == "a lunch"
+    error = run("train").exception
+    assert isinstance(error, PausedError) and str(error).startswith("training is paused by ")
+    assert json.loads(run("resume", "--json").stdout)["resumed"]["what"] == TRAINING
+    assert str(run("resume").exception) == "nothing is paused"
+    assert "paused" not in run("status").stdout
 
 
 def running(workspace: Workspace, log: Path) -> tuple[subprocess.Popen[bytes], Path]:

@@ -10,6 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from shutil import disk_usage
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,6 @@ from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retention.disk import Room
 from factory.retrying.tries import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, ending_of
 from factory.runs import live
 from factory.runs.arm import Arm
@@ -86,7 +86,7 @@ def test_where_no_checkpoint_fits_no_trainer_starts(tmp_path: Path, code_reposit
         number = plan_trunk(Plant(workspace, ledger), 10)
         room = checkpoint_bytes(SegmentRow.get(ledger, number).recipe_json) // 2
         with open(disk / "ballast", "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, Room.of(workspace).free - room)
+            os.posix_fallocate(file.fileno(), 0, disk_usage(workspace.root).free - room)
         for _ in range(3):
             with pytest.raises(
                 DiskFullError, match=f"segment {number}: the disk is full: a checkpoint takes up to 0.0"

@@ -51,14 +51,6 @@ def test_the_log_is_cut_by_size(workspace: Workspace, monkeypatch: pytest.Monkey
     assert numbers == list(range(numbers[0], 100)) and len(numbers) > 20
 
 
-def test_a_half_written_line_is_left_out(workspace: Workspace) -> None:
-    progress = LoggedProgress(workspace, SILENT)
-    progress.line("whole")
-    with open(workspace.logs / NAME, "ab") as file:
-        file.write(b'{"at": "20')
-    assert [one["text"] for one in entries(workspace, 5)] == ["whole"]
-
-
 def test_a_log_that_cannot_be_written_holds_nothing_up(workspace: Workspace) -> None:
     progress = LoggedProgress(workspace, SILENT)
     (workspace.logs / NAME).unlink(missing_ok=True)

@@ -36,7 +36,6 @@ from factory.ledger.ledger import (
 )
 from factory.ledger.rows import Subject
 from factory.retention.disk import EVERY_SECONDS, SAMPLES
-from factory.watching.log import LoggedProgress
 from factory.watching.metrics import serving, text
 from factory.watching.running import daemon
 from factory.watching.status import facts, screen
@@ -44,7 +43,6 @@ from factory.watching.waiting import waiting
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
-from tests.support.said import Said
 
 NOW = time.time()
 
@@ -137,8 +135,6 @@ def test_the_segment_that_trains_shows_step_loss_rate_and_what_is_left(plant: tu
         workspace
     )
     lines(folder, range(100, 150), seconds=2.0, mfu=0.4125)
-    assert "MFU" not in shown(workspace), "of an older trainer, which divided by something else"
-    lines(folder, range(100, 150), seconds=2.0, mfu=0.4125, flops_per_s=4e14)
     assert " tokens/s, MFU 41.2 %, 2 min left" in shown(workspace)
 
 
@@ -364,9 +360,3 @@ def test_the_version_names_the_commit() -> None:
         ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     assert said.returncode == 0 and said.stdout == f"llm-factory 0.1.0 ({head})\n" if head else said.stdout
-
-
-def test_what_is_logged_is_shown_too(workspace: Workspace) -> None:
-    said = Said()
-    LoggedProgress(workspace, said).line("  hello")
-    assert said.lines == ["  hello"]

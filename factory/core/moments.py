@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from typing import Any
 
-MOMENTS = frozenset(
-    {"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until"}
-)  # keys whose values are moments
+# Keys whose values are moments.
+MOMENTS = frozenset({"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until"})
+
+
+def local(at: float) -> str:
+    """A moment (seconds since 1970) in this machine's time zone, for a person."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def iso(at: float) -> str:
