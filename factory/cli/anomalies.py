@@ -73,6 +73,7 @@ def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
         DEV_ALONE,
         DIAGNOSED,
         AnomalyRow,
+        draft_of,
         every_anomaly,
         newest_about,
         words_about,
@@ -103,6 +104,8 @@ def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
     say.line(f"    {words_state(diagnosis, said)}")
     for claim in said["claims"] if said else ():
         say.line(f"      {claim['says']} [{claim['rests_on']}: {claim['shows']}]")
+    if draft := draft_of(diagnosis):
+        say.line(f"    {draft}")
     say.line(f"    report: {diagnosis['report']}")
 
 

@@ -97,6 +97,21 @@ def words_state(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) ->
     return f"By {said['model']}, which was told the cause and decides nothing; {left_out}."
 
 
+def draft_of(diagnosis: Mapping[str, Any]) -> str:
+    """What a person may have proposed about a rate that is too high, with the command; '': nothing. The values are the replay's.
+
+    >>> draft_of({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}})
+    "Draft: optimizer.lr 0.001, as in 'rate × 0.1'. 'factory propose --agent recipe-scout --target optimizer.lr' has a value proposed and judged."
+    """
+    tamed = (diagnosis.get("override") or {}).get("keys")
+    if not (tamed and diagnosis.get("to_word") and diagnosis["causes"] == ["rate"]):
+        return ""
+    written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
+    values = ", ".join(f"{key} {value}" for key, value in written.items())
+    command = f"'factory propose --agent recipe-scout --target {next(iter(tamed))}'"
+    return f"Draft: {values}, as in '{diagnosis['remedy']}'. {command} has a value proposed and judged."
+
+
 def in_words(said: Mapping[str, Any]) -> str:
     """The claims of a language model as the end of a proposal's text; '': it made none that hold.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from agents.core.pages import render
 from factory.diagnosis.wording import documents_of
-from factory.ledger.anomalies import words_about, words_state
+from factory.ledger.anomalies import draft_of, words_about, words_state
 from factory.ledger.plant import Plant
 from factory.show.pages.pictures import curves
 from kernels.contract.files import write_atomically
@@ -43,7 +43,7 @@ def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
             loss=curves(loss, marks=marks), norms=curves(norms, marks=marks),
             arms=[{**arm, "shows": words[arm["fires"]]} for arm in detail["arms"]],
             documents=documents_of(plant, detail["guilty"] or detail["triggers"]),
-            state=words_state(detail, said), claims=said["claims"] if said else [],
+            state=words_state(detail, said), claims=said["claims"] if said else [], draft=draft_of(detail),
         ),
     )  # fmt: skip
     return path
