@@ -29,12 +29,18 @@ def status(
 
     workspace = Workspace.open(where)
     while True:
-        found = facts(workspace)
-        if watch and not as_json:
-            from rich.console import Console
+        try:
+            found = facts(workspace)
+        except WorkspaceError as error:  # locked, or in the middle of an upgrade
+            if not watch:
+                raise
+            typer.echo(str(error), err=True)
+        else:
+            if watch and not as_json:
+                from rich.console import Console
 
-            Console().clear()
-        print_json(with_iso(found)) if as_json else print("\n".join(screen(found)))
+                Console().clear()
+            print_json(with_iso(found)) if as_json else print("\n".join(screen(found)))
         if not watch:
             return
         time.sleep(WATCH_SECONDS)

@@ -294,6 +294,11 @@ def test_watch_shows_it_again(plant: tuple[Workspace, Ledger]) -> None:
         assert "0" in next(count)
         (workspace.inbox / "new.jsonl").touch()
         assert any("1" in next(count) for _ in range(5)), "it is looked at again"
+        ledger_file = workspace.root / "ledger.db"
+        ledger_file.rename(away := ledger_file.with_name("away.db"))  # as in the middle of a restore
+        assert watching.stderr and "ledger.db" in next(line for line in watching.stderr if "ledger.db" in line)
+        away.rename(ledger_file)
+        assert next(count), "it goes on"
     finally:
         giving_up.cancel()
         watching.terminate()
