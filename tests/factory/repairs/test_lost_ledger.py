@@ -56,7 +56,7 @@ def test_a_copied_workspace_opens_and_goes_on_anywhere(saved: Path, copied: Copy
         saved.with_name("gone").rename(saved)
 
 
-@pytest.mark.parametrize("lost", ["gone", "empty", "bytes"])
+@pytest.mark.parametrize("lost", ["gone", "empty", "truncated", "bytes"])
 def test_a_lost_ledger_is_the_same_again(copied: Copy, lost: str) -> None:
     workspace, ledger = copied()
     make_backup(Plant(workspace, ledger))
@@ -74,6 +74,7 @@ def test_a_lost_ledger_is_the_same_again(copied: Copy, lost: str) -> None:
     damage = {
         "gone": None,
         "empty": b"",
+        "truncated": file.read_bytes()[:20_000],
         "bytes": (whole := file.read_bytes())[:5000] + b"\xa5" * 90_000 + whole[95_000:],
     }
     file.unlink()

@@ -28,7 +28,7 @@ from factory.gates.training_start import find_start
 from factory.git.repository import checkout, live_commit
 from factory.ledger.anomalies import open_anomalies
 from factory.ledger.files import RETIRED, retired
-from factory.ledger.ledger import Ledger, events
+from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning, watching
@@ -306,3 +306,31 @@ def test_the_code_loop_at_work_keeps_its_worktrees(tmp_path: Path, code: Path) -
         cleaned = clean(Plant(workspace, ledger))
         assert not any(one.goes for one in cleaned.choices if one.what.kind in ("worktree", "compiled"))
     assert any(one.what.kind == "worktree" for one in clean(Plant(workspace, ledger)).gone())
+
+
+def test_what_is_gone_on_from_stays_though_newer_segments_are_there(tmp_path: Path, code: Path) -> None:
+    workspace = Workspace.create(tmp_path / "w", Config(repository=str(code)))
+    ledger = Ledger.create(workspace.ledger_url)
+    history = History(workspace, ledger, 2)
+    first = history.segment("trunk", None, "done", 0)
+    history.segment("anneal", first, "planned", first.last_step)
+    far = history.segment("trunk", first, "done", 100)
+    annealed = history.segment("anneal", far, "done", far.last_step)
+    with ledger.begin() as tx:
+        tx.execute(
+            candidates.insert().values(
+                id=1, segment=annealed.id, checkpoint="c", export_path="e", export_sha256="e", created_at=0.0
+            )
+        )
+        tx.execute(
+            verdicts.insert().values(
+                gate="release", subject="candidate:1", policy_sha256="p", subject_sha256="e", outcome="reject", reasons=[], evidence={},
+                created_at=0.0,
+            )
+        )  # fmt: skip
+    history.segment("trunk", None, "done", 0)  # begun anew by a person
+    clean(Plant(workspace, ledger), hard=True)
+    left = {
+        row.id: [p.name for p in (Path(row.folder) / "checkpoints").glob("step-*")] for row in SegmentRow.select(ledger)
+    }
+    assert left[1] == [step_name(20)] and left[3] == [step_name(120)] and left[4] == [step_name(140)] and left[5]
