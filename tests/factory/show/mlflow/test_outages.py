@@ -78,15 +78,6 @@ def test_a_server_that_does_not_answer_costs_one_limit_and_is_left_alone(
     assert len(taken) == 2 and server.limit == 4.0
 
 
-def test_the_limit_follows_the_slowest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outages, "_servers", {})
-    outages.refuse_resting("http://here")
-    assert outages._servers["http://here"].limit == outages.LEAST
-    for seconds, limit in ((0.01, outages.LEAST), (1.5, 30.0), (0.01, 30.0), (60.0, outages.MOST)):
-        outages.note_answer(seconds)
-        assert outages._servers["http://here"].limit == limit
-
-
 def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     workspace: Workspace, ledger: Ledger
 ) -> None:
