@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 
 from factory.core.errors import InputError
@@ -27,6 +28,14 @@ def listen(host: str, port: int) -> socket.socket:
             f"{host}:{port} cannot be listened on: {error.strerror or error}{holder}; name another with --host or --port"
         ) from error
     return listening
+
+
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach it?"""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _holder(port: int) -> str:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from factory.core.errors import InputError
-from factory.show.mlflow.login import is_loopback
+from factory.core.listening import is_loopback
 
 PORTS = {"http": 80, "https": 443}  # that browsers leave out
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")

@@ -101,15 +101,12 @@ def _cloze_size(cloze: Mapping[str, Any]) -> str:
     return f"{number(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}"
 
 
-def _how(verdict: VerdictRow | None, evaluation: EvaluationRow) -> dict[str, object]:
-    pairs: dict[str, object] = {
+def _how(verdict: VerdictRow | None, evaluation: EvaluationRow) -> dict[str, str]:
+    return {
         "Evaluation": f"{evaluation.id}, {_date(evaluation.created_at)}",
         "Suite": evaluation.suite_sha256[:16],
         "Verdict": f"{verdict.id} by policy {verdict.policy_sha256[:16]}" if verdict else "–",
     }
-    if seconds := mapping(evaluation.summary.get("seconds")):
-        pairs["Took"] = f"{sum(v for v in seconds.values() if isinstance(v, int | float)):.0f} s"
-    return pairs
 
 
 def _held_out(summary: Row) -> list[list[str]]:
