@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from factory.core.progress import Progress
-from factory.evals.evaluator import items_of, refuse_damaged
+from factory.evals.evaluator import refuse_damaged
 from factory.evals.tasks import EvalItem
 from factory.ingest.index import Index
 from factory.ingest.rules.policy import DataPolicy
@@ -149,8 +149,3 @@ def _write(ledger: Ledger, candidate: int, identity: str, summary: dict[str, Any
         detail = {"evaluation": number, "task": summary["task"], "items": summary["items"]}
         record(tx, "task_measured", Subject("candidate", candidate), detail)
     return number
-
-
-def measured_items(ledger: Ledger, evaluation: int) -> list[EvalItem]:
-    """The items of a recorded evaluation of a task."""
-    return items_of(ledger, evaluation)

@@ -248,11 +248,6 @@ def _published_name(path: Path) -> tuple[str, str]:
     return (benchmark.name if split in ASKED and not about else stem), ""
 
 
-def task_names(folder: Path) -> list[str]:
-    """Of the tasks in a folder."""
-    return list(look_into(folder).tasks)
-
-
 def load_named(workspace: Workspace, name: str, policy: TasksPolicy) -> EvalTask:
     """Raises: TaskError when there is no such task, and as ``load_task``."""
     folder = task_folder(workspace)
