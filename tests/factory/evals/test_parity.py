@@ -27,10 +27,8 @@ from factory.ledger.ledger import checkpoints, record, segments
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import (
     BREAKS,
-    CONTENT,
     RECIPE,
     in_json,
-    in_template,
     in_weights,
     rounded,
 )
@@ -109,20 +107,6 @@ def test_a_break_in_files_is_named_before_a_program_comes_up(
     files = module._files(case, stop, Served({}, None, "not asked"))
     checks = [*checkpoint_checks(plant.ledger, case.candidate, case.tokenizer.vocab_size), *files]
     assert {check.name for check in checks if check.ok is False} == {own} | others & set(IN_FILES), checks
-
-
-def test_a_suite_without_a_chat_still_asks_for_chats(plant: FilledPlant, sound: CandidateRow, tmp_path: Path) -> None:
-    """In which what a user types is never a special token, too."""
-    broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
-    in_template("'<|im_start|>assistant\\n'", "''")(broken)
-    template = (broken / "chat_template.jinja").read_text().replace(CONTENT, "ns.text")
-    (broken / "chat_template.jinja").write_text(template)
-    in_json("tokenizer_config.json", chat_template=template)(broken)
-    case = case_of(plant, sound, broken)
-    texts = [document for document in case.suite.documents if document.messages is None]
-    assert 0 < len(texts) < len(case.suite.documents)
-    found = failed(parity(replace(case, suite=replace(case.suite, documents=texts))))
-    assert {"server_chat", "typed_special"} <= set(found), found
 
 
 def test_what_was_recorded_is_enough_once_the_checkpoint_is_gone(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from factory.core.errors import ConfigError, InputError
+from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
@@ -173,13 +173,6 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
     reconcile(Plant(workspace, ledger))
     assert in_mlflow(workspace)[1]["champion"] == "3" and best(ledger).mlflow_version == "3"
     assert reconcile(Plant(workspace, ledger)) == []
-
-
-def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> None:
-    verdict = add_verdict(ledger, add_candidate(workspace, ledger))
-    approval(workspace, "manul")
-    with pytest.raises(ConfigError, match="release.yaml: key 'approval'.*got 'manul'"):
-        release(Plant(workspace, ledger), verdict)
 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------
