@@ -84,7 +84,7 @@ def test_another_judge_may_word_reasons_otherwise(bundle: Path, record: Change, 
     found = judged(changed(bundle, layout.VERDICT, reworded))
     assert found.ok and said in found.detail and judged_by.judged_by().sha256[:12] in found.detail
     assert f"1 of {len(reasons)} reasons are worded otherwise here" in found.detail
-    assert "It beats candidate 1" in found.detail and "with numbers" not in found.detail
+    assert "It beats candidate 1" in found.detail
     facts = two_verdicts(BundleFolder.open(bundle)).to_json()
     assert not facts["same"] and facts["worded_otherwise"][0].startswith("It beats candidate 1")
     assert facts["here"] == judged_by.judged_by().to_json()
@@ -119,12 +119,6 @@ def test_a_number_of_the_evidence_follows_from_the_items_whoever_judged(bundle: 
     assert found.ok is False and "target/gain is 0.25" in found.detail
 
 
-def test_numbers_in_other_words_are_named(bundle: Path) -> None:
-    changed(bundle, layout.VERDICT, forget)
-    found = judged(changed(bundle, layout.VERDICT, lambda v: v["reasons"].append("Better by 77.7 and 0.5.")))
-    assert found.ok and "with numbers that it does not say (77.7, 0.5): Better by 77.7 and 0.5." in found.detail
-
-
 def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> None:
     """It decides nothing, and is what a better formula changes."""
 
@@ -133,8 +127,7 @@ def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> No
         verdict["reasons"][told] = verdict["reasons"][told].replace("A gain of 0.", "A gain of 7.")
 
     assert judged(changed(bundle, layout.VERDICT, more)).ok is False
-    found = judged(changed(bundle, layout.VERDICT, forget))
-    assert found.ok and "with numbers that it does not say (7." in found.detail
+    assert judged(changed(bundle, layout.VERDICT, forget)).ok
 
 
 @pytest.mark.parametrize(
