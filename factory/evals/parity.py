@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from factory.evals.contamination import contamination_checks
-from factory.evals.export_parity import checkpoint_checks, file_checks, made_of
+from factory.evals.export_parity import checkpoint_checks, file_checks, recorded_of
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, Asked, chat_checks
 from factory.evals.probes.checks import CHECKS as CHECKS
@@ -129,10 +129,10 @@ def _together(checks: Sequence[Check]) -> Check:
 
 
 def _files(case: ParityCase, stop: list[int], served: Served) -> list[Check]:
-    made = made_of(case.ledger, case.candidate)
+    made = recorded_of(case.ledger, case.candidate.id)
     bos = case.tokenizer.bos_token
     ids = served.answer.get("tokenizer_ids", [bos, stop[1], stop[0]])  # not known: 'server_text' says why
-    return file_checks(case.export, None if isinstance(made, str) else made.config, ids, stop, bos)
+    return file_checks(case.export, made and made.config, ids, stop, bos)
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
