@@ -299,6 +299,5 @@ def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:
 def _smoke(served: Served) -> Check:
     if served.problem:
         return _unserved("smoke", served, "load and generate")
-    a = served.answer
-    words = f"loaded in {a['load_seconds']:.1f} s, {len(a['generated'])} tokens generated, {a['seconds']:.1f} s and {a['peak_memory_mib']} MiB in all"
-    return Check("smoke", len(a["generated"]) > 0, words)
+    count = len(served.answer["generated"])
+    return Check("smoke", count > 0, f"loaded, {count} tokens generated")

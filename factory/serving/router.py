@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from starlette.applications import Starlette
@@ -187,9 +187,10 @@ class _Holding(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class _Answer:
-    def __init__(self, response: httpx.Response, first: bytes, rest: AsyncIterator[bytes] | None) -> None:
-        self.response, self.first, self.rest = response, first, rest
+class _Answer(NamedTuple):
+    response: httpx.Response
+    first: bytes
+    rest: AsyncIterator[bytes] | None
 
 
 async def _read_body(request: Request) -> bytes:

@@ -93,16 +93,6 @@ def test_documents_of_a_damaged_shard_are_not_handed_on(released: FilledPlant, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_policy_that_was_not_recorded_is_the_present_one_or_none(released: FilledPlant, tmp_path: Path) -> None:
-    row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
-    assert row
-    older = {key: value for key, value in row["evidence"].items() if key != "policy"}
-    with changed(released, verdicts, verdicts.c.subject == "candidate:2", evidence=older):
-        policy = released.workspace.root / "policies" / "gates" / "release.yaml"
-        with put_aside(policy, "documents_min: 3\n"):
-            refused(released, tmp_path / "out", "put that policy back")
-
-
 def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: FilledPlant, tmp_path: Path) -> None:
     row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
     assert row
