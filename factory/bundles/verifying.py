@@ -64,14 +64,9 @@ def verify(root: Path, public_key: Path | None = None) -> Verified:
         folder = BundleFolder.open(root)
         folder.hashes  # noqa: B018 - all later checks need them
     except BundleError as error:
-        unasked = [
-            Check(name, None, "not looked at: the folder is not safe to read") for name in (SIGNATURE_CHECK, *CHECKS)
-        ]
-        return Verified(
-            (Check("files", False, str(error)), *(c for c in unasked if c.name != "files")),
-            None,
-            public_key is not None,
-        )
+        others = (name for name in (SIGNATURE_CHECK, *CHECKS) if name != "files")
+        unasked = [Check(name, None, "not looked at: the folder is not safe to read") for name in others]
+        return Verified((Check("files", False, str(error)), *unasked), None, public_key is not None)
     found = {name: ask(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")

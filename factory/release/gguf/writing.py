@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import math
-import os
 import re
 import uuid
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 PUBLISHED = "published"
 WEIGHTS = "model.safetensors"  # of an export
 LICENCE = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9.+:() -]{1,200}")
-LONGEST_NAME = 236  # bytes; while it is written, 19 more, and 255 are what file systems allow
 BLOCK = 32  # weights that share a scale in Q8_0
 FP16_MAX = 65504.0
 # The largest weight that a type holds: of Q8_0 it is 127 times the scale of its block, which is an fp16.
@@ -88,8 +86,6 @@ def write_export(
     """``about``: metadata of the file beyond what the export says. Raises: InputError as ``write_release``."""
     _require_package()
     out = out.absolute()
-    if len(os.fsencode(out.name)) > LONGEST_NAME:
-        raise InputError(f"{out.name[:40]}…: the name is longer than {LONGEST_NAME} bytes: choose a shorter one")
     if out.is_symlink() or out.exists():
         raise InputError(f"{out} is there already: name another file, or remove it")
     if around := next((folder for folder in out.resolve().parents if (folder / WEIGHTS).exists()), None):

@@ -283,7 +283,7 @@ def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> N
     (folder / "empty").mkdir()
     (folder / "MATH.tar").write_bytes(b"")
     says = {
-        "MATH.tar": "an archive is not read: unpack it, and check the data file or the folder of numbered files in it",
+        "MATH.tar": "or a published file (.jsonl, .json, .csv, .parquet, .jsonl.gz, .json.gz, .csv.gz; unpack an archive)",
         "MATH": f"numbered files alone (0.json, 1.json …), a record each, as {inner} has: name that one",
         "empty": "a record each: name a file in it",
         "gone.tar": "there is no such file",
