@@ -125,7 +125,9 @@ def _write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
         for path, value in files.items():
             _write(aside, path, value)
         if wish.data:
-            _write_documents(plant, release, aside)
+            rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+            known = plant.workspace.root, plant.ledger, Tokenizer.load(plant.workspace.tokenizer)
+            _write_lines(aside / layout.DOCUMENTS, releasable_documents(*known, release.segment, rules))
         if wish.traces:
             copy_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
         plant.progress.line(f"  release {number}: its parity fixture is made")
@@ -166,15 +168,6 @@ def _copy_export(release: ReleaseRow, aside: Path) -> None:
             f"{release.export_path} changed while it was copied (sha256 {found[:12]}…, recorded {release.export_sha256[:12]}…): "
             "no bundle was made"
         )
-
-
-def _write_documents(plant: Plant, release: ReleaseRow, aside: Path) -> None:
-    rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
-    tokenizer = Tokenizer.load(plant.workspace.tokenizer)
-    _write_lines(
-        aside / layout.DOCUMENTS,
-        releasable_documents(plant.workspace.root, plant.ledger, tokenizer, release.segment, rules),
-    )
 
 
 def _refuse_unverified(number: int, aside: Path) -> Verified:

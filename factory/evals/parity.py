@@ -132,7 +132,7 @@ def _files(case: ParityCase, stop: list[int], served: Served) -> list[Check]:
     made = recorded_of(case.ledger, case.candidate.id)
     bos = case.tokenizer.bos_token
     ids = served.answer.get("tokenizer_ids", [bos, stop[1], stop[0]])  # not known: 'server_text' says why
-    return file_checks(case.export, made and made.config, ids, stop, bos)
+    return file_checks(case.export, made.config if made else None, ids, stop, bos)
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class TaskEvidence:
     def with_other(self, other: TaskEvidence) -> TaskEvidence:
         """Of other tasks too."""
         mine, its = vars(self), vars(other)
-        both = {name: {**mine[name], **its[name]} for name in mine if isinstance(mine[name], dict)}
+        both: dict[str, Any] = {name: {**mine[name], **its[name]} for name in mine if isinstance(mine[name], dict)}
         return replace(self, **both, problems=(*self.problems, *other.problems))
 
 

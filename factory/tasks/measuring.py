@@ -47,8 +47,9 @@ def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy
     candidate = CandidateRow.get(plant.ledger, candidate_id)
     tokenizer = Tokenizer.load(plant.workspace.tokenizer)
     identity = task.identity(tokenizer.sha256)
-    if known := _known(plant.ledger, candidate_id, identity):
-        return known
+    mine = "WHERE candidate = :candidate AND suite_sha256 = :identity"
+    if known := EvaluationRow.first(plant.ledger, mine, candidate=candidate_id, identity=identity):
+        return known.id
     contaminated = trained_on(plant, task)
     share = len(contaminated) / len(task.records)
     if share > policy.contaminated_max:
@@ -129,12 +130,6 @@ def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progre
             prove(ledger, task, policy, progress)
     except TaskError as error:
         raise TaskError(f"task {task.name} is not sound: {error}; 'factory tasks check' says so too") from error
-
-
-def _known(ledger: Ledger, candidate: int, identity: str) -> int | None:
-    which = "WHERE candidate = :candidate AND suite_sha256 = :identity"
-    row = EvaluationRow.first(ledger, which, candidate=candidate, identity=identity)
-    return row.id if row else None
 
 
 def _write(ledger: Ledger, candidate: int, identity: str, summary: dict[str, Any], rows: list[EvalItem]) -> int:

@@ -89,7 +89,7 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
                 client.set_model_version_tag(MODEL, version.version, key, value)
         if version.description != about:
             client.update_model_version(MODEL, version.version, about)
-        if candidate_id == _newest_judged(plant.ledger):
+        if candidate_id == max(one.number for one in VerdictRow.select(plant.ledger, "WHERE gate = 'release'")):
             client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
     tracking.log_report(run, write_report(plant, candidate_id))
     return str(version.version)
@@ -158,10 +158,6 @@ def bundle(ledger: Ledger, release: int) -> str | None:
     sql = "SELECT detail FROM events WHERE kind = 'bundled' AND subject = :subject ORDER BY id DESC LIMIT 1"
     rows = ledger.read(sql, subject=str(Subject("release", release)))
     return str(rows[0]["detail"]["folder"]) if rows else None
-
-
-def _newest_judged(ledger: Ledger) -> int:
-    return max(verdict.number for verdict in VerdictRow.select(ledger, "WHERE gate = 'release'"))
 
 
 def removed_data(ledger: Ledger, release: int) -> str | None:
