@@ -15,7 +15,7 @@ NAMED = 5  # files in a message
 
 def manifest(name: str, hashes: Mapping[str, Hashed]) -> dict[str, Any]:
     """Of every file but the manifest itself and the signature."""
-    files = {path: hashed.to_json() for path, hashed in sorted(hashes.items()) if path not in (MANIFEST, SIGNATURE)}
+    files = {path: vars(hashed) for path, hashed in sorted(hashes.items()) if path not in (MANIFEST, SIGNATURE)}
     return {"format": FORMAT, "name": name, "made_by": version(), "files": files}
 
 
@@ -34,7 +34,7 @@ def problems(folder: BundleFolder) -> list[str]:
     odd = [path for path in listed if not _plain(path)]
     if odd:
         found.append(f"{MANIFEST} names files outside the bundle: {_names(odd)}")
-    there = {path: hashed.to_json() for path, hashed in folder.hashes.items() if path not in (MANIFEST, SIGNATURE)}
+    there = {path: vars(hashed) for path, hashed in folder.hashes.items() if path not in (MANIFEST, SIGNATURE)}
     added = [path for path in there if path not in listed]
     missing = [path for path in listed if path not in there and path not in odd]
     changed = [path for path in there if path in listed and there[path] != listed[path]]

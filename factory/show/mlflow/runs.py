@@ -109,8 +109,6 @@ class Tracking:
                     self._experiments[name] = client.create_experiment(name, artifact_location=location, tags=tags)
                 else:
                     self._experiments[name] = found.experiment_id
-                    for key in tags.keys() - found.tags.keys():  # an older factory's; what a person wrote there stays
-                        client.set_experiment_tag(found.experiment_id, key, tags[key])
         return self._experiments[name]
 
     def _run(
