@@ -8,33 +8,21 @@ splits as Qwen2's does.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import InputError
 from factory.evals.export_folder import read_json
 from factory.ingest.tokenizer import PATTERN, Tokenizer
 
+if TYPE_CHECKING:
+    import gguf
+
 MODEL, PRE = "gpt2", "qwen2"  # byte-level BPE, and Qwen2's split pattern
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """What ``tokenizer.*`` of a file holds."""
-
-    tokens: list[str]  # by id, in byte-level spelling
-    kinds: list[int]  # of each token
-    merges: list[str]  # two tokens and a blank between, best first
-    adds_bos: bool
-    bos: int
-    eos: int  # ends a turn; llama.cpp knows <|endoftext|> by its name
-    pad: int
-    chat_template: str
-
-
-def read_vocabulary(export: Path, vocab_size: int) -> Vocabulary:
+def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> None:
     """``vocab_size``: rows of the embedding; ids without a token become unused ones.
 
     Raises: InputError for a tokenizer that llama.cpp would split otherwise.
@@ -52,17 +40,19 @@ def read_vocabulary(export: Path, vocab_size: int) -> Vocabulary:
         kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if beyond := [number for number in by_id if number >= vocab_size]:
         raise InputError(f"{where}: token {max(beyond)} is beyond the model's vocabulary of {vocab_size}")
-    numbers = range(vocab_size)
-    return Vocabulary(
-        tokens=[by_id.get(number, f"[PAD{number}]") for number in numbers],
-        kinds=[kinds.get(number, UNUSED) for number in numbers],
-        merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
-        adds_bos=bool(tokenizer.bos),
-        bos=tokenizer.end_token,
-        eos=tokenizer.stop_token,
-        pad=tokenizer.end_token,
-        chat_template=_chat_template(export) or tokenizer.chat_template,
-    )
+    writer.add_tokenizer_model(MODEL)
+    writer.add_tokenizer_pre(PRE)
+    writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)])
+    writer.add_token_types([kinds.get(number, UNUSED) for number in range(vocab_size)])
+    # two tokens and a blank between, best first
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(tokenizer.end_token)
+    writer.add_eos_token_id(tokenizer.stop_token)  # ends a turn; llama.cpp knows <|endoftext|> by its name
+    writer.add_eot_token_id(tokenizer.stop_token)
+    writer.add_pad_token_id(tokenizer.end_token)
+    writer.add_add_bos_token(bool(tokenizer.bos))
+    writer.add_add_eos_token(False)
+    writer.add_chat_template(_chat_template(export) or tokenizer.chat_template)
 
 
 def _unlike_qwen2(data: dict[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ from factory.ledger.rows import ReleaseRow
 from factory.release.checks import check_export
 from factory.release.gguf.kind import Kind
 from factory.release.gguf.tensors import FileTensor, Floats, architecture, parts
-from factory.release.gguf.vocabulary import MODEL, PRE, Vocabulary, read_vocabulary
+from factory.release.gguf.vocabulary import add_vocabulary
 from factory.release.serving import MODEL_NAME
 from kernels.contract.files import put_in_place
 
@@ -92,7 +92,6 @@ def write_export(
         raise InputError(f"{around} is an export, known by the hash of its files: name a file elsewhere")
     config, model_type = read_config(export), str(read_json(export / "config.json")["model_type"])
     plan = parts(config, model_type)
-    vocabulary = read_vocabulary(export, config.vocab_size)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,7 +100,7 @@ def write_export(
         left.unlink()
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        written = _write(export, aside, config, model_type, plan, vocabulary, about, progress, kind)
+        written = _write(export, aside, config, model_type, plan, about, progress, kind)
         put_in_place(aside, out)
     finally:
         aside.unlink(missing_ok=True)
@@ -125,7 +124,7 @@ def _require_package() -> None:
 
 
 def _write(
-    export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[FileTensor], vocabulary: Vocabulary,
+    export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[FileTensor],
     about: dict[str, str | int], progress: Progress, kind: Kind | None,
 ) -> Kind:  # fmt: skip
     """The whole file. Returns how its matrices are stored."""
@@ -137,7 +136,8 @@ def _write(
             check_tensors(path, file, config)
             kind = kind or OF_EXPORT[file.get_slice("model.embed_tokens.weight").get_dtype()]
             writer = gguf.GGUFWriter(aside, architecture_name(model_type))
-            _add_metadata(writer, config, vocabulary, about, kind)
+            _add_metadata(writer, config, about, kind)
+            add_vocabulary(writer, export, config.vocab_size)
             types = {part.name: _type_of(part, kind) for part in plan}
             sizes = {part.name: _bytes(part.shape, types[part.name]) for part in plan}
             for part in plan:
@@ -196,9 +196,7 @@ def _stored(path: Path, part: FileTensor, values: Floats, kind: gguf.GGMLQuantiz
     return stored
 
 
-def _add_metadata(
-    writer: gguf.GGUFWriter, config: ExportConfig, vocabulary: Vocabulary, about: dict[str, str | int], kind: Kind
-) -> None:
+def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str, str | int], kind: Kind) -> None:
     import gguf
 
     for key, value in about.items():
@@ -231,16 +229,3 @@ def _add_metadata(
         writer.add_expert_weights_norm(True)
         writer.add_expert_weights_scale(1.0)
         writer.add_nextn_predict_layers(0)
-
-    writer.add_tokenizer_model(MODEL)
-    writer.add_tokenizer_pre(PRE)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.kinds)
-    writer.add_token_merges(vocabulary.merges)
-    writer.add_bos_token_id(vocabulary.bos)
-    writer.add_eos_token_id(vocabulary.eos)
-    writer.add_eot_token_id(vocabulary.eos)
-    writer.add_pad_token_id(vocabulary.pad)
-    writer.add_add_bos_token(vocabulary.adds_bos)
-    writer.add_add_eos_token(False)
-    writer.add_chat_template(vocabulary.chat_template)
