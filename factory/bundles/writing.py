@@ -22,7 +22,6 @@ from factory.bundles.gathering import gather
 from factory.bundles.provenance import statement
 from factory.bundles.shards import json_line, releasable_documents
 from factory.bundles.verifying import Verified, verify
-from factory.bundles.wish import Wish
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.left_files import DEPTH, open_file
@@ -77,6 +76,17 @@ def _copy_file(source: Path, target: Path) -> None:
 BUNDLES = "bundles"  # of a workspace
 PUBLISHED = "published"
 LICENCE = re.compile(r"[A-Za-z0-9.+:() -]{1,200}")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person asked for."""
+
+    out: Path | None = None
+    data: bool = False
+    traces: bool = False
+    key: Path | None = None  # private, PEM; the workspace's own by default
+    licence: str = "NOASSERTION"  # of the weights, as an SPDX expression
 
 
 @dataclass(frozen=True)

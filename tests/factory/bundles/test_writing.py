@@ -18,8 +18,7 @@ from factory.bundles.files.folder import BundleFolder
 from factory.bundles.shards import releasable_documents, shard_rows
 from factory.bundles.signing import fingerprint
 from factory.bundles.verifying import CHECKS
-from factory.bundles.wish import Wish
-from factory.bundles.writing import Written, copy_traces, write_bundle
+from factory.bundles.writing import Wish, Written, copy_traces, write_bundle
 from factory.core.errors import InputError
 from factory.gates.release.licences import tokens_by_licence
 from factory.ingest.document import written_by
