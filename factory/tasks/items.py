@@ -73,17 +73,26 @@ class ChoiceItem(TaskItem):
     """The right choice: its place, from 0, its letter or its text."""
 
     @property
-    def right(self) -> int:
-        """The place of the right choice. Raises: ValueError when ``answer`` names none, or two."""
+    def ways(self) -> dict[str, int]:
+        """By each way in which ``answer`` names one choice (place, letter, text), the choice's place."""
+        found: dict[str, int] = {}
+        said = str(self.answer)
         if isinstance(self.answer, int):
-            named = [self.answer] if 0 <= self.answer < len(self.choices) else []
-        else:
-            named = [at for at, choice in enumerate(self.choices) if choice == self.answer]
-            if not named and len(self.answer) == 1 and self.answer in LETTERS[: len(self.choices)]:
-                named = [LETTERS.index(self.answer)]
-        if len(named) != 1:
-            raise ValueError(f"answer {self.answer!r} names {'no' if not named else 'more than one'} choice")
-        return named[0]
+            if 0 <= self.answer < len(self.choices):
+                found["place"] = self.answer
+        elif len(said) == 1 and said in LETTERS[: len(self.choices)]:
+            found["letter"] = LETTERS.index(said)
+        if self.choices.count(said) == 1:
+            found["text"] = self.choices.index(said)
+        return found
+
+    @property
+    def right(self) -> int:
+        """The place of the right choice: a number is one, words are a text, or else a letter. Raises: ValueError when it names none."""
+        for way in ("place",) if isinstance(self.answer, int) else ("text", "letter"):
+            if way in self.ways:
+                return self.ways[way]
+        raise ValueError(f"answer {self.answer!r} names no choice")
 
     @property
     def asks(self) -> tuple[str, ...]:
