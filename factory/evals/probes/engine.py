@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
@@ -28,9 +28,6 @@ from factory.evals.probes.conversations import (
 )
 from factory.ingest.tokenizer import SPECIAL, Tokenizer
 
-if TYPE_CHECKING:
-    from factory.evals.reference_model import ReferenceModel
-
 CONTINUED = 16  # tokens
 TODO = "the engine is not the model that was judged: do not serve with it; 'factory doctor' says what this machine has"
 Fixture = dict[str, Any]
@@ -44,8 +41,8 @@ class NothingToCompareError(Exception):
     """Why a question could not be asked."""
 
 
-def make_fixture(tokenizer: Tokenizer, model: ReferenceModel, context: int, greedy_by_default: bool) -> Fixture:
-    """What the judge's side says. ``greedy_by_default``: the export's sampling defaults are greedy, and checked too."""
+def make_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_default: bool) -> Fixture:
+    """What the judge's side says. ``model``: its own, a ``ReferenceModel`` (the room above). ``greedy_by_default``: the export's sampling defaults are greedy, and checked too."""
     texts = [_text(tokenizer, text) for text in (*TEXTS, *SPACED_TEXTS)]
     chats = [_chat(tokenizer, chat) for chat in (*CHATS, *SPACED_CHATS, SYSTEM_CHAT)]
     room, count = context - CONTINUED, min(CONTINUED, context - 1)
