@@ -42,7 +42,7 @@ class NothingToCompareError(Exception):
 
 
 def make_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_default: bool) -> Fixture:
-    """What the judge's side says. ``model``: its own, a ``ReferenceModel`` (the room above). ``greedy_by_default``: the export's sampling defaults are greedy, and checked too."""
+    """What the judge's side, its ``model``, says. ``greedy_by_default``: the export's sampling defaults are greedy, and checked too."""
     texts = [_text(tokenizer, text) for text in (*TEXTS, *SPACED_TEXTS)]
     chats = [_chat(tokenizer, chat) for chat in (*CHATS, *SPACED_CHATS, SYSTEM_CHAT)]
     room, count = context - CONTINUED, min(CONTINUED, context - 1)
