@@ -77,7 +77,7 @@ def pytest_make_collect_report(
 
 # Files with a test of some minutes: one that is begun last leaves the other worker idle.
 LONGEST = (
-    "test_demo.py", "test_honest_patches.py", "test_engineering.py", "test_coverage.py", "test_releasing.py", "test_story.py",
+    "test_demo.py", "test_honest_patches.py", "test_engineering.py", "test_coverage.py", "test_story.py",
     "test_matrix_attacks.py", "test_rounding.py",
 )  # fmt: skip
 

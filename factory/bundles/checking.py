@@ -113,9 +113,7 @@ def licence_problems(folder: BundleFolder) -> list[str]:
 
 
 def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[str]:
-    """``stored``: supervised tokens by the model that wrote them; None in a bundle that an older factory made."""
-    if stored is None and not any("synthetic_tokens" in row for row in rows):
-        return []
+    """``stored``: supervised tokens by the model that wrote them."""
     counts = list(stored.values()) if isinstance(stored, dict) else [None]
     counted = [row.get("synthetic_tokens") for row in rows]
     if not all(type(one) is int and one >= 0 for one in [*counts, *counted]):

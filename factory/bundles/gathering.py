@@ -11,7 +11,6 @@ from factory.bundles.files import layout
 from factory.bundles.shards import planned_shards, shard_rows
 from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
-from factory.core.workspace import Workspace
 from factory.data.synthetic import written_in
 from factory.evals.evaluator import items_of
 from factory.evals.policy import EvalPolicy
@@ -40,7 +39,7 @@ def gather(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool
     evaluated = evidence.get("evaluations") or {}
     if not isinstance(evaluated.get(layout.CANDIDATE), int):
         raise InputError(f"release {release.number}: verdict {verdict.id} does not say which evaluations it judged")
-    policy = _policy(plant.workspace, verdict, evidence)
+    policy = _policy(verdict, evidence)
     licences = _licences(plant, release, policy, licence)
     summaries, items = {}, []
     for who, number in evaluated.items():
@@ -78,16 +77,12 @@ def _task_items(ledger: Ledger, evidence: Mapping[str, Any]) -> list[dict[str, A
     return found
 
 
-def _policy(workspace: Workspace, verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
-    """The policy that the verdict was given under: recorded with it, or the present one where that has its hash."""
-    stored = evidence.get("policy")
-    where = workspace.policy("gates/release.yaml")
-    policy = parse(ReleasePolicy, stored, "its policy", InputError) if stored else ReleasePolicy.load(where)
+def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
+    """The policy that the verdict was given under, as it was recorded with it."""
+    policy = parse(ReleasePolicy, evidence.get("policy") or {}, "its policy", InputError)
     if policy_sha256(policy) != verdict.policy_sha256:
-        raise InputError(
-            f"verdict {verdict.id} was given under a policy (sha256 {verdict.policy_sha256[:12]}…) that is not {where} any more, and "
-            "was not recorded: put that policy back to bundle this release"
-        )
+        words = f"verdict {verdict.id} was given under a policy (sha256 {verdict.policy_sha256[:12]}…) that was not recorded"
+        raise InputError(f"{words}: no bundle was made")
     return policy
 
 

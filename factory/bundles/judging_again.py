@@ -82,16 +82,6 @@ def evidence_problems(folder: BundleFolder) -> list[str]:
     return found
 
 
-def verdict_problems(folder: BundleFolder) -> list[str]:
-    """Does the judge say of this policy and evidence what the verdict says? Raises: BundleError."""
-    return two_verdicts(folder).problems()
-
-
-def verdict_words(folder: BundleFolder) -> str:
-    """Of a verdict without problems: how it was held to the judge. Raises: BundleError."""
-    return two_verdicts(folder).words()
-
-
 def two_verdicts(folder: BundleFolder) -> TwoVerdicts:
     """What the verdict says, and what the judge says of this policy and evidence. Raises: BundleError."""
     stored = folder.object(layout.EVIDENCE)

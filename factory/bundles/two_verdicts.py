@@ -106,7 +106,7 @@ class TwoVerdicts:
         said = "; ".join(shown(reason) for reason in self.otherwise[:NAMED])
         return (
             f"judged again, {it_is}, on the same numbers; {self._judges()}: {len(self.otherwise)} of {len(self.recorded['reasons'])} "
-            f"reasons are worded otherwise here, which is not held against it{self._unsaid()}: {said}"
+            f"reasons are worded otherwise here, which is not held against it: {said}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -128,13 +128,6 @@ class TwoVerdicts:
             if SEEN not in reason and (own := ours.get(NUMBER.sub("#", reason))):
                 return f"{shown(reason, 300)!r}, expected {own!r}"
         return ""
-
-    def _unsaid(self) -> str:
-        """Numbers of sentences that are worded otherwise, where this judge's reasons do not hold them."""
-        ours = {number for reason in self.again.reasons for number in NUMBER.findall(reason)}
-        theirs = dict.fromkeys(number for reason in self.otherwise for number in NUMBER.findall(reason))
-        unsaid = [number for number in theirs if number not in ours]
-        return f", with numbers that it does not say ({shown(', '.join(unsaid))})" if unsaid else ""
 
 
 def _named(by: JudgedBy) -> str:

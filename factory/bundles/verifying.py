@@ -12,6 +12,7 @@ from typing import Any
 from factory.bundles import checking, judging_again, provenance
 from factory.bundles.files import layout, manifest
 from factory.bundles.files.folder import BundleError, BundleFolder, shown
+from factory.bundles.judging_again import two_verdicts
 from factory.bundles.signing import KEY_BYTES, check_signature, fingerprint
 from factory.core.errors import FactoryError
 from factory.evals.parity import Check
@@ -22,7 +23,7 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[str]], str | Callable[[Bun
     "export": (checking.export_problems, "the model is, byte for byte, what was judged"),
     "policy": (judging_again.policy_problems, "the policy is the one that it was judged under"),
     "evidence": (judging_again.evidence_problems, "the numbers follow from the items"),
-    "verdict": (judging_again.verdict_problems, judging_again.verdict_words),
+    "verdict": (lambda folder: two_verdicts(folder).problems(), lambda folder: two_verdicts(folder).words()),
     "held_out": (judging_again.held_out_problems, "the items are of the suite that the evidence names"),
     "fixture": (checking.fixture_problems, "weights and tokenizer say again what the fixture says"),
     "licences": (checking.licence_problems, "licences, token shards and evidence agree, and allow the release"),
@@ -64,14 +65,9 @@ def verify(root: Path, public_key: Path | None = None) -> Verified:
         folder = BundleFolder.open(root)
         folder.hashes  # noqa: B018 - all later checks need them
     except BundleError as error:
-        unasked = [
-            Check(name, None, "not looked at: the folder is not safe to read") for name in (SIGNATURE_CHECK, *CHECKS)
-        ]
-        return Verified(
-            (Check("files", False, str(error)), *(c for c in unasked if c.name != "files")),
-            None,
-            public_key is not None,
-        )
+        others = (name for name in (SIGNATURE_CHECK, *CHECKS) if name != "files")
+        unasked = [Check(name, None, "not looked at: the folder is not safe to read") for name in others]
+        return Verified((Check("files", False, str(error)), *unasked), None, public_key is not None)
     found = {name: ask(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")
@@ -91,7 +87,7 @@ def ask(name: str, folder: BundleFolder) -> Check:
 
 def _judge(folder: BundleFolder) -> dict[str, Any] | None:
     try:
-        return judging_again.two_verdicts(folder).to_json()
+        return two_verdicts(folder).to_json()
     except FactoryError:  # which the check of the verdict says
         return None
 

@@ -22,7 +22,6 @@ from factory.bundles.gathering import gather
 from factory.bundles.provenance import statement
 from factory.bundles.shards import json_line, releasable_documents
 from factory.bundles.verifying import Verified, verify
-from factory.bundles.wish import Wish
 from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.left_files import DEPTH, open_file
@@ -80,6 +79,17 @@ LICENCE = re.compile(r"[A-Za-z0-9.+:() -]{1,200}")
 
 
 @dataclass(frozen=True)
+class Wish:
+    """What a person asked for."""
+
+    out: Path | None = None
+    data: bool = False
+    traces: bool = False
+    key: Path | None = None  # private, PEM; the workspace's own by default
+    licence: str = "NOASSERTION"  # of the weights, as an SPDX expression
+
+
+@dataclass(frozen=True)
 class Written:
     folder: Path
     signer: str  # fingerprint of the public key
@@ -125,7 +135,9 @@ def _write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
         for path, value in files.items():
             _write(aside, path, value)
         if wish.data:
-            _write_documents(plant, release, aside)
+            rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+            known = plant.workspace.root, plant.ledger, Tokenizer.load(plant.workspace.tokenizer)
+            _write_lines(aside / layout.DOCUMENTS, releasable_documents(*known, release.segment, rules))
         if wish.traces:
             copy_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
         plant.progress.line(f"  release {number}: its parity fixture is made")
@@ -166,15 +178,6 @@ def _copy_export(release: ReleaseRow, aside: Path) -> None:
             f"{release.export_path} changed while it was copied (sha256 {found[:12]}…, recorded {release.export_sha256[:12]}…): "
             "no bundle was made"
         )
-
-
-def _write_documents(plant: Plant, release: ReleaseRow, aside: Path) -> None:
-    rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
-    tokenizer = Tokenizer.load(plant.workspace.tokenizer)
-    _write_lines(
-        aside / layout.DOCUMENTS,
-        releasable_documents(plant.workspace.root, plant.ledger, tokenizer, release.segment, rules),
-    )
 
 
 def _refuse_unverified(number: int, aside: Path) -> Verified:

@@ -91,8 +91,8 @@ def ui(
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
-    from factory.core.listening import listen
-    from factory.show.mlflow.login import is_loopback, login
+    from factory.core.listening import is_loopback, listen
+    from factory.show.mlflow.login import login
     from factory.show.mlflow.names import in_brackets, reached_as
     from factory.show.mlflow.registry import start_pages
     from factory.show.mlflow.store import ui_command

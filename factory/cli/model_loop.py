@@ -265,8 +265,6 @@ def release(
     ] = "",
 ) -> None:
     """Release a candidate that the gate promoted (this is the approval, where the policy requires one), roll back, or bundle a release."""
-    from factory.bundles.wish import Wish
-    from factory.cli.releases.bundle import write as write_bundle
     from factory.ledger.rows import champion
     from factory.release.checks import newest_verdict
     from factory.release.releases import release as release_verdict
@@ -285,6 +283,9 @@ def release(
     # Releases have a lock of their own: this works while the daemon runs.
     plant, terminal = open_plant(where)
     if bundle is not None:
+        from factory.bundles.writing import Wish
+        from factory.cli.releases.bundle import write as write_bundle
+
         write_bundle(plant, bundle, Wish(out, data, traces, key, licence or Wish.licence))
         return
     if rollback is not None:

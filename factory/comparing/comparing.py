@@ -36,16 +36,13 @@ class Divergence:
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """``grid``: (x, ours, theirs) where both have a value. Lists of x are of the stretch that both have."""
+    """``grid``: (x, ours, theirs) where both have a value."""
 
     metric: str
     grid: list[tuple[float, float, float]]
     first: Divergence | None
     coarser: str  # whose grid it is: 'ours' | 'theirs' | 'both'
-    missing: list[float]  # x that theirs has and ours has not, where both have the same spacing
-    extra: list[float]
     not_finite: dict[str, list[float]]  # 'ours', 'theirs': x
-    only: dict[str, tuple[float, float] | None]  # 'ours', 'theirs': what lies beyond the other's end
     largest: float | None  # absolute difference
 
 
@@ -71,13 +68,10 @@ def compare(
         grid,
         _first(metric, grid, tolerance, floor),
         coarser,
-        [x for x, _ in other if x not in same] if one_spacing else [],
-        [x for x, _ in mine if x not in same] if one_spacing else [],
         {
             "ours": [x for x, y in ours if not math.isfinite(y)],
             "theirs": [x for x, y in theirs if not math.isfinite(y)],
         },
-        {"ours": _beyond(ours, theirs), "theirs": _beyond(theirs, ours)},
         max(finite, default=None),
     )
 
@@ -113,10 +107,6 @@ def _spread(differences: Sequence[float]) -> float:
 
 def _between(curve: Curve, low: float, high: float) -> list[tuple[float, float]]:
     return [(x, y) for x, y in curve if low <= x <= high]
-
-
-def _beyond(curve: Curve, other: Curve) -> tuple[float, float] | None:
-    return (other[-1][0], curve[-1][0]) if curve[-1][0] > other[-1][0] else None
 
 
 def _at(curve: Curve, x: float) -> float:

@@ -41,7 +41,9 @@ def words(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves,
         )
         if one.coarser != "both":
             said.append(f"{one.metric}: {one.coarser} has fewer points, the other is interpolated there")
-        said += [f"{one.metric}: {what}" for what in _odd(one, unit)]
+        said += [
+            f"{one.metric}: {whose} is not finite at {_listed(xs, unit)}" for whose, xs in one.not_finite.items() if xs
+        ]
     said += _units(ours, theirs) if unit == "step" else []
     return [*said, *ours.notes, *theirs.notes]
 
@@ -69,20 +71,6 @@ def page(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, 
         drawn.append({"name": one.metric, "curves": curves(lines, marks=marks), "apart": curves(apart, marks=marks)})
     head = {"Ours": ours.name, "Theirs": theirs.name, "Compared by": f"{unit}s"}
     return render(TEMPLATE, said=list(said), metrics=drawn, head=head, parted=first_of(found) is not None)
-
-
-def _odd(one: MetricComparison, unit: str) -> list[str]:
-    said = []
-    for what, xs in (("ours has no value at", one.missing), ("theirs has no value at", one.extra)):
-        if xs:
-            said.append(f"{what} {_listed(xs, unit)}")
-    for whose, xs in one.not_finite.items():
-        if xs:
-            said.append(f"{whose} is not finite at {_listed(xs, unit)}")
-    for whose, span in one.only.items():
-        if span:
-            said.append(f"{whose} goes on alone from {unit} {span[0]:,.0f} to {span[1]:,.0f}")
-    return said
 
 
 def _listed(xs: Sequence[float], unit: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from factory.core.errors import InputError
@@ -15,3 +16,11 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = error.strerror.partition(" (while")[0] if error.strerror else error
         raise InputError(f"{host}:{port} cannot be listened on: {why}; name another with --host or --port") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach it?"""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,16 +67,6 @@ def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str
         yield row["key"], ids.astype(np.int64), tools
 
 
-@dataclass
-class _Found:
-    """What of the held-out documents stands in training data."""
-
-    copies: dict[str, str] = field(
-        default_factory=dict
-    )  # held-out key → key of the training document with the same tokens
-    seen: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # of each wanted run's hash
-
-
 def shared_tokens(
     held: dict[str, Tokens],
     shards: Sequence[TokenShard],
@@ -89,26 +78,28 @@ def shared_tokens(
     ``limit`` of its runs of ``size`` tokens stand in the shards; ``skipped``: but for its first ones, of tools, which many chats share."""
     runs = {key: hashed_runs(ids[(skipped or {}).get(key, 0) :], size) for key, ids in held.items()}
     wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *runs.values()]))
-    found = _Found(seen=np.zeros(len(wanted), bool))
+    copies: dict[str, str] = {}  # held-out key → key of the training document with the same tokens
+    seen = np.zeros(len(wanted), bool)  # of each wanted run's hash
     for shard in shards:
-        _look(shard, held, wanted, size, found)
+        _copies(shard, held, copies)
+        _runs(shard, wanted, size, seen)
     shares = {
-        key: float(found.seen[np.searchsorted(wanted, mine)].mean()) if len(mine) else 0.0 for key, mine in runs.items()
+        key: float(seen[np.searchsorted(wanted, mine)].mean()) if len(mine) else 0.0 for key, mine in runs.items()
     }
-    over = [key for key, share in shares.items() if share > limit and key not in found.copies]
+    over = [key for key, share in shares.items() if share > limit and key not in copies]
     words = [
         f"{len(held)} held-out documents, {size}-token runs: largest share also in training data {max(shares.values(), default=0):.0%} "
         f"(limit {limit:.0%})"
     ]
     if over:
         words.append(f"{len(over)} over it, first {over[0]}")
-    if found.copies:
-        first, copy = next(iter(found.copies.items()))
-        words.append(f"{len(found.copies)} stand in training data token for token, first {first} as {copy}")
-    return Check("no_shared_ngrams", not over and not found.copies, "; ".join(words))
+    if copies:
+        first, copy = next(iter(copies.items()))
+        words.append(f"{len(copies)} stand in training data token for token, first {first} as {copy}")
+    return Check("no_shared_ngrams", not over and not copies, "; ".join(words))
 
 
-def _look(shard: TokenShard, held: dict[str, Tokens], wanted: Hashes, size: int, found: _Found) -> None:
+def _copies(shard: TokenShard, held: dict[str, Tokens], copies: dict[str, str]) -> None:
     kind = shard.tokens.dtype
     whole = {ids.astype(kind).tobytes(): key for key, ids in held.items()}
     lengths = np.unique([len(ids) for ids in held.values()])
@@ -116,12 +107,15 @@ def _look(shard: TokenShard, held: dict[str, Tokens], wanted: Hashes, size: int,
     for place in np.flatnonzero(np.isin(columns[1], lengths)).tolist():
         first, length = (int(column[place]) for column in columns)
         if (key := whole.get(shard.tokens[first : first + length].tobytes())) is not None:
-            found.copies.setdefault(key, shard.documents.column("key")[place].as_py())
+            copies.setdefault(key, shard.documents.column("key")[place].as_py())
+
+
+def _runs(shard: TokenShard, wanted: Hashes, size: int, seen: npt.NDArray[np.bool_]) -> None:
     for start in range(0, len(shard.tokens) if len(wanted) else 0, BLOCK):
         here = hashed_runs(shard.tokens[start : start + BLOCK + size - 1], size)
         if len(here):
             at = np.searchsorted(wanted, here).clip(max=len(wanted) - 1)
-            found.seen[at[wanted[at] == here]] = True
+            seen[at[wanted[at] == here]] = True
 
 
 def hashed_runs(tokens: npt.NDArray[Any], size: int) -> Hashes:

@@ -125,7 +125,6 @@ def _measure(
 ) -> tuple[dict[str, Any], list[EvalItem]]:
     export = Path(candidate.export_path)
     tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
-    clock = _Clock()
     summary: dict[str, Any] = {
         "export_sha256": candidate.export_sha256,
         "tokenizer_sha256": tokenizer.sha256,
@@ -144,24 +143,18 @@ def _measure(
     encode = lambda documents: encode_documents(documents, tokenizer, token_bytes, policy.document_bytes)
     texts, dev_texts = encode(suite.documents), encode(suite.dev)
     cloze = build_cloze(suite, tokenizer, policy)
-    clock.lap("prepare")
     total = len(texts) + len(cloze)
     with plant.progress.task(f"evaluating candidate {candidate.id}", None) as task:
         bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
         dev = bits_per_byte(model, dev_texts, policy, lambda n: task.advance(n, "bits per byte of the dev half"))
         dev_items = [replace(item, task=DEV) for item in dev]
-        clock.lap("bpb")
         noise = noise_floor(
             model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted windows")
         )
-        clock.lap("noise")
         cloze_items = score_cloze(model, cloze, lambda n: task.advance(n, "cloze"))
-        clock.lap("cloze")
         samples = chat_samples(model, suite, tokenizer, policy)
         task.advance(len(samples), "chat samples")
-        clock.lap("chat")
         summary |= _baselines(plant.ledger, suite, shards, texts, token_bytes, policy, task)
-        clock.lap("baselines")
         checks = [
             Check(
                 "export",
@@ -193,8 +186,7 @@ def _measure(
                 raise
             checks.append(Check("trainer_tokens", False, f"a token shard cannot be read: {error}"))
         task.advance(len(checks), "parity")
-        clock.lap("parity")
-    summary |= _results(bpb_items, noise, cloze_items, samples) | _parity_summary(checks) | {"seconds": clock.laps}
+    summary |= _results(bpb_items, noise, cloze_items, samples) | _parity_summary(checks)
     summary["dev"] = {
         "bpb": ratio_bits(dev_items),
         "documents": {d: len([i for i in dev_items if i.domain == d]) for d in suite.domains},
@@ -289,15 +281,3 @@ def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, A
         detail = {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")}
         record(tx, "evaluated", Subject("candidate", candidate_id), detail)
     return number
-
-
-class _Clock:
-    """Seconds a part, for the summary."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps[name], self._last = round(now - self._last, 3), now

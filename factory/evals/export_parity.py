@@ -24,7 +24,7 @@ from factory.evals.export_folder import ExportError, read_json
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check
 from factory.ingest.tokenizer import END, IM_END
 from factory.ledger.ledger import Ledger
-from factory.ledger.rows import CandidateRow, SegmentRow, Subject
+from factory.ledger.rows import CandidateRow, Subject
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.export import converted, dtype_of, generation_config, hf_config
 from trainer.contract.errors import TrainerError
@@ -69,17 +69,6 @@ def recorded_of(ledger: Ledger, candidate: int) -> Made | None:
     return Made(**made) if made else None
 
 
-def made_of(ledger: Ledger, candidate: CandidateRow) -> Made | str:
-    """What was recorded when it was exported; else from its checkpoint, if that is there; else why it is not known."""
-    if made := recorded_of(ledger, candidate.id):
-        return made
-    try:
-        row = SegmentRow.get(ledger, candidate.segment)
-        return made_from(_checkpoint(ledger, candidate), row.recipe_json)
-    except SegmentError as error:
-        return f"nothing was recorded when it was exported, and {error}: {AGAIN}"
-
-
 def checkpoint_digests(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
     """Of every tensor as it must stand in the export. Raises: SegmentError; NoMemoryError."""
     try:
@@ -113,13 +102,6 @@ def _recipe(recipe: dict[str, Any]) -> Recipe:
         raise SegmentError(f"its recipe cannot be read: {error}") from error
 
 
-def _checkpoint(ledger: Ledger, candidate: CandidateRow) -> Path:
-    rows = ledger.read("SELECT path FROM checkpoints WHERE id = :id", id=candidate.checkpoint)
-    if not rows:
-        raise SegmentError(f"its checkpoint {candidate.checkpoint[:12]} is not in the ledger")
-    return Path(rows[0]["path"])
-
-
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with (
@@ -150,9 +132,9 @@ def _total(digests: Digests) -> str:
 # -- is it that? -------------------------------------------------------------------------------------------------------
 def checkpoint_checks(ledger: Ledger, candidate: CandidateRow, vocabulary: int) -> list[Check]:
     """A check for each of ``OF_CHECKPOINT``. ``vocabulary``: tokens of the tokenizer."""
-    made = made_of(ledger, candidate)
-    if isinstance(made, str):
-        return [Check(name, None, made) for name in OF_CHECKPOINT]
+    made = recorded_of(ledger, candidate.id)
+    if made is None:
+        return [Check(name, None, f"nothing was recorded when it was exported: {AGAIN}") for name in OF_CHECKPOINT]
     export = Path(candidate.export_path)
     here, where = read_json(export / "config.json"), export / "config.json"
     found = asdict(parse_config(here, where))
@@ -174,23 +156,16 @@ def checkpoint_checks(ledger: Ledger, candidate: CandidateRow, vocabulary: int) 
         Check(name, not wrong[name], f"config.json: {'; '.join(wrong[name])}: {AGAIN}" if wrong[name] else words)
         for name, words in fine.items()
     ]
-    return [_weights(ledger, candidate, export, made), *checks]
+    return [_weights(export, made), *checks]
 
 
-def _weights(ledger: Ledger, candidate: CandidateRow, export: Path, made: Made) -> Check:
-    found = export_digests(export)
-    if _total(found) == made.weights_sha256:
-        return Check(
-            "weights", True, f"{len(found)} tensors are the checkpoint's, to the bit ({made.weights_sha256[:12]})"
-        )
-    try:
-        recipe = SegmentRow.get(ledger, candidate.segment).recipe_json
-        expected = checkpoint_digests(_checkpoint(ledger, candidate), recipe)
-        apart = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        what = f"{len(apart)} of {len(expected)} tensors are not the checkpoint's, first {', '.join(apart[:1])}"
-    except (SegmentError, NoMemoryError):
-        what = f"the tensors are not the checkpoint's: {_total(found)[:12]}, recorded {made.weights_sha256[:12]}"
-    return Check("weights", False, f"{what}: {AGAIN}")
+def _weights(export: Path, made: Made) -> Check:
+    tensors = export_digests(export)
+    found, recorded = _total(tensors), made.weights_sha256
+    if found == recorded:
+        return Check("weights", True, f"{len(tensors)} tensors are the checkpoint's, to the bit ({found[:12]})")
+    words = f"the tensors are not the checkpoint's: {found[:12]}, recorded {recorded[:12]}: {AGAIN}"
+    return Check("weights", False, words)
 
 
 def file_checks(

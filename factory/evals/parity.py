@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from factory.evals.contamination import contamination_checks
-from factory.evals.export_parity import checkpoint_checks, file_checks, made_of
+from factory.evals.export_parity import checkpoint_checks, file_checks, recorded_of
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, Asked, chat_checks
 from factory.evals.probes.checks import CHECKS as CHECKS
@@ -129,10 +129,10 @@ def _together(checks: Sequence[Check]) -> Check:
 
 
 def _files(case: ParityCase, stop: list[int], served: Served) -> list[Check]:
-    made = made_of(case.ledger, case.candidate)
+    made = recorded_of(case.ledger, case.candidate.id)
     bos = case.tokenizer.bos_token
     ids = served.answer.get("tokenizer_ids", [bos, stop[1], stop[0]])  # not known: 'server_text' says why
-    return file_checks(case.export, None if isinstance(made, str) else made.config, ids, stop, bos)
+    return file_checks(case.export, made.config if made else None, ids, stop, bos)
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
@@ -299,6 +299,5 @@ def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:
 def _smoke(served: Served) -> Check:
     if served.problem:
         return _unserved("smoke", served, "load and generate")
-    a = served.answer
-    words = f"loaded in {a['load_seconds']:.1f} s, {len(a['generated'])} tokens generated, {a['seconds']:.1f} s and {a['peak_memory_mib']} MiB in all"
-    return Check("smoke", len(a["generated"]) > 0, words)
+    count = len(served.answer["generated"])
+    return Check("smoke", count > 0, f"loaded, {count} tokens generated")

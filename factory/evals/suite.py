@@ -147,7 +147,8 @@ def held_out_documents(
 
 def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:
     """Held-out documents, in the order of a suite."""
-    rows = [row for start in range(0, len(keys), 500) for row in _fetch(ledger, keys[start : start + 500])]
+    parts = [sa.select(held_out).where(held_out.c.key.in_(keys[at : at + 500])) for at in range(0, len(keys), 500)]
+    rows = [row for part in parts for row in ledger.rows(part)]
     found = [HeldOutDocument(row["key"], row["domain"], row["group_key"], row["content"]) for row in rows]
     return tuple(sorted(found, key=lambda document: (document.domain, order("suite", document.key))))
 
@@ -166,10 +167,6 @@ def identity_sha256(identity: Mapping[str, Any]) -> str:
 def order(*parts: str) -> str:
     """A fixed, arbitrary order: the hash of the parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _fetch(ledger: Ledger, keys: list[str]) -> list[dict[str, Any]]:
-    return ledger.rows(sa.select(held_out).where(held_out.c.key.in_(keys)))
 
 
 def _canonical(value: Any) -> bytes:

@@ -27,7 +27,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import NO_LICENCE
 from factory.ledger.rows import EvaluationRow, SegmentRow, champion
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.task_file import EvalTask, load_named, look_into, task_folder, task_names
+from factory.tasks.task_file import EvalTask, load_named, look_into, task_folder
 
 NAMED = 4  # licences in a line
 PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that a shell and YAML leave as it is
@@ -174,7 +174,7 @@ def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dic
     policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
     found: dict[str, tuple[EvalTask, float]] = {}
     wrong: dict[str, str] = {}
-    for name in task_names(task_folder(workspace)):
+    for name in look_into(task_folder(workspace)).tasks:
         if policy.of(name).tier == "never":
             continue
         try:

@@ -240,8 +240,8 @@ class _Saga:
 
         Raises: InputError when its export is not what was judged.
         """
-        row = champion(self.ledger)
-        if row is None or self._is_served(row):
+        row, note = champion(self.ledger), serving.served(self.workspace)
+        if row is None or (note and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)):
             return []
         check_export(self.ledger, row.candidate)
         serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
@@ -250,10 +250,6 @@ class _Saga:
             with self.ledger.begin() as tx:
                 record(tx, "repaired", Subject("release", row.number), {"what": [done]})
         return [done]
-
-    def _is_served(self, row: ReleaseRow) -> bool:
-        note = serving.served(self.workspace)
-        return note is not None and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)
 
 
 # -- deciding -----------------------------------------------------------------------------------------------------------

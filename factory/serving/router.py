@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from starlette.applications import Starlette
@@ -147,9 +147,7 @@ class _Router:
         engine = supervisor.current
         wanted = supervisor.wanted.release if supervisor.wanted else None
         facts = {"ok": engine is not None, "release": engine and engine.champion.release, "champion": wanted}
-        return JSONResponse(
-            facts | {"problem": supervisor.trouble or supervisor.changed_export or None}, 200 if engine else 503
-        )
+        return JSONResponse(facts | {"problem": supervisor.trouble or None}, 200 if engine else 503)
 
     async def metrics_page(self, request: Request) -> Response:
         supervisor = self.supervisor
@@ -157,7 +155,6 @@ class _Router:
         gauges: list[tuple[str, dict[str, object], float]] = [
             ("factory_serve_release", {}, engine.champion.release if engine else 0),
             ("factory_serve_champion", {}, wanted.release if wanted else 0),
-            ("factory_serve_export_changed", {}, bool(supervisor.changed_export)),
         ]
         gauges += [
             ("factory_serve_in_flight", {"release": e.champion.release}, e.in_flight) for e in supervisor.engines
@@ -187,9 +184,10 @@ class _Holding(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class _Answer:
-    def __init__(self, response: httpx.Response, first: bytes, rest: AsyncIterator[bytes] | None) -> None:
-        self.response, self.first, self.rest = response, first, rest
+class _Answer(NamedTuple):
+    response: httpx.Response
+    first: bytes
+    rest: AsyncIterator[bytes] | None
 
 
 async def _read_body(request: Request) -> bytes:

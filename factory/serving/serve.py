@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from factory.core.errors import InputError
-from factory.core.listening import listen
+from factory.core.listening import is_loopback, listen
 from factory.core.served import served_at
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
@@ -31,7 +30,7 @@ def serve(
 
     Raises: InputError for an address that cannot be had, or one that others can reach without a key.
     """
-    if not key and not _loopback(host):
+    if not key and not is_loopback(host):
         raise InputError(f"--host {host}: others can reach it, so a key is required: --key, or $FACTORY_SERVE_KEY")
     listening = listen(host, port)
     ledger = Ledger.open(workspace.ledger_url)
@@ -67,12 +66,3 @@ async def _run(supervisor: Supervisor, listening: socket.socket, key: str) -> No
         await supervisor.close()
     if isinstance(ended, Exception):
         raise ended
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

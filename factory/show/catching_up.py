@@ -26,7 +26,6 @@ from factory.show.mlflow.outages import TrackingError, of_one_thing, shown
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import (
     ARM_SHOWN,
-    AUDITED,
     CLOSED,
     DELETED,
     DIAGNOSIS_SHOWN,
@@ -160,11 +159,6 @@ def _unshown_proposals(plant: Plant, db: Reads) -> list[int]:
     return _untold(db, SHOWN, {f"proposal:{number}": (number, {"state": state}) for number, state in states.items()})
 
 
-def _unshown_audits(plant: Plant, db: Reads) -> list[VerdictRow]:
-    rows = VerdictRow.select(db, "WHERE gate = 'audit' AND subject LIKE 'segment:%' ORDER BY id")
-    return _untold(db, AUDITED, {f"verdict:{row.id}": (row, {}) for row in rows})
-
-
 def _unshown_diagnoses(plant: Plant, db: Reads) -> list[tuple[int, dict[str, Any]]]:
     found: Wanted = {f"diagnosis:{event}": ((event, detail), {}) for event, _, detail in _diagnoses(db)}
     return _untold(db, DIAGNOSIS_SHOWN, found)
@@ -229,7 +223,6 @@ IN_MLFLOW = (
     Showing("segments", _unclosed, _close),
     Showing("releases", _any_judged, lambda plant, tracking, _: show_releases(plant, tracking)),
     Showing("proposals", _unshown_proposals, lambda _, tracking, one: tracking.proposal_run(one)),
-    Showing("audits", _unshown_audits, lambda _, tracking, one: tracking.segment_audited(one)),
     Showing("diagnoses", _unshown_diagnoses, _show_diagnosis),
     Showing("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
     Showing("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),

@@ -36,17 +36,9 @@ class TaskEvidence:
 
     def with_other(self, other: TaskEvidence) -> TaskEvidence:
         """Of other tasks too."""
-        return replace(
-            self,
-            gains={**self.gains, **other.gains},
-            margins={**self.margins, **other.margins},
-            values={**self.values, **other.values},
-            problems=(*self.problems, *other.problems),
-            remedies={**self.remedies, **other.remedies},
-            evaluations={**self.evaluations, **other.evaluations},
-            items={**self.items, **other.items},
-            variances={**self.variances, **other.variances},
-        )
+        mine, its = vars(self), vars(other)
+        both: dict[str, Any] = {name: {**mine[name], **its[name]} for name in mine if isinstance(mine[name], dict)}
+        return replace(self, **both, problems=(*self.problems, *other.problems))
 
 
 def scores(items: Sequence[EvalItem]) -> dict[str, Gain]:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from factory.tasks.items import LETTERS, ChoiceItem, TaskError, TaskItem
+from factory.tasks.items import ChoiceItem, TaskError, TaskItem
 
 WAYS = {"place": "a place from 0", "letter": "a letter", "text": "the text of a choice"}
 
@@ -23,7 +23,7 @@ def in_one_way(items: Sequence[Any], where: str) -> list[Any]:
     common = set(WAYS)
     first = ""  # how the answers before are read, in words
     for number, item in enumerate(items, 1):
-        mine = _ways(item)
+        mine = item.ways
         if not common & set(mine):
             raise TaskError(
                 f"{where}: the answer of record {number}, {item.answer!r}, is {_or(mine)}, and those before it are {first}: write all answers of a "
@@ -32,7 +32,7 @@ def in_one_way(items: Sequence[Any], where: str) -> list[Any]:
         common &= set(mine)
         first = _or(common)
     for number, item in enumerate(items, 1):
-        read = {way: place for way, place in _ways(item).items() if way in common}
+        read = {way: place for way, place in item.ways.items() if way in common}
         if len(set(read.values())) > 1:
             said = " and ".join(f"{item.choices[place]!r} as {WAYS[way]}" for way, place in read.items())
             raise TaskError(
@@ -40,21 +40,7 @@ def in_one_way(items: Sequence[Any], where: str) -> list[Any]:
                 "in one way alone"
             )
     way = min(common, key=list(WAYS).index) if items else ""
-    return [item.model_copy(update={"answer": _ways(item)[way]}) for item in items]
-
-
-def _ways(item: ChoiceItem) -> dict[str, int]:
-    """By each way in which the answer names one choice, its place."""
-    found: dict[str, int] = {}
-    said = str(item.answer)
-    if isinstance(item.answer, int):
-        if 0 <= item.answer < len(item.choices):
-            found["place"] = item.answer
-    elif len(said) == 1 and said in LETTERS[: len(item.choices)]:
-        found["letter"] = LETTERS.index(said)
-    if item.choices.count(said) == 1:
-        found["text"] = item.choices.index(said)
-    return found
+    return [item.model_copy(update={"answer": item.ways[way]}) for item in items]
 
 
 def _or(ways: Mapping[str, int] | set[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -73,17 +73,26 @@ class ChoiceItem(TaskItem):
     """The right choice: its place, from 0, its letter or its text."""
 
     @property
-    def right(self) -> int:
-        """The place of the right choice. Raises: ValueError when ``answer`` names none, or two."""
+    def ways(self) -> dict[str, int]:
+        """By each way in which ``answer`` names one choice (place, letter, text), the choice's place."""
+        found: dict[str, int] = {}
+        said = str(self.answer)
         if isinstance(self.answer, int):
-            named = [self.answer] if 0 <= self.answer < len(self.choices) else []
-        else:
-            named = [at for at, choice in enumerate(self.choices) if choice == self.answer]
-            if not named and len(self.answer) == 1 and self.answer in LETTERS[: len(self.choices)]:
-                named = [LETTERS.index(self.answer)]
-        if len(named) != 1:
-            raise ValueError(f"answer {self.answer!r} names {'no' if not named else 'more than one'} choice")
-        return named[0]
+            if 0 <= self.answer < len(self.choices):
+                found["place"] = self.answer
+        elif len(said) == 1 and said in LETTERS[: len(self.choices)]:
+            found["letter"] = LETTERS.index(said)
+        if self.choices.count(said) == 1:
+            found["text"] = self.choices.index(said)
+        return found
+
+    @property
+    def right(self) -> int:
+        """The place of the right choice: a number is one, words are a text, or else a letter. Raises: ValueError when it names none."""
+        for way in ("place",) if isinstance(self.answer, int) else ("text", "letter"):
+            if way in self.ways:
+                return self.ways[way]
+        raise ValueError(f"answer {self.answer!r} names no choice")
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -142,19 +151,27 @@ KINDS: dict[str, type[TaskItem]] = {"multiple_choice": ChoiceItem, "maths": Math
 def read_records(kind: str, records: Sequence[Any], where: str) -> list[Any]:
     """The items of a file. Raises: TaskError naming the record and the key; a doubled id or item; an answer or tests that are none."""
     items: list[Any] = []
-    ids: dict[str, int] = {}
     asked: dict[tuple[str, ...], int] = {}
-    for number, record in enumerate(records, 1):
-        item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
-        if (first := ids.setdefault(item.key, number)) != number:
-            raise TaskError(f"{where}: id {item.key!r} appears twice, in records {first} and {number}")
-        if words := _fault(item, doubled_choices=False):
-            raise TaskError(f"{where}, record {number}: {words}")
+    for number, item in _parsed(kind, enumerate(records, 1), where, doubled_choices=False):
         first = asked.setdefault(item.asks, number)
         if first != number:
             _refuse_doubled(items[first - 1], item, f"{where}: records {first} and {number} ask the same")
         items.append(item)
     return items
+
+
+def _parsed(
+    kind: str, records: Iterable[tuple[int, Any]], where: str, doubled_choices: bool
+) -> Iterator[tuple[int, Any]]:
+    """Each numbered record as an item. Raises: TaskError for one that is none, or whose id is there already."""
+    ids: dict[str, int] = {}
+    for number, record in records:
+        item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
+        if (first := ids.setdefault(item.key, number)) != number:
+            raise TaskError(f"{where}: id {item.key!r} appears twice, in records {first} and {number}")
+        if words := _fault(item, doubled_choices):
+            raise TaskError(f"{where}, record {number}: {words}")
+        yield number, item
 
 
 def read_published(
@@ -166,15 +183,9 @@ def read_published(
     ``doubled_choices`` harm nothing. Raises: TaskError as ``read_records``.
     """
     items: list[Any] = []
-    ids: dict[str, int] = {}
     asked: dict[tuple[str, ...], Any] = {}
     again: list[str] = []
-    for number, record in records:
-        item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
-        if (first := ids.setdefault(item.key, number)) != number:
-            raise TaskError(f"{where}: id {item.key!r} appears twice, in records {first} and {number}")
-        if words := _fault(item, doubled_choices):
-            raise TaskError(f"{where}, record {number}: {words}")
+    for _, item in _parsed(kind, records, where, doubled_choices):
         other = asked.setdefault(item.asks, item)
         if other is not item:
             two = "" if other.gold == item.gold else ", with another answer"

@@ -5,7 +5,6 @@ lm-eval, its templates and the functions of a task file are not trusted: there i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ from factory.core.left_files import open_file
 from factory.evals.tasks import EvalItem
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits, Result
+from factory.tasks.generation import seed_of
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_file import LmEvalFile
 from factory.tasks.model import Advance, Drawing, TaskModel
@@ -107,7 +107,7 @@ def answer_of_model(asked: Any, model: TaskModel, advance: Advance) -> list[Any]
     for index, one in enumerate(requests):
         by_drawing.setdefault(_drawing(one[1] if len(one) > 1 else {}), []).append(index)
     for how, indices in by_drawing.items():
-        seeds = [_seed(index, requests[index][0]) for index in indices]
+        seeds = [seed_of(index, requests[index][0]) for index in indices]
         for index, one in zip(indices, model.generate([requests[i][0] for i in indices], how, seeds, advance)):
             found[index] = one.text
     return found
@@ -178,7 +178,3 @@ def _read(path: Path) -> Any:
         return json.loads(data)
     except (OSError, ValueError, RecursionError) as error:
         raise TaskError(f"what lm-eval left cannot be read: {str(error)[:200]}") from error
-
-
-def _seed(*parts: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")

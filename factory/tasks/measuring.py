@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from factory.core.progress import Progress
-from factory.evals.evaluator import items_of, refuse_damaged
+from factory.evals.evaluator import refuse_damaged
 from factory.evals.tasks import EvalItem
 from factory.ingest.index import Index
 from factory.ingest.rules.policy import DataPolicy
@@ -47,8 +47,9 @@ def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy
     candidate = CandidateRow.get(plant.ledger, candidate_id)
     tokenizer = Tokenizer.load(plant.workspace.tokenizer)
     identity = task.identity(tokenizer.sha256)
-    if known := _known(plant.ledger, candidate_id, identity):
-        return known
+    mine = "WHERE candidate = :candidate AND suite_sha256 = :identity"
+    if known := EvaluationRow.first(plant.ledger, mine, candidate=candidate_id, identity=identity):
+        return known.id
     contaminated = trained_on(plant, task)
     share = len(contaminated) / len(task.records)
     if share > policy.contaminated_max:
@@ -131,12 +132,6 @@ def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progre
         raise TaskError(f"task {task.name} is not sound: {error}; 'factory tasks check' says so too") from error
 
 
-def _known(ledger: Ledger, candidate: int, identity: str) -> int | None:
-    which = "WHERE candidate = :candidate AND suite_sha256 = :identity"
-    row = EvaluationRow.first(ledger, which, candidate=candidate, identity=identity)
-    return row.id if row else None
-
-
 def _write(ledger: Ledger, candidate: int, identity: str, summary: dict[str, Any], rows: list[EvalItem]) -> int:
     with ledger.begin() as tx:
         mine = (evaluations.c.candidate == candidate) & (evaluations.c.suite_sha256 == identity)
@@ -149,8 +144,3 @@ def _write(ledger: Ledger, candidate: int, identity: str, summary: dict[str, Any
         detail = {"evaluation": number, "task": summary["task"], "items": summary["items"]}
         record(tx, "task_measured", Subject("candidate", candidate), detail)
     return number
-
-
-def measured_items(ledger: Ledger, evaluation: int) -> list[EvalItem]:
-    """The items of a recorded evaluation of a task."""
-    return items_of(ledger, evaluation)

@@ -48,7 +48,6 @@ from trainer.contract.strict import parse
 # Of what is measured: another number makes every task of the kind a new one. 2: ties have their share; answers are read by their forms; programs run
 # as Python runs them.
 VERSIONS = {"multiple_choice": 2, "maths": 2, "code": 2, "lm-eval": 1}
-PACKED = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip", ".7z")
 FOLDER = "policies/tasks"
 CLOZE_PROMPT = "Question: {question}\nAnswer:"
 LETTER_PROMPT = "{question}\n{choices}\nAnswer:"
@@ -248,11 +247,6 @@ def _published_name(path: Path) -> tuple[str, str]:
     return (benchmark.name if split in ASKED and not about else stem), ""
 
 
-def task_names(folder: Path) -> list[str]:
-    """Of the tasks in a folder."""
-    return list(look_into(folder).tasks)
-
-
 def load_named(workspace: Workspace, name: str, policy: TasksPolicy) -> EvalTask:
     """Raises: TaskError when there is no such task, and as ``load_task``."""
     folder = task_folder(workspace)
@@ -270,13 +264,11 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
             return _published_alone(path, policy)
         if not path.exists():
             raise TaskError(f"{path}: there is no such file")
-        if path.name.lower().endswith(PACKED):
-            raise TaskError(
-                f"{path}: an archive is not read: unpack it, and check the data file or the folder of numbered files in it (docs/TASKS.md); "
-                f"{', '.join(SUFFIXES)} are read"
-            )
         if path.suffix != ".yaml" or path.name.startswith("_") or len(path.stem) > 100:
-            raise TaskError(f"{path}: the file of a task is NAME.yaml, of at most 100 letters and no '_' before")
+            raise TaskError(
+                f"{path}: the file of a task is NAME.yaml, of at most 100 letters and no '_' before, or a published file "
+                f"({', '.join(SUFFIXES)}; unpack an archive)"
+            )
         if not _ours(path):
             file = read_lm_eval_file(path, policy.functions)
             data = [read_items(data) for data in file.data]

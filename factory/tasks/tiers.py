@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from factory.core.errors import IsolationError
+from factory.evals.evaluator import items_of
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import EvaluationRow, champion
 from factory.tasks.comparing import TaskEvidence, gains, sizes
 from factory.tasks.items import TaskError
-from factory.tasks.measuring import measure, measured_items
+from factory.tasks.measuring import measure
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.task_file import EvalTask, load_named, task_folder, task_names
+from factory.tasks.task_file import EvalTask, load_named, look_into, task_folder
 
 
 def measure_due(plant: Plant, candidate: int, *, would_promote: bool) -> TaskEvidence:
@@ -25,7 +26,7 @@ def measure_due(plant: Plant, candidate: int, *, would_promote: bool) -> TaskEvi
     Raises: ConfigError for a bad tasks.yaml; DamagedExportError; NoMemoryError.
     """
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
-    names = task_names(task_folder(plant.workspace))
+    names = list(look_into(task_folder(plant.workspace)).tasks)
     evidence = TaskEvidence(alpha=policy.guards_alpha)
     for name in sorted(set(policy.tasks) - set(names)):
         words = f"Task {name}: tasks.yaml names it, and there is no {task_folder(plant.workspace) / name}.yaml."
@@ -59,8 +60,8 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
     evidence = TaskEvidence(values=values, evaluations={name: [ours, theirs]})
     if theirs is None:
         return evidence
-    of_champion = measured_items(plant.ledger, theirs)
-    found = gains(measured_items(plant.ledger, ours), of_champion, summary.get("costs", ()))
+    of_champion = items_of(plant.ledger, theirs)
+    found = gains(items_of(plant.ledger, ours), of_champion, summary.get("costs", ()))
     if found is None:
         words = f"Task {name}: candidate and champion were not measured on the same items."
         todo = f"measure both again: 'factory evaluate {candidate}' once nothing changes {name}'s items."

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from factory.bundles.documents.facts import Facts, licence_expression
@@ -80,13 +79,12 @@ def _file(facts: Facts, path: str) -> dict[str, Any]:
 
 
 def _records(path: str, name: str, fields: dict[str, str]) -> dict[str, Any]:
-    return {"@type": "cr:RecordSet", "@id": name, "name": name, "field": list(_fields(path, name, fields.items()))}
-
-
-def _fields(path: str, name: str, fields: Iterable[tuple[str, str]]) -> Iterable[dict[str, Any]]:
-    for field, kind in fields:
-        source = {"fileObject": {"@id": path}, "extract": {"column": field}}
-        yield {"@type": "cr:Field", "@id": f"{name}/{field}", "name": field, "dataType": kind, "source": source}
+    source = lambda field: {"fileObject": {"@id": path}, "extract": {"column": field}}
+    listed = [
+        {"@type": "cr:Field", "@id": f"{name}/{field}", "name": field, "dataType": kind, "source": source(field)}
+        for field, kind in fields.items()
+    ]
+    return {"@type": "cr:RecordSet", "@id": name, "name": name, "field": listed}
 
 
 def _shard(row: dict[str, Any]) -> dict[str, Any]:

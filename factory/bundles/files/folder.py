@@ -29,9 +29,6 @@ class Hashed:
     sha256: str
     bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        return {"sha256": self.sha256, "bytes": self.bytes}
-
 
 @dataclass(frozen=True)
 class BundleFolder:

@@ -15,12 +15,12 @@ NAMED = 5  # files in a message
 
 def manifest(name: str, hashes: Mapping[str, Hashed]) -> dict[str, Any]:
     """Of every file but the manifest itself and the signature."""
-    files = {path: hashed.to_json() for path, hashed in sorted(hashes.items()) if path not in (MANIFEST, SIGNATURE)}
+    files = {path: vars(hashed) for path, hashed in sorted(hashes.items()) if path not in (MANIFEST, SIGNATURE)}
     return {"format": FORMAT, "name": name, "made_by": version(), "files": files}
 
 
 def problems(folder: BundleFolder) -> list[str]:
-    """What of the files is not as the manifest says: added, missing, changed, renamed; and what the manifest may not say.
+    """What of the files is not as the manifest says: added, missing, changed; and what the manifest may not say.
 
     Raises: BundleError for a manifest that cannot be read.
     """
@@ -34,15 +34,9 @@ def problems(folder: BundleFolder) -> list[str]:
     odd = [path for path in listed if not _plain(path)]
     if odd:
         found.append(f"{MANIFEST} names files outside the bundle: {_names(odd)}")
-    there = {path: hashed.to_json() for path, hashed in folder.hashes.items() if path not in (MANIFEST, SIGNATURE)}
-    added = {path for path in there if path not in listed}
-    missing = {path for path in listed if path not in there and path not in odd}
-    for path in sorted(missing):
-        moved = next((other for other in sorted(added) if there[other] == listed[path]), None)
-        if moved is not None:
-            found.append(f"{shown(path)} was renamed to {shown(moved)}")
-            added.remove(moved)
-            missing.remove(path)
+    there = {path: vars(hashed) for path, hashed in folder.hashes.items() if path not in (MANIFEST, SIGNATURE)}
+    added = [path for path in there if path not in listed]
+    missing = [path for path in listed if path not in there and path not in odd]
     changed = [path for path in there if path in listed and there[path] != listed[path]]
     for words, paths in (("changed", changed), ("missing", missing), ("added", added)):
         if paths:

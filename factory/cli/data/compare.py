@@ -53,9 +53,6 @@ def compare(
         str | None,
         typer.Option(help="The reference's column of steps (of tokens, with --x tokens), where its name is unusual."),
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Where the picture goes (default: reports/comparison.html).")
-    ] = None,
 ) -> None:
     """Lay another run's metrics over ours, step by step, and name the first place where they part. Exit code 1: they do."""
     from factory.comparing.comparing import compare as compare_curves
@@ -94,11 +91,8 @@ def compare(
         found.append(compare_curves(mine, a, b, tolerance=tolerance, floor=rounding))
     unit = x.value.removesuffix("s")
     said = words(found, ours, theirs, unit, tolerance is not None)
-    place = html or plant.workspace.reports / "comparison.html"
-    try:
-        write_atomically(place, page(found, ours, theirs, said, unit))
-    except OSError as error:
-        raise InputError(f"{place} cannot be written: {error.strerror}") from error
+    place = plant.workspace.reports / "comparison.html"
+    write_atomically(place, page(found, ours, theirs, said, unit))
     shown = finite(to_json(found, ours, theirs, said) | {"page": str(place)})
     say(shown, (f"  {line}" for line in (*said, f"picture: {place}")))
     if first_of(found):

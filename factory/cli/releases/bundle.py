@@ -11,7 +11,7 @@ import typer
 from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
-    from factory.bundles.wish import Wish
+    from factory.bundles.writing import Wish
 
 
 def verify(

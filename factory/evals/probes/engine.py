@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -33,14 +33,6 @@ TODO = "the engine is not the model that was judged: do not serve with it; 'fact
 Fixture = dict[str, Any]
 
 
-class GreedyModel(Protocol):
-    """The judge's model, as far as it is needed here."""
-
-    def continuation(self, prompt: list[int], count: int) -> Any:
-        """Tokens, log-probabilities and margins, as a dataclass."""
-        ...
-
-
 class EngineDiffersError(Exception):
     """What differs."""
 
@@ -49,8 +41,8 @@ class NothingToCompareError(Exception):
     """Why a question could not be asked."""
 
 
-def make_fixture(tokenizer: Tokenizer, model: GreedyModel, context: int, greedy_by_default: bool) -> Fixture:
-    """What the judge's side says. ``greedy_by_default``: the export's sampling defaults are greedy, and checked too."""
+def make_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_default: bool) -> Fixture:
+    """What the judge's side, its ``model``, says. ``greedy_by_default``: the export's sampling defaults are greedy, and checked too."""
     texts = [_text(tokenizer, text) for text in (*TEXTS, *SPACED_TEXTS)]
     chats = [_chat(tokenizer, chat) for chat in (*CHATS, *SPACED_CHATS, SYSTEM_CHAT)]
     room, count = context - CONTINUED, min(CONTINUED, context - 1)

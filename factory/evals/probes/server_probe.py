@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import sys
-import time
 from typing import Any
 
 
@@ -28,7 +27,6 @@ def main(request_path: str, answer_path: str) -> None:
     import transformers
     from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
-    started = time.monotonic()
     export = request["export"]
     with open(os.path.join(export, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
@@ -40,7 +38,6 @@ def main(request_path: str, answer_path: str) -> None:
     only_here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(export, **only_here)
     model = model_class.from_pretrained(export, use_safetensors=True, dtype=torch.float32, **only_here).eval()
-    loaded = time.monotonic()
 
     class Force(LogitsProcessor):
         """Makes the model generate one token, third; with working stop handling no token follows it."""
@@ -94,9 +91,6 @@ def main(request_path: str, answer_path: str) -> None:
         "generated": generated,
         "stopped": stopped,
         "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
-        "load_seconds": loaded - started,
-        "seconds": time.monotonic() - started,
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }
     with open(answer_path + ".part", "w", encoding="utf-8") as out:
         json.dump(answer, out)

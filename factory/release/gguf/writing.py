@@ -6,8 +6,8 @@ The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the pac
 from __future__ import annotations
 
 import glob
+import json
 import math
-import os
 import re
 import uuid
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.evals.export_config import ExportConfig
 from factory.evals.export_folder import check_tensors, read_config, read_json
+from factory.ingest.tokenizer import PATTERN, Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.checks import check_export
 from factory.release.gguf.kind import Kind
 from factory.release.gguf.tensors import FileTensor, Floats, architecture, parts
-from factory.release.gguf.vocabulary import MODEL, PRE, Vocabulary, read_vocabulary
 from factory.release.serving import MODEL_NAME
 from kernels.contract.files import put_in_place
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 PUBLISHED = "published"
 WEIGHTS = "model.safetensors"  # of an export
 LICENCE = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9.+:() -]{1,200}")
-LONGEST_NAME = 236  # bytes; while it is written, 19 more, and 255 are what file systems allow
 BLOCK = 32  # weights that share a scale in Q8_0
 FP16_MAX = 65504.0
 # The largest weight that a type holds: of Q8_0 it is 127 times the scale of its block, which is an fp16.
@@ -88,15 +87,12 @@ def write_export(
     """``about``: metadata of the file beyond what the export says. Raises: InputError as ``write_release``."""
     _require_package()
     out = out.absolute()
-    if len(os.fsencode(out.name)) > LONGEST_NAME:
-        raise InputError(f"{out.name[:40]}…: the name is longer than {LONGEST_NAME} bytes: choose a shorter one")
     if out.is_symlink() or out.exists():
         raise InputError(f"{out} is there already: name another file, or remove it")
     if around := next((folder for folder in out.resolve().parents if (folder / WEIGHTS).exists()), None):
         raise InputError(f"{around} is an export, known by the hash of its files: name a file elsewhere")
     config, model_type = read_config(export), str(read_json(export / "config.json")["model_type"])
     plan = parts(config, model_type)
-    vocabulary = read_vocabulary(export, config.vocab_size)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,7 +101,7 @@ def write_export(
         left.unlink()
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        written = _write(export, aside, config, model_type, plan, vocabulary, about, progress, kind)
+        written = _write(export, aside, config, model_type, plan, about, progress, kind)
         put_in_place(aside, out)
     finally:
         aside.unlink(missing_ok=True)
@@ -129,7 +125,7 @@ def _require_package() -> None:
 
 
 def _write(
-    export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[FileTensor], vocabulary: Vocabulary,
+    export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[FileTensor],
     about: dict[str, str | int], progress: Progress, kind: Kind | None,
 ) -> Kind:  # fmt: skip
     """The whole file. Returns how its matrices are stored."""
@@ -141,7 +137,8 @@ def _write(
             check_tensors(path, file, config)
             kind = kind or OF_EXPORT[file.get_slice("model.embed_tokens.weight").get_dtype()]
             writer = gguf.GGUFWriter(aside, architecture_name(model_type))
-            _add_metadata(writer, config, vocabulary, about, kind)
+            _add_metadata(writer, config, about, kind)
+            add_vocabulary(writer, export, config.vocab_size)
             types = {part.name: _type_of(part, kind) for part in plan}
             sizes = {part.name: _bytes(part.shape, types[part.name]) for part in plan}
             for part in plan:
@@ -200,9 +197,7 @@ def _stored(path: Path, part: FileTensor, values: Floats, kind: gguf.GGMLQuantiz
     return stored
 
 
-def _add_metadata(
-    writer: gguf.GGUFWriter, config: ExportConfig, vocabulary: Vocabulary, about: dict[str, str | int], kind: Kind
-) -> None:
+def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str, str | int], kind: Kind) -> None:
     import gguf
 
     for key, value in about.items():
@@ -236,15 +231,66 @@ def _add_metadata(
         writer.add_expert_weights_scale(1.0)
         writer.add_nextn_predict_layers(0)
 
+
+# -- the tokenizer -----------------------------------------------------------------------------------------------------
+# llama.cpp has the split patterns in its own code and chooses one by name, ``tokenizer.ggml.pre``. Its converter finds the name by a
+# hash over the ids of a sample text, so that it knows published vocabularies alone; ours is trained on the factory's own text, and
+# splits as Qwen2's does.
+MODEL, PRE = "gpt2", "qwen2"  # byte-level BPE, and Qwen2's split pattern
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> None:
+    """``vocab_size``: rows of the embedding; ids without a token become unused ones.
+
+    Raises: InputError for a tokenizer that llama.cpp would split otherwise.
+    """
+    tokenizer = Tokenizer.load(export, probed=False)  # what it splits is looked at below
+    where = export / "tokenizer.json"
+    data = json.loads(where.read_text(encoding="utf-8"))
+    model = data["model"]
+    if (why := _unlike_qwen2(data)) is not None:
+        raise InputError(f"{where}: {why}; llama.cpp would give other ids, so no GGUF file is made")
+    by_id: dict[int, str] = {number: token for token, number in model["vocab"].items()}
+    kinds = dict.fromkeys(by_id, NORMAL)
+    for added in data["added_tokens"]:
+        by_id[added["id"]] = added["content"]
+        kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    if beyond := [number for number in by_id if number >= vocab_size]:
+        raise InputError(f"{where}: token {max(beyond)} is beyond the model's vocabulary of {vocab_size}")
     writer.add_tokenizer_model(MODEL)
     writer.add_tokenizer_pre(PRE)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.kinds)
-    writer.add_token_merges(vocabulary.merges)
-    writer.add_bos_token_id(vocabulary.bos)
-    writer.add_eos_token_id(vocabulary.eos)
-    writer.add_eot_token_id(vocabulary.eos)
-    writer.add_pad_token_id(vocabulary.pad)
-    writer.add_add_bos_token(vocabulary.adds_bos)
+    writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)])
+    writer.add_token_types([kinds.get(number, UNUSED) for number in range(vocab_size)])
+    # two tokens and a blank between, best first
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(tokenizer.end_token)
+    writer.add_eos_token_id(tokenizer.stop_token)  # ends a turn; llama.cpp knows <|endoftext|> by its name
+    writer.add_eot_token_id(tokenizer.stop_token)
+    writer.add_pad_token_id(tokenizer.end_token)
+    writer.add_add_bos_token(bool(tokenizer.bos))
     writer.add_add_eos_token(False)
-    writer.add_chat_template(vocabulary.chat_template)
+    writer.add_chat_template(_chat_template(export) or tokenizer.chat_template)
+
+
+def _unlike_qwen2(data: dict[str, Any]) -> str | None:
+    """Why text is not split and merged as llama.cpp does under the name ``PRE``; None when it is."""
+    model, split = data["model"], data["pre_tokenizer"] or {}
+    steps = split.get("pretokenizers", [split])
+    patterns = [step["pattern"] for step in steps if step.get("type") == "Split"]
+    if patterns != [{"Regex": PATTERN}] or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
+        return "text is not split with Qwen2's pattern into byte-level pieces"
+    if data["normalizer"] is not None:
+        return "text is normalised before it is split"
+    if model["type"] != "BPE" or model.get("ignore_merges") or model.get("byte_fallback") or model.get("dropout"):
+        return "it is no plain BPE"
+    return None
+
+
+def _chat_template(export: Path) -> str | None:
+    """As transformers reads it: the file before the key."""
+    if (path := export / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    if (path := export / "tokenizer_config.json").is_file():
+        return read_json(path).get("chat_template")
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import os
 import secrets
 from pathlib import Path
@@ -13,14 +12,6 @@ from factory.core.workspace import Workspace
 
 FOLDER = "mlflow-login"
 PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
-
-
-def is_loopback(host: str) -> bool:
-    """Can only this machine reach it?"""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def login(workspace: Workspace, user: str) -> tuple[dict[str, str], Path]:

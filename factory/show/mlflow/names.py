@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from factory.core.errors import InputError
-from factory.show.mlflow.login import is_loopback
+from factory.core.listening import is_loopback
 
 PORTS = {"http": 80, "https": 443}  # that browsers leave out
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
@@ -41,7 +41,7 @@ class Name:
             host, port = in_brackets(parts.hostname or ""), parts.port
         except ValueError:
             host, port = "", None
-        whole = _with_port(host, port) == in_brackets(rest)
+        whole = (host if port is None else f"{host}:{port}") == in_brackets(rest)
         if not whole or port == 0 or scheme not in ("", *PORTS) or not (host.startswith("[") or PLAIN.fullmatch(host)):
             raise InputError(
                 f"--name {text!r}: a host is expected, as in gpu-box, 10.0.0.5:8080, https://mlflow.example.org"
@@ -106,10 +106,6 @@ def server_options(names: Sequence[Name], port: int) -> list[str]:
         "--cors-allowed-origins",
         ",".join(dict.fromkeys(origins)),
     ]
-
-
-def _with_port(host: str, port: int | None) -> str:
-    return host if port is None else f"{host}:{port}"
 
 
 def _origin(scheme: str, host: str, port: int) -> str:

@@ -1,8 +1,8 @@
 """An MLflow that does not answer costs little: found out within a measured limit, left alone for ten times as long, said once.
 
 MLflow only shows. Whoever needs nothing from it goes on (``shown``), and a later pass sends what is missing (``factory.show.catching_up``).
-The limit of one request is ``TIMES`` the slowest answer so far, at least ``LEAST`` seconds; each request that takes longer doubles it, so
-that a server which is slow, and not dead, is heard in the end.
+The limit of one request is ``LEAST`` seconds; each request that takes longer doubles it, so that a server which is slow, and not dead, is heard in
+the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from factory.core.faults import fault_of
 
 T = TypeVar("T")
 LEAST, MOST = 5.0, 120.0  # seconds; MLflow's own limit is 120, seven times over
-TIMES = 20.0
 REST = 10.0  # times what a failure took, until MLflow is asked again
 LIMITS = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")  # read at each request
 NO_ANSWER = ("API request to", "timed out", "Max retries exceeded")  # of MlflowException's text
@@ -39,7 +38,6 @@ class TrackingServer:
     """A tracking server, as this process found it."""
 
     limit: float = LEAST
-    slowest: float = 0.0
     rests_until: float = 0.0  # of time.monotonic
     why: str = ""
 
@@ -62,12 +60,6 @@ def refuse_resting(uri: str) -> None:
     for name, value in zip(LIMITS, (math.ceil(server.limit), 0), strict=True):
         if name not in _set_by_people:
             os.environ[name] = str(value)
-
-
-def note_answer(seconds: float) -> None:
-    if server := _servers.get(_asked):
-        server.slowest = max(server.slowest, seconds)
-        server.limit = min(MOST, max(LEAST, TIMES * server.slowest))
 
 
 def note_failure(error: BaseException, seconds: float) -> None:

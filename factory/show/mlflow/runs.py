@@ -68,8 +68,8 @@ ABOUT = {
     EXCHANGES: "A trace for each exchange with a language model, with tokens and money.",
 }
 SUBJECT = "factory.subject"
-# Events: MLflow has a segment's end, a proposal's state, the verdict of an audit, a diagnosis (``factory.show.catching_up``).
-CLOSED, SHOWN, AUDITED, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "audit_shown", "diagnosis_shown"
+# Events: MLflow has a segment's end, a proposal's state, a diagnosis (``factory.show.catching_up``).
+CLOSED, SHOWN, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "diagnosis_shown"
 PROFILE_SHOWN, DELETED, ARM_SHOWN = "profile_shown", "run_deleted", "arm_shown"
 STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # of an arm
 PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person decides about
@@ -109,8 +109,6 @@ class Tracking:
                     self._experiments[name] = client.create_experiment(name, artifact_location=location, tags=tags)
                 else:
                     self._experiments[name] = found.experiment_id
-                    for key in tags.keys() - found.tags.keys():  # an older factory's; what a person wrote there stays
-                        client.set_experiment_tag(found.experiment_id, key, tags[key])
         return self._experiments[name]
 
     def _run(
@@ -209,12 +207,6 @@ class Tracking:
                 ended = int((segment.finished_at or time.time()) * 1000)
                 self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
             self._note(Subject("segment", segment_id), CLOSED, {})
-
-    def segment_audited(self, verdict: VerdictRow) -> None:
-        """Tag a segment's run with the verdict of its audit. Raises: TrackingError."""
-        run = self.segment_run(SegmentRow.get(self.ledger, verdict.number))
-        self._tag(run, {"audit": verdict.outcome, "audit.reasons": short(verdict.reasons)})
-        self._note(Subject("verdict", verdict.id), AUDITED, {})
 
     def segment_diagnosed(self, segment: SegmentRow, event: int, causes: Sequence[str], why: str, page: Path) -> None:
         """Tag a segment's run with what the loss doctor found (``event`` is the number of that), and attach its page. Raises: TrackingError."""

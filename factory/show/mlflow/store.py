@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from factory.core.workspace import PATIENCE, Workspace
 from factory.show.mlflow.names import reached_as, server_options
 from factory.show.mlflow.outages import TrackingError as TrackingError
-from factory.show.mlflow.outages import advice, note_answer, note_failure, refuse_resting
+from factory.show.mlflow.outages import advice, note_failure, refuse_resting
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -53,7 +53,6 @@ def mlflow_errors(doing: str) -> Iterator[None]:
         note_failure(error, time.monotonic() - began)
         why = str(error).splitlines()[0] if str(error) else repr(error)
         raise TrackingError(f"MLflow: {doing} failed: {why}{advice(error)}") from error
-    note_answer(time.monotonic() - began)
 
 
 def open_client(workspace: Workspace) -> MlflowClient:

@@ -133,12 +133,14 @@ def difference(plant: Plant, one: str, other: str) -> Facts:
     (a, _), (b, _) = find(plant.ledger, one), find(plant.ledger, other)
     first, second = SegmentRow.get(plant.ledger, a.segment), SegmentRow.get(plant.ledger, b.segment)
     before, after = made_of(plant.ledger, first.id), made_of(plant.ledger, second.id)
+    keys = [flatten(segment.recipe_json) for segment in (first, second)]
+    recipes = {key: [one.get(key) for one in keys] for key in sorted({*keys[0], *keys[1]})}
     named = lambda facts: {shard["id"]: shard["name"] for shard in facts["shards"]}
     return {
         "one": one,
         "other": other,
         "measured": _compared(plant.ledger, a.id, b.id),
-        "recipe": _differing(flatten(first.recipe_json), flatten(second.recipe_json)),
+        "recipe": {key: pair for key, pair in recipes.items() if pair[0] != pair[1]},
         "data": {
             "added": sorted(name for key, name in named(after).items() if key not in named(before)),
             "left_out": sorted(name for key, name in named(before).items() if key not in named(after)),
@@ -170,12 +172,6 @@ def _compared(ledger: Ledger, one: int, other: int) -> Facts:
         "same_items": found is not None,
         "gains": gains,
         "bits_per_byte": {name: [level.get(name) for level in levels] for name in sorted({*levels[0], *levels[1]})},
-    }
-
-
-def _differing(before: Facts, after: Facts) -> dict[str, list[Any]]:
-    return {
-        key: [before.get(key), after.get(key)] for key in sorted({*before, *after}) if before.get(key) != after.get(key)
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
     lineage = SegmentRow.lineage(ledger, candidate.segment)
     trained, quarantined = _data(ledger, lineage[-1])
     against = verdict.against if verdict else None
-    found = summary.get("samples")
+    found, cloze = summary.get("samples"), mapping(summary.get("cloze"))
     over = override_on(ledger, verdict) if verdict else None
     return render(
         TEMPLATE,
@@ -66,7 +65,7 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
         bits_per_byte=bits_per_byte(ledger, compared),
         gains=gains(compared),
         cloze=_cloze(summary, champion),
-        cloze_size=_cloze_size(mapping(summary.get("cloze"))),
+        cloze_size=f"{number(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}",
         checks={
             name: check if isinstance(check, dict) else {"ok": check}
             for name, check in mapping(summary.get("parity")).items()
@@ -97,19 +96,12 @@ def _cloze(summary: Row, champion: Row) -> list[list[str]]:
     return rows
 
 
-def _cloze_size(cloze: Mapping[str, Any]) -> str:
-    return f"{number(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}"
-
-
-def _how(verdict: VerdictRow | None, evaluation: EvaluationRow) -> dict[str, object]:
-    pairs: dict[str, object] = {
+def _how(verdict: VerdictRow | None, evaluation: EvaluationRow) -> dict[str, str]:
+    return {
         "Evaluation": f"{evaluation.id}, {_date(evaluation.created_at)}",
         "Suite": evaluation.suite_sha256[:16],
         "Verdict": f"{verdict.id} by policy {verdict.policy_sha256[:16]}" if verdict else "–",
     }
-    if seconds := mapping(evaluation.summary.get("seconds")):
-        pairs["Took"] = f"{sum(v for v in seconds.values() if isinstance(v, int | float)):.0f} s"
-    return pairs
 
 
 def _held_out(summary: Row) -> list[list[str]]:

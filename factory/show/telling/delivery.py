@@ -57,7 +57,8 @@ class Notifier:
     def _serve(self, name: str, receiver: Receiver, policy: NotificationPolicy, positions: dict[str, Any]) -> None:
         assert self._backoff is not None
         since = self._looked_at.get(name) or self._since(positions[name])
-        while events := self._events(since):
+        sql = "SELECT id, at, kind, subject, detail FROM events WHERE id > :since ORDER BY id LIMIT :most"
+        while events := self.ledger.read(sql, since=since, most=EVENTS_AT_ONCE):
             for event in events:
                 message = message_of(Plant(self.workspace, self.ledger), event)
                 if message is None or not set(message.kinds) & set(policy.kinds):
@@ -90,10 +91,6 @@ class Notifier:
             return int(position["event"])
         sql = "SELECT COALESCE(MAX(id), 0) AS id FROM events WHERE at <= :at"
         return int(self.ledger.read(sql, at=position["at"])[0]["id"])
-
-    def _events(self, since: int) -> list[dict[str, Any]]:
-        sql = "SELECT id, at, kind, subject, detail FROM events WHERE id > :since ORDER BY id LIMIT :most"
-        return self.ledger.read(sql, since=since, most=EVENTS_AT_ONCE)
 
     def _write(self, positions: dict[str, Any]) -> None:
         write_atomically(self.workspace.root / FILE, json.dumps(positions, indent=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import Field, field_validator
 
 from factory.core.errors import FactoryError
+from factory.core.listening import is_loopback
 from factory.core.policy_file import StrictPolicy, load_policy
 from kernels.contract.files import finite_json
 from trainer.contract.errors import nearest
@@ -86,7 +86,7 @@ class NotificationPolicy(StrictPolicy):
             raise ValueError("expected an https:// address, or http:// to this machine")
         if parts.username or parts.password:
             raise ValueError("an address here holds no password: $FACTORY_WEBHOOK_SECRET signs each message")
-        if parts.scheme == "http" and not _is_loopback(parts.hostname):
+        if parts.scheme == "http" and not is_loopback(parts.hostname):
             raise ValueError("http is for this machine alone (127.0.0.1, ::1, localhost): use https")
         if any(ord(letter) <= 32 or ord(letter) > 126 for letter in webhook) or parts.port == 0:
             raise ValueError("expected a plain address, with other characters as %XX")
@@ -111,13 +111,6 @@ def _check_scheme(name: str, scheme: str) -> None:
     known = NotificationManager().schemas()
     if scheme.lower() not in known:
         raise ValueError(f"{name}: apprise knows no {scheme}://{nearest(scheme, list(known))}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)

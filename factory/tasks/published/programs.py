@@ -49,30 +49,23 @@ class _Mbpp(Form):
     code: str
     test_list: list[str]
 
-    @property
-    def said(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def before_tests(self) -> list[str]:
-        raise NotImplementedError
-
     def use(self) -> str:
         if self.task_id in (2, 3, 4):
             return SHOWN
         return TESTED if 11 <= self.task_id <= 510 else LEFT_OUT
 
-    def item(self, number: int, about: str) -> dict[str, Any]:
+    def asked(self, said: str, before_tests: list[str]) -> dict[str, Any]:
+        """The item. ``before_tests``: what runs before ``test_list``."""
         if not self.test_list:
             raise ValueError("test_list is empty")
         seen = "\n".join(self.test_list[:3])
-        asked = f"You are an expert Python programmer, and here is your task: {self.said} Your code should pass these tests:"
+        asked = f"You are an expert Python programmer, and here is your task: {said} Your code should pass these tests:"
         return {
             "id": self.task_id,
             "prompt": f"{asked}\n\n{seen}\n[BEGIN]\n",
             "begins": "",
             "solution": self.code,
-            "tests": "\n".join([*filter(None, self.before_tests), *self.test_list]),
+            "tests": "\n".join([*filter(None, before_tests), *self.test_list]),
         }
 
     def example(self, number: int, about: str) -> dict[str, Any]:
@@ -85,13 +78,8 @@ class Mbpp(_Mbpp):
     text: str
     test_setup_code: str
 
-    @property
-    def said(self) -> str:
-        return self.text
-
-    @property
-    def before_tests(self) -> list[str]:
-        return [self.test_setup_code]
+    def item(self, number: int, about: str) -> dict[str, Any]:
+        return self.asked(self.text, [self.test_setup_code])
 
 
 class SanitizedMbpp(_Mbpp):
@@ -100,13 +88,8 @@ class SanitizedMbpp(_Mbpp):
     prompt: str
     test_imports: list[str]
 
-    @property
-    def said(self) -> str:
-        return self.prompt
-
-    @property
-    def before_tests(self) -> list[str]:
-        return self.test_imports
+    def item(self, number: int, about: str) -> dict[str, Any]:
+        return self.asked(self.prompt, self.test_imports)
 
 
 class BigCodeBench(Form):

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from factory.bundles.wish import Wish
-from factory.bundles.writing import Written, write_bundle
+from factory.bundles.writing import Wish, Written, write_bundle
 from tests.support.factory.exports import FilledPlant
 from tests.support.plants.released_plant import released_plant
 

@@ -13,8 +13,7 @@ import pytest
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.verifying import ask, verify
-from factory.bundles.wish import Wish
-from factory.bundles.writing import write_bundle
+from factory.bundles.writing import Wish, write_bundle
 from factory.gates.release.gate import decide
 from factory.gates.release.recorded import evidence_sha256
 from factory.ledger.plant import Plant

@@ -224,26 +224,17 @@ def test_another_fixture_is_not_what_weights_say(bundle: Path) -> None:
 
 
 # -- hostile folders ---------------------------------------------------------------------------------------------------
-def hostile_link(bundle: Path) -> None:
-    (bundle / layout.CARD).unlink()
-    (bundle / layout.CARD).symlink_to("/etc/passwd")
+HOSTILE: dict[str, Change] = {
+    "a link": lambda bundle: (bundle / "more").symlink_to("/etc/passwd"),
+    "a link to a folder": lambda bundle: (bundle / "more").symlink_to("/", target_is_directory=True),
+    "a pipe": lambda bundle: os.mkfifo(bundle / "pipe"),
+    "depth": lambda bundle: (bundle / "/".join("abcdefghijkl")).mkdir(parents=True),
+}
 
 
-def hostile_folder_link(bundle: Path) -> None:
-    (bundle / "more").symlink_to("/", target_is_directory=True)
-
-
-def hostile_pipe(bundle: Path) -> None:
-    os.mkfifo(bundle / "pipe")
-
-
-def hostile_depth(bundle: Path) -> None:
-    (bundle / "/".join("abcdefghijkl")).mkdir(parents=True)
-
-
-@pytest.mark.parametrize("spoil", [hostile_link, hostile_folder_link, hostile_pipe, hostile_depth])
-def test_a_folder_that_is_not_safe_to_read_is_not_read(bundle: Path, spoil: Change) -> None:
-    spoil(bundle)
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_folder_that_is_not_safe_to_read_is_not_read(bundle: Path, what: str) -> None:
+    HOSTILE[what](bundle)
     found = verify(bundle)
     assert not found.ok and [c.name for c in found.checks if c.ok is False] == ["files"]
     assert {c.ok for c in found.checks[1:]} == {None}

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,15 +21,6 @@ from tests.support.paths import ROOT
 
 Change = Callable[[dict[str, Any]], object]
 WORDS, OTHER_WORDS = '"Better than {champion}: {words}."', '"It beats {champion}, 2 to 0: {words}."'
-VERIFIES = """
-import json, sys
-from dataclasses import asdict
-from pathlib import Path
-from factory.bundles.files.folder import BundleFolder
-from factory.bundles.verifying import ask
-folders = [BundleFolder.open(Path(path)) for path in sys.argv[1:]]
-print(json.dumps([[asdict(ask(name, folder)) for name in ("evidence", "verdict")] for folder in folders]))
-"""
 
 
 def changed(bundle: Path, path: str, change: Change) -> Path:
@@ -60,19 +47,6 @@ def reworded(verdict: dict[str, Any]) -> None:
 
 def judged(bundle: Path) -> Check:
     return ask("verdict", BundleFolder.open(bundle))
-
-
-@pytest.fixture(scope="module")
-def other_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This project, whose judge has one other sentence."""
-    root = tmp_path_factory.mktemp("other")
-    for name in ("factory", "trainer", "kernels", "agents"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", root)
-    source = root / "factory/gates/release/judge.py"
-    assert source.read_text().count(WORDS) == 1
-    source.write_text(source.read_text().replace(WORDS, OTHER_WORDS))
-    return root
 
 
 def test_the_judges_files_are_those_that_it_imports() -> None:
@@ -110,7 +84,7 @@ def test_another_judge_may_word_reasons_otherwise(bundle: Path, record: Change, 
     found = judged(changed(bundle, layout.VERDICT, reworded))
     assert found.ok and said in found.detail and judged_by.judged_by().sha256[:12] in found.detail
     assert f"1 of {len(reasons)} reasons are worded otherwise here" in found.detail
-    assert "It beats candidate 1" in found.detail and "with numbers" not in found.detail
+    assert "It beats candidate 1" in found.detail
     facts = two_verdicts(BundleFolder.open(bundle)).to_json()
     assert not facts["same"] and facts["worded_otherwise"][0].startswith("It beats candidate 1")
     assert facts["here"] == judged_by.judged_by().to_json()
@@ -145,12 +119,6 @@ def test_a_number_of_the_evidence_follows_from_the_items_whoever_judged(bundle: 
     assert found.ok is False and "target/gain is 0.25" in found.detail
 
 
-def test_numbers_in_other_words_are_named(bundle: Path) -> None:
-    changed(bundle, layout.VERDICT, forget)
-    found = judged(changed(bundle, layout.VERDICT, lambda v: v["reasons"].append("Better by 77.7 and 0.5.")))
-    assert found.ok and "with numbers that it does not say (77.7, 0.5): Better by 77.7 and 0.5." in found.detail
-
-
 def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> None:
     """It decides nothing, and is what a better formula changes."""
 
@@ -159,8 +127,7 @@ def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> No
         verdict["reasons"][told] = verdict["reasons"][told].replace("A gain of 0.", "A gain of 7.")
 
     assert judged(changed(bundle, layout.VERDICT, more)).ok is False
-    found = judged(changed(bundle, layout.VERDICT, forget))
-    assert found.ok and "with numbers that it does not say (7." in found.detail
+    assert judged(changed(bundle, layout.VERDICT, forget)).ok
 
 
 @pytest.mark.parametrize(
@@ -169,21 +136,3 @@ def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> No
 def test_a_record_that_is_none_is_named(bundle: Path, judge: Any) -> None:
     found = judged(changed(bundle, layout.VERDICT, lambda verdict: verdict.update(judge=judge)))
     assert found.ok is False and "judge: expected the SHA-256 of a judge's code" in found.detail
-
-
-def test_a_verifier_of_another_version(bundle: Path, other_code: Path, tmp_path: Path) -> None:
-    """Real code with another sentence, in a process of its own."""
-    spoilt = []
-    for number, (path, change, _) in enumerate(DECIDES.values()):
-        spoilt.append(changed(Path(shutil.copytree(bundle, tmp_path / str(number))), path, change))
-    command = [sys.executable, "-P", "-c", VERIFIES, str(bundle), *map(str, spoilt)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(other_code)}, capture_output=True, text=True)
-    well, *found = json.loads(done.stdout)
-    assert all(check["ok"] for check in well)
-    assert "another version of the judge gave the verdict" in well[1]["detail"]
-    assert "reasons are worded otherwise here" in well[1]["detail"] and "Better than candidate 1" in well[1]["detail"]
-    for (what, (_, _, said)), (_, verdict) in zip(DECIDES.items(), found, strict=True):
-        if what == "a number of a reason":  # in a sentence that this version words otherwise
-            assert verdict["ok"] and "with numbers that it does not say (−0.9" in verdict["detail"]
-        else:
-            assert verdict["ok"] is False and said in verdict["detail"], what

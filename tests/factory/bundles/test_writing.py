@@ -18,13 +18,12 @@ from factory.bundles.files.folder import BundleFolder
 from factory.bundles.shards import releasable_documents, shard_rows
 from factory.bundles.signing import fingerprint
 from factory.bundles.verifying import CHECKS
-from factory.bundles.wish import Wish
-from factory.bundles.writing import Written, copy_traces, write_bundle
+from factory.bundles.writing import Wish, Written, copy_traces, write_bundle
 from factory.core.errors import InputError
 from factory.gates.release.licences import tokens_by_licence
 from factory.ingest.document import written_by
 from factory.ingest.rules.policy import Licence, Licences
-from factory.ledger.ledger import checkpoints, documents, events, releases, segments, verdicts
+from factory.ledger.ledger import checkpoints, documents, releases, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow
 from factory.show.pages.provenance import documents_of_release, of_release
@@ -93,44 +92,11 @@ def test_documents_of_a_damaged_shard_are_not_handed_on(released: FilledPlant, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_policy_that_was_not_recorded_is_the_present_one_or_none(released: FilledPlant, tmp_path: Path) -> None:
-    row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
-    assert row
-    older = {key: value for key, value in row["evidence"].items() if key != "policy"}
-    with changed(released, verdicts, verdicts.c.subject == "candidate:2", evidence=older):
-        policy = released.workspace.root / "policies" / "gates" / "release.yaml"
-        with put_aside(policy, "documents_min: 3\n"):
-            refused(released, tmp_path / "out", "put that policy back")
-
-
 def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: FilledPlant, tmp_path: Path) -> None:
     row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
     assert row
     with changed(released, verdicts, verdicts.c.subject == "candidate:2", evidence=row["evidence"] | {"look": 3}):
         refused(released, tmp_path / "out", "does not verify, so no bundle was made: evidence: .*; verdict: ")
-
-
-@pytest.mark.slow("a bundle is written and verified by command")
-def test_a_verdict_of_another_judge_is_bundled_and_that_is_said(released: FilledPlant, tmp_path: Path) -> None:
-    of = verdicts.c.subject == "candidate:2"
-    row = released.ledger.one(sa.select(verdicts.c.id, verdicts.c.reasons).where(of))
-    assert row and "Better than" in row["reasons"][0]
-    reasons = [row["reasons"][0].replace("Better than", "It beats"), *row["reasons"][1:]]
-    event = (events.c.kind == "judged") & (events.c.subject == "candidate:2")
-    judge = {"sha256": "5" * 64, "version": "llm-factory 0.0.9"}
-    with (
-        changed(released, verdicts, of, reasons=reasons),
-        changed(released, events, event, detail={"verdict": row["id"], "outcome": "promote", "judge": judge}),
-    ):
-        done = command_here("release", "--bundle", "2", "--out", str(tmp_path / "out"), home=released.workspace)
-    assert done.exit_code == 0, done.exception
-    assert "llm-factory 0.0.9, sha256 555555555555" in done.output and "worded otherwise here" in done.output
-    assert json.loads((tmp_path / "out" / layout.VERDICT).read_text())["judge"] == judge
-    assert "It beats candidate 1" in (tmp_path / "out" / layout.CARD).read_text()
-    found = factory("verify", str(tmp_path / "out"))
-    assert found.returncode == 0 and "It beats candidate 1" in found.stdout, found.stdout
-    last = "verified, by its own key alone, its reasons' words apart: another version of the judge gave them\n"
-    assert found.stdout.endswith(last)
 
 
 def test_keys_that_cannot_sign(released: FilledPlant, made: Written, tmp_path: Path) -> None:

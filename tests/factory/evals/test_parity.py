@@ -23,14 +23,11 @@ from factory.evals.reference_model import ReferenceModel
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.chat_template import OLDER_TEMPLATES, PLAIN_WITHOUT_BOS
-from factory.ledger.ledger import checkpoints, record, segments
+from factory.ledger.ledger import record
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import (
     BREAKS,
-    CONTENT,
-    RECIPE,
     in_json,
-    in_template,
     in_weights,
     rounded,
 )
@@ -111,56 +108,22 @@ def test_a_break_in_files_is_named_before_a_program_comes_up(
     assert {check.name for check in checks if check.ok is False} == {own} | others & set(IN_FILES), checks
 
 
-def test_a_suite_without_a_chat_still_asks_for_chats(plant: FilledPlant, sound: CandidateRow, tmp_path: Path) -> None:
-    """In which what a user types is never a special token, too."""
-    broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
-    in_template("'<|im_start|>assistant\\n'", "''")(broken)
-    template = (broken / "chat_template.jinja").read_text().replace(CONTENT, "ns.text")
-    (broken / "chat_template.jinja").write_text(template)
-    in_json("tokenizer_config.json", chat_template=template)(broken)
-    case = case_of(plant, sound, broken)
-    texts = [document for document in case.suite.documents if document.messages is None]
-    assert 0 < len(texts) < len(case.suite.documents)
-    found = failed(parity(replace(case, suite=replace(case.suite, documents=texts))))
-    assert {"server_chat", "typed_special"} <= set(found), found
-
-
-def test_what_was_recorded_is_enough_once_the_checkpoint_is_gone(
-    plant: FilledPlant, sound: CandidateRow, checkpoint: Path, tmp_path: Path
+def test_an_export_is_held_to_what_was_recorded_and_without_it_nothing_is_claimed(
+    plant: FilledPlant, sound: CandidateRow, tmp_path: Path
 ) -> None:
-    """And a candidate of which nothing was recorded is held to the checkpoint; without both nothing is claimed."""
     checks = lambda row: {
         check.name: (check.ok, check.detail)
         for check in checkpoint_checks(plant.ledger, row, plant.tokenizer.vocab_size)
     }
+    broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
+    in_weights(rounded)(broken)
+    ok, detail = checks(replace(sound, export_path=str(broken)))["weights"]
+    assert ok is False and "recorded" in detail
     older = CandidateRow.get(plant.ledger, plant.add_candidate(Path(sound.export_path)))
-    away = checkpoint.rename(tmp_path / "away")
-    try:
-        assert all(ok for ok, _ in checks(sound).values())
-        broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
-        in_weights(rounded)(broken)
-        ok, detail = checks(replace(sound, export_path=str(broken)))["weights"]
-        assert ok is False and "recorded" in detail
-        with plant.ledger.begin() as tx:
-            record(tx, "candidate", f"candidate:{older.id}", {"segment": older.segment})
-            values = {"recipe_json": RECIPE.model_dump()}
-            tx.execute(segments.update().where(segments.c.id == older.segment).values(**values))
-            tx.execute(checkpoints.update().where(checkpoints.c.segment == older.segment).values(path=str(checkpoint)))
-        assert {ok for ok, _ in checks(older).values()} == {None}
-        assert all("nothing was recorded" in detail and "again" in detail for _, detail in checks(older).values())
-    finally:
-        away.rename(checkpoint)
-    assert all(ok for ok, _ in checks(older).values())
-    ok, detail = checks(replace(older, export_path=str(broken)))["weights"]
-    assert ok is False and "1 of " in detail and "model.layers.1.mlp.up_proj.weight" in detail
-    flipped = bytearray((checkpoint / "model.safetensors").read_bytes())
-    flipped[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(flipped)
-    try:
-        assert {ok for ok, _ in checks(older).values()} == {None}, "a damaged checkpoint says nothing of the export"
-    finally:
-        flipped[-1] ^= 1
-        (checkpoint / "model.safetensors").write_bytes(flipped)
+    with plant.ledger.begin() as tx:
+        record(tx, "candidate", f"candidate:{older.id}", {"segment": older.segment})
+    assert {ok for ok, _ in checks(older).values()} == {None}
+    assert all("nothing was recorded" in detail and "again" in detail for _, detail in checks(older).values())
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])

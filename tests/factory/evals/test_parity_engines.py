@@ -154,7 +154,7 @@ class Garbling(httpx.ASGITransport):
         return httpx.Response(200, text=json.dumps(body).replace('"here"', self.by))
 
 
-@pytest.mark.parametrize("by", ["NaN", "-Infinity", "null", '"-1"'])
+@pytest.mark.parametrize("by", ["NaN", "null"])
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_log_probability_that_is_no_number_is_named(
     plant: FilledPlant, sound: CandidateRow, at: int, by: str

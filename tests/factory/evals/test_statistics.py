@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from factory.evals.statistics import CLOZE, Gain, compare, difference, holm, spent_at
+from factory.evals.statistics import CLOZE, Gain, compare, difference, holm
 from factory.evals.tasks import EvalItem
 
 
@@ -104,11 +104,6 @@ def test_a_difference_from_one_source_has_no_error() -> None:
     assert difference(Gain(0.3, 0.0, 9, 9.0), Gain(0.1, 0.0, 3, 2.5)) == Gain(pytest.approx(0.2), 0.0, 12, 10.5)
     for part in ({"gain": None}, {"error": math.nan}, {"effective": math.inf}):
         assert difference(many, replace(many, **part)) == difference(replace(many, **part), many) == Gain()
-
-
-def test_looks_spend_alpha_once() -> None:
-    spent = [spent_at(0.05, look) for look in range(1, 2000)]
-    assert sum(spent) < 0.05 and spent == sorted(spent, reverse=True) and spent[0] == 0.025
 
 
 def test_holm_equals_its_textbook_form_on_p_values() -> None:

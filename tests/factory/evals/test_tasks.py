@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.core.errors import ConfigError
 from factory.evals.baselines import ByteNgrams, _chunks
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
@@ -101,16 +100,3 @@ def test_documents_joined_for_counting_do_not_run_into_each_other() -> None:
     for text, counted in _chunks(iter([(text, np.ones(len(text), bool)) for text in texts]), size=4):
         joined.add(text, counted)
     assert np.array_equal(one_by_one.trigrams, joined.trigrams)
-
-
-def test_policy_names_the_nearest_key(tmp_path: Path) -> None:
-    path = tmp_path / "evals.yaml"
-    path.write_text("documents_per_domian: 3\n")
-    try:
-        EvalPolicy.load(path)
-    except ConfigError as error:
-        assert (
-            "documents_per_domian" in str(error) and "'documents_per_domain'" in str(error) and str(path) in str(error)
-        )
-    else:
-        raise AssertionError("an unknown key was accepted")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from factory.core.errors import ConfigError, InputError
+from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
@@ -130,18 +130,6 @@ def test_what_was_not_judged_is_not_released(workspace: Workspace, ledger: Ledge
     assert ledger.rows(releases_table.select()) == [] and kinds(ledger) == []
 
 
-def test_a_verdict_that_is_out_of_date_is_not_released(workspace: Workspace, ledger: Ledger) -> None:
-    first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
-    old = add_verdict(ledger, second)  # against no champion
-    release(Plant(workspace, ledger), add_verdict(ledger, first))
-    with pytest.raises(InputError, match="against no champion, but candidate:1 is champion now"):
-        release(Plant(workspace, ledger), old)
-    promoted = add_verdict(ledger, second, against=first)
-    held = add_verdict(ledger, second, "hold", against=first)
-    with pytest.raises(InputError, match=f"out of date: verdict {held} says 'hold'"):
-        release(Plant(workspace, ledger), promoted)
-
-
 def test_a_half_release_whose_export_changed_stops_nothing_and_shows_nothing(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,13 +161,6 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
     reconcile(Plant(workspace, ledger))
     assert in_mlflow(workspace)[1]["champion"] == "3" and best(ledger).mlflow_version == "3"
     assert reconcile(Plant(workspace, ledger)) == []
-
-
-def test_policy_that_is_wrong_is_named(workspace: Workspace, ledger: Ledger) -> None:
-    verdict = add_verdict(ledger, add_candidate(workspace, ledger))
-    approval(workspace, "manul")
-    with pytest.raises(ConfigError, match="release.yaml: key 'approval'.*got 'manul'"):
-        release(Plant(workspace, ledger), verdict)
 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------

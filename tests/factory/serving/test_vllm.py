@@ -17,8 +17,6 @@ from factory.serving.api.errors import ApiError
 from factory.serving.engines import EngineKind
 from factory.serving.vllm import adapt, vllm
 from tests.support.paths import ROOT
-from tests.support.patience import PATIENCE_S
-from tests.support.serving.load import AT_ONCE, Load
 from tests.support.serving.served import CONTEXT, PROMPT, add_release, continuation, make_export, serving, tokenizer
 from tests.support.trainer.families import FAMILIES
 from tests.support.trainer.models import make_model
@@ -80,32 +78,6 @@ def test_vllm_serves_what_was_judged(workspace: Workspace, ledger: Ledger, famil
             assert read.json()["usage"]["prompt_tokens"] == len(ids), "a typed special token stays text"
             engine = served.supervisor.current.process.pid
         assert not Path(f"/proc/{engine}").exists()
-
-    asyncio.run(scene())
-
-
-@pytest.mark.slow("vLLM takes minutes to start, and starts twice")
-def test_from_the_embedded_engine_to_vllm_and_on_to_the_next_release_no_request_is_lost(
-    workspace: Workspace, ledger: Ledger
-) -> None:
-    kind = vllm_or_skip()
-    exports = [make_export(workspace.exports / str(seed), seed, head_dim=32) for seed in (1, 2, 3)]
-    add_release(workspace, ledger, exports[0])
-
-    async def scene() -> None:
-        async with serving(workspace, ledger) as served:
-            await served.until(1)
-            served.supervisor.kind = kind
-            async with Load(served.client, exports) as load:
-                for number in (2, 3):
-                    await load.more(AT_ONCE)
-                    add_release(workspace, ledger, exports[number - 1])
-                    await served.until(number, patience=4 * PATIENCE_S)  # beside 100 clients and an engine that spins
-                    assert served.supervisor.current and served.supervisor.current.kind.name == "vllm"
-                await load.more(2 * AT_ONCE)
-            assert load.failures == [] and load.cut == 0
-            assert "release 1 is not served any more, its engine has ended (native)" in served.said
-            assert load.answers[-1] == 3 and set(load.answers) == {1, 2, 3}
 
     asyncio.run(scene())
 

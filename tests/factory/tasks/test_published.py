@@ -21,7 +21,7 @@ from factory.tasks.policy import TaskLimits, TasksPolicy
 from factory.tasks.task_file import VERSIONS, EvalTask, TaskFile, load_named, load_task, look_into, task_folder
 from factory.tasks.verifiers import check_maths, check_programs, check_solutions
 from tests.support.factory import published_files as published
-from tests.support.factory.task_files import choice_items, sums, write_task
+from tests.support.factory.task_files import choice_items, write_task
 
 POLICY = TasksPolicy()
 LIMITS = TaskLimits(code_cpu_seconds=5, code_seconds=60.0, code_printed_kib=64)
@@ -283,7 +283,7 @@ def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> N
     (folder / "empty").mkdir()
     (folder / "MATH.tar").write_bytes(b"")
     says = {
-        "MATH.tar": "an archive is not read: unpack it, and check the data file or the folder of numbered files in it",
+        "MATH.tar": "or a published file (.jsonl, .json, .csv, .parquet, .jsonl.gz, .json.gz, .csv.gz; unpack an archive)",
         "MATH": f"numbered files alone (0.json, 1.json …), a record each, as {inner} has: name that one",
         "empty": "a record each: name a file in it",
         "gone.tar": "there is no such file",
@@ -296,14 +296,6 @@ def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> N
             and str(found.value).startswith(str(folder / name))
             and "\n" not in str(found.value)
         )
-
-
-def test_an_own_item_with_two_answers_is_refused(workspace: Workspace) -> None:
-    items = sums()
-    path = write_task(workspace, "sums", [*items, {**items[3], "id": "again", "answer": 8}], kind="maths")
-    assert "records 4 and 11 ask the same and have two answers, '7' and '8': remove the one that is wrong" in refused(
-        path
-    )
 
 
 def test_no_file_is_ignored_without_a_word(workspace: Workspace) -> None:

@@ -6,8 +6,9 @@ import httpx
 import pytest
 
 from factory.core.errors import InputError
+from factory.core.listening import is_loopback
 from factory.core.workspace import Workspace
-from factory.show.mlflow.login import is_loopback, login
+from factory.show.mlflow.login import login
 from factory.show.mlflow.store import ui_command
 from tests.support.factory.command import factory
 from tests.support.mlflow_server import EXPERIMENTS, answering, free_port

@@ -25,7 +25,7 @@ from factory.show.mlflow.outages import TrackingError, shown
 from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.runs import Tracking
 from factory.show.mlflow.store import open_client
-from tests.support.factory.shown import reconcile, release, rollback
+from tests.support.factory.shown import reconcile, release
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
 from tests.support.said import Said
 
@@ -78,15 +78,6 @@ def test_a_server_that_does_not_answer_costs_one_limit_and_is_left_alone(
     assert len(taken) == 2 and server.limit == 4.0
 
 
-def test_the_limit_follows_the_slowest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outages, "_servers", {})
-    outages.refuse_resting("http://here")
-    assert outages._servers["http://here"].limit == outages.LEAST
-    for seconds, limit in ((0.01, outages.LEAST), (1.5, 30.0), (0.01, 30.0), (60.0, outages.MOST)):
-        outages.note_answer(seconds)
-        assert outages._servers["http://here"].limit == limit
-
-
 def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     workspace: Workspace, ledger: Ledger
 ) -> None:
@@ -132,20 +123,6 @@ def test_a_version_that_does_not_say_its_release_is_told_later(workspace: Worksp
     reconcile(Plant(workspace, ledger, Said()))
     assert client.get_model_version(MODEL, version.version).tags["release"] == str(number)
     assert reconcile(Plant(workspace, ledger, Said())) == []
-
-
-def test_a_rollback_does_not_wait_for_mlflow(workspace: Workspace, ledger: Ledger) -> None:
-    approval(with_store(workspace), "automatic")
-    numbers = []
-    for _ in range(2):
-        best = champion(ledger)
-        candidate = add_candidate(workspace, ledger)
-        against = best.candidate if best else None
-        numbers.append(release(Plant(workspace, ledger), add_verdict(ledger, candidate, against=against)))
-    damage(workspace)
-    rollback(Plant(workspace, ledger, Said()), numbers[0])
-    best = champion(ledger)
-    assert best and best.number == numbers[0] and (served(workspace) or {})["release"] == numbers[0]
 
 
 def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, ledger: Ledger) -> None:

@@ -263,13 +263,6 @@ def test_flatten_and_numbers_and_keys() -> None:
     assert [metric_key(k) for k in ("loss/code", "/x", "a//b", "..", "é$")] == ["loss/code", "_x", "a/b", "_", "é_"]
 
 
-def test_nothing_of_a_run_is_left_open_in_the_ledger(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
-    for _ in range(2):
-        tracking.segment_run(add_segment(workspace, ledger))
-    subjects = ledger.rows(sa.select(tracked_runs.c.subject).order_by(tracked_runs.c.subject))
-    assert [row["subject"] for row in subjects] == ["segment:1", "segment:2"]
-
-
 def test_only_the_stores_own_connections_flush_less(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
     tracking.client.search_experiments()
     assert Ledger.open(ledger.url).rows(sa.text("PRAGMA synchronous")) == [{"synchronous": 2}]

@@ -19,7 +19,6 @@ from agents.core.pages import number, text
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import (
     Ledger,
-    candidates,
     documents,
     eval_items,
     evaluations,
@@ -203,12 +202,17 @@ def test_pictures_are_files_with_the_interval_of_each_level(
     assert f"2.100  ({mean - width:.3f} … {mean + width:.3f})" in made["bits_per_byte.svg"]
 
 
-def test_missing_measurements_are_left_out_of_the_report(ledger: Ledger, candidate: int) -> None:
+def test_missing_measurements_and_files_are_left_out_of_the_report(
+    workspace: Workspace, ledger: Ledger, candidate: int
+) -> None:
+    for path in workspace.segments.rglob("metrics.jsonl"):
+        path.unlink()
     with ledger.begin() as tx:
         tx.execute(sa.text("DELETE FROM eval_items"))
         tx.execute(evaluations.delete())
     words = read(release_report(ledger, candidate))
     assert "Candidate 1 not judged" in words and "Bits per byte" not in words and "Checks" not in words
+    assert "Training loss" not in words
 
 
 def test_hostile_text_is_text(ledger: Ledger, candidate: int) -> None:
@@ -314,10 +318,3 @@ def test_pictures_take_any_numbers(points: list[tuple[float, float]], values: di
 
 def test_number_says_what_is_missing() -> None:
     assert [number(v) for v in (None, float("nan"), True, 1234567, 1.5)] == ["–", "–", "–", "1,234,567", "1.500"]
-
-
-def test_every_candidate_has_a_report_even_without_files(workspace: Workspace, ledger: Ledger, candidate: int) -> None:
-    (workspace.segments / "0001-trunk" / "metrics.jsonl").unlink()
-    (workspace.segments / "0002-anneal" / "metrics.jsonl").unlink()
-    assert ledger.one(candidates.select())
-    assert "Training loss" not in read(release_report(ledger, candidate))
