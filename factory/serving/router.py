@@ -147,7 +147,9 @@ class _Router:
         engine = supervisor.current
         wanted = supervisor.wanted.release if supervisor.wanted else None
         facts = {"ok": engine is not None, "release": engine and engine.champion.release, "champion": wanted}
-        return JSONResponse(facts | {"problem": supervisor.trouble or None}, 200 if engine else 503)
+        return JSONResponse(
+            facts | {"problem": supervisor.trouble or supervisor.changed_export or None}, 200 if engine else 503
+        )
 
     async def metrics_page(self, request: Request) -> Response:
         supervisor = self.supervisor
@@ -155,6 +157,7 @@ class _Router:
         gauges: list[tuple[str, dict[str, object], float]] = [
             ("factory_serve_release", {}, engine.champion.release if engine else 0),
             ("factory_serve_champion", {}, wanted.release if wanted else 0),
+            ("factory_serve_export_changed", {}, bool(supervisor.changed_export)),
         ]
         gauges += [
             ("factory_serve_in_flight", {"release": e.champion.release}, e.in_flight) for e in supervisor.engines

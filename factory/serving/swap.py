@@ -22,7 +22,7 @@ import httpx
 
 from factory.core.errors import FactoryError
 from factory.serving import fixture
-from factory.serving.champion import Champion
+from factory.serving.champion import Champion, ExportWatch
 from factory.serving.engines import Engine, EngineError, EngineKind
 
 POLL_SECONDS = 1.0  # between looks at the ledger
@@ -69,6 +69,7 @@ class Supervisor:
         self.serving: Champion | None = None  # the last that was made current
         self.wanted: Champion | None = None
         self.trouble = ""  # of the newest attempt; empty when it worked
+        self._watch: ExportWatch | None = None  # over the export of ``serving``
         self._attempts: dict[str, _Attempt] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.engines: list[Engine] = []
@@ -80,6 +81,11 @@ class Supervisor:
         self._fixtures: dict[str, dict[str, Any]] = {}
         self._said = ""
         self._slowest_answer = 0.0
+
+    @property
+    def changed_export(self) -> str:
+        """What is wrong with the files of what is served, which its engine does not see any more."""
+        return self._watch.problem if self._watch else ""
 
     # -- for the router -------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
@@ -141,6 +147,10 @@ class Supervisor:
             self._tell(f"the ledger cannot be read, so what is served stays: {error}")
         if self.current and self.current.ended.done():
             await self.examine(self.current)
+        if watch := self._watch:
+            changed: bool = await asyncio.to_thread(watch.look)
+            if changed:
+                self._say(watch.problem)
         await self._tend("mend", self.serving if self.current is None else None)
         await self._tend("swap", self.wanted if self.wanted != self.serving else None)
         self._looked.set()
@@ -196,9 +206,8 @@ class Supervisor:
             await engine.wait_ready()
             await self._passed(stage, engine)
             stage = "verified"
-            await asyncio.to_thread(
-                champion.check
-            )  # what it has read is what is there now, and that is what was judged
+            watch = ExportWatch(champion)
+            await asyncio.to_thread(watch.check)  # what it has read is what is there now, and that is what was judged
             await self._passed(stage, engine)
             stage = "parity"
             expected = await self._fixture(champion)
@@ -225,6 +234,7 @@ class Supervisor:
             return
         self._flipped_at = time.monotonic()
         self._seconds_to_start = self._flipped_at - began
+        self._watch = watch
         self._flip(engine)
         await self._passed("flipped", engine)
 
@@ -355,6 +365,7 @@ HELP = {  # of /metrics
     "factory_serve_failures_total": ("counter", "Engines that could not be made current, by stage."),
     "factory_serve_in_flight": ("gauge", "Requests that are being answered, by release."),
     "factory_serve_release": ("gauge", "The release that new requests go to; 0: none."),
+    "factory_serve_export_changed": ("gauge", "1: the files of what is served are not what was released."),
     "factory_serve_champion": ("gauge", "The release that the ledger wants served; 0: none."),
 }
 

@@ -274,7 +274,7 @@ def test_what_it_says_of_itself() -> None:
         page = await s.client.get("/metrics")
         assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         lines = page.text.splitlines()
-        for line in ("factory_serve_release 7", "factory_serve_champion 8"):
+        for line in ("factory_serve_release 7", "factory_serve_champion 8", "factory_serve_export_changed 0"):
             assert line in lines
         assert lines[-1] == "engine_tokens 5" and 'factory_serve_in_flight{release="7"} 0' in lines
         s.script = [hangs_up]

@@ -21,7 +21,7 @@ from factory.serving.champion import read_champion
 from factory.serving.engines import Engine, native
 from tests.support.serving.kills import BEFORE, NEW, OLD, kill_in_swap
 from tests.support.serving.load import AT_ONCE, Load
-from tests.support.serving.served import PROMPT, Serving, add_release, make_export, roll_back, serving
+from tests.support.serving.served import PROMPT, Serving, add_release, continuation, make_export, roll_back, serving
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +184,36 @@ def test_who_hangs_up_holds_nothing(workspace: Workspace, ledger: Ledger, export
             assert counts["tokens_total"] < 60 * 4 * 200
             answer = await served.client.post("/v1/completions", json={"prompt": PROMPT})
             assert answer.status_code == 200
+
+    run(scene)
+
+
+def test_an_export_that_is_written_into_while_it_is_served_is_named_and_changes_no_answer(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
+    export = make_export(tmp_path / "export", 1)
+    add_release(workspace, ledger, export)
+    weights = export / "model.safetensors"
+    whole = weights.read_bytes()
+
+    async def scene() -> None:
+        async with serving(workspace, ledger) as served:
+            await served.until(1)
+            assert served.supervisor.current
+            engine = served.supervisor.current.process.pid
+            with open(weights, "r+b") as file:  # in place: who has mapped the file sees it
+                file.seek(len(whole) // 2)
+                file.write(bytes(len(whole) - len(whole) // 2))
+            await served.until_said("release 1 is served from memory: ")
+            health = (await served.client.get("/health")).json()
+            assert health["ok"] and "is not what was released" in health["problem"]
+            assert "factory_serve_export_changed 1" in (await served.client.get("/metrics")).text
+            answer = await served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20})
+            weights.write_bytes(whole)
+            assert answer.json()["choices"][0]["text"] == continuation(export, PROMPT, 20)
+            while (await served.client.get("/health")).json()["problem"]:
+                await asyncio.sleep(0.1)
+            assert engine == served.supervisor.current.process.pid
 
     run(scene)
 
