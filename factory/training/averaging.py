@@ -21,7 +21,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.folders import clear
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment, plan_segment
-from factory.training.segment_folder import AVERAGE, claim, failed, name_in, record_done
+from factory.training.segment_folder import claim, failed, record_done
 from kernels.contract.files import write_atomically
 
 KIND = "average"
@@ -134,14 +134,8 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
     code = LiveCode.of(plant, row.code_commit)
     paths = [source["path"] for source in plan["sources"]]
     with plant.progress.task(f"averaging {len(paths)} checkpoints", None):
-        made = code.run(
-            "-m",
-            name_in(code, AVERAGE),
-            str(folder / "checkpoints"),
-            *paths,
-            writable=[folder],
-            readonly=list(map(Path, paths)),
-        )
+        words = ["trainer.tools.average", str(folder / "checkpoints"), *paths]
+        made = code.run("-m", *words, writable=[folder], readonly=list(map(Path, paths)))
         clear(folder, plant.progress)
         _succeeded(plant, row, made)
     path = folder / "checkpoints" / name_of(row.last_step)
