@@ -113,7 +113,9 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened
         shutil.copytree(tmp_path / "copy", path)
     assert stuck(Plant(workspace, ledger)) is None and open_segment(ledger) is None
     again = plan_average(Plant(workspace, ledger), segment=1, last=3)
-    assert again > number and run_segment(Plant(workspace, ledger), again)["averaged"]["sources"][0]["path"] == str(path)
+    assert again > number and run_segment(Plant(workspace, ledger), again)["averaged"]["sources"][0]["path"] == str(
+        path
+    )
 
 
 @pytest.mark.parametrize(
