@@ -1,1 +1,0 @@
-"""Thousands of operations timed alone by several workers, for many widths and depths."""
