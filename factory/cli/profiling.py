@@ -1,4 +1,7 @@
-"""``factory profile``: time every line of the training step."""
+"""``factory profile``: time every line of the training step.
+
+Apart because each group of commands is one file.
+"""
 
 from __future__ import annotations
 
