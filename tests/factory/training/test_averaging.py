@@ -73,6 +73,9 @@ def test_it_is_numpys_mean_and_is_judged_and_released_like_any_candidate(plant: 
         mean = np.mean([array[name].astype(np.float64) for array in arrays], axis=0).astype(np.float32)
         np.testing.assert_array_max_ulp(found, mean, maxulp=1)
     assert next_due(Plant(workspace, ledger)) == f"judge {candidate}"
+    before = ledger.rows(sa.select(segments.c.id))
+    assert made_average(plant, last=3) == (candidate, averaged), "the same checkpoints are the same candidate"
+    assert ledger.rows(sa.select(segments.c.id)) == before
     made = release(Plant(workspace, ledger), add_verdict(ledger, candidate))
     found = of_release(ledger, made)
     assert [step["kind"] for step in found["segments"]] == ["trunk", "trunk", "average"]
@@ -81,14 +84,6 @@ def test_it_is_numpys_mean_and_is_judged_and_released_like_any_candidate(plant: 
     told = factory("provenance", "--release", str(made), "-w", str(workspace.root)).stdout
     assert f"licence none named: {found['licences']['']:,} supervised tokens, 100.0%" in told
     assert "average of 3 checkpoints (steps 20, 25, 26; uniform)" in "\n".join(screen(snapshot(workspace)))
-
-
-def test_the_same_average_is_the_same_candidate(plant: Opened) -> None:
-    _, ledger = plant
-    first, averaged = made_average(plant, last=2)
-    before = ledger.rows(sa.select(segments.c.id))
-    assert made_average(plant, last=2) == (first, averaged)
-    assert ledger.rows(sa.select(segments.c.id)) == before
 
 
 def test_of_an_anneal_only_its_own_are_taken(plant: Opened) -> None:
