@@ -1,5 +1,5 @@
-"""Merged patches are judged again when their surroundings change: torch, driver, device or recipe, a throughput drop, or a
-candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
+"""Merged patches are judged again when their surroundings change: torch, driver, device or recipe, a throughput drop, a failed benchmark, or
+a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
 
 What is judged is the reverse patch, a proposal like any other: the baseline is the live code with the patch, the candidate the code without
 it. The gate promotes it only if the step is faster without the patch by now. A person approves it like any other; until then the patch
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
@@ -21,7 +22,7 @@ from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import REJECT
 from factory.gates.training_start import Start, find_start
 from factory.git import repository
-from factory.ledger.ledger import Ledger, anomalies, record
+from factory.ledger.ledger import Ledger, anomalies, events, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from kernels.contract.machine import here
@@ -29,6 +30,7 @@ from kernels.contract.machine import here
 AGENT = "revalidator"
 AUDIT = "audit"  # gate of the verdicts of factory.audit, and of the reverts that it asks for
 VALIDATED = "proposal_validated"
+FELL = "benchmarks_fell"
 
 
 def follow(plant: Plant) -> list[int]:
@@ -85,6 +87,7 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
     slow = ledger.one(drops)
+    fell = ledger.one(sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == FELL))
     newest = VerdictRow.first(ledger, "WHERE gate = 'release' ORDER BY id DESC")
     return {
         "torch": machine.torch,
@@ -93,8 +96,15 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
         "driver": machine.driver,
         "recipe": hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16],
         "throughput": f"dropped in segment {slow['newest']}" if slow and slow["newest"] else "",
+        "benchmarks": f"fell, event {fell['newest']}" if fell and fell["newest"] else "",
         "evals": f"{newest.subject} rejected" if newest and newest.outcome == REJECT else "",
     }
+
+
+def benchmarks_fell(ledger: Ledger, tests: Sequence[str]) -> None:
+    """Record that the benchmarks ``tests`` failed."""
+    with ledger.begin() as tx:
+        record(tx, FELL, "benchmarks", {"tests": list(tests)})
 
 
 def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,16 +14,64 @@ from rich.console import Console
 
 from factory.code_loop import approvals, revalidating
 from factory.core.console import Terminal
+from factory.core.workspace import code_root
 from factory.gates.training_start import Start
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
 from factory.ledger.plant import Plant
 from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 
+LEAN = (
+    "-p",
+    "no:langsmith_plugin",
+    "-p",
+    "no:hypothesispytest",
+    "-p",
+    "no:xdist",
+)  # plugins that take seconds to import
+
 
 @pytest.fixture
 def plant(tmp_path: Path) -> PatchPlant:
     return PatchPlant(tmp_path)
+
+
+def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
+    plant: PatchPlant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = {"model": {}, "batch": {}, "precision": "fp32", "compile": False}
+    for module in (approvals, revalidating):
+        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
+    judged = given_verdict(monkeypatch, "promote")
+    plant.judged()
+    plant.approve()
+    suite = tmp_path / "test_speed.py"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:langsmith_plugin",
+        "-p",
+        "no:hypothesispytest",
+        "-p",
+        "benchmarks.conftest",
+        "-c",
+        os.devnull,
+        str(suite),
+    ]
+    environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(code_root())}
+    bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
+    daemon = lambda: revalidating.follow(plant)
+    suite.write_text("def test_stays(): pass\n")
+    assert "noted" not in bench() and daemon() == []
+    suite.write_text("def test_stays(): pass\ndef test_falls(): assert 0\n")
+    assert "1 failed benchmarks noted in the factory" in bench()
+    assert daemon() == [2] and len(judged) == 1 and "benchmarks changed since" in plant.row(2)["hypothesis"]
+    assert daemon() == []
+    environment["FACTORY_HOME"] = str(tmp_path)
+    assert "could not be noted" in bench()
 
 
 def test_without_a_sandbox_the_daemon_says_so_once(
