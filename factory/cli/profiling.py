@@ -1,7 +1,4 @@
-"""``factory profile``: time every line of the training step.
-
-Apart because each group of commands is one file.
-"""
+"""``factory profile``: time every line of the training step."""
 
 from __future__ import annotations
 
