@@ -126,14 +126,42 @@ def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = Pr
     Raises: InputError for an unknown recipe or a folder that cannot be written; ProfileError.
     """
     recipe = find_recipe(options.recipe or "demo", None)
+    _run_checkout(out, ["--recipe", str(recipe), *options.arguments()], progress)
+    return out / "profile.json"
+
+
+def _run_checkout(out: Path, arguments: list[str], progress: Progress, module: str = "agents.line_profiler") -> None:
+    """Raises: InputError when the folder cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {out}: {error.strerror}") from None
     code = code_root()
     own = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
-    run_profiler(LiveCode(code, None, False), [*own, "--recipe", str(recipe), *options.arguments()], progress)
-    return out / "profile.json"
+    run_profiler(LiveCode(code, None, False), [*own, *arguments], progress, module=module)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """The flags of ``python -m agents.line_profiler.sweep.sweep``; None: its default."""
+
+    models: str | None = None
+    batches: str | None = None
+    sequences: str | None = None
+    workers: int | None = None
+    ray: str | None = None
+    budget_s: float | None = None
+
+    def arguments(self) -> list[str]:
+        given = {"--models": self.models, "--batches": self.batches, "--sequences": self.sequences}
+        given |= {"--workers": self.workers, "--ray": self.ray, "--budget": self.budget_s}  # type: ignore[dict-item]
+        return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+
+
+def sweep(out: Path, progress: Progress, options: SweepOptions) -> Path:
+    """Sweep over model shapes with this checkout's code; returns the path of sweep.json. Raises: InputError, ProfileError."""
+    _run_checkout(out, options.arguments(), progress, "agents.line_profiler.sweep.sweep")
+    return out / "sweep.json"
 
 
 def run_profiler(
@@ -142,9 +170,10 @@ def run_profiler(
     progress: Progress,
     writable: Sequence[Path] = (),
     readonly: Sequence[Path] = (),
+    module: str = "agents.line_profiler",
 ) -> None:
-    """``python -m agents.line_profiler arguments`` from ``code``; its progress moves a bar. Raises: InputError, ProfileError."""
-    command = [sys.executable, "-m", "agents.line_profiler", "--json", *arguments]
+    """``python -m module arguments`` from ``code``; its progress moves a bar. Raises: InputError, ProfileError."""
+    command = [sys.executable, "-m", module, "--json", *arguments]
     last_lines: list[str] = []
     with progress.task("profiling the training step") as task, tempfile.TemporaryFile() as output:
         process = code.start(

@@ -1,0 +1,66 @@
+"""One layer of a model, forward and backward, as operations: recorded on torch's meta device, where nothing is computed.
+
+Attention is not a list of operations here but one registry op with its cost model: its operations depend on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from agents.line_profiler.capture import Event, Recorder
+from agents.line_profiler.sweep.shapes import SHAPES, slice_of
+from kernels.contract.op import Cost, Shape
+from kernels.contract.registry import OPS, bind
+from trainer.model.transformer import Block, rope_tables
+from trainer.parallel.tensor_ranks import TensorRanks
+
+ATTENTION = "attention"
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One layer of a named model on ``batch`` rows of ``sequence`` positions."""
+
+    model: str
+    batch: int
+    sequence: int
+
+    @property
+    def shape(self) -> Shape:
+        m = slice_of(SHAPES[self.model], self.sequence)
+        return Shape(self.batch, self.sequence, m.d_model, m.heads, m.kv_heads, m.head_dim, m.d_ff, m.vocab_size)
+
+    @property
+    def attention_cost(self) -> Cost:
+        return OPS[ATTENTION].cost(self.shape, DTYPE.itemsize)
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.batch}×{self.sequence}"
+
+
+@cache
+def events(of: Slice) -> tuple[Event, ...]:
+    """The operations of the layer without attention's; those of the backward pass at the lines that caused them.
+
+    Their times mean nothing; their signatures, bytes and FLOPs are real.
+    """
+    shape = slice_of(SHAPES[of.model], of.sequence)
+    recorder = Recorder()
+    with torch.device("meta"):
+        block = Block(shape, 0, recorder.watch(bind({}, "cpu", DTYPE, compile=False)), DTYPE, TensorRanks())
+        block.joined = True
+        x_BTD = torch.empty(of.batch, of.sequence, shape.d_model, dtype=DTYPE, requires_grad=True)
+        positions_BT = torch.zeros(of.batch, of.sequence, dtype=torch.int64)
+        documents_BT = torch.zeros(of.batch, of.sequence, dtype=torch.int32)
+        cos_BTK, sin_BTK = rope_tables(positions_BT, shape, DTYPE)
+        with recorder:
+            y_BTD, extras = block(x_BTD, cos_BTK, sin_BTK, documents_BT)
+        outputs = [y_BTD] if extras is None else [y_BTD, extras]
+        gradients = [torch.empty_like(output) for output in outputs]
+        with recorder:
+            torch.autograd.backward(outputs, gradients)
+    return tuple(event for event in recorder.events if event.line[2] != ATTENTION)

@@ -1,0 +1,280 @@
+"""``python -m agents.line_profiler.sweep.sweep --out DIR``: batch × sequence × model shapes, one layer of each, line by line.
+
+Every different operation is measured once, on whichever worker is free; what does not fit in memory or time is estimated by
+its roofline, and every line says which. Writes DIR/sweep.json (``Sweep``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from agents.line_profiler.capture import ROOT, moves_nothing
+from agents.line_profiler.isolation import Isolated
+from agents.line_profiler.lines import Roof, source
+from agents.line_profiler.session import device_name
+from agents.line_profiler.stopwatch import counted
+from agents.line_profiler.sweep.shapes import SHAPES
+from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
+from agents.line_profiler.sweep.sweep_items import (
+    Item,
+    SweepLimits,
+    SweepTask,
+    attention_key,
+    build_attention,
+    collect,
+    fit,
+    measure_item,
+)
+from agents.line_profiler.sweep.work_queue import (
+    Lost,
+    Processes,
+    RayActors,
+    SweepError,
+    Workers,
+    measure_on,
+    require_ray,
+)
+from agents.line_profiler.table import line_name
+from kernels.contract.choice import names_in
+from kernels.contract.registry import KernelError, load_choice
+from trainer.contract import stopping
+from trainer.contract.plan.rates import matmul_rate, memory_rate
+
+FORMAT = 1
+MEMORY_SHARE = 0.5  # of the free memory, for all workers together
+
+
+@dataclass(frozen=True)
+class SweptLine:
+    """Seconds of one forward and backward of one layer. ``how``: measured, roofline, or both for parts of it."""
+
+    name: str
+    source: str
+    seconds: float
+    how: str
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class SweptSlice:
+    model: str
+    batch: int
+    sequence: int
+    seconds: float
+    measured_share: float  # of the seconds
+    lines: tuple[SweptLine, ...]  # slowest first
+
+
+@dataclass(frozen=True)
+class SweptItem:
+    """One distinct operation: its measurement, or why there is none."""
+
+    what: str
+    seconds: float  # median of one call; the roofline's where there is a ``why_not``
+    spread_s: float
+    iterations: int
+    roof_s: float
+    estimated_s: float  # of measuring it
+    took_s: float
+    why_not: str
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What ``sweep.json`` holds."""
+
+    format: int
+    device: str
+    torch: str
+    matmul_flops_per_s: float
+    memory_bytes_per_s: float
+    workers: int
+    seconds: float
+    busy: float  # share of the workers' time that went into items
+    slices: tuple[SweptSlice, ...]
+    items: tuple[SweptItem, ...]
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Sweep:
+        """From parsed ``sweep.json``. Raises: ValueError for another format or other fields."""
+        if raw.get("format") != FORMAT:
+            raise ValueError(f"sweep.json: format {raw.get('format')!r}, this code reads {FORMAT}")
+        return TypeAdapter(cls).validate_python(raw)
+
+
+def sweep(
+    slices: Sequence[Slice],
+    limits: SweepLimits,
+    start: Callable[[], Workers],
+    workers: int,
+    attention: str,
+    report: Callable[[str], None] = lambda text: None,
+) -> Sweep:
+    """Measure all slices. ``start`` starts the ``workers`` workers; it is called when there is anything to measure.
+
+    Raises: SweepError.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    roof = Roof(matmul_rate(device, DTYPE), memory_rate(device))
+    items = fit(collect(slices, roof), limits, workers)
+    wanted = [item for item in items if not item.fits]
+    report(
+        f"{len(slices)} slices, {len(items)} distinct operations, {len(wanted)} of them to be measured by {workers} workers"
+    )
+    build_attention(attention, device)
+    began = time.perf_counter()
+    results: list[tuple[Isolated, float] | Lost] = []
+    if wanted:
+        tasks = [SweepTask(item, device.type, attention, limits) for item in wanted]
+        results = measure_on(start(), tasks, [item.estimated_s for item in wanted], counted(report, "operations "))
+    seconds = time.perf_counter() - began
+    by_item = dict(zip(wanted, results))
+    swept = {_key(item): _swept(item, by_item.get(item)) for item in items}
+    took = sum(item.took_s for item in swept.values())
+    return Sweep(
+        format=FORMAT,
+        device=device_name(device),
+        torch=torch.__version__,
+        matmul_flops_per_s=roof.flops_per_s,
+        memory_bytes_per_s=roof.bytes_per_s,
+        workers=workers,
+        seconds=seconds,
+        busy=took / (workers * seconds),
+        slices=tuple(_slice(of, swept, roof) for of in slices),
+        items=tuple(swept.values()),
+    )
+
+
+def _key(item: Item) -> object:
+    return attention_key(item.of) if item.index < 0 else events(item.of)[item.index].signature
+
+
+def _swept(item: Item, result: tuple[Isolated, float] | Lost | None) -> SweptItem:
+    missing = lambda why, took: SweptItem(item.what, item.roof_s, 0.0, 0, item.roof_s, item.estimated_s, took, why)
+    if result is None:
+        return missing(item.fits, 0.0)
+    if isinstance(result, Lost):
+        return missing(result.error or f"its worker died {result.tries} times", 0.0)
+    one, took = result
+    if one.why_not:
+        return missing(one.why_not, took)
+    return SweptItem(item.what, one.median_s, one.spread_s, one.iterations, item.roof_s, item.estimated_s, took, "")
+
+
+def _slice(of: Slice, swept: Mapping[object, SweptItem], roof: Roof) -> SweptSlice:
+    """Each line is the sum of its operations, each measured or estimated by the roofline."""
+    parts: defaultdict[tuple[str, str], list[tuple[SweptItem, float, float]]] = defaultdict(list)
+    for event in events(of):
+        if event.signature is not None and not moves_nothing(event.signature.func):
+            name = line_name(*event.line)
+            parts[name, source(*event.line[:2])].append((swept[event.signature], event.flops, event.bytes))
+    cost = of.attention_cost
+    flops, moved = cost.forward_flops + cost.backward_flops, cost.forward_bytes + cost.backward_bytes
+    parts[f"kernels/attention/__init__.py#{ATTENTION}", ATTENTION].append((swept[attention_key(of)], flops, moved))
+    lines = [_line(name, text, found) for (name, text), found in parts.items()]
+    every = [part for found in parts.values() for part, _, _ in found]
+    seconds = sum(part.seconds for part in every)
+    measured = sum(part.seconds for part in every if not part.why_not)
+    ordered = tuple(sorted(lines, key=lambda line: -line.seconds))
+    return SweptSlice(of.model, of.batch, of.sequence, seconds, measured / seconds, ordered)
+
+
+def _line(name: str, text: str, parts: Iterable[tuple[SweptItem, float, float]]) -> SweptLine:
+    found = list(parts)
+    missing = sum(bool(part.why_not) for part, _, _ in found)
+    how = "measured" if not missing else "roofline" if missing == len(found) else "both"
+    seconds, flops, moved = (
+        sum(column) for column in zip(*((part.seconds, flops, moved) for part, flops, moved in found))
+    )
+    return SweptLine(name, text, seconds, how, flops, moved)
+
+
+def text(found: Sweep, top: int = 3) -> str:
+    """A table for people: one row for each slice, with its slowest lines."""
+    lines = [
+        f"one layer, forward and backward, on {found.device}; {sum(not i.why_not for i in found.items)} of "
+        f"{len(found.items)} distinct operations measured by {found.workers} workers in {found.seconds:.0f} s "
+        f"({found.busy:.0%} busy), the others estimated by the roofline",
+        f"{'model':<6}{'batch':>6}{'sequence':>10}{'ms':>12}{'measured':>10}  slowest lines (share; m measured, r roofline, b both)",
+    ]
+    for one in found.slices:
+        dear = ", ".join(f"{line.name} {line.seconds / one.seconds:.0%}{line.how[0]}" for line in one.lines[:top])
+        lines.append(
+            f"{one.model:<6}{one.batch:>6}{one.sequence:>10}{one.seconds * 1e3:>12,.1f}{one.measured_share:>10.0%}  {dear}"
+        )
+    return "\n".join(lines)
+
+
+def free_memory() -> float:
+    """Free bytes of the GPU, else of the machine (Linux)."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.mem_get_info()[0])
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m agents.line_profiler.sweep.sweep", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
+    parser.add_argument("--batches", default="1,4")
+    parser.add_argument("--sequences", default="1024,4096")
+    parser.add_argument("--workers", type=int, default=1, help="processes of this machine, or Ray actors")
+    parser.add_argument("--ray", help="'auto' or a Ray cluster's address: workers are its actors")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds that each worker measures, at most")
+    parser.add_argument("--item-seconds", type=float, default=2.0, help="the most for one operation")
+    parser.add_argument("--memory-gb", type=float, help="of one worker; default: half of what is free, shared")
+    parser.add_argument("--kernels", type=Path, default=ROOT / "policies" / "kernels.yaml")
+    parser.add_argument("--json", action="store_true", help="print sweep.json instead of the table")
+    chosen = parser.parse_args(arguments)
+    try:
+        slices = parse_slices(chosen.models, chosen.batches, chosen.sequences)
+        if chosen.ray:
+            require_ray()  # before anything is measured
+        workers = max(1, chosen.workers)
+        memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * free_memory() / workers
+        limits = SweepLimits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))
+        start: Callable[[], Workers] = lambda: (
+            RayActors(measure_item, workers, chosen.ray) if chosen.ray else Processes(measure_item, workers)
+        )
+        kernels = load_choice(chosen.kernels, "cuda" if torch.cuda.is_available() else "cpu")
+        report = lambda said: print(f"profile: {said}", file=sys.stderr, flush=True)
+        found = sweep(slices, limits, start, workers, names_in(kernels[ATTENTION])[0], report)
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+    except (SweepError, KernelError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(asdict(found), indent=1) if chosen.json else text(found))
+    return 0
+
+
+def parse_slices(models: str, batches: str, sequences: str) -> list[Slice]:
+    """From comma-separated lists. Raises: SweepError that names what is wrong and what there is."""
+    for model in models.split(","):
+        if model not in SHAPES:
+            raise SweepError(f"--models: no shape {model!r}; there are: {', '.join(SHAPES)}")
+    numbers = {}
+    for option, given in (("--batches", batches), ("--sequences", sequences)):
+        if not all(part.strip().isdigit() and int(part) > 0 for part in given.split(",")):
+            raise SweepError(f"{option}: expected numbers above zero with commas between, not {given!r}")
+        numbers[option] = [int(part) for part in given.split(",")]
+    return [Slice(*one) for one in product(models.split(","), numbers["--batches"], numbers["--sequences"])]
+
+
+if __name__ == "__main__":
+    stopping.end_on_sigterm(0.0)  # and what is being measured, with it
+    sys.exit(main())

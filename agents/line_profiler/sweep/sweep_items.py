@@ -1,0 +1,151 @@
+"""What a sweep measures: each distinct operation of all slices once, where it fits in memory and time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from agents.line_profiler.capture import moves_nothing
+from agents.line_profiler.isolation import Isolated, clock_of, measure, repeated
+from agents.line_profiler.lines import Roof
+from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.op import Case
+from kernels.contract.precision import bf16_matmul
+from kernels.contract.registry import OPS, check
+
+FILL_BYTES_PER_S = 4e8  # making random inputs on one core
+LEAST_CALLS = 4  # one warm-up and three timed calls
+SLOWER = 3.0  # than the roofline, for estimates
+
+
+@dataclass(frozen=True)
+class Item:
+    """One operation of a slice: the ``index``-th of its events, or attention (−1). Small, because it is sent to a worker."""
+
+    of: Slice
+    index: int
+    what: str
+    bytes: float  # of memory that it needs
+    roof_s: float  # by the roofline
+    estimated_s: float  # of measuring it
+    fits: str = ""  # why it is not measured; empty: it is
+
+
+@dataclass(frozen=True)
+class SweepLimits:
+    """What a worker may use: memory, seconds an item, threads; seconds for all items of one worker."""
+
+    memory_bytes: float
+    item_s: float
+    total_s: float
+    threads: int
+
+
+def collect(slices: Iterable[Slice], roof: Roof) -> list[Item]:
+    """The distinct operations of all slices."""
+    found: dict[object, Item] = {}
+    for of in slices:
+        cost = of.attention_cost
+        seconds = roof.seconds(cost.forward_flops, cost.forward_bytes) + roof.seconds(
+            cost.backward_flops, cost.backward_bytes
+        )
+        moved = cost.forward_bytes + cost.backward_bytes
+        what = f"{ATTENTION}, forward and backward, {of}"
+        found[attention_key(of)] = Item(of, -1, what, 4 * moved, seconds, 0.0)
+        for index, event in enumerate(events(of)):
+            signature = event.signature
+            if signature is not None and signature not in found and not moves_nothing(signature.func):
+                seconds = roof.seconds(event.flops, event.bytes)
+                found[signature] = Item(of, index, str(signature), event.bytes, seconds, 0.0)
+    return list(found.values())
+
+
+def attention_key(of: Slice) -> object:
+    """Slices with the same attention shape share one measurement."""
+    s = of.shape
+    return (ATTENTION, s.batch, s.context, s.heads, s.kv_heads, s.head_dim)
+
+
+def fit(items: Sequence[Item], limits: SweepLimits, workers: int) -> list[Item]:
+    """The same items with their estimates and, where they do not fit, the reason. The shortest are measured first."""
+    sized = [_sized(item, limits) for item in items]
+    spent = 0.0
+    done: dict[int, Item] = {}
+    for number in sorted(range(len(sized)), key=lambda n: sized[n].estimated_s):
+        item = sized[number]
+        if not item.fits:
+            spent += item.estimated_s
+            if spent > limits.total_s * workers:
+                item = replace(item, fits=f"no time left of {limits.total_s:.0f} s")
+        done[number] = item
+    return [done[number] for number in range(len(sized))]
+
+
+def _sized(item: Item, limits: SweepLimits) -> Item:
+    making = item.bytes / FILL_BYTES_PER_S
+    least = making + LEAST_CALLS * SLOWER * item.roof_s
+    why = ""
+    if item.bytes > limits.memory_bytes:
+        why = f"needs {item.bytes / 1e9:.1f} GB of {limits.memory_bytes / 1e9:.1f}"
+    elif least > limits.item_s:
+        why = f"needs about {least:.1f} s of {limits.item_s:.1f}"
+    return replace(item, estimated_s=least + min(limits.item_s, 110 * SLOWER * item.roof_s), fits=why)
+
+
+@dataclass(frozen=True)
+class SweepTask:
+    """An item as it is sent to a worker."""
+
+    item: Item
+    device: str
+    attention: str  # the implementation of kernels.yaml
+    limits: SweepLimits
+
+
+def measure_item(task: SweepTask) -> tuple[Isolated, float]:
+    """(the measurement, seconds that it took in all). Runs in a worker."""
+    began = time.perf_counter()
+    device = torch.device(task.device)
+    _prepare_worker()
+    if device.type == "cpu":
+        torch.set_num_threads(task.limits.threads)
+    with bf16_matmul(DTYPE):
+        if task.item.index < 0:
+            found = _attention(task, device)
+        else:
+            signature = events(task.item.of)[task.item.index].signature
+            assert signature is not None
+            found = measure(signature, (None,) * len(signature.leaves), device, task.limits.item_s)
+    return found, time.perf_counter() - began
+
+
+@cache
+def _prepare_worker() -> None:
+    keep_freed_memory()
+
+
+def build_attention(implementation: str, device: torch.device) -> None:
+    """Compile the native library once, before every worker needs it."""
+    op = OPS[ATTENTION]
+    made = op.inputs(op.cases[0], device=device, dtype=DTYPE)
+    check(ATTENTION, implementation, device.type).function(*made)
+
+
+def _attention(task: SweepTask, device: torch.device) -> Isolated:
+    began = time.perf_counter()
+    try:
+        op = OPS[ATTENTION]
+        function = check(ATTENTION, task.attention, device.type).function
+        made = op.inputs(Case("sweep", task.item.of.shape), device=device, dtype=DTYPE)
+        needed = [made[position] for position in op.gradients]
+        gradient = torch.randn_like(made[0])
+        clock = clock_of(device)
+        call = lambda number: clock(lambda: torch.autograd.grad(function(*made), needed, gradient))
+        return repeated(call, call(0), began + task.limits.item_s)
+    except RuntimeError as error:
+        return Isolated(0.0, 0.0, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")

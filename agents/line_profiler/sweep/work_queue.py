@@ -1,0 +1,163 @@
+"""A work queue over several workers: processes of this machine, or Ray actors of many.
+
+The longest items (by estimate) are started first, so that no long one is left for the end. A worker that dies is replaced,
+and its item is measured again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+MOST_TRIES = 3  # an item that has killed so many workers is given up
+
+
+class SweepError(Exception):
+    """A sweep cannot run with these options on this machine; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """In place of a result: the item's worker died each time, or the item raised ``error``."""
+
+    tries: int
+    error: str = ""
+
+
+class Workers(Protocol):
+    """Called by ``count`` threads at once, each with a worker number of its own."""
+
+    count: int
+
+    def measure(self, worker: int, item: Any) -> Any:
+        """The item's result. Raises: ``WorkerLost`` after the worker was replaced."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class WorkerLost(Exception):
+    pass
+
+
+def longest_first(costs: Sequence[float]) -> list[int]:
+    """The positions of the items in the order in which they are started."""
+    return sorted(range(len(costs)), key=lambda item: -costs[item])
+
+
+def measure_on(
+    workers: Workers,
+    items: Sequence[Any],
+    costs: Sequence[float],
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Any]:
+    """The result of each item, or ``Lost``. ``costs``: estimated, in any unit."""
+    idle: SimpleQueue[int] = SimpleQueue()
+    for worker in range(workers.count):
+        idle.put(worker)
+
+    def measure(item: Any) -> Any:
+        worker = idle.get()
+        try:
+            for _ in range(MOST_TRIES):
+                try:
+                    return workers.measure(worker, item)
+                except WorkerLost:
+                    continue
+                except Exception as error:  # one item that cannot be measured must not cost the others' hours
+                    return Lost(1, f"{type(error).__name__}: {error}")
+            return Lost(MOST_TRIES)
+        finally:
+            idle.put(worker)
+
+    threads = ThreadPoolExecutor(workers.count)
+    try:
+        futures = {item: threads.submit(measure, items[item]) for item in longest_first(costs)}
+        for done, future in enumerate(as_completed(futures.values()), start=1):
+            future.result()
+            report(done, len(items))
+        return [futures[item].result() for item in range(len(items))]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        workers.stop()
+
+
+class Processes:
+    """``count`` processes of this machine. ``function`` runs in them and must be importable.
+
+    Each is a pool of its own: when a process dies, ``ProcessPoolExecutor`` gives up everything that was submitted to it.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], count: int) -> None:
+        self.function, self.count, self.stopped = function, count, False
+        self.pools = [self._start() for _ in range(count)]
+
+    def _start(self) -> ProcessPoolExecutor:
+        # A fork would copy torch's locks and threads.
+        return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+    def measure(self, worker: int, item: Any) -> Any:
+        try:
+            return self.pools[worker].submit(self.function, item).result()
+        except BrokenProcessPool:
+            if not self.stopped:
+                self.pools[worker] = self._start()
+            raise WorkerLost from None
+
+    def stop(self) -> None:
+        """Also in the midst of an item, which may never end."""
+        self.stopped = True
+        for pool in self.pools:
+            for process in list((pool._processes or {}).values()):  # ``kill_workers`` from Python 3.14 on
+                process.terminate()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def require_ray() -> None:
+    """Raises: SweepError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise SweepError("--ray: Ray is not installed here: pip install ray, or use --workers for local processes")
+
+
+class RayActors:
+    """``count`` actors of a Ray cluster, one GPU each where it has any. Ray is imported only here.
+
+    Raises: SweepError when Ray is missing or the cluster cannot be reached.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], count: int, address: str) -> None:
+        require_ray()
+        import ray
+
+        self.ray, self.function, self.count = ray, function, count
+        try:
+            ray.init(address=None if address == "local" else address, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise SweepError(f"--ray {address}: {str(error).splitlines()[0]}") from None
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
+        self.kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(_Actor)
+        self.actors: list[Any] = [self.kind.remote(function) for _ in range(count)]
+
+    def measure(self, worker: int, item: Any) -> Any:
+        try:
+            return self.ray.get(self.actors[worker].call.remote(item))
+        except self.ray.exceptions.RayActorError:
+            self.actors[worker] = self.kind.remote(self.function)
+            raise WorkerLost from None
+
+    def stop(self) -> None:
+        self.ray.shutdown()
+
+
+class _Actor:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def call(self, item: Any) -> Any:
+        return self.function(item)

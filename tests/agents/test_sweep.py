@@ -1,0 +1,105 @@
+"""A sweep's shapes, its operations and its marks, held against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from agents.line_profiler.isolation import measure
+from agents.line_profiler.lines import Roof
+from agents.line_profiler.sweep.shapes import SHAPES, slice_of
+from agents.line_profiler.sweep.slices import Slice, events
+from agents.line_profiler.sweep.sweep import Sweep, parse_slices, sweep, text
+from agents.line_profiler.sweep.sweep_items import SweepLimits, collect, fit, measure_item
+from agents.line_profiler.sweep.work_queue import Processes, SweepError
+
+ROOF = Roof(1e12, 1e10)
+PARAMETERS = {"7b": 7e9, "29b": 29e9, "375b": 375e9, "1t": 1e12}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_parameters_of_their_names(name: str) -> None:
+    assert SHAPES[name].parameters == pytest.approx(PARAMETERS[name], rel=0.05)
+    assert (SHAPES[name].experts is not None) == (name in ("375b", "1t"))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_slice_computes_one_layer_forward_and_backward(name: str) -> None:
+    """FLOPs of its matrix products: 6 a weight and token, of the experts those that a token goes to."""
+    of = Slice(name, 2, 64)
+    shape = slice_of(SHAPES[name], 64)
+    assert shape.layers == 1 and shape.is_expert_layer(0) == (shape.experts is not None)
+    weights = shape.matmul_parameters - shape.vocab_size * shape.d_model
+    assert sum(event.flops for event in events(of)) == pytest.approx(6 * weights * 128)
+    assert {event.line[0] for event in events(of)} >= {
+        "trainer/model/transformer.py",
+        "kernels/rms_norm/__init__.py",
+        "kernels/swiglu/__init__.py",
+    }
+
+
+def test_identical_operations_of_all_slices_are_measured_once() -> None:
+    alone = collect([Slice("7b", 1, 64)], ROOF)
+    assert len({item.what for item in alone}) <= len(alone) and sum(item.index < 0 for item in alone) == 1
+    assert len(collect([Slice("7b", 1, 64), Slice("7b", 1, 64)], ROOF)) == len(alone)
+    both = collect([Slice("7b", 1, 64), Slice("7b", 2, 64)], ROOF)
+    assert len(alone) < len(both) < 2 * len(alone)  # the casts of weights are the same
+
+
+def test_an_item_that_does_not_fit_says_why() -> None:
+    items = fit(collect([Slice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1)
+    large = [item for item in items if item.bytes > 1e9]
+    assert large and all(item.fits.startswith("needs") for item in large)
+    assert any(not item.fits for item in items)
+    none = fit(collect([Slice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 0.0, 1), workers=1)
+    assert all(item.fits for item in none) and any("no time left" in item.fits for item in none)
+
+
+def test_operations_of_experts_run_on_made_up_indices() -> None:
+    """Where only shapes were recorded, indices must be valid and the experts' rows balanced."""
+    names = ("index", "gather", "scatter", "sort", "topk", "cumsum")
+    seen = set()
+    for event in events(Slice("375b", 1, 16)):
+        signature = event.signature
+        if signature is None or not any(name in signature.operation for name in names) or signature.bytes > 1e8:
+            continue
+        found = measure(signature, (None,) * len(signature.leaves), torch.device("cpu"), 0.05)
+        assert found.why_not == "" and found.iterations >= 3, str(signature)
+        seen.add(signature.operation.split(".")[1])
+    assert {"index", "gather", "scatter_add", "index_put", "sort"} <= seen
+
+
+@pytest.mark.long("two workers measure operations of two large models' layers")
+def test_a_sweep_measures_what_fits_and_marks_the_rest(tmp_path: Path) -> None:
+    limits = SweepLimits(memory_bytes=2e8, item_s=0.3, total_s=6.0, threads=1)
+    slices = [Slice("7b", 1, 16), Slice("1t", 1, 16)]
+    found = sweep(slices, limits, lambda: Processes(measure_item, 2), 2, "reference")
+    assert Sweep.from_mapping(json.loads(json.dumps(asdict(found)))) == found
+    by_model = {one.model: one for one in found.slices}
+    marks = {line.how for one in found.slices for line in one.lines}
+    assert marks >= {"measured", "roofline"}
+    for one in found.slices:
+        assert one.seconds == pytest.approx(sum(line.seconds for line in one.lines))
+        assert 0 < one.measured_share < 1
+    down = next(line for line in by_model["1t"].lines if line.name.startswith("trainer/model/experts.py:61"))
+    assert down.how in ("roofline", "both")  # 384 experts are 11 GB
+    missing = [item for item in found.items if item.why_not]
+    assert missing and all(item.seconds == item.roof_s for item in missing)
+    assert "1t" in text(found) and "busy" in text(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("8b", "1", "64"), "no shape '8b'; there are: 7b, 29b, 375b, 1t"),
+        (("7b", "0", "64"), "--batches: expected numbers above zero"),
+        (("7b", "1", "a"), "--sequences: expected numbers"),
+    ],
+)
+def test_bad_lists_are_errors_that_say_what_there_is(given: tuple[str, str, str], said: str) -> None:
+    with pytest.raises(SweepError, match=said):
+        parse_slices(*given)
