@@ -213,6 +213,9 @@ def average(
         int | None,
         typer.Option(min=2, help="How many of the newest kept checkpoints (default: up to 5, as there are)."),
     ] = None,
+    by_held_out_loss: Annotated[
+        bool, typer.Option("--by-held-out-loss", help="Weigh each checkpoint by its loss on held-out documents.")
+    ] = False,
     segment: Annotated[
         int | None, typer.Option(help="Segment whose checkpoints are averaged (default: the newest trunk segment).")
     ] = None,
@@ -225,7 +228,7 @@ def average(
     from factory.training.exporting import export_candidate
 
     with plant.workspace.lock(MODEL_LOOP):
-        number = plan_average(plant, segment, last)
+        number = plan_average(plant, "held-out-loss" if by_held_out_loss else "uniform", segment, last)
         make(plant, number)
         candidate = export_candidate(plant, number)
     result = SegmentRow.get(plant.ledger, number).result or {}

@@ -209,8 +209,11 @@ def _audit_lines(audits: list[dict[str, Any]]) -> list[str]:
 
 def describe_average(averaged: dict[str, Any]) -> str:
     """``averaged`` of an average segment's result in words: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
-    steps = ", ".join(str(part["step"]) for part in averaged["sources"])
-    return f"average of {len(averaged['sources'])} checkpoints (steps {steps}; {averaged['rule']})"
+    parts = averaged["sources"]
+    if averaged["rule"] == "uniform":
+        return f"average of {len(parts)} checkpoints (steps {', '.join(str(part['step']) for part in parts)}; uniform)"
+    listed = ", ".join(f"{part['step']} × {part['weight']:.2f}" for part in parts)
+    return f"average of {len(parts)} checkpoints (steps {listed}; by loss on the dev half of what is held out)"
 
 
 def _at(moment: float) -> str:

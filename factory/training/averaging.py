@@ -1,4 +1,4 @@
-"""Candidates that are averages: the newest kept checkpoints of one run, each with the same weight.
+"""Candidates that are averages: the newest kept checkpoints of one run, all alike or weighted by held-out loss.
 
 An average is a segment of kind 'average': it trains nothing, hangs below the newest checkpoint's segment, and leaves a
 checkpoint in its folder. So lineage, provenance, tracking, export and the gate treat its candidate like any other. What is
@@ -8,12 +8,22 @@ averaged stands in the event that planned it; a killed factory finds the segment
 from __future__ import annotations
 
 import json
+import math
 import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from factory.core.errors import InputError
+from factory.core.errors import ConfigError, InputError
+from factory.core.removal import remove
+from factory.evals.policy import EvalPolicy
+from factory.evals.reference_model import ReferenceModel
+from factory.evals.suite import held_out_documents
+from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_documents, noise_floor, ratio_bits
+from factory.evals.token_bytes import TokenBytes
+from factory.gates.release.policy import ReleasePolicy
+from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.places import located
 from factory.ledger.plant import Plant
@@ -21,11 +31,12 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.folders import clear
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment, plan_segment
-from factory.training.segment_folder import claim, failed, record_done
+from factory.training.segment_folder import claim, failed, give_up, record_done
 from kernels.contract.files import write_atomically
 
 KIND = "average"
 AT_MOST = 5  # checkpoints, by default
+Rule = Literal["uniform", "held-out-loss"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,22 @@ class Source:
     segment: int
     step: int
     path: str
+
+
+def softmax_weights(losses: Sequence[float], noise: float) -> list[float]:
+    """Shares that fall with the loss: softmax(−loss / τ), τ = max(standard deviation of the losses, noise).
+
+    A Boltzmann weight at the losses' own scale, as Akaike weights are at a fixed one (Burnham and Anderson 2002, §2.9):
+    the unit of the loss does not matter, and no checkpoint is ever thrown away (the losses of K checkpoints span at most
+    √(2K) standard deviations, so the least share is e^−√(2K) of the largest). Losses that differ by less than the
+    measurement's ``noise`` weigh almost the same. Equal losses give equal shares.
+    """
+    mean = math.fsum(losses) / len(losses)
+    temperature = max(math.sqrt(math.fsum((loss - mean) ** 2 for loss in losses) / len(losses)), noise)
+    if temperature <= 0:
+        return [1 / len(losses)] * len(losses)
+    raised = [math.exp((min(losses) - loss) / temperature) for loss in losses]
+    return [part / math.fsum(raised) for part in raised]
 
 
 # -- choosing and planning ---------------------------------------------------------------------------------------------
@@ -89,13 +116,13 @@ def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source
     return there[-wanted:]
 
 
-def plan_average(plant: Plant, segment: int | None = None, last: int | None = None) -> int:
-    """Record the average as a segment to be run; returns its id. The same checkpoints give the same segment."""
+def plan_average(plant: Plant, rule: Rule, segment: int | None = None, last: int | None = None) -> int:
+    """Record the average as a segment to be run; returns its id. The same rule and checkpoints give the same segment."""
     from factory.git.repository import live_commit
 
     sources = choose(plant.ledger, segment, last)
     listed = [asdict(source) | {"path": plant.ledger.inside(source.path)} for source in sources]
-    plan = {"rule": "uniform", "sources": listed}
+    plan = {"rule": rule, "sources": listed}
     for row in SegmentRow.select(
         plant.ledger, f"WHERE kind = '{KIND}' AND state NOT IN ('failed', 'abandoned') ORDER BY id"
     ):
@@ -125,17 +152,32 @@ def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
 def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
     """Make the averaged checkpoint and record it; returns the segment's result. Safe to repeat.
 
-    Raises: SegmentError when a checkpoint is damaged or does not fit (its log is named).
+    Raises: SegmentError when a checkpoint is damaged or does not fit (its log is named); InputError when the held-out loss
+    cannot be measured.
     """
     from trainer.contract.checkpoint.format import manifest_sha256, name_of
 
     plan = planned(plant.ledger, row.id)
     folder = claim(plant, row)
     code = LiveCode.of(plant, row.code_commit)
-    paths = [source["path"] for source in plan["sources"]]
-    with plant.progress.task(f"averaging {len(paths)} checkpoints", None):
-        words = ["trainer.tools.average", str(folder / "checkpoints"), *paths]
-        made = code.run("-m", *words, writable=[folder], readonly=list(map(Path, paths)))
+    parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
+    measured: dict[str, Any] = {}
+    with plant.progress.task(f"averaging {len(parts)} checkpoints", None) as task:
+        if plan["rule"] == "held-out-loss":
+            try:
+                advance = lambda n: task.advance(n, "held-out loss")
+                measured = _measure(plant, row, code, parts, advance)
+            except (InputError, ConfigError) as error:
+                give_up(plant.ledger, row, str(error))
+                raise
+        else:
+            for part in parts:
+                part["weight"] = 1 / len(parts)
+        task.advance(0, "averaging")
+        weights = ",".join(repr(part["weight"]) for part in parts)
+        paths = [part["path"] for part in parts]
+        words = [str(folder / "checkpoints"), *paths, "--weights", weights]
+        made = code.run("-m", "trainer.tools.average", *words, writable=[folder], readonly=list(map(Path, paths)))
         clear(folder, plant.progress)
         _succeeded(plant, row, made)
     path = folder / "checkpoints" / name_of(row.last_step)
@@ -144,11 +186,35 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         "last_step": row.last_step,
         "checkpoint": str(path),
         "manifest_sha256": manifest_sha256(path),
-        "averaged": plan,
+        "averaged": {"rule": plan["rule"], "sources": parts, **measured},
     }
     write_atomically(folder / "result.json", json.dumps(result, indent=1))
     record_done(plant.ledger, row, folder, result)
     return result
+
+
+def _measure(
+    plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: Advance
+) -> dict[str, Any]:
+    """Give each part its loss and weight; returns what they were measured on."""
+    ruler = held_out_ruler(plant)
+    scratch = Path(row.folder) / "export"
+    noise = 0.0
+    for part in parts:
+        remove(scratch)
+        scratch.mkdir()
+        words = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
+        made = code.run("-m", *words, writable=[scratch], readonly=[Path(part["path"])])
+        clear(scratch, plant.progress)
+        _succeeded(plant, row, made)
+        if part is parts[-1]:
+            part["loss"], noise = ruler.loss_and_noise(scratch, advance)
+        else:
+            part["loss"] = ruler.loss(scratch, advance)
+    remove(scratch)
+    for part, weight in zip(parts, softmax_weights([part["loss"] for part in parts], noise), strict=True):
+        part["weight"] = weight
+    return {"noise": noise, "documents": ruler.documents, "shares": ruler.shares}
 
 
 def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:
@@ -157,3 +223,60 @@ def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[
         with open(plant.workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
             log.write(done.stderr)
         failed(plant, row, done.returncode, None)
+
+
+Advance = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """Held-out documents, and how their losses become one number."""
+
+    texts: list[ScoredText]
+    shares: dict[str, float]  # of each domain in the number; they sum to one
+    policy: EvalPolicy
+
+    def loss(self, export: Path, advance: Advance = lambda _: None) -> float:
+        """Bits per byte of an export. Raises: ExportError; InputError when the loss is not finite."""
+        return self._measure(ReferenceModel.load(export), advance, export)[0]
+
+    def loss_and_noise(self, export: Path, advance: Advance = lambda _: None) -> tuple[float, float]:
+        """The loss, and how far a second measurement of the same weights may lie from it (``tasks.noise_floor``)."""
+        model = ReferenceModel.load(export)
+        loss, items = self._measure(model, advance, export)
+        noise = noise_floor(model, self.texts, items, self.policy, advance)
+        return loss, sum(share * noise[domain] for domain, share in self.shares.items())
+
+    def _measure(self, model: ReferenceModel, advance: Advance, export: Path) -> tuple[float, list[EvalItem]]:
+        items = bits_per_byte(model, self.texts, self.policy, advance)
+        bits = ratio_bits(items)
+        loss = sum(share * bits[domain] for domain, share in self.shares.items())
+        if not math.isfinite(loss):
+            raise InputError(f"{export}: its held-out loss is not finite")
+        return loss, items
+
+    @property
+    def documents(self) -> dict[str, int]:
+        """How many are measured, a domain."""
+        return {domain: sum(text.document.domain == domain for text in self.texts) for domain in sorted(self.shares)}
+
+
+def held_out_ruler(plant: Plant) -> Ruler:
+    """The dev half's documents of the domains that the release policy's target names.
+
+    Raises: InputError when nothing of them is held out; ConfigError.
+    """
+    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    weights = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")).target.weights
+    tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
+    dev = held_out_documents(plant.ledger, policy.documents_per_domain, sealed=False)
+    wanted = {d.domain: weights.get(d.domain, 0.0) if weights else 1.0 for d in dev}
+    texts = encode_documents(dev, tokenizer, token_bytes, policy.document_bytes)
+    texts = [text for text in texts if wanted[text.document.domain] > 0]
+    shares = {domain: wanted[domain] for domain in sorted({text.document.domain for text in texts})}
+    if not shares:
+        raise InputError(
+            "nothing in the dev half of what is held out is of the domains that the release policy's target names: ingest more documents"
+        )
+    total = sum(shares.values())
+    return Ruler(texts, {domain: weight / total for domain, weight in shares.items()}, policy)

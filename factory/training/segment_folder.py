@@ -119,6 +119,14 @@ def failed(plant: Plant, row: SegmentRow, code: int, kills_before: int | None, w
     )
 
 
+def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
+    """Mark a segment as failed for good: trying again would not help."""
+    with ledger.begin() as tx:
+        refuse_rewound(Snapshot(tx, ledger.root), row.id)
+        tx.execute(segments.update().where(segments.c.id == row.id).values(state="failed", finished_at=time.time()))
+        record(tx, "segment_failed", Subject("segment", row.id), {"said": why})
+
+
 def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
     """Write down a segment's end, its checkpoint and its anomalies, all at once. Raises: SegmentError for files that say otherwise;
     RewoundError."""

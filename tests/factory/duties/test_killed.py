@@ -69,7 +69,7 @@ def annealed(plant: Plant) -> None:
 
 
 def averaged(plant: Plant) -> None:
-    run_segment(plant, plan_average(plant, last=2))
+    run_segment(plant, plan_average(plant, "held-out-loss", last=2))
 
 
 def released(plant: Plant) -> None:
@@ -88,7 +88,7 @@ SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
     "plan_anneal": (lambda plant: None, 3),
     "plan_trunk": (ingested, 3),
     "train": (lambda plant: plan_trunk(plant, 2), 3),
-    "train: an average": (lambda plant: plan_average(plant, last=2), 3),
+    "train: an average": (lambda plant: plan_average(plant, "held-out-loss", last=2), 3),
     "export": (annealed, 3),
     "export: an average": (averaged, 3),
     "replicate": (released, 3),
@@ -96,7 +96,7 @@ SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
 SLOW = {
     "train": "four trainings, three of which are killed",
     "export": "an anneal, and four exports",
-    "train: an average": "four averages, three of which are killed",
+    "train: an average": "four averages whose parts are measured, three of which are killed",
     "export: an average": "four exports of one average",
     "replicate": "two replicas are trained and measured four times",
 }

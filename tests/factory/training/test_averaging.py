@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from factory.core.errors import InputError, SegmentError
@@ -22,7 +25,7 @@ from factory.ledger.status import screen, snapshot
 from factory.retrying.tries import open_segment
 from factory.show.pages.provenance import of_release
 from factory.training import averaging
-from factory.training.averaging import choose, kept, plan_average
+from factory.training.averaging import choose, held_out_ruler, kept, plan_average, softmax_weights
 from factory.training.exporting import export_candidate
 from factory.training.training import run_segment
 from tests.support.factory.command import factory
@@ -41,9 +44,9 @@ def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Op
     return made
 
 
-def made_average(plant: Opened, last: int) -> tuple[int, dict[str, Any]]:
+def made_average(plant: Opened, *words: Any, **keywords: Any) -> tuple[int, dict[str, Any]]:
     """(candidate, what it was averaged from)."""
-    number = plan_average(Plant(*plant), last=last)
+    number = plan_average(Plant(*plant), *words, **keywords)
     result = run_segment(Plant(*plant), number)
     return export_candidate(Plant(*plant), number), result["averaged"]
 
@@ -64,9 +67,9 @@ def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Opened) ->
     assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
 
 
-def test_it_is_numpys_mean_and_is_judged_and_released_like_any_candidate(plant: Opened) -> None:
+def test_uniform_is_numpys_mean_and_is_judged_and_released_like_any_candidate(plant: Opened) -> None:
     workspace, ledger = plant
-    candidate, averaged = made_average(plant, last=3)
+    candidate, averaged = made_average(plant, "uniform", last=3)
     assert [part["step"] for part in averaged["sources"]] == [20, 25, 26]
     arrays = [load_file(Path(part["path"]) / "model.safetensors") for part in averaged["sources"]]
     for name, found in weights_of(ledger, candidate).items():
@@ -86,6 +89,44 @@ def test_it_is_numpys_mean_and_is_judged_and_released_like_any_candidate(plant: 
     assert "average of 3 checkpoints (steps 20, 25, 26; uniform)" in "\n".join(screen(snapshot(workspace)))
 
 
+def test_the_same_average_is_the_same_candidate(plant: Opened) -> None:
+    _, ledger = plant
+    first, averaged = made_average(plant, "uniform", last=2)
+    before = ledger.rows(sa.select(segments.c.id))
+    assert made_average(plant, "uniform", last=2) == (first, averaged)
+    assert ledger.rows(sa.select(segments.c.id)) == before
+
+
+def test_weighted_by_held_out_loss(plant: Opened) -> None:
+    _, ledger = plant
+    candidate, averaged = made_average(plant, "held-out-loss", segment=1)
+    parts = averaged["sources"]
+    assert [part["step"] for part in parts] == [10, 15, 20]
+    losses = [part["loss"] for part in parts]
+    assert losses == sorted(losses, reverse=True), "this young, the run still falls"
+    deviation = max(float(np.std(losses)), averaged["noise"])
+    expected = np.exp(-np.array(losses) / deviation)
+    assert [part["weight"] for part in parts] == pytest.approx(expected / expected.sum())
+    arrays = [load_file(Path(part["path"]) / "model.safetensors") for part in parts]
+    for name, found in weights_of(ledger, candidate).items():
+        mean = np.average([a[name].astype(np.float64) for a in arrays], axis=0, weights=[p["weight"] for p in parts])
+        np.testing.assert_array_max_ulp(found, mean.astype(np.float32), maxulp=1)
+
+
+def test_the_documents_that_weigh_are_not_those_that_judge(plant: Opened) -> None:
+    ruler = held_out_ruler(Plant(*plant))
+    judged = {document.key for document in training_suite(plant)}
+    assert sum(ruler.shares.values()) == pytest.approx(1)
+    assert judged and ruler.texts and not judged & {text.document.key for text in ruler.texts}
+    assert set(ruler.documents) == set(ruler.shares) == {"chat", "code", "docs"}
+
+
+def training_suite(plant: Opened) -> Any:
+    from factory.evals.evaluator import current_suite
+
+    return current_suite(Plant(*plant)).documents
+
+
 def test_of_an_anneal_only_its_own_are_taken(plant: Opened) -> None:
     workspace, ledger = plant
     number = train_anneal(workspace, ledger)
@@ -95,7 +136,7 @@ def test_of_an_anneal_only_its_own_are_taken(plant: Opened) -> None:
 
 def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened, tmp_path: Path) -> None:
     workspace, ledger = plant
-    number = plan_average(Plant(workspace, ledger), segment=1, last=3)
+    number = plan_average(Plant(workspace, ledger), "held-out-loss", last=2)
     path = Path(averaging.planned(ledger, number)["sources"][0]["path"])
     shutil.copytree(path, tmp_path / "copy")
     blob = (path / "model.safetensors").read_bytes()
@@ -107,10 +148,8 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened
         shutil.rmtree(path)
         shutil.copytree(tmp_path / "copy", path)
     assert stuck(Plant(workspace, ledger)) is None and open_segment(ledger) is None
-    again = plan_average(Plant(workspace, ledger), segment=1, last=3)
-    assert again > number and run_segment(Plant(workspace, ledger), again)["averaged"]["sources"][0]["path"] == str(
-        path
-    )
+    assert plan_average(Plant(workspace, ledger), "held-out-loss", last=2) > number, "asked again, it is tried again"
+    averaging.give_up(ledger, SegmentRow.get(ledger, number + 1), "test")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +163,7 @@ def test_too_few_checkpoints_are_refused_with_a_list_of_them(
     plant: Opened, keywords: dict[str, int], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        plan_average(Plant(*plant), **keywords)
+        plan_average(Plant(*plant), "uniform", **keywords)
 
 
 @pytest.mark.long("three commands in processes of their own, one of which makes an average, which is judged")
@@ -136,3 +175,29 @@ def test_the_command_speaks_json_and_repeats_safely(plant: Opened) -> None:
     assert [part["step"] for part in found["averaged"]["sources"]] == [15, 20] and json.loads(again.stdout) == found
     assert judge(Plant(*plant), found["candidate"])
     assert factory("average", "--segment", "99", "-w", str(plant[0].root)).returncode == 2
+
+
+LOSSES = st.lists(st.floats(0.1, 20), min_size=2, max_size=9)
+
+
+@given(LOSSES, st.floats(0, 1))
+def test_weights_fall_with_the_loss(losses: list[float], noise: float) -> None:
+    weights = softmax_weights(losses, noise)
+    assert math.isclose(sum(weights), 1) and min(weights) > 0
+    ranked = [weight for _, weight in sorted(zip(losses, weights, strict=True))]
+    assert all(a >= b * (1 - 1e-12) for a, b in zip(ranked, ranked[1:]))
+    assert max(weights) / min(weights) <= math.exp(math.sqrt(2 * len(losses))) * (1 + 1e-6)
+
+
+@given(LOSSES, st.floats(0.1, 10))
+def test_the_unit_of_the_loss_does_not_matter(losses: list[float], unit: float) -> None:
+    if np.std(losses) < 1e-6:
+        return
+    assert softmax_weights([loss * unit for loss in losses], 0.0) == pytest.approx(
+        softmax_weights(losses, 0.0), rel=1e-6
+    )
+
+
+def test_differences_below_the_noise_hardly_weigh() -> None:
+    assert softmax_weights([2.0, 2.001], noise=1.0) == pytest.approx([0.5, 0.5], abs=1e-3)
+    assert softmax_weights([2.0, 2.0, 2.0], noise=0.0) == pytest.approx([1 / 3] * 3)
