@@ -3,7 +3,7 @@
 A single arm finds its folder ready when its trainer starts, as a segment does. A trainer of several is started once, with all their folders
 (``python -m trainer --wait …``), says in each that it waits for it, and is shown an arm by its ``segment.json`` when the caller asks for it:
 start-up and compilation are not timed, and nothing of an arm can be computed before. While the caller reads what an arm left, the
-trainer waits. Time is taken here, outside.
+trainer waits. Time is taken here, outside: of the clock, and of the CPU by the sandbox's processes.
 
 What runs in the sandbox may write in all of its folders at any time, so that they are entered through descriptors of folders that were made
 before it began, and no link in them is followed. It compiles for itself: what live code compiled is not trusted.
@@ -29,7 +29,8 @@ from factory.core.faults import is_of_no_file
 from factory.core.removal import remove
 from factory.runs.arm import Arm, Spec
 from factory.runs.folders import reveal
-from factory.sandbox import sandbox
+from factory.sandbox import clock, sandbox
+from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import Limits
 from trainer.contract.checkpoint.format import name_of
 
@@ -44,6 +45,7 @@ class Ended:
     seconds: float = 0.0  # from when it was shown to the trainer, or the trainer was started with it
     failed: str = ""
     out_of_time: bool = False  # a time limit ended it, which says nothing about its code
+    cpu: CpuSeconds | None = None  # of the sandbox over the same seconds; None: of a single arm, or not known
     opened: int = -1  # of one of several: the descriptor of ``folder``, until the iterator is closed
 
 
@@ -96,7 +98,7 @@ class _Trainer:
     def __init__(
         self, held: ExitStack, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
     ) -> None:
-        self._enough = threading.Event()
+        self._enough, self._inits = threading.Event(), list[int]()
         python = next(iter(arms.values())).environment
         command = [python or sys.executable, "-m", "trainer", *["--wait"][: len(arms) - 1], *map(str, arms)]
         reads = {path for arm in arms.values() for path in _read_by(arm) if not path.is_relative_to(output)}
@@ -109,7 +111,7 @@ class _Trainer:
             try:
                 result = context.run(
                     sandbox.run, command, output=output, readonly=[code, *sorted(reads), *of_python], cwd=code, limits=limits,
-                    enough=self._enough,
+                    begun=self._inits.append, enough=self._enough,
                 )  # fmt: skip
                 self._process.set_result(result)
             except BaseException as error:  # raised where its end is asked for
@@ -122,14 +124,14 @@ class _Trainer:
 
     def train(self, arm: _Waiting, shown: bool) -> Ended:
         """``shown``: the trainer was started with it. Raises: IsolationError when nothing was run; OSError."""
-        began = time.monotonic()
+        used, began = clock.Reading(), time.monotonic()
         if not shown:
             if not self._wait_for(arm.opened, "ready"):
                 return self._failed(arm.path, 0.0)
             try:
                 if set(os.listdir(arm.opened)) - arm.holds:  # what was there before would be taken for its own
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-                began = time.monotonic()
+                used, began = clock.read(self._inits[0]), time.monotonic()
                 reveal(arm.opened, arm.spec)
             except OSError as error:  # code in the sandbox took the name
                 if is_of_no_file(error):
@@ -140,10 +142,11 @@ class _Trainer:
         there, seconds = self._wait_for(arm.opened, left), time.monotonic() - began
         if not there:
             return self._failed(arm.path, seconds)
+        cpu = clock.between(used, clock.read(self._inits[0])) if not shown else None
         if goes_on:
             self._enough.set()
             self._process.result()
-        return Ended(arm.path, seconds, opened=-1 if shown else arm.opened)
+        return Ended(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
 
     def _wait_for(self, folder: int, name: str) -> bool:
         """Is the file there? Each is renamed into place, so it is whole; the trainer may have ended right after."""

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -109,12 +109,13 @@ def run(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
     limits: Limits | None = None,
+    begun: Callable[[int], None] | None = None,
     enough: threading.Event | None = None,
 ) -> Result:
     """Run ``command`` with ``output`` (made when missing) writable and ``readonly`` visible, all at their own paths.
 
-    The current folder is ``cwd`` (a visible path), else the output folder. Compile caches go to ``output/cache``. ``enough`` ends the tree
-    when it is set.
+    The current folder is ``cwd`` (a visible path), else the output folder. Compile caches go to ``output/cache``. ``begun`` is called with
+    the process number of the namespace's init, the root of the tree, before anything runs; ``enough`` ends the tree when it is set.
     Raises: IsolationError when no sandbox can be set up; nothing was run then.
     """
     limits = limits or Limits()
@@ -153,6 +154,8 @@ def run(
                 child = events.child()  # there before anything runs; None when bubblewrap failed
                 if group is not None and child is not None:
                     sandbox_cgroup.put(group, child)
+                if begun is not None and child is not None:
+                    begun(child)
                 opening.go_on()
                 held.watch()
             finally:

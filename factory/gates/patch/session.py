@@ -18,6 +18,7 @@ from factory.runs import sandboxed
 from factory.runs.arm import Arm
 from factory.runs.trace import read_alive
 from factory.runs.untrusted_files import UntrustedFileError
+from factory.sandbox.clock import CpuSeconds
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
 
@@ -27,6 +28,7 @@ class TimedRun:
     weights: Tensors
     rest: Checkpoint | None = None  # all that it left, of the runs that are compared whole
     early: Tensors = field(default_factory=dict)  # of an earlier step, where it was asked for
+    cpu: CpuSeconds | None = None  # of the sandbox's processes over the same seconds; None: it could not be read
 
 
 @dataclass
@@ -72,7 +74,7 @@ def timed_session(
                     session.failed = str(error)
                     break
                 rest = left if number in whole else None
-                session.runs.append(TimedRun(ended.seconds, left.model, rest, before))
+                session.runs.append(TimedRun(ended.seconds, left.model, rest, before, ended.cpu))
         if session.failed:
             session.failed = f"run {number}: {session.failed}"
     session.seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Seconds of a step, from the seconds of a measurement's runs: pure arithmetic.
+"""Seconds of a step, from the seconds of a measurement's runs: pure arithmetic, the same for every clock.
 
 A run's overhead (everything but the steps after the first) is the *baseline's* on both sides, so that a slower start counts against a
 candidate. A quicker start earns nothing: a candidate's steps are estimated a second time, as what its runs take beyond its own runs
@@ -23,7 +23,7 @@ QUIETER = "close other programs and have it judged again"
 
 @dataclass(frozen=True)
 class RunSeconds:
-    """What the runs of one measurement took, read from outside."""
+    """What the runs of one measurement took, by one clock, read from outside."""
 
     baseline: Sequence[float]  # of ``steps`` each
     candidate: Sequence[float]
@@ -55,6 +55,12 @@ def timing(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
             max(total - runs.overhead, (total - longest) * steps_alone) / counted for total in runs.candidate
         ],
     }
+
+
+def cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float) -> float:
+    """CPU seconds of a baseline run before its second step: a run's, less the steps that ``twice`` has more than it."""
+    usual = statistics.median(baseline)
+    return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
 
 
 def unsteady(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> str:

@@ -1,4 +1,4 @@
-"""From seconds of runs to seconds of a step: what a candidate may not gain by, in tables."""
+"""From seconds of runs to seconds of a step: what a candidate may not gain by, in tables; and what CPU time may decide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from factory.core.workspace import code_root
 from factory.gates.patch.judge import gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.timing import RunSeconds, hideable, long_timing, timing, unsteady
+from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, timing, unsteady
 from tests.support.gates.patch_evidence import evidence
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
@@ -102,6 +102,80 @@ def test_the_candidates_runs_never_cause_a_repetition(
         for ours in (candidate, other, [0.1, 0.1])
     }
     assert len(said) == 1
+
+
+def test_the_overhead_of_cpu_time_is_told_by_twice_the_steps() -> None:
+    assert cpu_overhead(POLICY, [run(0.5, 100)] * 3, run(0.5, 200)) == pytest.approx(0.5)
+    assert cpu_overhead(POLICY, [1.0, 1.0], 9.0) == 0.0
+
+
+# -- CPU time, where the wall clock is too noisy ---------------------------------------------------------------------------
+NOISY = {"baseline": [1.0, 1.6, 1.0, 1.1], "candidate": [0.9, 0.9, 0.8, 0.9]}
+LESS = {"baseline_seconds": [1.0, 1.01, 1.0, 1.0], "candidate_seconds": [0.8, 0.81, 0.8, 0.8]}
+SAME = LESS | {"candidate_seconds": [1.0, 1.0, 1.01, 1.0]}
+MORE = LESS | {"candidate_seconds": [1.5, 1.5, 1.51, 1.5]}
+BUSY = LESS | {"baseline_seconds": [1.0, 1.4, 1.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "thread", "others", "outcome"),
+    [
+        (LESS, LESS, {}, "promote"),
+        (LESS, MORE, {}, "hold"),  # one thread does the work of two, without their waiting: less in all, and no quicker
+        (LESS, SAME, {}, "hold"),  # threads that only waited are gone
+        (MORE, LESS, {}, "hold"),  # more threads share the work
+        (SAME, LESS, {}, "hold"),
+        (SAME, SAME, {}, "hold"),  # never a reject: the wall clock was not asked
+        (BUSY, LESS, {}, "hold"),  # this clock is disturbed as well
+        (LESS, BUSY, {}, "hold"),
+        (LESS, LESS, {"new_code": True}, "hold"),  # who could hide what it computes
+        (LESS, LESS, {"new_code": None}, "hold"),
+        (LESS, LESS, {"device": "cuda"}, "hold"),  # which this clock does not see
+        (LESS, LESS, {"device": None}, "hold"),
+        (LESS, LESS, {"candidate_seconds": [1.2, 1.3, 1.1, 1.2]}, "hold"),  # the wall clock contradicts
+        (LESS, LESS, {"drift": 0.3}, "reject"),  # and what it learns comes first
+        (LESS, None, {}, "hold"),
+        (None, LESS, {}, "hold"),
+        (LESS, LESS | {"baseline_seconds": [1.0, math.nan, 1.0, 1.0]}, {}, "hold"),
+    ],
+)
+def test_when_cpu_time_decides(tree: Any, thread: Any, others: dict[str, Any], outcome: str) -> None:
+    told = {"device": "cpu", "new_code": False, "cpu": {"tree": tree, "thread": thread}}
+    verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **(told | others)))
+    assert verdict.outcome == outcome, verdict
+    if outcome == "promote":
+        assert "1.249× whole-step gain by CPU time" in verdict.reasons[0] and "too noisy" in verdict.reasons[0]
+    if outcome == "hold":
+        assert "too noisy to judge by the wall clock" in verdict.reasons[0]
+        assert "judged again" in verdict.reasons[0] and "training.pairs (now 4)" in verdict.reasons[0]
+
+
+def test_a_quiet_wall_clock_is_not_overruled_by_cpu_time() -> None:
+    told = {"device": "cpu", "new_code": False, "cpu": {"tree": LESS, "thread": LESS}}
+    verdict = judge_patch(SHIPPED, evidence([1.0, 1.01, 1.0, 1.0], [1.0, 1.01, 1.0, 1.0], **told))
+    assert verdict.outcome == "reject" and "by the wall clock" in verdict.reasons[1]
+
+
+def test_how_often_cpu_time_errs() -> None:
+    """Simulated, a patch without a gain on a wall clock that nobody could read: processes move CPU seconds by 1 to 3 %, runs by 1 %."""
+    draw, times = random.Random(3), 1500
+    for apart in (0.01, 0.02, 0.03):
+        side = lambda apart=apart: [
+            math.exp(process + draw.gauss(0, 0.01))
+            for process in (draw.gauss(0, apart), draw.gauss(0, apart))
+            for _ in "12"
+        ]
+        promoted = 0
+        for _ in range(times):
+            clock = {"baseline_seconds": side(), "candidate_seconds": side()}
+            wall = [
+                math.exp(draw.gauss(0, 0.2)) for _ in range(3)
+            ]  # noise of the baseline aside: it was noisy three times
+            told = {"device": "cpu", "new_code": False, "cpu": {"tree": clock, "thread": clock}}
+            told["discarded"] = [{"noise": 1.5}] * 2
+            found = evidence([1.0, 1.6, 1.0, 1.2], [1.2, *wall], **told)
+            promoted += judge_patch(SHIPPED, found).outcome == "promote"
+        assert promoted / times < 0.05, (apart, promoted)  # what training.confidence says
 
 
 # -- measuring anew --------------------------------------------------------------------------------------------------------

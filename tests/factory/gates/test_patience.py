@@ -23,6 +23,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.arm import Arm
 from factory.runs.running import Runs, every_run
+from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import Limits
 from trainer.contract.checkpoint.format import Checkpoint
 
@@ -104,7 +105,8 @@ class Sessions:
             moments = {"exp_avg.w": torch.ones(2) * steps}
             rest = Checkpoint({}, moments, {"step": arm.last, "recipe": {}})
             weights, before = ({"w": torch.ones(2) * n} for n in (steps, early.get(place, 0) - arm.first))
-            runs.append(TimedRun(OVERHEAD + span, weights, rest, before))
+            seconds = OVERHEAD + span
+            runs.append(TimedRun(seconds, weights, rest, before, CpuSeconds(2 * seconds, seconds)))
         return PatchSession(runs, folders, seconds=30.0)
 
 

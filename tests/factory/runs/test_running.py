@@ -210,7 +210,7 @@ def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
     left = []
     with closing(runs.sandboxed(runs.home / "trainer", ROOT, arms, PATIENCE_S)) as trained:
         for (folder, one), ended in zip(arms.items(), trained, strict=True):
-            assert (ended.folder, ended.failed) == (folder, "")
+            assert (ended.folder, ended.failed) == (folder, "") and ended.cpu and 0 < ended.cpu.thread < ended.cpu.tree
             assert sum((path / "segment.json").exists() for path in arms) == len(left) + 1, "the next is not shown yet"
             left.append(read_alive(ended.opened, one.last, expected.left.model))
     assert len(began) == 1 and left[3].state["step"] == 2

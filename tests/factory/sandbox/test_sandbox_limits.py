@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from factory.sandbox import cgroup as sandbox_cgroup
+from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
+from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import MIB, Limits
 from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, timed_out
 
@@ -224,3 +226,54 @@ def test_a_caller_that_has_enough_of_it_ends_it(tmp_path: Path) -> None:
     result = sandbox.run(command, output=tmp_path / "out", limits=Limits(wall_seconds=PATIENCE), enough=enough)
     watcher.join()
     assert result.stopped == "enough" and not result.ok and not result.timed_out
+
+
+# -- CPU seconds, read from outside ----------------------------------------------------------------------------------------
+USES = """
+import hashlib, os, threading, time
+def use(seconds):
+    end, page = time.thread_time() + seconds, bytes(1 << 20)
+    while time.thread_time() < end: hashlib.sha256(page).digest()  # which other threads need not wait for
+def wait_for(name):
+    while not os.path.exists(name): time.sleep(0.01)
+open('begun', 'w')
+wait_for('go')
+threads = [threading.Thread(target=use, args=(0.4,)) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+if os.fork() == 0:
+    use(0.3)
+    os._exit(0)
+os.wait()
+use(0.8)
+open('done', 'w')
+wait_for('end')
+"""
+
+
+def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> None:
+    """Counted work: threads that ended, a child that ended, and the main thread; whatever the wall clock says of it."""
+    inits: list[int] = []
+    found: list[CpuSeconds | None] = []
+    out = tmp_path / "out"
+
+    def watch() -> None:
+        while not (out / "begun").exists():
+            time.sleep(0.01)
+        first = sandbox_clock.read(inits[0])
+        (out / "go").touch()
+        while not (out / "done").exists():
+            time.sleep(0.01)
+        found.append(sandbox_clock.between(first, sandbox_clock.read(inits[0])))
+        (out / "end").touch()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    command = [sys.executable, "-c", USES]
+    result = sandbox.run(command, output=out, limits=Limits(wall_seconds=PATIENCE), begun=inits.append)
+    watcher.join()
+    (used,) = found
+    assert result.ok and used is not None, result
+    assert used.tree >= 1.9 - 2 / sandbox_clock.TICKS and 0.8 <= used.thread < used.tree - 1
+    assert sandbox_clock.read(1 << 23) == sandbox_clock.Reading(), "nobody has such a number"
+    assert sandbox_clock.between(sandbox_clock.Reading(1.0, {7: 1.0}), sandbox_clock.Reading(2.0, {8: 1.0})) is None

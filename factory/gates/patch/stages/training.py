@@ -1,11 +1,12 @@
 """N real training steps, baseline and candidate, in the sandbox (``session``): do they leave the same weights, and take less time?
 
-Time. A run is timed from outside, from the reveal of its data to its weights; ``timing`` makes seconds a step of it. The sessions alternate
-baseline, candidate, baseline, candidate, so that a machine that slows down shows as noise of the baseline, and so that what one process
-happens to get (where its memory lies, how its code was compiled) does not decide. Where new code looks faster in its first session, the
-second session of each side ends with a run that is ``long`` times as long. A gain that would promote is measured again with the candidate
-first; both measurements must show it. A baseline run of twice the steps is the control that is known to be slow. Where it does not look
-slow, or where the baseline's own runs differ too much, everything is measured again on new data, a few times within a budget.
+Time. A run is timed from outside, from the reveal of its data to its weights; ``timing`` makes seconds a step of it. The CPU seconds of the
+sandbox's processes are read at the same moments. The sessions alternate baseline, candidate, baseline, candidate, so that a machine that
+slows down shows as noise of the baseline, and so that what one process happens to get (where its memory lies, how its code was compiled)
+does not decide. Where new code looks faster in its first session, the second session of each side ends with a run that is ``long`` times as
+long. A gain that would promote is measured again with the candidate first; both measurements must show it. A baseline run of twice the
+steps is the control that is known to be slow. Where it does not look slow, or where the baseline's own runs differ too much, everything
+is measured again on new data, a few times within a budget.
 
 Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no weights can be
 prepared or stored from an earlier run. The weights are the candidate's only testimony: they are compared with the baseline's after the same
@@ -21,19 +22,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from factory.core import devices
 from factory.core.removal import remove
 from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, failed, missing
-from factory.gates.patch.judge import judge_measurement, training_difference, training_differs
+from factory.gates.patch.judge import CPU_CLOCKS, judge_measurement, training_difference, training_differs
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.session import PatchSession, TimedRun, timed_session
-from factory.gates.patch.timing import BRIEF_STEPS, RunSeconds, long_timing, noise_of, timing, unsteady
+from factory.gates.patch.timing import BRIEF_STEPS, RunSeconds, cpu_overhead, long_timing, noise_of, timing, unsteady
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.gates.recipe_changes import used_recipe
 from factory.gates.release.judge import PROMOTE
@@ -357,11 +359,19 @@ class _Comparison:
 
 
 def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> dict[str, Any]:
-    base, ours, brief = (
-        [run.seconds for run in runs] for runs in (baseline.timed, candidate.timed, candidate.controls)
-    )
-    overhead = sum(baseline.overheads) / len(baseline.overheads)
-    return timing(policy, RunSeconds(base, ours, brief, baseline.controls[1].seconds, overhead))
+    """The evidence of the wall clock, and as ``cpu`` that of the CPU seconds of the whole tree and of the busiest thread."""
+    twice = baseline.controls[1]
+
+    def by(clock: Callable[[TimedRun], float], overhead: float | None = None) -> dict[str, Any]:
+        base, ours, brief = ([clock(r) for r in runs] for runs in (baseline.timed, candidate.timed, candidate.controls))
+        if overhead is None:
+            overhead = cpu_overhead(policy, base, clock(twice))
+        return timing(policy, RunSeconds(base, ours, brief, clock(twice), overhead))
+
+    evidence = by(lambda run: run.seconds, sum(baseline.overheads) / len(baseline.overheads))
+    if all(run.cpu is not None for run in (*baseline.timed, *candidate.timed, *candidate.controls, twice)):
+        evidence["cpu"] = {clock: by(attrgetter(f"cpu.{clock}")) for clock in CPU_CLOCKS}
+    return evidence
 
 
 def _seed() -> int:
