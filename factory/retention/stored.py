@@ -20,7 +20,7 @@ Kind = Literal[
 TRAINING = "training"  # MLflow's experiment with the runs of segments
 NUMBERED = re.compile(r"(\d{5})")
 STEP = re.compile(r"(bad-)?step-(\d+)")
-# Made beside a segment by a certificate, a preflight or an average, and removed by whoever made it, unless it was killed.
+# Made beside a segment by a certificate or a preflight, and removed by whoever made it, unless it was killed.
 RUNS = ("certificate", "preflight", "export")
 
 

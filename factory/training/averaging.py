@@ -31,7 +31,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.folders import clear
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment, plan_segment
-from factory.training.segment_folder import AVERAGE, EXPORT, claim, failed, give_up, name_in, record_done
+from factory.training.segment_folder import claim, failed, give_up, record_done
 from kernels.contract.files import write_atomically
 
 KIND = "average"
@@ -177,7 +177,7 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
         words = [str(folder / "checkpoints"), *paths, "--weights", weights]
-        made = code.run("-m", name_in(code, AVERAGE), *words, writable=[folder], readonly=list(map(Path, paths)))
+        made = code.run("-m", "trainer.tools.average", *words, writable=[folder], readonly=list(map(Path, paths)))
         clear(folder, plant.progress)
         _succeeded(plant, row, made)
     path = folder / "checkpoints" / name_of(row.last_step)
@@ -203,7 +203,7 @@ def _measure(
     for part in parts:
         remove(scratch)
         scratch.mkdir()
-        words = [name_in(code, EXPORT), part["path"], str(scratch)]
+        words = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
         made = code.run("-m", *words, writable=[scratch], readonly=[Path(part["path"])])
         clear(scratch, plant.progress)
         _succeeded(plant, row, made)

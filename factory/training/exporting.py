@@ -18,7 +18,6 @@ from factory.ledger.writing import insert, next_key
 from factory.runs.folders import clear
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import EXPORT, name_in
 from kernels.contract.files import sync_folder, sync_tree
 
 
@@ -58,7 +57,7 @@ def make_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = F
     remove(folder)
     folder.mkdir()
     code = LiveCode.of(plant.reporting_to(SILENT), row.code_commit)
-    words = [name_in(code, EXPORT), checkpoint["path"], str(folder)]
+    words = ["trainer.contract.checkpoint.export", checkpoint["path"], str(folder)]
     done = code.run("-m", *words, writable=[folder], readonly=[Path(checkpoint["path"])])
     clear(folder, SILENT)
     if done.returncode:

@@ -23,15 +23,12 @@ from factory.retrying.asking import refuse_rewound
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import Ending, TrainerDiedError, ending_of, newest_step, record_death
 from factory.runs.folders import refuse_full
-from factory.runs.live_code import LiveCode
 from factory.training.planning import last_checkpoint, plan_of
 from kernels.contract.files import put_in_place, sync_folder, write_atomically
 
-EXPORT, AVERAGE = "trainer.contract.checkpoint.export", "trainer.tools.average"
 OWNER = "owner.json"
 PLANNED = "id kind parent generation recipe recipe_json recipe_sha256 data_plan code_commit first_step last_step computing created_at"
 KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
-MOVED = {EXPORT: "trainer.export", AVERAGE: "trainer.average"}  # names before there was trainer/contract
 
 
 def spec_of(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
@@ -158,14 +155,6 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
         done = {"state": "done", "result": portable(ledger.root, result), "finished_at": time.time()}
         tx.execute(segments.update().where(segments.c.id == row.id).values(**done))
         record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
-
-
-def name_in(code: LiveCode, module: str) -> str:
-    """The name of ``EXPORT`` or ``AVERAGE`` in a segment's code, which may be from before they were moved.
-
-    Only where it has no module of today's name: a file of the older name is one that agents may patch.
-    """
-    return module if (code.folder / f"{module.replace('.', '/')}.py").is_file() else MOVED[module]
 
 
 def _lines(path: Path) -> list[str]:

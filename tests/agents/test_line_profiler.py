@@ -60,20 +60,12 @@ def test_backward_time_counts_for_the_forward_line(found: Profile) -> None:
     assert not any("loss.backward()" in line.source and line.share > 0.05 for line in found.lines)
 
 
-def test_optimiser_and_data_have_lines(found: Profile) -> None:
-    assert any(
-        line.phase == "optimizer" and line.file == "kernels/adamw/__init__.py" and line.forward_s > 0
-        for line in found.lines
-    )
+def test_the_optimisers_ops_and_the_data_have_their_lines(found: Profile) -> None:
     assert any(line.phase == "data" and line.file == "trainer/batch.py" for line in found.lines)
-
-
-def test_the_optimisers_ops_have_their_lines(found: Profile) -> None:
     lines = [line for line in found.lines if line.op == "adamw"]
-    assert lines and all(line.phase == "optimizer" for line in lines)
-    assert {line.file for line in lines} == {"kernels/adamw/__init__.py"}
+    assert {(line.file, line.phase) for line in lines} == {("kernels/adamw/__init__.py", "optimizer")}
     op = next(op for op in found.ops if op.op == "adamw")
-    assert op.backward_s == 0 and op.forward_s == pytest.approx(sum(line.forward_s for line in lines))
+    assert op.backward_s == 0 and op.forward_s == pytest.approx(sum(line.forward_s for line in lines)) != 0
 
 
 def test_newton_schulz_is_an_op_where_the_recipe_has_muon(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from tests.support.patience import PATIENCE_S
 from tests.support.replay_server import RecordedSession, ReplayServer
-from trainer.contract.errors import TrainerError
 
 KEY = "sk-a-secret-of-mine"
 ASK = [{"role": "user", "content": "Which op is hot?"}]
@@ -231,12 +230,6 @@ def test_whatever_a_file_holds_is_a_reply_or_a_value_error(message: Any, usage: 
 def test_a_request_that_could_pass_the_budget_is_not_sent() -> None:
     error, server = asked(session(GOOD), Notes(tokens=550))
     assert isinstance(error, BudgetError) and server.requests == []
-
-
-def test_a_misspelt_session_names_the_key(tmp_path: Path) -> None:
-    (tmp_path / "s.yaml").write_text("turns: []\nmodle: x\n")
-    with pytest.raises(TrainerError, match="did you mean 'model'"):
-        RecordedSession.load(tmp_path / "s.yaml")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

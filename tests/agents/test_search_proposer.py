@@ -9,7 +9,7 @@ import yaml
 
 from agents.core.workbench import AgentLines, Attempt, Measurement, MeasurementError, ReadError
 from agents.core.yaml_edit import set_value
-from agents.search_proposer.search_proposer import POLICY, amdahl, propose
+from agents.search_proposer.search_proposer import POLICY, propose
 from factory.demo.demo import plain_kernels
 from kernels.contract.registry import OPS
 from tests.support.paths import ROOT
@@ -208,8 +208,3 @@ def test_only_the_chosen_line_changes() -> None:
         after = set_value(before, ("cpu", "swiglu"), "compiled")
         expected = {"cpu": {}} | (yaml.safe_load(before) or {})
         assert yaml.safe_load(after) == expected | {"cpu": (expected["cpu"] or {}) | {"swiglu": "compiled"}}, after
-
-
-def test_amdahl() -> None:
-    assert amdahl(0.5, 2.0) == pytest.approx(4 / 3)
-    assert amdahl(0.5, 1.0) == 1.0

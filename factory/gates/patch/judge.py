@@ -64,26 +64,11 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
         return Verdict(PROMOTE, (*again.reasons, f"first measurement: {seen.reasons[0]}", *seen.reasons[1:]))
     if training_differs(policy, repeated):
         return again
+    said = (*seen.reasons, f"second measurement: {again.reasons[0]}", *again.reasons[1:])
     if again.outcome == REJECT:
-        return Verdict(
-            HOLD,
-            (
-                "the first measurement showed a gain, the second did not",
-                *seen.reasons,
-                f"second measurement: {again.reasons[0]}",
-                *again.reasons[1:],
-            ),
-        )
+        return Verdict(HOLD, ("the first measurement showed a gain, the second did not", *said))
     what_to_do = f"close other programs and have it judged again, or raise training.pairs (now {policy.pairs}) in policies/gates/patch.yaml"
-    return Verdict(
-        HOLD,
-        (
-            f"the first measurement showed a gain, the second is unsure: {what_to_do}",
-            *seen.reasons,
-            f"second measurement: {again.reasons[0]}",
-            *again.reasons[1:],
-        ),
-    )
+    return Verdict(HOLD, (f"the first measurement showed a gain, the second is unsure: {what_to_do}", *said))
 
 
 def judge_measurement(

@@ -33,7 +33,7 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Config, Workspace, code_root
 from factory.gates.training_start import find_start
 from factory.git.repository import RepositoryError
-from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals, verdicts
+from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.sandbox.sandbox import Result
 from tests.support.factory.code_loop import Made, fewer_steps, make
@@ -100,10 +100,7 @@ def state_of(made: Made, run: int) -> str:
     ("options", "words"),
     [
         (AgentOptions(), "no endpoint: give --endpoint"),
-        (AgentOptions("https://llm.invalid/v1", "m"), "OPENAI_API_KEY"),
-        (AgentOptions("http://127.0.0.1:1/v1"), "--model"),
         (AgentOptions("llm.invalid"), "expected a base URL"),
-        (AgentOptions("files:"), "name a folder"),
         (AgentOptions("files:/proc/nowhere"), "files:/proc/nowhere"),
     ],
 )
@@ -121,7 +118,6 @@ def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
     ("session", "asked", "llm", "error", "words", "state"),
     [
         ({"key": "sk-right", "turns": []}, "swiglu", {}, ModelError, "set OPENAI_API_KEY", "running"),
-        ({"model": "other", "turns": []}, "swiglu", {}, ModelError, "no model 'replay'", "running"),
         ({"turns": [{"status": 503}]}, "swiglu", {}, ModelError, "the same command continues it", "running"),
         (
             {"turns": []},
@@ -135,7 +131,7 @@ def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
         ({"turns": []}, "swiglo", {}, InputError, "did you mean 'swiglu'", "abandoned"),
         ({"turns": []}, "trainer/contract/data/packing.py:9", {}, InputError, "may not patch", "abandoned"),
     ],
-    ids=["wrong key", "unknown model", "failing", "proposal's budget", "day's budget", "no target", "the judge's"],
+    ids=["wrong key", "failing", "proposal's budget", "day's budget", "no target", "the judge's"],
 )
 def test_what_goes_wrong_with_the_model_is_one_clear_error(
     made: Made,
@@ -359,8 +355,7 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
     assert process.returncode == 0, wrong
     row = made.ledger.one(sa.select(proposals).where(proposals.c.agent == AGENT))
     assert row is not None and row["state"] == "judged" and state_of(made, run) == "proposed"
-    verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
-    assert verdict is not None
+    verdict = made.verdict_on(row["number"])
     stages = verdict["evidence"]["stages"]
     assert [stages[name]["state"] for name in ("scope", "static", "oracle")] == ["passed"] * 3, verdict["reasons"]
     assert "training" in stages, (list(stages), verdict["reasons"])  # whether it is faster is the machine's to say

@@ -19,7 +19,7 @@ from factory.core.workspace import Config, Workspace, code_root
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.repository import RepositoryError
-from factory.ledger.ledger import Ledger, profiles, proposals, verdicts
+from factory.ledger.ledger import Ledger, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.show.catching_up import catch_up
 from tests.support.factory.code_loop import Made, make
@@ -75,30 +75,26 @@ def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     number = submitting.submit(Plant(made.workspace, made.ledger), drafted("factory/gates/release/judge.py"), made.base)
     catch_up(Plant(made.workspace, made.ledger))
     row = row_of(made, number)
-    verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
-    assert row["state"] == "judged" and row["commit"] is None and branches(made) == before
-    assert verdict and verdict["outcome"] == "reject" and "out of scope" in verdict["reasons"][0]
+    verdict = made.verdict_on(number)
+    assert row["commit"] is None and branches(made) == before
+    assert verdict["outcome"] == "reject" and "out of scope" in verdict["reasons"][0]
     page = Path(row["report"]).read_text()
     assert "&lt;b&gt;it" in page and "<b>it" not in page and '<span class="pill bad">reject</span>' in page
     assert made.left_behind() == []
 
 
 def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
+    git(made.target, "branch", "factory/somebody/400-theirs")  # numbers are free in the ledger and among branches
     number = submitting.submit(Plant(made.workspace, made.ledger), drafted(text="import socket\n"), made.base)
+    git(made.target, "branch", "-D", "factory/somebody/400-theirs")
     row = row_of(made, number)
+    assert number == 401
     assert git(made.target, "rev-parse", row["branch"]) == row["commit"]
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert "Verdict: reject" in message and "imports socket" in message
     assert row["branch"] == f"factory/search/{number}-try-b-it-b" and made.left_behind() == []
     known = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger)).history(row["target"])  # type: ignore[arg-type]
     assert known[-1].outcome == "reject" and known[-1].patch_id == drafted(text="import socket\n").patch_id
-
-
-def test_numbers_are_free_in_the_ledger_and_among_branches(made: Made) -> None:
-    git(made.target, "branch", "factory/somebody/400-theirs")
-    number = submitting.submit(Plant(made.workspace, made.ledger), drafted(text="import socket\n"), made.base)
-    assert number == 401
-    git(made.target, "branch", "-D", "factory/somebody/400-theirs")
 
 
 def test_no_sandbox_fails_the_proposal_and_leaves_nothing(

@@ -35,7 +35,7 @@ from tests.support.factory.errands import do, next_due
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import make_plant
-from tests.support.replay_server import Answer, Call, RecordedSession, ReplayServer
+from tests.support.replay_server import Answer, RecordedSession, ReplayServer
 
 HOSTILE = "<script>alert(1)</script></data> name hardware\u202e\x1b[2J " + "x" * 5000
 
@@ -179,10 +179,7 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
         ([Answer(endless="and then ")], {"diagnosis_seconds": 2.0}, "cut off"),
         ([Answer(status=429, headers={"Retry-After": "1"})], {}, "busy"),
         ([Answer(status=500, text="<b>oh</b>\x1b[2J")], {}, "it failed (500: <b>oh</b>\ufffd[2J)"),
-        ([Answer(raw="data: no json\n\n")], {}, "cannot be read"),
         ([Answer(text="It is the rate.")], {}, "not JSON"),
-        ([Answer(calls=[Call(name="explain", arguments='{"claims": [{"says"')])], {}, "not JSON"),
-        ([Answer(calls=[Call(name="explain", arguments={"claims": "none"})])], {}, "claims is not a list"),
         ([Answer(text="unasked")], {"per_diagnosis": {"tokens": 100, "usd": 1.0}}, "budget of this diagnosis"),
         ([Answer(text="unasked")], {"per_day": {"tokens": 100, "usd": 1.0}}, "budget of today"),
         ([Answer(text="unasked")], {"model": ""}, "no model is named"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 import torch
 from safetensors.torch import save_file
 
@@ -20,7 +19,6 @@ from factory.gates.patch import op_answers, source_rules
 from factory.gates.patch.changed_ops import changed_ops
 from factory.gates.patch.stages import oracle, static
 from factory.git.scope import Change
-from factory.ledger.ledger import proposals, verdicts
 from factory.ledger.plant import Plant
 from factory.show.catching_up import catch_up
 from kernels.contract.strict_yaml import read_yaml
@@ -94,13 +92,9 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     number = submit(
         Plant(made.workspace, made.ledger), Proposal("search", "x", "Odd", "Because.", 1.1, (edit,)), made.base
     )
-    joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
-    row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
-    assert (
-        row
-        and row["outcome"] == "hold"
-        and "oracle stage ended with an error: OverflowError: nobody" in row["reasons"][0]
-    )
+    row = made.verdict_on(number)
+    assert row["outcome"] == "hold"
+    assert "oracle stage ended with an error: OverflowError: nobody" in row["reasons"][0]
     found = row["evidence"]["stages"]["static"]
     assert (found["worst"], found["inner"]) == (None, [{"a": None}, None, 1.5])
     catch_up(Plant(made.workspace, made.ledger))
@@ -115,9 +109,8 @@ def test_half_a_character_is_out_of_scope() -> None:
         number = submit(
             Plant(made.workspace, made.ledger), Proposal("x", "x", "Odd", "Because.", 1.1, (edit,)), made.base
         )
-        joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
-        row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
-        assert row and row["outcome"] == "reject" and "out of scope: " in row["reasons"][0]
+        row = made.verdict_on(number)
+        assert row["outcome"] == "reject" and "out of scope: " in row["reasons"][0]
         assert made.left_behind() == []
 
 
@@ -130,8 +123,7 @@ def test_the_same_edits_under_another_target_are_another_try() -> None:
     for target in ("kernel:one", "kernel:another", "trainer/optim/schedule.py:3"):
         drafted = Proposal("x", target, "Again", "Because.", 1.1, (edit,))
         number = submit(Plant(made.workspace, made.ledger), drafted, made.base)
-        joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
-        row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
-        assert row and "imports os" in row["reasons"][0]
+        row = made.verdict_on(number)
+        assert "imports os" in row["reasons"][0]
         tries.append(row["evidence"]["tries"])
     assert tries == [1, 2, 3]

@@ -23,7 +23,7 @@ from factory.gates.recipe.policy import RunsPolicy
 from factory.gates.recipe.runs import RecipeSide, lengthened, lengths, run_recipe
 from factory.gates.training_start import find_start
 from factory.git import repository
-from factory.ledger.ledger import agent_runs, exchanges, proposals, verdicts
+from factory.ledger.ledger import agent_runs, exchanges, proposals
 from factory.ledger.plant import Plant
 from factory.runs.running import every_run
 from factory.show.catching_up import catch_up
@@ -72,9 +72,7 @@ def made() -> Iterator[Made]:
 def judged(made: Made, number: int) -> Judged:
     row = made.ledger.one(sa.select(proposals).where(proposals.c.number == number))
     assert row is not None
-    verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == row["verdict"]))
-    assert verdict is not None
-    return Judged(number, row, verdict)
+    return Judged(number, row, made.verdict_on(number))
 
 
 def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str = "") -> Judged:
@@ -131,10 +129,8 @@ def test_code_with_a_learnt_key_is_refused_by_the_patch_gate(made: Made, old: st
     text = text.replace(old, new)
     code = (made.target / "trainer" / "tools" / "average.py").read_text() + "\n"
     edits = (Edit(TINY, text), Edit("trainer/tools/average.py", code))
-    number = submitting.submit(
-        Plant(made.workspace, made.ledger), Proposal("x", "quality:x", "Both", "h", 0.01, edits), made.base
-    )
-    verdict = judged(made, number).verdict
+    drafted = Proposal("x", "quality:x", "Both", "h", 0.01, edits)
+    verdict = made.verdict_on(submitting.submit(Plant(made.workspace, made.ledger), drafted, made.base))
     assert (verdict["gate"], verdict["outcome"]) == ("patch", "reject")
     assert f"{key} changes what is computed" in verdict["reasons"][0]
 
@@ -290,11 +286,8 @@ def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkey
         raise OSError("no space left on device")
 
     monkeypatch.setattr("factory.gates.recipe.runs.weights_bits", broken)
-    submitted(made, (RATE, "lr: 4e-3"))
-    last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
-    assert last is not None and last["state"] == "judged" and made.left_behind() == []
-    verdict = made.ledger.one(sa.select(verdicts).where(verdicts.c.id == last["verdict"]))
-    assert verdict is not None and verdict["outcome"] == "hold"
+    verdict = submitted(made, (RATE, "lr: 4e-3")).verdict
+    assert verdict["outcome"] == "hold" and made.left_behind() == []
     assert "the runs stage ended with an error: OSError: no space left on device" in verdict["reasons"][0]
 
 

@@ -50,34 +50,30 @@ def put(workspace: Workspace, **changes: Any) -> Path:
     return path
 
 
-def test_untuned_kernels_are_reported_in_one_line(workspace: Workspace) -> None:
-    found = lookup(workspace, MACHINE, "fp32")
-    assert found.choice is None and "factory tune" in found.note and "\n" not in found.note
-
-
 def test_kernels_of_fp8_are_those_of_bf16(workspace: Workspace) -> None:
     assert path_of(workspace, MACHINE.name, "fp8") == path_of(workspace, MACHINE.name, "bf16")
     assert path_of(workspace, MACHINE.name, "fp32") != path_of(workspace, MACHINE.name, "bf16")
 
 
-def test_a_tuning_is_used(workspace: Workspace) -> None:
-    path = put(workspace)
-    assert lookup(workspace, MACHINE, "fp32", SHAPE) == tuned_kernels.Tuned(
-        {"attention": "recompute", "adamw": "fused"}, str(path)
-    )
+@pytest.mark.parametrize(
+    ("changes", "shape", "used", "words"),
+    [
+        ({}, SHAPE, True, ""),
+        ({}, SHAPE | {"d_model": 64}, True, "sizes of another recipe"),
+        ({"machine": replace(MACHINE, torch="1.13.0").to_json()}, SHAPE, False, "made with torch 1.13.0"),
+    ],
+)
+def test_a_tuning_is_used_where_it_fits_and_what_does_not_is_reported_in_one_line(
+    workspace: Workspace, changes: dict[str, Any], shape: dict[str, int], used: bool, words: str
+) -> None:
+    untuned = lookup(workspace, MACHINE, "fp32")
+    assert untuned.choice is None and "factory tune" in untuned.note and "\n" not in untuned.note
+    path = put(workspace, **changes)
+    found = lookup(workspace, MACHINE, "fp32", shape)
+    assert found.choice == ({"attention": "recompute", "adamw": "fused"} if used else None)
+    assert words in found.note and bool(words) == bool(found.note)
+    assert found.note or found.source == str(path)
     assert lookup(workspace, MACHINE, "bf16").choice is None  # another precision has a tuning of its own
-
-
-def test_a_tuning_of_another_torch_is_reported_and_not_used(workspace: Workspace) -> None:
-    put(workspace, machine=replace(MACHINE, torch="1.13.0").to_json())
-    found = lookup(workspace, MACHINE, "fp32")
-    assert found.choice is None and "made with torch 1.13.0" in found.note and "factory tune" in found.note
-
-
-def test_a_tuning_at_other_sizes_is_reported_and_used(workspace: Workspace) -> None:
-    put(workspace)
-    found = lookup(workspace, MACHINE, "fp32", SHAPE | {"d_model": 64})
-    assert found.choice and "sizes of another recipe" in found.note
 
 
 @pytest.mark.parametrize(

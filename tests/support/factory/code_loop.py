@@ -19,8 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import sqlalchemy as sa
 import yaml
 
 from factory.core.workspace import Config, Workspace, code_root
@@ -28,7 +30,17 @@ from factory.demo.demo import plain_kernels
 from factory.git import repository
 from factory.ingest import tokenizer
 from factory.ingest.rules.split import is_sealed
-from factory.ledger.ledger import Ledger, checkpoints, data_plans, documents, held_out, segments, shards
+from factory.ledger.ledger import (
+    Ledger,
+    checkpoints,
+    data_plans,
+    documents,
+    held_out,
+    proposals,
+    segments,
+    shards,
+    verdicts,
+)
 from factory.ledger.places import portable
 from tests.support.git import git
 from tests.support.plants.kept import kept
@@ -56,6 +68,13 @@ class Made:
     @property
     def base(self) -> str:
         return repository.live_commit(self.target)
+
+    def verdict_on(self, number: int) -> dict[str, Any]:
+        """The verdict on a proposal, which is judged."""
+        judged = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
+        is_it = proposals.c.number == number, proposals.c.state == "judged"
+        (row,) = self.ledger.rows(sa.select(verdicts).select_from(judged).where(*is_it))
+        return row
 
     def left_behind(self) -> list[str]:
         """Whatever a proposal may leave besides its branch."""
