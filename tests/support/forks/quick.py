@@ -29,7 +29,7 @@ from tests.support.paths import ROOT
 TESTS = ROOT / "tests"
 ANEW = [TESTS / name for name in ("attacks", "factory/sandbox", "factory/training/test_live_sandbox.py")]
 YET_QUICK = [
-    TESTS / "attacks" / name for name in ("test_training_attacks.py", "test_honest_patches.py")
+    TESTS / "attacks" / f"test_{name}.py" for name in ("honest_patches", "op_answers", "training_attacks")
 ]  # of sums, not of walls
 HERE = Path(__file__).parent
 # What libraries read when they are loaded: a server for each set of values. The fork gets its command's environment whole.
