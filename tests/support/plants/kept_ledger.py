@@ -9,7 +9,7 @@ from pathlib import Path
 
 from factory.ledger.ledger import Ledger
 
-_create = Ledger.create.__func__  # type: ignore[attr-defined]
+create = Ledger.create  # itself
 
 
 @functools.cache
@@ -17,7 +17,7 @@ def _empty() -> tuple[bytes, bytes]:
     """(the file, its identity)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "ledger.db"
-        made = _create(Ledger, f"sqlite:///{file}")
+        made = create(f"sqlite:///{file}")
         identity = made.identity.encode()
         made.engine.dispose()
         content = file.read_bytes()
@@ -29,7 +29,7 @@ def _copy(cls: type[Ledger], url: str, root: Path | None = None) -> Ledger:
     """In place of ``Ledger.create``: where no file is, a copy with an identity of its own."""
     ledger = cls(url, root)
     if ledger.file is None or ledger.file.exists() or not ledger.file.parent.is_dir():
-        return _create(cls, url, root)
+        return create(url, root)
     content, identity = _empty()
     ledger.file.write_bytes(content.replace(identity, uuid.uuid4().hex.encode()))
     return ledger
