@@ -41,18 +41,27 @@ def run(scene: Callable[[], Awaitable[Any]]) -> None:
 @pytest.mark.slow("three engines come up under load")
 def test_a_release_and_a_rollback_lose_no_request(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
     add_release(workspace, ledger, exports[0])
+    asking: list[Load] = []
+
+    async def hurry(now: str, engine: Engine) -> None:
+        if now == "warm" and asking:  # all clients ask when the flip comes
+            asking[0].hurry()
+            await asking[0].more(AT_ONCE)
 
     async def scene() -> None:
-        async with serving(workspace, ledger) as served:
+        async with serving(workspace, ledger, on_stage=hurry) as served:
             await served.until(1)
             async with Load(served.client, exports) as load:
+                asking.append(load)
                 await load.more(AT_ONCE)
                 assert set(load.answers) == {1}
+                load.calm()
                 add_release(workspace, ledger, exports[1])
                 await served.until(2)
                 before = len(load.answers)
                 await load.more(2 * AT_ONCE)  # the first of them may have begun before
                 assert set(load.answers[before + AT_ONCE :]) == {2}
+                load.calm()
                 roll_back(ledger, 1)
                 await served.until(1)
                 await load.more(2 * AT_ONCE)
@@ -85,11 +94,15 @@ def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
         async with serving(workspace, ledger, on_stage=kill) as served:
             await served.until(1)
             async with Load(served.client, exports) as load:
+                load.calm()
                 add_release(workspace, ledger, exports[1])
                 await served.until_said("release 2 is not served")
                 assert served.supervisor.current and served.supervisor.current.champion.release == 1
+                load.hurry()
                 await load.more(AT_ONCE)
+                load.calm()
                 await served.until(2)
+                load.hurry()
                 await load.more(2 * AT_ONCE)
                 assert load.answers[-1] == 2
             assert load.failures == [] and load.cut == 0
@@ -106,7 +119,7 @@ def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
 def test_an_old_engine_that_dies_while_the_new_one_comes_up_fails_only_streams_that_had_begun(
     workspace: Workspace, ledger: Ledger, exports: list[Path], stage: str
 ) -> None:
-    found = asyncio.run(kill_in_swap(workspace, ledger, exports, OLD, stage))
+    found = asyncio.run(kill_in_swap(workspace, ledger, exports, OLD, stage, calm=True))
     assert found.failures == [] and found.cut <= AT_ONCE // 2
     first, *between, last = noted(ledger)
     assert (first, last) == ("serving release:1", "serving release:2")
@@ -120,6 +133,7 @@ def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_beg
     add_release(workspace, ledger, exports[0])
 
     hung: list[int] = []  # requests that the old engine works on when it is killed
+    asking: list[Load] = []
 
     async def scene() -> None:
         async def kill(now: str, engine: Engine) -> None:
@@ -127,6 +141,8 @@ def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_beg
                 return
             (old,) = (e for e in served.supervisor.engines if e.champion.release == 1)
             if now == "warm":  # stopped, it answers nobody: almost all clients are asking it when the flip comes
+                asking[0].hurry()
+                await asking[0].more(AT_ONCE)
                 os.kill(old.process.pid, signal.SIGSTOP)
                 while old.in_flight < AT_ONCE:  # what it wrote before is still read: one that has its answer asks again
                     await asyncio.sleep(0.02)
@@ -138,6 +154,8 @@ def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_beg
             await served.until(1)
             async with Load(served.client, exports) as load:
                 await load.more(AT_ONCE)
+                asking.append(load)
+                load.calm()
                 add_release(workspace, ledger, exports[1])
                 await served.until(2)
                 await load.more(2 * AT_ONCE)
