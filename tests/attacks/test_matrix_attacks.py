@@ -191,6 +191,7 @@ def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name
 
 @pytest.mark.slow("some tiny trainings, a process each")
 def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
+    """In the runs that this session's attacks need."""
     found = judge(prepared, copy_of_code(tmp_path / "code"), None)
     assert found.same_bits and not found.differences
 
