@@ -21,6 +21,7 @@ from tests.support import postgres_server
 from tests.support.factory.code_loop import make_target
 from tests.support.forks import quick
 from tests.support.paths import ROOT
+from tests.support.plants.kept_ledger import keep_ledger
 from tests.support.plants.kept_store import keep_one
 
 # Started in the background by a shell, a process has interrupts ignored, and so have its children: tests send them some.
@@ -42,6 +43,7 @@ os.environ.setdefault(
 
 
 keep_one()
+keep_ledger()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -120,11 +120,15 @@ NEVER_EXECUTED: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "another device's kernel": (
         "kernels/swiglu/triton.py", [("import triton\n", "import triton\n\nHALF = 0.5\n")]),
 }  # fmt: skip
+COMMON = ("first steps", "a hundred thousand steps on")
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
-    runs = [edits[2] for edits in (*SELDOM_EXECUTED.values(), *UNTOLD.values(), *BELOW_THE_OLD_BOUND.values())]
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
+    """The baseline's runs that the attacks of this session need."""
+    attacks = (SELDOM_EXECUTED | UNTOLD | BELOW_THE_OLD_BOUND).items()
+    asked = {name for name, _ in attacks if any(item.name.endswith(f"[{name}]") for item in request.session.items)}
+    runs = [*COMMON, *(run for name, (_, _, run) in attacks if name in asked)]
     with ExitStack() as after:
         yield prepare(tmp_path_factory.mktemp("matrix"), after, runs, FUSED)
 
@@ -180,15 +184,14 @@ def test_a_tiny_run_shows_it(prepared: Prepared, tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize("name", NEVER_EXECUTED)
 def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name: str) -> None:
     path, edits = NEVER_EXECUTED[name]
-    found = judge(
-        prepared, changed(tmp_path / "code", path, edits), path, ["first steps", "a hundred thousand steps on"]
-    )
+    found = judge(prepared, changed(tmp_path / "code", path, edits), path, COMMON)
     assert not found.differences and found.unexecuted, found.differences
     print(found.unexecuted)
 
 
 @pytest.mark.slow("some tiny trainings, a process each")
 def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
+    """In the runs that this session's attacks need."""
     found = judge(prepared, copy_of_code(tmp_path / "code"), None)
     assert found.same_bits and not found.differences
 

@@ -192,15 +192,14 @@ def test_anomalies_name_their_own_step_and_documents(tmp_path: Path, plan: DataP
     assert len({tuple(line["documents"]) for line in found[5]}) == 6 and all(line["skipped"] for line in found[5])
 
 
-@pytest.mark.slow("four trainers of two ranks")
+@pytest.mark.slow("three trainers of two ranks")
 def test_two_ranks_stop_at_the_next_reading_and_go_on_to_the_bit(tmp_path: Path, plan: DataPlan) -> None:
-    """One of them is asked to stop in step 9, and both find it out after step 12."""
+    """One of them is asked to stop in step 9, and both find it out after step 12. What is right, a run says that reads at each step."""
     changes: dict[str, Any] = {"checkpoint_every": 7} | UNLIMITED
-    often, seldom, stopped = (spec_of(tmp_path / n, plan, k, 18, **changes) for n, k in (("a", 1), ("b", 4), ("c", 4)))
-    assert run_trainer(often, *TORCHRUN)[0] == run_trainer(seldom, *TORCHRUN)[0] == 0
-    assert_alike(often, seldom)
+    often, stopped = (spec_of(tmp_path / n, plan, k, 18, **changes) for n, k in (("a", 1), ("b", 4)))
+    assert run_trainer(often, *TORCHRUN)[0] == 0
     process = start_dying(stopped, 9, 50, *TORCHRUN, sent=signal.SIGTERM, rank=1)
     process.communicate()
     assert [step for step, _ in checkpoints.steps_in(stopped / "checkpoints")] == [7, 12]
     assert run_trainer(stopped, *TORCHRUN)[0] == 0
-    assert_same_run(seldom, stopped)
+    assert_alike(often, stopped)

@@ -29,7 +29,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import code_root
 from factory.ledger.ledger import profiles
 from factory.ledger.plant import Plant
-from factory.runs.live_code import LiveCode, isolation
+from factory.runs.live_code import LiveCode
 from factory.show.mlflow.runs import Tracking
 from tests.support.factory.code_loop import make
 from tests.support.paths import ROOT
@@ -38,7 +38,7 @@ FILES = ("profile.json", "profile.html", "trace.json")
 
 
 def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profiler runs in this process, and waits for no quiet moment: the test below starts a real one."""
+    """The profiler runs in this process, and waits for no quiet moment: a test of ``test_proposing.py`` starts a real one in the sandbox."""
 
     def here(code: LiveCode, arguments: list[str], *_: object, **__: object) -> None:
         assert main([*arguments, "--steps", "1"]) == 0
@@ -73,15 +73,6 @@ def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
 def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
     with pytest.raises(InputError, match="no recipe or file 'tinny'.*did you mean 'tiny'"):
         find_recipe("tinny", None)
-
-
-@pytest.mark.slow("a profiler that waits for a quiet machine")
-def test_the_live_code_is_profiled_in_the_sandbox() -> None:
-    made = make()
-    assert isolation(Plant(made.workspace, made.ledger)) == (True, "")
-    number = profile(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2))
-    row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
-    assert row is not None and {path.name for path in Path(row["path"]).parent.iterdir()} == set(FILES)
 
 
 def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:

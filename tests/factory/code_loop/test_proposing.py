@@ -21,6 +21,7 @@ from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals
 from factory.ledger.plant import Plant
+from factory.runs.live_code import isolation
 from factory.show.catching_up import catch_up
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
@@ -152,6 +153,7 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
 @pytest.mark.slow("a profile, timings of ops, and a whole gate run")
 def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Made) -> None:
     began = time.time()
+    assert isolation(Plant(made.workspace, made.ledger)) == (True, "")
     policy = made.workspace.policy("gates/patch.yaml")
     text = policy.read_text()
     policy.write_text(text.replace("pairs: 2, max_noise", "pairs: 2, wall_seconds: 1, max_noise"))  # any verdict
@@ -164,6 +166,8 @@ def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Ma
         policy.write_text(text)
         agents.unlink()
     found = made.ledger.one(sa.select(profiles).order_by(profiles.c.id.desc()))
-    assert found and found["created_at"] > began and Path(found["path"]).is_file()
+    assert found and found["created_at"] > began
+    files = {path.name for path in Path(found["path"]).parent.iterdir()}
+    assert files == {"profile.json", "profile.html", "trace.json"}
     assert len(numbers) <= 1 and all(row_of(made, number)["verdict"] is not None for number in numbers)
     assert made.left_behind() == [] and repository.live_commit(made.target) == made.base

@@ -29,7 +29,6 @@ from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import commit_edit, make_plant
-from trainer.contract.checkpoint.format import name_of
 
 Opened = tuple[Workspace, Ledger]
 
@@ -59,34 +58,27 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow("three processes of two ranks, and one rank beside them")
-def test_two_ranks_train_what_one_rank_would(plant: Opened, tmp_path: Path) -> None:
+@pytest.mark.slow("two times two ranks, and one rank beside them")
+def test_two_ranks_train_what_one_rank_would_and_the_same_bits_in_the_sandbox_and_outside(
+    plant: Opened, tmp_path: Path
+) -> None:
     workspace, ledger = plant
-    number = plan_trunk(Plant(workspace, ledger), 8)
-    run_segment(Plant(workspace, ledger), number)
-    row = SegmentRow.get(ledger, number)
+    trained = []
+    for chosen in ("required", "off"):
+        number = plan_trunk(Plant(workspace, ledger), 8)
+        run_segment(Plant(configured(workspace, "ranks: 2", f"training_sandbox: {chosen}"), ledger), number)
+        row = SegmentRow.get(ledger, number)
+        assert row.state == "done"
+        trained.append(hashes(Path(str(row.result["checkpoint"]))))  # type: ignore[index]
+        with ledger.begin() as tx:  # so that the next one begins where this one did
+            tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
+    assert trained[0] == trained[1] and len(trained[0]) >= 4
+    assert sum("00001" in name for name in trained[0]) >= 1, f"a share of each rank: {sorted(trained[0])}"
     folder = Path(row.folder)
-    assert row.state == "done"
-    written = {path.name for path in Path(str(row.result["checkpoint"])).iterdir()}  # type: ignore[index]
-    assert sum("00001" in name for name in written) >= 1, f"a share of each rank: {sorted(written)}"
     (tmp_path / "segment.json").write_text((folder / "segment.json").read_text())
     code = checkout_live(workspace, str(row.code_commit))
     subprocess.run([sys.executable, "-m", "trainer", str(tmp_path)], cwd=code, check=True, capture_output=True)
     assert losses(folder) == pytest.approx(losses(tmp_path), rel=2e-5)
-
-
-@pytest.mark.slow("two times two ranks")
-def test_two_ranks_train_the_same_bits_in_the_sandbox_and_outside(plant: Opened) -> None:
-    workspace, ledger = plant
-    trained = []
-    for chosen in ("required", "off"):
-        number = plan_trunk(Plant(workspace, ledger), 4)
-        run_segment(Plant(configured(workspace, "ranks: 2", f"training_sandbox: {chosen}"), ledger), number)
-        row = SegmentRow.get(ledger, number)
-        trained.append(hashes(Path(row.folder) / "checkpoints" / name_of(row.last_step)))
-        with ledger.begin() as tx:  # so that the next one begins where this one did
-            tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
-    assert trained[0] == trained[1] and len(trained[0]) >= 4
 
 
 def hashes(checkpoint: Path) -> dict[str, str]:

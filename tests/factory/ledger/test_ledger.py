@@ -17,6 +17,7 @@ from factory.ledger.ledger import Ledger, events, meta, record
 from factory.ledger.reader import Reader
 from factory.ledger.version import NO_TABLES
 from tests.support.patience import PATIENCE_S
+from tests.support.plants import kept_ledger
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -100,7 +101,7 @@ def test_a_nul_in_a_name_is_stored_and_found_by_either_database(ledger: Ledger) 
 
 def test_makers_at_once_make_one_ledger(workspace: Workspace) -> None:
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(Ledger.create, [workspace.ledger_url] * 4))
+        list(pool.map(kept_ledger.create, [workspace.ledger_url] * 4))
     assert sorted(row["key"] for row in Ledger.open(workspace.ledger_url).rows(sa.select(meta))) == [
         "identity",
         "schema",

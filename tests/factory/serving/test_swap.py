@@ -19,7 +19,7 @@ from factory.ledger.ledger import Ledger, events
 from factory.serving import swap
 from factory.serving.champion import read_champion
 from factory.serving.engines import Engine, native
-from tests.support.serving.kills import BEFORE, NEW, OLD, kill_in_swap
+from tests.support.serving.kills import OLD, kill_in_swap
 from tests.support.serving.load import AT_ONCE, Load
 from tests.support.serving.served import PROMPT, Serving, add_release, continuation, make_export, roll_back, serving
 
@@ -41,18 +41,27 @@ def run(scene: Callable[[], Awaitable[Any]]) -> None:
 @pytest.mark.slow("three engines come up under load")
 def test_a_release_and_a_rollback_lose_no_request(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
     add_release(workspace, ledger, exports[0])
+    asking: list[Load] = []
+
+    async def hurry(now: str, engine: Engine) -> None:
+        if now == "warm" and asking:  # all clients ask when the flip comes
+            asking[0].hurry()
+            await asking[0].more(AT_ONCE)
 
     async def scene() -> None:
-        async with serving(workspace, ledger) as served:
+        async with serving(workspace, ledger, on_stage=hurry) as served:
             await served.until(1)
             async with Load(served.client, exports) as load:
+                asking.append(load)
                 await load.more(AT_ONCE)
                 assert set(load.answers) == {1}
+                load.calm()
                 add_release(workspace, ledger, exports[1])
                 await served.until(2)
                 before = len(load.answers)
                 await load.more(2 * AT_ONCE)  # the first of them may have begun before
                 assert set(load.answers[before + AT_ONCE :]) == {2}
+                load.calm()
                 roll_back(ledger, 1)
                 await served.until(1)
                 await load.more(2 * AT_ONCE)
@@ -67,24 +76,96 @@ def test_a_release_and_a_rollback_lose_no_request(workspace: Workspace, ledger: 
     assert noted(ledger) == ["serving release:1", "serving release:2", "serving release:1"]
 
 
-KILLED = [*((NEW, stage) for stage in BEFORE), (OLD, "started"), (OLD, "warm"), (OLD, "flipped")]
-
-
-@pytest.mark.sample("new engine-parity", "old engine-warm", "old engine-flipped")
-@pytest.mark.slow("four engines come up under load for each stage")
-@pytest.mark.parametrize(("side", "stage"), KILLED)
-def test_an_engine_that_dies_in_a_swap_fails_only_streams_that_it_had_begun(
-    workspace: Workspace, ledger: Ledger, exports: list[Path], side: str, stage: str
+@pytest.mark.sample("parity")
+@pytest.mark.slow("five engines come up for each stage")
+@pytest.mark.parametrize("stage", ["started", "healthy", "verified", "parity", "warm"])
+def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
+    workspace: Workspace, ledger: Ledger, exports: list[Path], stage: str
 ) -> None:
-    """A new one has begun none: nothing changes, and it is tried again. An old one may die while it drains."""
-    found = asyncio.run(kill_in_swap(workspace, ledger, exports, side, stage))
-    assert found.failures == [] and found.cut <= (0 if side == NEW else AT_ONCE // 2)
+    add_release(workspace, ledger, exports[0])
+    killed: list[int] = []
+
+    async def kill(now: str, engine: Engine) -> None:
+        if now == stage and engine.champion.release == 2 and not killed:
+            killed.append(engine.process.pid)
+            os.kill(engine.process.pid, signal.SIGKILL)
+
+    async def scene() -> None:
+        async with serving(workspace, ledger, on_stage=kill) as served:
+            await served.until(1)
+            async with Load(served.client, exports) as load:
+                load.calm()
+                add_release(workspace, ledger, exports[1])
+                await served.until_said("release 2 is not served")
+                assert served.supervisor.current and served.supervisor.current.champion.release == 1
+                load.hurry()
+                await load.more(AT_ONCE)
+                load.calm()
+                await served.until(2)
+                load.hurry()
+                await load.more(2 * AT_ONCE)
+                assert load.answers[-1] == 2
+            assert load.failures == [] and load.cut == 0
+            assert any("was ended by signal 9" in line and "release 1 serves on" in line for line in served.said)
+
+    run(scene)
+    assert len(killed) == 1
+    assert noted(ledger) == ["serving release:1", "serving_failed release:2", "serving release:2"]
+
+
+@pytest.mark.sample("warm")
+@pytest.mark.slow("four engines come up under load for each stage")
+@pytest.mark.parametrize("stage", ["started", "warm"])
+def test_an_old_engine_that_dies_while_the_new_one_comes_up_fails_only_streams_that_had_begun(
+    workspace: Workspace, ledger: Ledger, exports: list[Path], stage: str
+) -> None:
+    found = asyncio.run(kill_in_swap(workspace, ledger, exports, OLD, stage, calm=True))
+    assert found.failures == [] and found.cut <= AT_ONCE // 2
     first, *between, last = noted(ledger)
     assert (first, last) == ("serving release:1", "serving release:2")
-    if side == NEW:
-        assert between == ["serving_failed release:2"]
-    else:
-        assert set(between) <= {"serving_failed release:1", first}, "killed just before the flip, its end needs no note"
+    assert set(between) <= {"serving_failed release:1", first}, "killed just before the flip, its end needs no note"
+
+
+@pytest.mark.slow("three engines come up")
+def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_begun(
+    workspace: Workspace, ledger: Ledger, exports: list[Path]
+) -> None:
+    add_release(workspace, ledger, exports[0])
+
+    hung: list[int] = []  # requests that the old engine works on when it is killed
+    asking: list[Load] = []
+
+    async def scene() -> None:
+        async def kill(now: str, engine: Engine) -> None:
+            if now not in ("warm", "flipped") or engine.champion.release == 1:
+                return
+            (old,) = (e for e in served.supervisor.engines if e.champion.release == 1)
+            if now == "warm":  # stopped, it answers nobody: almost all clients are asking it when the flip comes
+                asking[0].hurry()
+                await asking[0].more(AT_ONCE)
+                os.kill(old.process.pid, signal.SIGSTOP)
+                while old.in_flight < AT_ONCE:  # what it wrote before is still read: one that has its answer asks again
+                    await asyncio.sleep(0.02)
+            else:
+                hung.append(old.in_flight)
+                os.kill(old.process.pid, signal.SIGKILL)
+
+        async with serving(workspace, ledger, on_stage=kill) as served:
+            await served.until(1)
+            async with Load(served.client, exports) as load:
+                await load.more(AT_ONCE)
+                asking.append(load)
+                load.calm()
+                add_release(workspace, ledger, exports[1])
+                await served.until(2)
+                await load.more(2 * AT_ONCE)
+            assert load.failures == [] and load.cut <= AT_ONCE // 2
+            metrics = (await served.client.get("/metrics")).text
+            assert f"factory_serve_broken_streams_total {load.cut}" in metrics
+            retries = next(line for line in metrics.splitlines() if line.startswith("factory_serve_retries_total"))
+            assert hung[0] > AT_ONCE // 2 and float(retries.split()[1]) >= hung[0] - load.cut, "each that had not begun"
+
+    run(scene)
 
 
 @pytest.mark.slow("two engines come up under load")

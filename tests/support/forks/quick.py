@@ -6,7 +6,11 @@ once more what the mounts forbid, is not in force in the fork. Tests of the sand
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import hashlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,9 +33,14 @@ from tests.support.paths import ROOT
 TESTS = ROOT / "tests"
 ANEW = [TESTS / name for name in ("attacks", "factory/sandbox", "factory/training/test_live_sandbox.py")]
 YET_QUICK = [
-    TESTS / "attacks" / name for name in ("test_training_attacks.py", "test_honest_patches.py")
+    TESTS / "attacks" / f"test_{name}.py" for name in ("honest_patches", "op_answers", "training_attacks")
 ]  # of sums, not of walls
 HERE = Path(__file__).parent
+FOLDER = "FACTORY_TESTS_FORKS"  # names the folder of a run's servers
+if FOLDER not in os.environ:
+    os.environ[FOLDER] = tempfile.mkdtemp(prefix="factory-tests-forks-")
+    atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
+SHARED = Path(os.environ[FOLDER])
 # What libraries read when they are loaded: a server for each set of values. The fork gets its command's environment whole.
 READ_AT_ONCE = (
     "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_HUB_OFF", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TRANSFORMERS_",
@@ -130,27 +139,34 @@ def have(servers: Mapping[Kind, str]) -> None:
 
 
 def _server(environment: Mapping[str, str], imports: Sequence[str]) -> str:
-    """The address of one that was started with what this environment says to libraries; '' where this test may have none. It ends with the
-    process that started it."""
+    """The address of one that was started with what this environment says to libraries; '' where this test may have none."""
     kind = tuple(sorted(item for item in environment.items() if item[0].startswith(READ_AT_ONCE))), tuple(imports)
     if _quick and _may_start and kind not in _servers:
-        _servers[kind] = _started(*kind)
+        _servers[kind] = _of_this_run(*kind)
     return _servers.get(kind, "") if _quick else ""
 
 
-def _started(environment: tuple[tuple[str, str], ...], imports: Sequence[str]) -> str:
-    folder = Path(tempfile.mkdtemp(prefix="factory-tests-forks-"))
+def _of_this_run(environment: tuple[tuple[str, str], ...], imports: Sequence[str]) -> str:
+    """The workers of a run share each: whoever asks first starts it. It ends with the run."""
+    place = SHARED / hashlib.sha256(repr((environment, imports)).encode()).hexdigest()[:16]
+    with open(SHARED / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            _start(place, environment, imports)
+    return str(place)
+
+
+def _start(place: Path, environment: tuple[tuple[str, str], ...], imports: Sequence[str]) -> None:
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(folder / "forks"))
+    listening.bind(str(place))
     listening.listen(64)
-    read, _held = os.pipe()
+    run = os.pidfd_open(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
     subprocess.Popen(
         [sys.executable, str(HERE / "server.py"), str(listening.fileno()), sandbox_filter.program().hex(), *imports],
         env={"PATH": os.environ["PATH"], **dict(environment)},
-        cwd=folder,
-        stdin=read,
+        cwd=tempfile.mkdtemp(dir=place.parent),
+        stdin=run,  # can be read once it has ended
         pass_fds=[listening.fileno()],
         start_new_session=True,
     )
-    os.close(read)
-    return str(folder / "forks")
+    os.close(run)

@@ -53,7 +53,7 @@ Request = tuple[list[str], str, dict[str, str]]  # words, folder, environment
 
 
 def serve(listening: socket.socket, seccomp: bytes) -> NoReturn:
-    """Until this process's parent has ended, which holds the other end of its standard input."""
+    """Until the process has ended that its standard input is a descriptor of."""
     while True:
         ready, _, _ = select.select([listening, 0], [], [], 5)
         with contextlib.suppress(ChildProcessError):

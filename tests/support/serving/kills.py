@@ -33,9 +33,18 @@ class Outcome:
 
 
 async def kill_in_swap(
-    workspace: Workspace, ledger: Ledger, exports: list[Path], side: str, stage: str, load_before: int = AT_ONCE
+    workspace: Workspace,
+    ledger: Ledger,
+    exports: list[Path],
+    side: str,
+    stage: str,
+    load_before: int = AT_ONCE,
+    calm: bool = False,
 ) -> Outcome:
-    """Add release 1, serve it, add release 2; kill the engine of a side as soon as release 2's has passed ``stage``."""
+    """Add release 1, serve it, add release 2; kill the engine of a side as soon as release 2's has passed ``stage``.
+
+    ``calm``: until then few clients ask, then all.
+    """
     add_release(workspace, ledger, exports[0])
     at: list[float] = []
     answered: list[int] = []
@@ -44,6 +53,9 @@ async def kill_in_swap(
 
         async def kill(now: str, engine: Engine) -> None:
             if now == stage and engine.champion.release == 2 and not at:
+                if calm:
+                    load.hurry()
+                    await load.more(AT_ONCE)
                 victim = engine if side == NEW else _engine_of(served, 1)
                 answered.append(len(load.answers))
                 at.append(time.monotonic())
@@ -52,6 +64,8 @@ async def kill_in_swap(
         await served.until(1)
         async with Load(served.client, exports) as load:
             await load.more(load_before)
+            if calm:
+                load.calm()
             add_release(workspace, ledger, exports[1])
             await _until(lambda: bool(at))
             await served.until(2)

@@ -29,6 +29,8 @@ class Load:
         self.cut = 0  # streams that ended with an error event
         self.pause = 0.0  # seconds that a client waits after a failure
         self._on = True
+        self._all = asyncio.Event()  # do all clients ask?
+        self._all.set()
 
     async def __aenter__(self) -> Load:
         self._clients = [asyncio.ensure_future(self._client(number)) for number in range(AT_ONCE)]
@@ -43,9 +45,17 @@ class Load:
             return
         await self.end()
 
+    def calm(self) -> None:
+        """Until ``hurry`` one client of ten asks, twice a second: an engine that comes up beside all of them takes a minute of a core more."""
+        self._all.clear()
+
+    def hurry(self) -> None:
+        self._all.set()
+
     async def end(self) -> None:
         """No further request; those that are asked are waited for."""
         self._on = False
+        self.hurry()
         await asyncio.gather(*self._clients)
 
     async def more(self, count: int) -> None:
@@ -58,6 +68,10 @@ class Load:
     async def _client(self, number: int) -> None:
         count = WRITTEN[number // 2 % len(WRITTEN)]
         while self._on:
+            if number % 10:
+                await self._all.wait()
+            elif not self._all.is_set():
+                await asyncio.sleep(0.5)
             try:
                 release, text = await (self._streamed(count) if number % 2 else self._whole(count))
             except Exception as error:

@@ -102,7 +102,9 @@ def start_trainer(
     """The real process, from the repository's root; several folders one after the other."""
     folders = ["--wait", *map(str, folder)] if isinstance(folder, list) else [str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*forked(environment), sys.executable, *launcher, *program, *folders]
+    fork = forked(environment)
+    ranks = ("--no-python", *fork, sys.executable) if launcher and fork else ()  # torchrun's are forks as it is one
+    command = [*fork, sys.executable, *launcher, *ranks, *program, *folders]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **keywords)
 
 
