@@ -71,15 +71,9 @@ def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
     (step,) = {seen["step"] for seen in of_document(ledger, key)[0]["seen"]}
     assert 10 <= step < 20 and found.releases == {1: ([key], True)} and found.fates == {"train": 1}
     start = 15 if step >= 15 else 10
-    lines = [
-        json.loads(line) for line in (Path(SegmentRow.get(ledger, 2).folder) / "metrics.jsonl").read_text().splitlines()
-    ]
-    counts = {line["step"]: line["supervised_tokens"] for line in lines}
-    first = json.loads((Path(SegmentRow.get(ledger, 1).folder) / "metrics.jsonl").read_text().splitlines()[-1])
-    tokens = counts[19] - counts.get(start - 1, first["supervised_tokens"])
     cost = found.cost
     assert (cost.first_step, cost.segment, cost.from_step, cost.until, cost.steps) == (step, 2, start, 20, 20 - start)
-    assert cost.supervised_tokens == tokens > 0 and cost.hours and Path(cost.checkpoint).name == f"step-{start:08d}"
+    assert Path(cost.checkpoint).name == f"step-{start:08d}"
     removal = remove(ledger, found, "ann", "asked for")
     assert [mark_in_words(mark) for mark in marks(ledger)] == [
         "release 1 was trained on 1 documents that were taken out later (removal 1)"
