@@ -54,7 +54,6 @@ SHAPES: list[tuple[str, dict[str, Any], Any, str]] = [
     ("anthropic's system", {"system": "Be short.", "messages": CHAT}, [SYSTEM, *CHAT], ""),
     ("parts", {"messages": [ASKED | {"content": PARTS}, SAID]}, CHAT, "content in parts"),
     ("weight 0", {"messages": [ASKED, SILENT, ASKED, SAID | {"weight": 1}]}, [ASKED, SILENT, *CHAT], "answers of weight 0 carry no loss"),
-    ("axolotl's training", {"messages": [ASKED, SAID | {"training": False}, *CHAT]}, [ASKED, SILENT, *CHAT], "answers of weight 0 carry no loss"),
     ("nothing is called", {"messages": [ASKED | {"name": ""}, SAID | {"tool_calls": [], "refusal": None}], "tools": "[]"}, CHAT, ""),
     ("prompt and completion", {"prompt": "Why?", "completion": "So."}, CHAT, "read as prompt and completion"),
     ("of messages", {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]}, [ASKED, SILENT, ASKED, SAID], "read as prompt and completion"),
@@ -95,8 +94,7 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
         ({"messages": CHAT, "images": ["a.png"]}, "'images'"),
         ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "message 1: 'weight' is 0.5"),
         ({"messages": [ASKED, SAID | {"weight": "0"}]}, "message 1: 'weight' is '0'"),
-        ({"messages": [ASKED, SAID | {"training": "no"}]}, "message 1: 'training' is no"),
-        ({"messages": [ASKED | {"train": True}, SAID]}, "only the assistant's turns carry loss"),
+        ({"messages": [ASKED, SAID | {"training": False}, *CHAT]}, "'training': the chat template has no place for it"),
         ({"messages": [ASKED, SAID | {"weight": 0}]}, "no_supervised: every answer is of weight 0"),
         ({"prompt": "Why?", "completion": "So.", "label": False}, "'label'"),
         ({"prompt": "Why?", "completion": "So.", "label": "False"}, "'label'"),  # as a CSV file has it
