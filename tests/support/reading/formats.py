@@ -250,8 +250,6 @@ SINGLE: dict[str, Callable[[str], bytes]] = {
     "a.ipynb": notebook,
 }
 REFUSED = {
-    "a.pdf": "pdftotext", "a.docx": "pandoc", "a.odt": "pandoc", "a.epub": "pandoc", "a.xlsx": "save its sheet as CSV", "a.png": "an image",
-    "a.jpg": "an image", "a.mp3": "transcribe", "a.mp4": "transcribe", "a.pkl": "JSON lines", "a.pt": "JSON lines", "a.npy": "JSON lines",
-    "a.sqlite": "export", "a.7z": "zip and tar are read", "a.rar": "zip and tar are read", "a.avro": "Parquet", "a.orc": "Parquet",
-    "a.mbox": "JSON lines", "a.unheard": "supported: JSON", "noname": "supported: JSON",
+    "a.pdf": "pdftotext", "a.docx": "pandoc", "a.xlsx": "save its sheet as CSV", "a.pt": "JSON lines", "a.sqlite": "export it", "a.7z": "zip and tar",
+    "a.png": "supported: JSON", "noname": "supported: JSON",
 }  # fmt: skip
