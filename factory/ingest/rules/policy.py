@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 from factory.ingest.rules.licence_names import LicenceReader, folded
@@ -45,15 +45,6 @@ class DomainRules(StrictPolicy):
     one conversation (its 'conversation_id'). A document that lacks the key is a group of its own."""
     hold_out_at_most: NotNegative = 400
     """Documents of this domain, over all shards."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, raw: object) -> object:
-        if isinstance(raw, dict) and "hold_out_by" in raw:
-            raise ValueError(
-                "'hold_out_by' is 'group' now, and 'content' is 'document': 'factory upgrade' rewrites the file"
-            )
-        return raw
 
 
 class NearDuplicateRules(StrictPolicy):

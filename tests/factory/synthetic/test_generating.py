@@ -264,14 +264,14 @@ def test_an_answer_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         journal = AnswerJournal(path)
-        kept = len(journal)
-        assert kept == whole[:cut].count(b"\n") and [journal.answer(n).text for n in range(kept)] == texts[:kept]
+        kept = len(journal.answers)
+        assert kept == whole[:cut].count(b"\n") and [journal.answers[n].text for n in range(kept)] == texts[:kept]
         for number in range(kept, 3):
             journal.add(number, Answer(texts[number], "stop"))
         journal.close()
         assert path.read_bytes() == whole
     path.write_bytes(whole[:-1] + b"\0\n")  # as a power cut may leave it
-    assert len(AnswerJournal(path)) == 2
+    assert len(AnswerJournal(path).answers) == 2
 
 
 def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, tmp_path: Path) -> None:
