@@ -36,7 +36,6 @@ from factory.show.pages.release_report import release_report
 from factory.training.planning import plan_anneal, plan_of, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here, factory
-from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.factory.shown import reconcile
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
 from tests.support.plants.released import release_of
@@ -328,24 +327,6 @@ def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledge
     undo(ledger, 1, "ann")
     reconcile(Plant(workspace, ledger))
     assert "removed_data" not in tags()
-
-
-def test_who_wrote_a_document_is_shown(workspace: Workspace, ledger: Ledger) -> None:
-    use_small_vocabulary(workspace)
-    made = [
-        {"id": f"d{n}", "text": " ".join(f"a{n}b{i}" for i in range(60)), "synthetic_by": "release 3; ours"}
-        for n in range(4)
-    ]
-    ingest_shard(Plant(workspace, ledger), shard_of(workspace, [*made, made[0] | {"id": "odd", "synthetic_by": 7}]))
-    found = of_document(ledger, "d1")[0]
-    assert found["synthetic_by"] == "release 3, ours"
-    assert "synthetic, made by release 3, ours" in command_here("provenance", "--document", "d1", home=workspace).stdout
-    assert (
-        of_document(ledger, ledger.read("SELECT key FROM documents WHERE rule = 'bad_schema'")[0]["key"])[0][
-            "synthetic_by"
-        ]
-        is None
-    )
 
 
 def test_what_was_taken_out_before_the_first_step_holds_no_release(copied: Copy) -> None:

@@ -178,15 +178,6 @@ def test_a_system_message_that_only_names_a_tool_does_not_list_it(system: str) -
     assert said[0]["content"].startswith(f"{system}\n\n# Tools") and "naïve ☃" in said[0]["content"] and len(said) == 3
 
 
-def test_what_was_written_is_what_the_parsers_of_servers_read_back(tokenizer: Tokenizer) -> None:
-    """vLLM's parser 'hermes' takes what is between the tags as JSON."""
-    said, _ = turns_of({"messages": [ASKED, CALLS, *RESULTS, SAID]})
-    parts = said[1]["content"].split("<tool_call>")[1:]
-    read = [json.loads(part.split("</tool_call>")[0]) for part in parts]
-    assert [one["arguments"] for one in read] == [{"town": "Zürich"}, {"town": "Bern", "at": 1.5}]
-    assert all([*one] == ["name", "arguments"] and one["name"] == "get_weather" for one in read)
-
-
 characters = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 ODD = [*SPECIAL, f"a{SPECIAL[2]}\n\"'", "</tool_call>", "<b>&amp;</b>", "\\", "\n\n", "{{ x }}", "é", "\u2028"]
 odd = st.one_of(characters, st.sampled_from(ODD))
@@ -290,15 +281,6 @@ def test_numbers_that_json_has_no_word_for_cost_their_row() -> None:
             parse_document(calling([{"name": "f", "arguments": {"a": value}}]), "text")
     with pytest.raises(BadRow, match="surrogate"):
         parse_document(calling([{"name": "f", "arguments": '{"a": "\\ud800"}'}]), "text")
-
-
-def test_what_a_person_ignores_is_dropped_and_said() -> None:
-    said, notes = turns_of(
-        {"messages": [ASKED, CALLS, *RESULTS, SAID | {"reasoning": "a"}], "tools": [WEATHER]},
-        ("tools", "tool_calls", "tool_call_id", "reasoning"),
-    )
-    assert [turn["content"] for turn in said] == ["Weather?", "", *(one["content"] for one in RESULTS), "Clear."]
-    assert {one.rpartition(" ")[2] for one in notes.said} == {"tools", "tool_calls", "tool_call_id", "reasoning"}
 
 
 def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses_what_that_does_not_show(
