@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -113,12 +112,6 @@ class Licences(StrictPolicy):
         [True, True, False, False, False]
         """
         return LicenceReader(dict.fromkeys(map(folded, self.known), True), False, all, all).read(name)
-
-    def near(self, name: str) -> str | None:
-        """A listed name that an unlisted one may be a spelling of."""
-        listed = {folded(other): other for other in self.known}
-        begins = sorted(other for other in listed if other.startswith(f"{folded(name)}-"))
-        return next((listed[other] for other in (*begins, *get_close_matches(folded(name), listed, 1))), None)
 
 
 def _strictest(licences: Sequence[Licence]) -> Licence:
