@@ -25,15 +25,8 @@ _SAID = re.compile(r'"?sep=([^\w"\r\n])"?[\r\n]*', re.IGNORECASE)
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
-def read_csv(source: Readable) -> Iterator[RawRow]:
-    yield from _table(source, "")
-
-
-def read_tsv(source: Readable) -> Iterator[RawRow]:
-    yield from _table(source, "\t")
-
-
-def _table(source: Readable, delimiter: str) -> Iterator[RawRow]:
+def read_table(source: Readable, delimiter: str = "") -> Iterator[RawRow]:
+    """``delimiter`` '': the first line tells."""
     limit = source.limits.max_row_bytes
     csv.field_size_limit(max(limit, csv.field_size_limit()))
     with source.open() as stream:
