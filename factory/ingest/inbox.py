@@ -20,7 +20,6 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
 from factory.core.faults import cannot_be_read_now, is_of_the_machine
-from factory.core.workspace import Workspace
 from factory.ingest.filing import (
     Stamp,
     file_away,
@@ -31,6 +30,7 @@ from factory.ingest.filing import (
     return_quarantined,
     stamp_of,
 )  # fmt: skip
+from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.split import grouping_lines
 from factory.ingest.shapes.mapping import whole_name
 from factory.ingest.shapes.told import row_lines
@@ -244,7 +244,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
     plant.workspace.inbox.mkdir(exist_ok=True)
     names = [n for n in sorted(os.listdir(plant.workspace.inbox)) if not n.startswith(".") and not n.endswith(PARTIAL)]
     refused = {name: one for name, one in held(plant.ledger).items() if one["refused"]} if names else {}
-    key = _key(plant.workspace) if refused else ""
+    key = reading_key(plant.workspace) if refused else ""
     asked = newest_asked(plant.ledger) if refused else 0
     for name in names:
         path = plant.workspace.inbox / name
@@ -296,14 +296,8 @@ def _hold(plant: Plant, file: InboxFile, refused: bool = False, died: bool = Fal
         "refused": refused,
         "deaths": int(died),
     }
-    detail |= {"read_by": _key(plant.workspace) + text if refused else ""} | ({"text": text} if text else {})
+    detail |= {"read_by": reading_key(plant.workspace) + text if refused else ""} | ({"text": text} if text else {})
     return record_once(plant.ledger, HELD, f"inbox:{file.name}", detail)
-
-
-def _key(workspace: Workspace) -> str:
-    from factory.ingest.reading_code import reading_key
-
-    return reading_key(workspace)
 
 
 def ingested_before(ledger: Ledger) -> dict[str, float]:
