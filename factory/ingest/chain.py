@@ -49,6 +49,7 @@ from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, IngestJob, Pool, analyse, finish, look_at
 from factory.ledger.ledger import Ledger, meta, record, shards, token_shards
 from factory.ledger.plant import Plant
+from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
@@ -115,9 +116,9 @@ def ingest_shard(
         spool.mkdir(parents=True)
         if before.st_size < _WORTH_WORKERS and workers is None:
             workers = 0
-        with Pool(workers) as pool:
+        with Pool(workers, spool, RetryPolicy.load(plant.workspace.policy("retries.yaml"))) as pool:
             found = _run(plant, path, sha256, policy, index, spool, pool, beside, whole)
-        refuse_changed(path, before)
+        _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
             if not quarantines:
                 raise found
@@ -128,7 +129,7 @@ def ingest_shard(
         with plant.ledger.begin() as tx:
             _store(tx, plant.ledger, path, before.st_size, sha256, found, parameters, reading_key(plant.workspace))
     except OSError as error:
-        refuse_changed(path, before)  # which may be why
+        _refuse_changed(path, before)  # which may be why
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
             raise
         raise FactoryError(
@@ -309,7 +310,7 @@ def _identify(path: Path) -> tuple[os.stat_result, str]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def refuse_changed(path: Path, before: os.stat_result) -> None:
+def _refuse_changed(path: Path, before: os.stat_result) -> None:
     """Raises: InputError when a file is not the one that was there before."""
     try:
         if _identity(path.stat()) == _identity(before):

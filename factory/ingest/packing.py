@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 
 from factory.core.errors import InputError
-from factory.ingest.chain import ShardReport, ingest_shard, quarantine, refuse_changed, report, settled
+from factory.ingest.chain import ShardReport, ingest_shard, quarantine, report, settled
 from factory.ingest.filing import file_away
 from factory.ingest.readers import RawRow, ShardProblem, is_longer, is_shard, read_rows
 from factory.ingest.reading.columns import dataset_files
@@ -71,10 +70,6 @@ class Pack:
     @property
     def origin(self) -> str:
         return str((self.folder or self.alone or _common(self.files)).resolve())
-
-    def status(self) -> list[tuple[Path, os.stat_result]]:
-        """Raises: OSError."""
-        return [(path, path.stat()) for _, path in self.files]
 
     def sha256(self) -> str:
         """Of the file; of several, of their paths and contents. Raises: InputError."""
@@ -142,7 +137,7 @@ def ingest_pack(
     """
     policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     limits, together = policy.limits, pack.alone is None and pack.folder is None
-    before = pack.status()
+    before = _stamps(pack)
     sha256 = pack.sha256()
     parts = packed(plant.ledger, sha256)
     key = reading_key(plant.workspace)
@@ -167,7 +162,7 @@ def ingest_pack(
                 f"  {pack.name}: {len(done)} parts of it, {skip:,} rows, are ingested; it goes on from there"
             )
         for part in _parts(rows_of(pack, limits, left), folder, pack.name, limits, len(done), skip):
-            _refuse_changed(before)
+            _refuse_changed(pack, before)
             whole = None if part.first == 0 and part.last else lambda: rows_of(pack, limits)
             how: dict[str, Any] = {"again": again, "workers": workers, "beside": beside, "whole": whole}
             how["quarantines"] = not together
@@ -186,7 +181,7 @@ def ingest_pack(
             why = next(iter(left.reasons), "it is empty")
             raise ShardProblem(f"nothing in it can be read: {why}")
     except ShardProblem as problem:
-        _refuse_changed(before)
+        _refuse_changed(pack, before)
         stored = [*done, *reports]
         if stored:
             rows = sum(part["rows"] for part in done) + sum(one.rows for one in reports)
@@ -273,9 +268,19 @@ def _parts(
         first += count
 
 
-def _refuse_changed(before: Sequence[tuple[Path, os.stat_result]]) -> None:
-    for path, status in before:
-        refuse_changed(path, status)
+def _stamps(pack: Pack) -> list[tuple[int, int, int]]:
+    try:
+        found = [path.stat() for _, path in pack.files]
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return [(one.st_size, one.st_mtime_ns, one.st_ino) for one in found]
+
+
+def _refuse_changed(pack: Pack, before: list[tuple[int, int, int]]) -> None:
+    now = _stamps(pack)
+    for (_, path), was, is_now in zip(pack.files, before, now, strict=True):
+        if was != is_now:
+            raise InputError(f"{path} changed while it was read: ingest it again when it is complete")
 
 
 def _common(files: Sequence[tuple[str, Path]]) -> Path:

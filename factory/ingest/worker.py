@@ -7,7 +7,8 @@ Between the two the normalised content lies in a spool of two files for each chu
 memory does not grow with the shard.
 
 ``Pool`` has them done: results in order, a bounded number of chunks at a time. Processes are spawned, not forked, because the parent may have
-threads and database connections. A worker ends with its parent, also when the parent is killed.
+threads and database connections. A worker ends with its parent, also when the parent is killed. Workers that finish no chunk any more are
+noticed as a trainer is that makes no step, and ended.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.shapes.told import Told
 from factory.ingest.tokenizer import Tokenizer, holds_special
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.watchdog import UsualTimes, Watchdog
 
 READ = ("text", "messages", "id", "domain", "source", "license", "synthetic_by")  # keys of a row that count
 LONGEST_MAKER = 300  # characters of a model's name: it is printed, and stands in reports and cards
@@ -258,18 +261,21 @@ def spool_ngrams(spool: Path, analysed: Analysed) -> list[Hashes]:
 
 
 R = TypeVar("R")
+POLL_SECONDS = 1.0
 _AHEAD = 2  # chunks of each worker that wait or are worked on
 
 
 class WorkerDiedError(FactoryError):
-    """A worker process was killed, most likely because memory ran out. Nothing was stored."""
+    """A worker process was killed, most likely because memory ran out, or hung. Nothing was stored."""
 
 
 class Pool:
     """``workers`` processes; with 0 the work is done in this process, chunk by chunk."""
 
-    def __init__(self, workers: int | None) -> None:
+    def __init__(self, workers: int | None, spool: Path, policy: RetryPolicy) -> None:
+        """spool: a folder that grows while they work. policy: when they count as hung."""
         self.workers = min(os.cpu_count() or 1, 16) if workers is None else workers
+        self.spool, self.policy = spool, policy
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Pool:
@@ -291,15 +297,42 @@ class Pool:
             for call in calls:
                 yield function(*call)
             return
+        dog = Watchdog(self.policy, UsualTimes(), os.getpid(), self.spool, first_counts=True, unit="chunk")
         under_way: deque[Future[R]] = deque()
+        done = 0
         try:
             for call in calls:
                 under_way.append(self._executor.submit(function, *call))
                 if len(under_way) >= self.workers * _AHEAD:
-                    yield under_way.popleft().result()
+                    yield self._result(under_way.popleft(), dog, done)
+                    done += 1
             while under_way:
-                yield under_way.popleft().result()
+                yield self._result(under_way.popleft(), dog, done)
+                done += 1
         except BrokenProcessPool as error:
             raise WorkerDiedError(
                 "a worker process of ingest was killed, most likely because memory ran out; nothing was stored"
             ) from error
+
+    def _result(self, future: Future[R], dog: Watchdog, done: int) -> R:
+        dog.begin()
+        while True:
+            try:
+                found = future.result(timeout=POLL_SECONDS)
+            except TimeoutError:
+                if future.done():  # it ended a moment later, or that was the work's own error
+                    dog.look(done + 1)
+                    return future.result()
+                if hung := dog.look(done):
+                    self._kill()
+                    raise WorkerDiedError(
+                        f"the worker processes of ingest hung: {hung}; they were killed, and nothing was stored"
+                    ) from None
+                continue
+            dog.look(done + 1)
+            return found
+
+    def _kill(self) -> None:
+        assert self._executor
+        for worker in list(self._executor._processes.values()):
+            worker.kill()

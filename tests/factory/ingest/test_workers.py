@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -13,9 +19,11 @@ import pytest
 from factory.core.workspace import Workspace
 from factory.ingest import chain
 from factory.ingest.inbox import arrived, take
+from factory.ingest.worker import Pool, WorkerDiedError
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
+from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import retry
 from factory.watching.waiting import waiting
 from tests.support.factory.inbox import exactly, put, rows, trained_on
@@ -55,6 +63,48 @@ def killer() -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def slowly(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def test_workers_that_hang_are_killed(tmp_path: Path) -> None:
+    policy = RetryPolicy(hung_times=2, hung_seconds=1.0, start_seconds=600.0)
+    with Pool(2, tmp_path, policy) as pool:
+        results = pool.map(slowly, [(0.01,)] * 100)
+        assert next(results) == 0.01
+        stopped = workers()
+        for worker in stopped:
+            os.kill(worker.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerDiedError, match="hung: no chunk for .* was timed|hung: no chunk for .* is usual"):
+            list(results)
+    assert stopped and not [worker for worker in stopped if worker.is_running()]
+
+
+def test_work_that_ends_as_its_time_is_up_is_taken(tmp_path: Path) -> None:
+    """Between the time that ``result`` waits for it and the question whether it is done."""
+
+    class Late(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                self.set_result(3)
+                raise TimeoutError
+            return super().result()
+
+    class Dog:
+        begin = staticmethod(lambda: None)
+        look = staticmethod(lambda done: "")
+
+    assert Pool._result(cast(Any, None), Late(), cast(Any, Dog()), 0) == 3
+
+
+def test_what_takes_long_beside_the_work_is_no_hang(tmp_path: Path) -> None:
+    """The time in which nobody waits for a chunk does not count."""
+    with Pool(1, tmp_path, RetryPolicy(hung_times=2, hung_seconds=2.0, start_seconds=600.0)) as pool:
+        for count, _ in enumerate(pool.map(slowly, [(0.01,)] * 6)):
+            time.sleep(3.0 if count == 1 else 0.0)
 
 
 def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
