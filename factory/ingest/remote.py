@@ -1,11 +1,14 @@
 """Shards at addresses (``s3://bucket/prefix/*.jsonl.gz``, ``hf://datasets/…``, ``https://…``), through fsspec: fetched into ``fetched/`` of the
-workspace, then ingested as local files. What was fetched whole is not fetched again while size and etag of the file are the same.
+workspace, then ingested as local files. A fetch that ended early goes on where it was, if size and etag of the file are still the same; a
+file that was ingested once is not fetched again unless they changed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 FETCHED = "fetched"  # the folder, and the event: {address, size, etag, shards}
 _BLOCK = 4 << 20
+_TRIES = 3
 _ETAGS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_modified", "mtime")
 
 
@@ -39,7 +43,7 @@ def is_address(name: str) -> bool:
 def fetched(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]:
     """(the folder, files in it with the address of each, how many of the address were ingested before).
 
-    Raises: InputError for an address that cannot be read: what was fetched whole stays.
+    Raises: InputError for an address that cannot be read: the same call goes on where this one ended.
     """
     system, root = _system(address)
     folder = plant.workspace.root / FETCHED / hashlib.sha256(address.encode()).hexdigest()[:16]
@@ -142,24 +146,50 @@ def _note(target: Path) -> Path:
 def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress: Progress, title: str) -> None:
     part, note = target.with_name(f".{target.name}.part"), _note(target)
     if not note.exists() or json.loads(note.read_text()) != about:
+        part.unlink(missing_ok=True)
         target.unlink(missing_ok=True)
         write_atomically(note, json.dumps(about))
     if target.exists():
         return
-    with progress.task(title, total=about["size"]) as task, open(part, "wb") as out:
-        try:
-            with system.open(path, "rb") as source:
-                while block := source.read(_BLOCK):
-                    out.write(block)
-                    task.advance(len(block))
-        except Exception as error:  # of any library behind fsspec  # noqa: BLE001
-            if isinstance(error, OSError) and (is_of_no_file(error) or error.filename):
-                raise  # this machine's own disk
-            raise _unread(path, error) from error
-    if part.stat().st_size != (about["size"] or part.stat().st_size) or _about(system, path, path) != about:
+    with progress.task(title, total=about["size"]) as task:
+        for attempt in range(_TRIES):
+            try:
+                _append(system, path, about, part, task)
+                break
+            except Exception as error:  # of any library behind fsspec  # noqa: BLE001
+                if isinstance(error, OSError) and (is_of_no_file(error) or error.filename):
+                    raise  # this machine's own disk
+                if attempt == _TRIES - 1:
+                    there = part.stat().st_size if part.exists() else 0
+                    raise InputError(
+                        f"{path} cannot be read to its end: {type(error).__name__}: {str(error)[:200]}; "
+                        f"the same command goes on at byte {there:,}"
+                    ) from error
+                time.sleep(attempt)
+    if _about(system, path, path) != about:
         part.unlink()
         raise InputError(f"{path} changed while it was fetched: fetch it again when it is complete")
     put_in_place(part, target)
+
+
+def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any) -> None:
+    """Raises: EOFError where it ends before its size."""
+    with open(part, "ab") as out:
+        there = out.tell()
+        task.advance(there)
+        if about["size"] is None:  # a server that does not say: from the beginning, in one go
+            out.truncate(0)
+            with system.open(path, "rb") as source:
+                shutil.copyfileobj(source, out, _BLOCK)
+            return
+        while there < about["size"]:
+            block = system.cat_file(path, start=there, end=min(there + _BLOCK, about["size"]))
+            if not block:
+                raise EOFError(f"it ends at byte {there:,} of {about['size']:,}")
+            out.write(block)
+            out.flush()
+            there += len(block)
+            task.advance(len(block))
 
 
 def _unread(address: str, error: Exception) -> InputError:

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.ingest import remote
 from factory.ingest.remote import fetched
 from factory.ledger.ledger import Ledger, shards
 from factory.ledger.plant import Plant
@@ -101,32 +102,37 @@ def test_a_prefix_is_fetched_ingested_and_not_fetched_again(workspace: Workspace
     assert names(ledger) == ["a.jsonl.gz", "a.jsonl.gz", "b.zip#1.jsonl.zst"] and trained_on(ledger) == exactly(30)
 
 
-def test_a_fetch_that_was_cut_off_is_done_again_and_one_that_is_whole_is_not(
+def test_a_fetch_that_was_cut_off_goes_on_by_range(
     workspace: Workspace, ledger: Ledger, bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = os.urandom(300_000)
-    root = put_there(bucket, {"a.jsonl": data, "b.jsonl": b"b"})
-    real, asked = bucket[0].open, []
+    root = put_there(bucket, {"a.jsonl": data})
+    monkeypatch.setattr(remote, "_BLOCK", 50_000)
+    monkeypatch.setattr(remote, "_TRIES", 1)
+    asked: list[int] = []
+    real = bucket[0].cat_file
 
-    def cut(path: str, *more: Any) -> Any:
-        asked.append(path[-7:])
-        if len(asked) == 2:
+    def cut(path: str, start: int, end: int) -> bytes:
+        asked.append(start)
+        if len(asked) == 4:
             raise ConnectionError("reset by peer")
-        return real(path, *more)
+        return bytes(real(path, start=start, end=end))
 
-    monkeypatch.setattr(bucket[0], "open", cut)
-    with pytest.raises(InputError, match="b.jsonl cannot be read: ConnectionError: reset by peer"):
-        fetched(Plant(workspace, ledger), root)
-    _, found, _ = fetched(Plant(workspace, ledger), root)
-    assert {path.name: address for path, address in found.items()} == {
-        "a.jsonl": f"{root}/a.jsonl",
-        "b.jsonl": f"{root}/b.jsonl",
-    }
-    assert sorted(found)[0].read_bytes() == data and asked == ["a.jsonl", "b.jsonl", "b.jsonl"]
-    other = os.urandom(300_000)  # of the same size, with another etag
+    monkeypatch.setattr(bucket[0], "cat_file", cut)
+    with pytest.raises(InputError, match="ConnectionError: reset by peer; the same command goes on at byte 150,000"):
+        fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
+    _, found, _ = fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
+    ((path, address),) = found.items()
+    assert path.read_bytes() == data and asked == [0, 50_000, 100_000, 150_000, 150_000, 200_000, 250_000]
+    assert path.name == "a.jsonl" and address == f"{root}/a.jsonl"
+    asked[:] = [0, 0, 0]
+    path.unlink()
+    with pytest.raises(InputError):
+        fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
+    other = os.urandom(300_000)  # of the same size, with another etag: from the beginning
     put_there(bucket, {"a.jsonl": other})
-    _, found, _ = fetched(Plant(workspace, ledger), root)
-    assert sorted(found)[0].read_bytes() == other
+    _, found, _ = fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
+    assert next(iter(found)).read_bytes() == other
 
 
 @pytest.mark.parametrize(
