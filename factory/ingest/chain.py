@@ -35,7 +35,7 @@ from factory.ingest import store
 from factory.ingest.compared import write_hashes
 from factory.ingest.decide import Decided, decide
 from factory.ingest.document import BadRow, Row
-from factory.ingest.filing import filed_name
+from factory.ingest.filing import ASKED, filed_name
 from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.index import PARAMETERS, Index
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
@@ -47,6 +47,7 @@ from factory.ingest.shapes.told import Told, missing_columns, refuse_missing_col
 from factory.ingest.tokenizer import Tokenizer, shows_calls
 from factory.ingest.vocabulary import frozen_tokenizer
 from factory.ingest.worker import Analysed, Finished, IngestJob, Pool, analyse, finish, look_at
+from factory.ledger.files import FILED
 from factory.ledger.ledger import Ledger, meta, record, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
@@ -321,11 +322,14 @@ def _refuse_changed(path: Path, before: os.stat_result) -> None:
 
 
 def _may_be_readable(plant: Plant, path: Path, sha256: str) -> bool:
-    """Was a quarantined file read under another name, by another policy or by other code?"""
-    sql = "SELECT detail FROM events WHERE kind = 'quarantined' AND subject = :subject ORDER BY id DESC LIMIT 1"
-    tried = [row["detail"] for row in plant.ledger.read(sql, subject=f"shard:{sha256[:16]}")]
-    key = reading_key(plant.workspace)
-    return not tried or (tried[0]["name"], tried[0].get("read_by")) != (path.name, key)
+    """Was a quarantined file read under another name, by another policy or by other code, or did a person ask for another try since?"""
+    sql = f"SELECT kind, detail FROM events WHERE kind IN ('quarantined', '{FILED}') AND subject = :subject ORDER BY id DESC"
+    events = plant.ledger.read(sql, subject=f"shard:{sha256[:16]}")
+    if events and events[0]["detail"].get("read_by") == ASKED:
+        return True
+    last = next((event["detail"] for event in events if event["kind"] == "quarantined"), None)
+    tried = (last["name"], last.get("read_by")) if last else None
+    return tried != (path.name, reading_key(plant.workspace))
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:

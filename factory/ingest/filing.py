@@ -1,11 +1,12 @@
-"""A file of the inbox: is it written to, where does it go once it is ingested, and what brings it back?
+"""A file of the inbox: is it whole, where does it go once it is ingested, and what brings it back?
 
 A shard's file is kept in ``shards/raw/``, or in ``quarantine/``; what shards were made of in ``shards/originals/``. The first two are looked at
 again: a program that still had a file open, or wrote to it from another machine, changed it, and what is new is ingested as another shard. A
 quarantined file comes back when its name or content, the data policy or the code that reads it changed.
 
-It is whole when nobody writes to it any more: the kernel refuses a read lease while any process has the file open for writing. Where a file
-system has no leases, and of what another machine writes, that is not seen: what comes later is found as a change.
+It is whole when nobody writes to it any more, and it does not end in the middle of a row. A writer is seen by the kernel's read lease, which it
+refuses while any process has the file open for writing; where a file system has no leases, by the open files of all processes that this one
+may look at. What is written from another machine is seen by neither: the last row is looked at too.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import contextlib
 import errno
 import fcntl
 import filecmp
+import json
+import lzma
 import os
 import re
 import shutil
 import signal
 import stat
 import time
-from collections.abc import Container
+import zipfile
+import zlib
+from collections.abc import Container, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
+from factory.ingest.reading.kinds import kind_of
 from factory.ingest.reading_code import reading_key
 from factory.ledger.files import FILED, filed, origins, packed
-from factory.ledger.ledger import record, shards
+from factory.ledger.ledger import Ledger, record, shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards, former_files
 from kernels.contract.files import put_in_place, sync_folder
@@ -38,6 +45,7 @@ LONGEST_NAME = 50  # characters, of four bytes at most
 WATCHED = 4096
 RAW, QUARANTINE = "shards/raw", "quarantine"
 ORIGINALS = "shards/originals"  # of what became JSON lines before it was ingested
+ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants to be tried again
 PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # of a filed file's name: of the SHA-256
 
 
@@ -143,9 +151,17 @@ def return_quarantined(plant: Plant) -> None:
             continue
         if last is None or last["read_by"] != key or _changed(path, last):
             back = return_file(plant.workspace, path)
-            plant.progress.line(
-                f"  {back.name} was quarantined, and it or what reads it changed since: it is tried again"
-            )
+            why = "a person asked" if last and last["read_by"] == ASKED else "it or what reads it changed since"
+            plant.progress.line(f"  {back.name} was quarantined, and {why}: it is tried again")
+
+
+def ask_again(ledger: Ledger, paths: Sequence[Path]) -> None:
+    """Have the daemon try quarantined files again in its next pass: as if what reads shards were another since they were filed."""
+    known = filed(ledger)
+    with ledger.begin() as tx:
+        for path in paths:
+            if last := known.get((QUARANTINE, path.name)):  # one that was never filed is tried anyway
+                record(tx, FILED, f"shard:{last['sha256'][:16]}", last | {"read_by": ASKED})
 
 
 def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
@@ -196,6 +212,13 @@ def _free(workspace: Workspace, name: str) -> Path:
 
 
 Stamp = tuple[int, ...]  # of a file's content: another one, another content
+STILL_SECONDS = 600.0  # without a change, after which a file is whole whatever its last row looks like
+TAIL = 1 << 20  # bytes of the last row that are looked at
+ENDS = {
+    ".parquet": b"PAR1",
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), b"ARROW1"),
+}  # with which such files begin and end
+ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -206,18 +229,103 @@ def stamp_of(path: Path) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def is_written(path: Path) -> bool:
-    """Has a process of this machine the file open for writing, as far as its file system tells?"""
+def writer_of(path: Path) -> str:
+    """Who has a file open for writing, in words; '': nobody, as far as this process can see."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return False  # what cannot be opened cannot be ingested either, which says why
+        return ""  # what cannot be opened cannot be ingested either, which says why
     try:
         fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)  # for who opens it meanwhile; SIGIO would end this process
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        return False
+        return ""
     except OSError as error:
-        return error.errno == errno.EAGAIN
+        return _listed_writer(os.fstat(handle)) or ("a process" if error.errno == errno.EAGAIN else "")
     finally:
         os.close(handle)
+
+
+def _listed_writer(wanted: os.stat_result) -> str:
+    """The process that has the file open for writing, of those whose open files can be read."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            for opened in (process / "fd").iterdir():
+                found = opened.stat()
+                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino) and _writes(process, opened.name):
+                    return f"process {process.name} ({(process / 'comm').read_text(errors='replace').strip()})"
+        except OSError:
+            continue  # ended, or another user's
+    return ""
+
+
+def _writes(process: Path, descriptor: str) -> bool:
+    flags = next(
+        line for line in (process / "fdinfo" / descriptor).read_text().splitlines() if line.startswith("flags:")
+    )
+    return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
+
+
+def cut_off(path: Path) -> str:
+    """Where a file ends too early, in words; '': it ends as a file of its kind does, or it is of a kind that cannot tell.
+
+    Raises: OSError.
+    """
+    return _cut_off(path, stamp_of(path))
+
+
+@lru_cache(maxsize=256)
+def _cut_off(path: Path, stamp: Stamp) -> str:
+    """Compressed files are read whole, once for each ``stamp``."""
+    kind, compression = kind_of(path.name)
+    if kind == ".zip":
+        return "" if zipfile.is_zipfile(path) else "it has no directory of a zip file yet"
+    if not compression and kind in ENDS:
+        with open(path, "rb") as file:
+            head = file.read(len(ENDS[kind]))
+            file.seek(max(0, stamp[0] - len(ENDS[kind])))
+            if file.read() == ENDS[kind] or (
+                kind != ".parquet" and head != ENDS[kind]
+            ):  # else an Arrow stream, which cannot tell
+                return ""
+            return "it has no Parquet footer yet" if kind == ".parquet" else "it has no Arrow footer yet"
+    if compression:
+        from factory.ingest.reading.streams import decompressed
+
+        last = b""
+        try:
+            with open(path, "rb") as raw, decompressed(raw, compression) as file:
+                while block := file.read(TAIL):
+                    last = (last + block)[-TAIL:]
+        except EOFError:
+            return "its compressed data end too early"
+        except OSError as error:  # what is damaged, waiting does not mend
+            return "its compressed data end too early" if "Truncated" in str(error) else ""
+        except (zlib.error, lzma.LZMAError):
+            return ""
+    else:
+        with open(path, "rb") as file:
+            array = kind == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+            file.seek(max(0, stamp[0] - TAIL))
+            last = file.read(TAIL)
+        if array:
+            return "" if last.rstrip().endswith(b"]") else "its JSON array is not closed yet"
+    if kind == ".json" and last.rstrip().endswith((b"]", b"}")):
+        return ""
+    return _last_row(last) if kind in ROWS else ""
+
+
+def _last_row(tail: bytes) -> str:
+    """
+    >>> _last_row(b'{"text": "a"}\\n'), _last_row(b'{"text": "a"}\\n{"text": "b"}')
+    ('', '')
+    >>> _last_row(b'{"text": "a"}\\n{"te')
+    'its last row is cut off'
+    """
+    row = tail.rpartition(b"\n")[2]
+    try:
+        if row.strip():
+            json.loads(row)
+    except (ValueError, RecursionError):
+        return "its last row is cut off"
+    return ""

@@ -16,6 +16,7 @@ from factory.ingest.readers import ShardProblem, is_read
 from factory.ingest.reading.columns import is_dataset
 from factory.ingest.reading.kinds import is_archive
 from factory.ingest.remote import fetched, is_address
+from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.plant import Plant
 
 
@@ -61,9 +62,12 @@ def gather(plant: Plant, names: Sequence[str]) -> Gathered:
     if len(small) >= MANY:
         base = Path(os.path.commonpath([folder.resolve() for folder, _ in small]))
         files = sorted((str(path.resolve().relative_to(base)), path) for _, path in small if _is_below(path, base))
-        found.packs.append(Pack(base.name or "files", files))
+        pack, refused = Pack(base.name or "files", files).without_refused(
+            DataPolicy.load(plant.workspace.policy("data.yaml"))
+        )
+        found.packs += [pack] if pack.files else []
         together = {path for _, path in files}
-        listed = [one for one in listed if one[1] not in together]
+        listed = [one for one in listed if one[1] not in together or one[1] in refused]
     found.files = list(dict.fromkeys(path for _, path in listed))
     return found
 

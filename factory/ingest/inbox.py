@@ -20,15 +20,20 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
 from factory.core.faults import cannot_be_read_now, is_of_the_machine
+from factory.core.progress import Progress
+from factory.core.workspace import Workspace
 from factory.ingest.filing import (
+    LONGEST_NAME,
+    STILL_SECONDS,
     Stamp,
+    cut_off,
     file_away,
     file_original,
-    is_written,
     return_changed,
     return_file,
     return_quarantined,
     stamp_of,
+    writer_of,
 )  # fmt: skip
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.split import grouping_lines
@@ -39,15 +44,16 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import FATE, erased_shards
 from factory.ledger.writing import record_once
-from factory.retrying.backoff import keep_traceback
+from factory.retrying.backoff import in_words, keep_traceback
+from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import newest_asked
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
 
 SETTLE_SECONDS = 2.0  # a file that changed more recently may be incomplete
+LONGEST_BYTES = 255  # of a file's name, on every file system of Linux
 PARTIAL = (".part", ".tmp", ".crdownload")
-OPEN = "a process has it open for writing; it is taken once it is closed"
 
 
 @dataclass(frozen=True)
@@ -94,19 +100,24 @@ def _take_alone(plant: Plant, path: Path) -> None:
     stamp: Stamp = ()
     try:
         stamp = stamp_of(path)
-        try:
-            ingest_arrived(plant, path)
-        except WorkerDiedError as died:
-            plant.progress.line(f"  {shown_name(path)}: {died}; it is tried again, with one worker")
-            ingest_arrived(plant, path, workers=1)
+        path = _readable(path, plant.progress)
+        stamp = stamp_of(path)
+        ingest_arrived(plant, path, workers=1 if _deaths(plant, path, stamp) else None)
     except FileNotFoundError:
         if path.exists():
             raise
         plant.progress.line(f"  {shown_name(path)} was taken away again; nothing of it was stored")
     except WorkerDiedError as died:
-        why = f"{died}; free some memory and run 'factory retry', or split the file into smaller ones"
-        _hold(plant, InboxFile(path, stamp, why), refused=True, died=True)
-        plant.progress.line(f"  {shown_name(path)} stays in the inbox: {why}")
+        deaths = _deaths(plant, path, stamp) + 1
+        policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
+        if deaths < policy.tries:
+            again = f"it is tried again in {in_words(_wait(policy, deaths))}, with one worker (try {deaths + 1} of {policy.tries})"
+        else:
+            again = (
+                f"that was try {deaths}: free some memory and run 'factory retry', or split the file into smaller ones"
+            )
+        _hold(plant, InboxFile(path, stamp, f"{died}; {again}"), refused=True, deaths=deaths)
+        plant.progress.line(f"  {shown_name(path)} stays in the inbox: {died}; {again}")
     except Exception as error:
         if not is_about_the_file(error):
             raise
@@ -135,6 +146,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
     from factory.ingest.readers import is_read
     from factory.ingest.reading.kinds import is_archive
+    from factory.ingest.rules.policy import DataPolicy
     from factory.ingest.vocabulary import LittleTextError
 
     def small(name: str, size: int) -> bool:
@@ -151,7 +163,12 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     say = lambda report: plant.progress.line(
         describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     )
-    pack = Pack("inbox", [(file.name, file.path) for file in ready])
+    pack, refused = Pack("inbox", [(file.name, file.path) for file in ready]).without_refused(
+        DataPolicy.load(plant.workspace.policy("data.yaml"))
+    )
+    if not pack.files:
+        return refused
+    unread.update(refused)  # each says for itself why
     plant.progress.line(f"  {len(pack.files):,} small files of the inbox are ingested as one")
     try:
         ingest_pack(plant, pack, ingested=say, unread=unread)
@@ -203,8 +220,12 @@ def ingest_path(
     from factory.ingest.rules.policy import DataPolicy
 
     folder = path.resolve().parent
-    if (shown := _shown(path.resolve())) != str(path.resolve()):
-        raise InputError(f"{shown}: a name that is not UTF-8 cannot be stored: rename it")
+    if folder == plant.workspace.inbox.resolve():
+        path = _readable(path, plant.progress)
+    elif (shown := _shown(path.resolve())) != str(path.resolve()):
+        raise InputError(
+            f"{shown}: a name that is not UTF-8 cannot be stored: rename it, or put the file into the inbox, which does"
+        )
     if folder == plant.workspace.quarantine.resolve():
         path = return_file(plant.workspace, path)
         folder = plant.workspace.inbox.resolve()
@@ -239,6 +260,19 @@ def _shown(name: str | Path) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
+def _readable(path: Path, progress: Progress) -> Path:
+    """The file, under a name that can be stored."""
+    if shown_name(path) == path.name:
+        return path
+    name = shown_name(path)
+    target = path.with_name(name if len(name.encode()) <= LONGEST_BYTES else name[-LONGEST_NAME:])
+    if os.path.lexists(target):
+        target = path.with_name(f"{time.time_ns()}-{target.name[-LONGEST_NAME:]}")
+    os.rename(path, target)
+    progress.line(f"  a file of the inbox has a name that is not UTF-8; it is named {target.name} now")
+    return target
+
+
 def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
     """Everything in the inbox that is, or will be, ingested or has to be said something about, by name."""
     plant.workspace.inbox.mkdir(exist_ok=True)
@@ -255,17 +289,39 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
             if (
                 known
                 and (tuple(known["stamp"]), known["read_by"]) == (stamp, read_by)
-                and not (known.get("deaths") and asked > known["event"])
+                and _rests(plant.workspace, known, asked)
             ):
                 yield InboxFile(path, stamp, known["why"])
             elif len(stamp) == 1:
                 yield InboxFile(path, stamp, _no_file(path))
-            elif shown_name(path) != path.name:
-                yield InboxFile(path, stamp, "a name that is not UTF-8 cannot be stored: rename it")
             elif settle == 0 or abs(time.time() - stamp[1] / 1e9) >= settle:
-                yield InboxFile(path, stamp, OPEN if is_written(path) else "")
+                yield InboxFile(path, stamp, _incomplete(path, stamp))
         except FileNotFoundError:
             continue
+
+
+def _deaths(plant: Plant, path: Path, stamp: Stamp) -> int:
+    """How often workers died that read this file as it is."""
+    known = held(plant.ledger).get(shown_name(path), {})
+    if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (stamp, reading_key(plant.workspace)):
+        return 0
+    return int(known["deaths"])
+
+
+def _rests(workspace: Workspace, known: dict[str, Any], asked: int) -> bool:
+    """Is it too early to try a refused file again? What is wrong with the file itself stays wrong; what workers died of may be over."""
+    deaths = known.get("deaths", 0)
+    if not deaths:
+        return True
+    if asked > known["event"]:
+        return False
+    policy = RetryPolicy.load(workspace.policy("retries.yaml"))
+    return deaths >= policy.tries or 0 <= time.time() - known["at"] < _wait(policy, deaths)
+
+
+def _wait(policy: RetryPolicy, deaths: int) -> float:
+    """Seconds."""
+    return min(policy.first_wait_seconds * 2.0 ** min(deaths - 1, 40), policy.longest_wait_seconds)
 
 
 def _no_file(path: Path) -> str:
@@ -276,6 +332,14 @@ def _no_file(path: Path) -> str:
     return "it is no regular file: remove it"
 
 
+def _incomplete(path: Path, stamp: Stamp) -> str:
+    if writer := writer_of(path):
+        return f"{writer} has it open for writing; it is taken once it is closed"
+    if abs(time.time() - stamp[1] / 1e9) >= STILL_SECONDS or not (end := cut_off(path)):
+        return ""
+    return f"{end}; it is taken once it is whole, or unchanged for {STILL_SECONDS / 60:.0f} minutes"
+
+
 def _text_there(plant: Plant) -> str:
     """What a file that waits for more text is tried again by: which files are there, and whether a person said that there is enough."""
     files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(plant.workspace.inbox) if entry.is_file())
@@ -283,9 +347,8 @@ def _text_there(plant: Plant) -> str:
     return hashlib.sha256(repr((files, tokenizer, small_vocabulary(plant.ledger))).encode()).hexdigest()[:16]
 
 
-def _hold(plant: Plant, file: InboxFile, refused: bool = False, died: bool = False, text: str = "") -> bool:
-    """Record why a file waits; returns whether that is news. ``died``: workers that read it, so a person may have it tried again. ``text``: of
-    a file that waits for more text, the text that was there."""
+def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = "") -> bool:
+    """Record why a file waits; returns whether that is news. ``text``: of a file that waits for more text, the text that was there."""
     known = held(plant.ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
@@ -294,7 +357,7 @@ def _hold(plant: Plant, file: InboxFile, refused: bool = False, died: bool = Fal
         "stamp": list(file.stamp),
         "why": file.why,
         "refused": refused,
-        "deaths": int(died),
+        "deaths": deaths,
     }
     detail |= {"read_by": reading_key(plant.workspace) + text if refused else ""} | ({"text": text} if text else {})
     return record_once(plant.ledger, HELD, f"inbox:{file.name}", detail)

@@ -14,25 +14,29 @@ over a whole shard, with the ledger as it is at that moment, and one transaction
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from factory.core.errors import InputError
-from factory.ingest.chain import ShardReport, ingest_shard, quarantine, report, settled
+from factory.ingest.chain import ShardReport, ingest_shard, mostly_bad, quarantine, report, settled
+from factory.ingest.document import Row
 from factory.ingest.filing import file_away
 from factory.ingest.readers import RawRow, ShardProblem, is_longer, is_shard, read_rows
 from factory.ingest.reading.columns import dataset_files
-from factory.ingest.reading.rows import as_line, with_path
+from factory.ingest.reading.rows import BadRow, as_line, with_path
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
+from factory.ingest.shapes.told import Told, missing_columns
+from factory.ingest.worker import look_at, read_row
 from factory.ledger.files import PACKED, packed
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
@@ -61,6 +65,16 @@ class Pack:
     def of_dataset(cls, folder: Path) -> Pack:
         """Raises: ShardProblem."""
         return cls(folder.name, [(str(file.relative_to(folder)), file) for file in dataset_files(folder)], folder)
+
+    def without_refused(self, policy: DataPolicy) -> tuple[Pack, list[Path]]:
+        """The pack without those of its many files of which a mapping names a column that they lack, and these: each is refused for itself."""
+        refused = [path for name, path in self.files if policy.fields and _lacks_columns(name, path, self.name, policy)]
+        return replace(self, files=[one for one in self.files if one[1] not in refused]), refused
+
+    def without_bad(self, policy: DataPolicy) -> tuple[Pack, dict[str, ShardProblem]]:
+        """The pack without those of its many files that would be quarantined if they came alone, and why each would be, by its path."""
+        bad = {name: why for name, path in self.files if (why := _unusable(name, path, self.name, policy))}
+        return replace(self, files=[one for one in self.files if one[0] not in bad]), bad
 
     @property
     def alone(self) -> Path | None:
@@ -130,10 +144,10 @@ def ingest_pack(
 ) -> list[ShardReport]:
     """Ingest what a pack holds, part by part; ``ingested`` is called with the report of each. What was packed stays where it is.
 
-    A file that cannot be read to its end is quarantined, and its report is the last: the parts before stay. ``unread`` gets those of many
-    files of which nothing was read.
+    A file that cannot be read to its end is quarantined, and its report is the last: the parts before stay. Of many files those that would be
+    quarantined if they came alone are left out where they spoil a part. ``unread`` gets those of many files of which nothing was read.
 
-    Raises: as ``ingest_shard``; InputError where a folder or many files cannot be read, or one of them changed meanwhile.
+    Raises: as ``ingest_shard``; InputError where nothing of a folder or of many files can be read, or one of them changed meanwhile.
     """
     policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     limits, together = policy.limits, pack.alone is None and pack.folder is None
@@ -147,9 +161,11 @@ def ingest_pack(
     done = [] if again else _finished(parts, key, plant.ledger)
     if done and done[-1]["last"]:
         reports = [one for part in done if (one := report(plant.ledger, part["shard"]))]
-        for one in reports:
-            ingested(one)
-        return reports
+        if not together or all(one.state == "ingested" for one in reports):
+            for one in reports:
+                ingested(one)
+            return reports
+        done = []
     reports = []
     left = _LeftOut(files=set() if unread is None else unread)
     folder = plant.workspace.shards / ".packing"
@@ -167,6 +183,8 @@ def ingest_pack(
             how: dict[str, Any] = {"again": again, "workers": workers, "beside": beside, "whole": whole}
             how["quarantines"] = not together
             one = ingest_shard(plant, part.path, **how)
+            if together and one.state == "quarantined":  # in a time when such a part was
+                raise ShardProblem(str(one.reason))
             ingested(one)
             _file(plant, part.path, one)
             detail = {
@@ -182,13 +200,22 @@ def ingest_pack(
             raise ShardProblem(f"nothing in it can be read: {why}")
     except ShardProblem as problem:
         _refuse_changed(pack, before)
+        rest, bad = pack.without_bad(policy) if together else (pack, {})
+        if bad and rest.files:
+            spoilt = _LeftOut()
+            for name, path in pack.files:
+                if name in bad:
+                    spoilt(name, f"unusable, {bad[name]}")
+                    left.files.add(path)
+            plant.progress.line(f"  {pack.name}: {spoilt.words()}")
+            how = {"again": again, "workers": workers, "ingested": ingested, "beside": beside, "unread": left.files}
+            return [*reports, *ingest_pack(plant, rest, **how)]
         stored = [*done, *reports]
         if stored:
             rows = sum(part["rows"] for part in done) + sum(one.rows for one in reports)
             problem = ShardProblem(f"{problem}; {rows:,} rows before that are ingested, as {len(stored)} shards")
         if pack.alone is None:
-            advice = "; in the inbox each of its files is taken for itself then" if together else ""
-            raise InputError(f"{pack.name}: {problem}{advice}") from problem
+            raise InputError(f"{pack.name}: {problem}") from problem
         one = quarantine(plant, pack.alone, sha256, problem)
         ingested(one)
         reports.append(one)
@@ -238,6 +265,30 @@ def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> It
             left.files.add(path)
             continue
         yield from found
+
+
+def _lacks_columns(name: str, path: Path, pack: str, policy: DataPolicy) -> bool:
+    told = Told()
+    with contextlib.suppress(ShardProblem):  # which is said when the pack is read
+        for row in read_rows(path, policy.limits, lambda path, why: None, name):
+            look_at(policy, with_path(row, name), pack, told)
+            if told.mapped and not missing_columns(told, policy.fields):
+                break
+    return bool(missing_columns(told, policy.fields))
+
+
+def _unusable(name: str, path: Path, pack: str, policy: DataPolicy) -> ShardProblem | None:
+    rows: list[Row] = []
+    try:
+        for raw in read_rows(path, policy.limits, lambda path, why: None, name):
+            rows.append(row := Row(len(rows), str(len(rows)), "", "unknown"))
+            try:
+                read_row(policy, row, with_path(raw, name), pack, Told())
+            except BadRow as bad:
+                row.drop(bad.rule, bad.detail)
+    except ShardProblem:  # which is said when the pack is read
+        return None
+    return mostly_bad(rows, policy.limits.max_bad_rows)
 
 
 @dataclass(frozen=True)

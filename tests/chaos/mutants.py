@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(  # the scenario would ingest the file for ever
         "factory/ingest/filing.py",
         "shutil.move(path, place)",
-        "tests/factory/ingest/test_filing.py::test_a_filed_shard_whose_first_rows_changed_goes_back_whole",
+        "tests/factory/ingest/test_inbox.py::test_a_name_that_is_not_utf8_is_ingested_under_one_that_is",
     ),
     Mutant(
         "factory/ingest/filing.py",
@@ -170,6 +170,11 @@ MUTANTS = (
         "factory/ingest/filing.py",
         "os.rename(path, back)",
         "tests/factory/ingest/test_filing.py::test_a_quarantined_file_that_was_mended_is_tried_again",
+    ),
+    Mutant(
+        "factory/ingest/inbox.py",
+        "os.rename(path, target)",
+        "tests/factory/ingest/test_inbox.py::test_a_name_that_is_not_utf8_is_ingested_under_one_that_is",
     ),
     Mutant(
         "factory/retention/cleaning.py",

@@ -56,9 +56,10 @@ def ingest(
     ] = False,
 ) -> None:
     """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. Look at a new kind of data with '--preview'
-    first. While the daemon runs, put shards into the inbox instead. A file that cannot be read keeps none of the others out; the exit code
-    is 2 if nothing at all was taken."""
+    first. While the daemon runs, put shards into the inbox instead; '--again' has it try what is in quarantine/ in its next pass. A file
+    that cannot be read keeps none of the others out; the exit code is 2 if nothing at all was taken."""
     from factory.core.workspace import MODEL_LOOP
+    from factory.ingest.filing import ask_again, quarantined_files
     from factory.ingest.gathering import gather
     from factory.ingest.inbox import ingested_before
     from factory.ledger.files import SMALL_VOCABULARY
@@ -82,9 +83,16 @@ def ingest(
         try:
             held.enter_context(plant.workspace.lock(MODEL_LOOP))
         except WorkspaceError as busy:
-            raise WorkspaceError(
-                f"{busy}; a running 'factory run' ingests what is put into {plant.workspace.inbox}: put it there"
-            ) from None
+            files = gather(plant, paths).files if paths else quarantined_files(plant.workspace)
+            if not again or any(path.resolve().parent != plant.workspace.quarantine.resolve() for path in files):
+                raise WorkspaceError(
+                    f"{busy}; a running 'factory run' ingests what is put into {plant.workspace.inbox}: put it there"
+                ) from None
+            ask_again(plant.ledger, files)
+            said = f"the running daemon tries {len(files)} quarantined files again in its next pass"
+            said = said if files else "nothing is quarantined"
+            say({"files": [path.name for path in files], "says": said}, f"  {said}")
+            return
         found = _gathered(plant, paths)
         done = _Done(plant.progress, found.broken, ingested_before(plant.ledger))
         _ingest_all(plant, found, done, again)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import pytest
 import sqlalchemy as sa
@@ -12,7 +11,8 @@ from factory.core.workspace import Workspace, code_root
 from factory.ingest import filing
 from factory.ingest.filing import filed_name
 from factory.ledger.ledger import Ledger, events, shards
-from tests.support.factory.command import command_here
+from tests.support.factory.at_work import at_work
+from tests.support.factory.command import factory
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_policy, use_small_vocabulary
 from trainer.contract.data.token_shard import file_sha256
@@ -145,16 +145,43 @@ def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspac
 
 
 def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> None:
-    run = partial(command_here, "ingest", home=workspace)
-    assert str(run().exception) == "name the shards to ingest, or '--again' for all that are in quarantine/"
-    assert "nothing is quarantined" in run("--again").output
+    home = ["--workspace", str(workspace.root)]
+    assert (
+        factory("ingest", *home).stderr
+        == "factory: name the shards to ingest, or '--again' for all that are in quarantine/\n"
+    )
+    assert "nothing is quarantined" in factory("ingest", "--again", *home).stdout
     put(workspace, b"nothing\n" * 30 + rows(0, 9))
     one_pass(workspace, ledger)
     (file,) = workspace.quarantine.iterdir()
-    assert "QUARANTINED" in run("--again").output
+    assert "QUARANTINED" in factory("ingest", "--again", *home).stdout
     assert tries(ledger) == 2 and list(workspace.quarantine.iterdir()) == [file] and not list(workspace.inbox.iterdir())
-    assert "QUARANTINED" in run("--again", file.name).output and tries(ledger) == 3
-    assert "no such file" in str(run("--again", "other.jsonl").exception)
+    assert "QUARANTINED" in factory("ingest", "--again", file.name, *home).stdout and tries(ledger) == 3
+    assert "no such file" in factory("ingest", "--again", "other.jsonl", *home).stderr
+
+
+def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:
+    home = ("--workspace", str(workspace.root))
+    with at_work(workspace):
+        assert factory("ingest", "--again", *home).stdout == "  nothing is quarantined\n"
+    put(workspace, b"nothing\n" * 30)
+    one_pass(workspace, ledger)
+    (file,) = workspace.quarantine.iterdir()
+    for words in (["--again"], ["--again", file.name]):
+        count = tries(ledger)
+        with at_work(workspace):
+            said = factory("ingest", *words, *home)
+        assert (said.returncode, said.stdout) == (
+            0,
+            "  the running daemon tries 1 quarantined files again in its next pass\n",
+        )
+        assert tries(ledger) == count and list(workspace.quarantine.iterdir()) == [file]
+        lines = one_pass(workspace, ledger).lines
+        assert (
+            lines[0] == "  a.jsonl was quarantined, and a person asked: it is tried again" and "QUARANTINED" in lines[1]
+        )
+        assert tries(ledger) == count + 1 and quarantined(ledger) == ["a.jsonl"]
+        assert not one_pass(workspace, ledger).lines, "once"
 
 
 def test_a_killed_return_leaves_two_names_and_nothing_is_doubled(workspace: Workspace, ledger: Ledger) -> None:

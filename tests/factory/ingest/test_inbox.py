@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -20,10 +22,11 @@ from factory.ingest.reading import streams
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from tests.support.factory.command import command_here
+from tests.support.factory.command import factory
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.failing.limits import few_handles
+from tests.support.reading.formats import compress, tarred, zipped
 from tests.support.said import Said
 
 LONG_AGO = 3600.0
@@ -34,27 +37,34 @@ def small_vocabulary(workspace: Workspace) -> None:
     use_small_vocabulary(workspace)
 
 
-def test_what_is_no_file_or_has_no_name_that_can_be_stored_is_said_once_and_never_opened(
-    workspace: Workspace, ledger: Ledger, tmp_path: Path
-) -> None:
+def test_a_name_that_is_not_utf8_is_ingested_under_one_that_is(workspace: Workspace, ledger: Ledger) -> None:
+    path = Path(os.fsdecode(os.fsencode(workspace.inbox) + b"/caf\xe9.jsonl"))
+    path.write_bytes(rows(0, 20))
+    said = one_pass(workspace, ledger, settle=0)
+    assert said.about("a name that is not UTF-8; it is named caf\\xe9.jsonl now")
+    assert trained_on(ledger) == exactly(20) and not list(workspace.inbox.iterdir())
+    (workspace.root / "quarantine" / os.fsdecode(b"\xff")).write_bytes(b"not read")
+    assert one_pass(workspace, ledger, settle=0).about("QUARANTINED")  # put there by hand: tried, and quarantined again
+
+
+def test_a_long_name_that_is_not_utf8_is_shortened(workspace: Workspace, ledger: Ledger) -> None:
+    for number in (0, 10):
+        path = Path(os.fsdecode(os.fsencode(workspace.inbox) + b"/" + b"\xe9" * (240 - number) + b".jsonl"))
+        path.write_bytes(rows(number, 10))
+    said = one_pass(workspace, ledger, settle=0)
+    assert said.about("a name that is not UTF-8") and trained_on(ledger) == exactly(20)
+    assert not list(workspace.inbox.iterdir()), said.lines
+
+
+def test_what_is_no_file_is_said_and_never_opened(workspace: Workspace, ledger: Ledger) -> None:
     """Opening a pipe that nobody writes to would wait for ever."""
-    odd = os.fsdecode(b"caf\xe9.jsonl")
-    put(workspace, rows(0, 5), odd)
-    (workspace.inbox / "folder").mkdir()
-    (workspace.inbox / "link.jsonl").symlink_to(tmp_path / "far.jsonl")
     os.mkfifo(workspace.inbox / "pipe.jsonl")
-    put(workspace, rows(0, 10), "good.jsonl")
-    said = one_pass(workspace, ledger)
-    waits = [line.partition(" waits in the inbox: ") for line in said.lines if " waits in the inbox: " in line]
-    assert {name.strip(): why for name, _, why in waits} == {
-        "caf\\xe9.jsonl": "a name that is not UTF-8 cannot be stored: rename it",
-        "folder": "it is a folder: move its files into the inbox itself",
-        "link.jsonl": "it is a link, and a link is not followed: copy the file here",
-        "pipe.jsonl": "it is no regular file: remove it",
-    }
-    assert one_pass(workspace, ledger).lines == [] and trained_on(ledger) == exactly(10)
-    done = command_here("ingest", str(workspace.inbox / odd), home=workspace)
-    assert "caf\\xe9.jsonl: a name that is not UTF-8 cannot be stored: rename it" in str(done.exception)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(workspace.inbox / "socket.jsonl")) if len(str(workspace.inbox)) < 90 else None
+        put(workspace, rows(0, 10), "good.jsonl")
+        said = one_pass(workspace, ledger, settle=0)
+    assert said.about("pipe.jsonl waits in the inbox: it is no regular file: remove it")
+    assert trained_on(ledger) == exactly(10)
 
 
 def test_an_unexpected_error_refuses_one_file_once(
@@ -162,15 +172,85 @@ def test_a_writer_that_pauses_loses_nothing(
     process = writer(path, data[: len(data) // 2], data[len(data) // 2 :])
     os.utime(path, (time.time() - LONG_AGO,) * 2)  # it pauses for an hour
     said = one_pass(workspace, ledger)
-    assert said.lines == [
-        "  a.jsonl waits in the inbox: a process has it open for writing; it is taken once it is closed"
-    ]
+    assert len(said.lines) == 1 and f"a.jsonl waits in the inbox: process {process.pid} (python" in said.lines[0]
+    assert "has it open for writing; it is taken once it is closed" in said.lines[0]
     assert one_pass(workspace, ledger).lines == []  # said once
     assert go_on(process) == "written\n"
     assert one_pass(workspace, ledger, settle=0).about("has it open for writing") and not trained_on(ledger)
     assert go_on(process) == "closed\n"
     one_pass(workspace, ledger, settle=0)
     assert trained_on(ledger) == exactly(40)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.jsonl",
+        "a.jsonl.gz",
+        "a.jsonl.zst",
+        "a.jsonl.bz2",
+        "a.jsonl.xz",
+        "a.parquet",
+        "a.arrow",
+        "a.json",
+        "a.zip",
+        "a.tar.gz",
+    ],
+)
+def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
+) -> None:
+    import pyarrow as pa
+    import pyarrow.feather as feather
+    import pyarrow.parquet as pq
+
+    data = rows(0, 30)
+    documents = [json.loads(line) for line in data.splitlines()]
+    if name.endswith((".parquet", ".arrow")):
+        write = pq.write_table if name.endswith(".parquet") else feather.write_feather
+        write(pa.Table.from_pylist(documents), str(tmp_path / name))
+        data = (tmp_path / name).read_bytes()
+    elif name.endswith(".json"):
+        data = json.dumps(documents).encode()
+    elif name.endswith(".zip"):
+        data = zipped({"a.jsonl": data})
+    elif name != "a.jsonl":
+        data = compress(tarred({"a.jsonl": data}) if ".tar" in name else data, name.rpartition(".")[2])
+    put(workspace, data[: len(data) * 2 // 3], name)
+    (line,) = one_pass(workspace, ledger).lines
+    assert f"{name} waits in the inbox: it" in line and "taken once it is whole, or unchanged for 10 minutes" in line
+    put(workspace, data, name)
+    one_pass(workspace, ledger)
+    assert trained_on(ledger) == exactly(30)
+    put(workspace, data[: len(data) * 2 // 3], f"again-{name}", age=LONG_AGO)
+    assert one_pass(workspace, ledger).about(f"again-{name}: ") and not list(workspace.inbox.iterdir())
+
+
+def test_a_command_names_a_file_whose_name_is_not_utf8(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    odd = os.path.join(os.fsencode(tmp_path), b"\xff.jsonl")
+    with open(odd, "wb") as file:
+        file.write(rows(0, 20))
+    home = ("--workspace", str(workspace.root))
+    done = factory("ingest", os.fsdecode(odd), *home)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "\\xff.jsonl: a name that is not UTF-8 cannot be stored: rename it" in done.stderr
+    inside = os.path.join(os.fsencode(workspace.inbox), b"\xff.jsonl")
+    os.rename(odd, inside)
+    done = factory("ingest", os.fsdecode(inside), "--json", *home)
+    assert done.returncode == 0 and json.loads(done.stdout)[0]["name"] == "\\xff.jsonl", done.stderr
+
+
+def test_folders_and_links_are_named_once(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    (workspace.inbox / "folder").mkdir()
+    (tmp_path / "far.jsonl").write_bytes(rows(0, 5))
+    (workspace.inbox / "link.jsonl").symlink_to(tmp_path / "far.jsonl")
+    os.mkfifo(workspace.inbox / "pipe.jsonl")
+    said = one_pass(workspace, ledger)
+    assert [line.split(":")[0] for line in said.lines] == [
+        f"  {name} waits in the inbox" for name in ("folder", "link.jsonl", "pipe.jsonl")
+    ]
+    assert "it is a folder: move its files into the inbox itself" in said.lines[0]
+    assert one_pass(workspace, ledger).lines == [] and not trained_on(ledger)
 
 
 # -- while it is read --------------------------------------------------------------------------------------------------
@@ -213,6 +293,8 @@ def test_what_changes_while_it_is_read_is_neither_lost_nor_doubled(
     assert ("was taken away" if harm is _rename else "changed while it was read") in line
     left = 25 if harm in (_replace, _append) else 20
     if harm is _truncate:
+        one_pass(workspace, ledger, settle=2.0)
+        assert not trained_on(ledger)  # its last row is cut off
         path.write_bytes(rows(0, 20))
     one_pass(workspace, ledger, settle=0)
     assert trained_on(ledger) == exactly(left)

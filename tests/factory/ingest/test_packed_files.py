@@ -236,24 +236,36 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     assert len(names(ledger)) == 3
 
 
-def test_where_some_spoil_the_many_each_is_taken_for_itself(
+def test_files_that_spoil_the_many_are_quarantined_and_the_others_taken(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
-    """Of the inbox; of a folder the reason is said."""
-    for number in range(36):
+    """Of the inbox, each of them for itself, once; of a folder they are named."""
+    for number in range(60):
         data = rows(number, 1) if number % 3 == 0 else b"garbage %d\n" % number
         put(workspace, data, f"f{number:02d}.jsonl")
         (tmp_path / f"g{number:02d}.jsonl").write_bytes(data + b"\n")
     said = one_pass(workspace, ledger)
-    assert len(said.about("small files of the inbox are ingested as one")) == 1
-    assert said.about("each is taken for itself") and sorted(names(ledger)) == [f"f{n:02d}.jsonl" for n in range(36)]
-    assert trained_on(ledger) == Counter(f"d{n}" for n in range(0, 36, 3))
-    assert len(list(workspace.quarantine.iterdir())) == 24 and not list(workspace.inbox.iterdir())
+    assert said.about("60 small files of the inbox are ingested as one") and said.about(
+        "inbox: 40 left out: 40 unusable, "
+    )
+    assert sorted(names(ledger)) == sorted(["inbox#1.jsonl.zst", *(f"f{n:02d}.jsonl" for n in range(60) if n % 3)])
+    assert trained_on(ledger) == Counter(f"d{n}" for n in range(0, 60, 3))
+    assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
     pack = Pack("docs", [(path.name, path) for path in sorted(tmp_path.glob("g*"))])
-    with pytest.raises(
-        InputError, match="docs: 83% of 72 rows cannot be read .*in the inbox each of its files is taken"
-    ):
-        ingest_pack(Plant(workspace, ledger), pack, workers=0)
+    unread: set[Path] = set()
+    (one,) = ingest_pack(Plant(workspace, ledger), pack, workers=0, unread=unread)
+    assert (one.state, one.rows, sum(one.counts["dropped"].values())) == ("ingested", 40, 40)
+    assert one.counts["dropped"]["empty"] == 20  # the others are copies
+    assert len(unread) == 40
+
+
+def test_where_all_of_many_files_are_bad_each_is_quarantined_once(workspace: Workspace, ledger: Ledger) -> None:
+    for number in range(40):
+        put(workspace, b"garbage %d\n" % number, f"f{number:02d}.jsonl")
+    said = one_pass(workspace, ledger)
+    assert len(said.about("small files of the inbox are ingested as one")) == 1
+    assert sorted(names(ledger)) == [f"f{n:02d}.jsonl" for n in range(40)]
+    assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
 
 
 def test_the_same_files_are_the_same_shard(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:

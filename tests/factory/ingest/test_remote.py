@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def test_a_prefix_is_fetched_ingested_and_not_fetched_again(workspace: Workspace
     bucket[0].pipe_file(f"{bucket[1]}/in/a.jsonl.gz", compress(rows(0, 25), "gz"))  # another one under the name
     command_here("ingest", f"{root}/in/a.jsonl.gz", home=workspace)
     assert names(ledger) == ["a.jsonl.gz", "a.jsonl.gz", "b.zip#1.jsonl.zst"] and trained_on(ledger) == exactly(30)
+
+
+def test_of_many_small_fetched_files_those_that_cannot_be_read_are_kept(
+    workspace: Workspace, ledger: Ledger, bucket: Any
+) -> None:
+    """They are not fetched again, so each is in quarantine/, where it can be tried again."""
+    use_small_vocabulary(workspace)
+    made = {f"f{n:02d}.jsonl": rows(n, 1) if n % 3 == 0 else b"garbage %d\n" % n for n in range(36)}
+    done = command_here("ingest", put_there(bucket, made), home=workspace)
+    assert done.exit_code == 0, done.output
+    assert trained_on(ledger) == Counter(f"d{n}" for n in range(0, 36, 3))
+    assert len(list(workspace.quarantine.iterdir())) == 24 and not list((workspace.root / "fetched").rglob("*.jsonl"))
 
 
 def test_a_fetch_that_was_cut_off_goes_on_by_range(

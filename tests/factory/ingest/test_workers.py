@@ -110,20 +110,43 @@ def test_what_takes_long_beside_the_work_is_no_hang(tmp_path: Path) -> None:
 def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one worker, at once; the others do not wait for it."""
+    monkeypatch.setattr(chain, "_WORTH_WORKERS", 0)
+    policy = workspace.root / "policies" / "retries.yaml"
+    policy.parent.mkdir(exist_ok=True)
+    policy.write_text("first_wait_seconds: 1000\n")
+    path, said = put(workspace, rows(0, 20)), Said()
+    with killer():
+        take(Plant(workspace, ledger, said), path)
+        assert said.about(
+            "was killed, most likely because memory ran out; nothing was stored; it is tried again in 10 min, with one worker (try 2 of 3)"
+        )
+        assert held(ledger)["a.jsonl"]["deaths"] == 1 and not list(arrived(Plant(workspace, ledger))), "it rests"
+        policy.write_text("first_wait_seconds: 0.001\n")
+        for _ in range(2):
+            time.sleep(0.01)
+            assert list(arrived(Plant(workspace, ledger))) == [path]
+            take(Plant(workspace, ledger, said), path)
+    time.sleep(0.01)
+    assert said.about("that was try 3: free some memory and run 'factory retry'") and not list(
+        arrived(Plant(workspace, ledger))
+    )
+    (told,) = [one for one in waiting(workspace, ledger) if "a.jsonl" in str(one)]
+    assert "factory retry" in str(told)
+    assert path.exists() and not trained_on(ledger)
+    retry(ledger, None, "me")
+    assert list(arrived(Plant(workspace, ledger))) == [path]
+    take(Plant(workspace, ledger, said), path)
+    assert trained_on(ledger) == exactly(20) and not path.exists()
+
+
+def test_the_others_do_not_wait_for_it(workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain, "_WORTH_WORKERS", 0)
     path, said = put(workspace, rows(0, 20)), Said()
     with killer():
         take(Plant(workspace, ledger, said), path)
-    assert said.about(
-        "was killed, most likely because memory ran out; nothing was stored; it is tried again, with one worker"
-    )
-    assert said.about("free some memory and run 'factory retry'") and not list(arrived(Plant(workspace, ledger)))
-    (told,) = [one for one in waiting(workspace, ledger) if "a.jsonl" in str(one)]
-    assert "factory retry" in str(told) and held(ledger)["a.jsonl"]["refused"]
-    other = put(workspace, rows(20, 20), "b.jsonl")
-    assert list(arrived(Plant(workspace, ledger))) == [other] and path.exists() and not trained_on(ledger)
-    retry(ledger, None, "me")
-    assert list(arrived(Plant(workspace, ledger))) == [path, other]
-    take(Plant(workspace, ledger, said), path)
-    assert trained_on(ledger) == exactly(20) and not path.exists()
+    put(workspace, rows(20, 20), "b.jsonl")
+    (other,) = arrived(Plant(workspace, ledger))
+    take(Plant(workspace, ledger, said), other)
+    assert other.name == "b.jsonl" and path.exists()
+    put(workspace, rows(0, 20))  # changed: it is another file
+    assert list(arrived(Plant(workspace, ledger))) == [path]
