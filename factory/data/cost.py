@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from factory.data.exposure import Exposure, UnknownExposureError, trained_in
-from factory.data.metrics import metrics_of
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_segment
@@ -25,8 +23,6 @@ class RetrainingCost:
     checkpoint: str = ""  # that it would start from; '': from the beginning
     until: int = 0  # the trunk's newest step
     steps: int = 0
-    supervised_tokens: int | None = None  # None: the metrics of these steps are gone
-    hours: float | None = None  # at the rate measured in these steps
     unknown: str = ""  # why none of it is known
 
     def to_json(self) -> dict[str, Any]:
@@ -37,14 +33,12 @@ class RetrainingCost:
             return f"what training again without them takes is not known: {self.unknown}"
         if self.first_step is None:
             return "the trunk was never trained on them: nothing is to be trained again"
-        tokens = f", {self.supervised_tokens:,} supervised tokens" if self.supervised_tokens is not None else ""
-        hours = f", {self.hours:.2g} hours at the rate measured then" if self.hours is not None else ""
         start = (
             f"from {self.checkpoint}" if self.checkpoint else "from the beginning: no checkpoint from before is left"
         )
         return (
             f"the trunk first saw one at step {self.first_step} (segment {self.segment}); training again without them: "
-            f"{self.steps:,} steps (to step {self.until}){tokens}{hours}, {start}"
+            f"{self.steps:,} steps (to step {self.until}), {start}"
         )
 
 
@@ -68,10 +62,7 @@ def cost_of(ledger: Ledger, exposure: Exposure) -> RetrainingCost:
         if step <= first and (path / "manifest.json").is_file()
     ]
     start, checkpoint = max(sound, default=(0, None))
-    tokens, hours = _measured(lineage, start)
-    return RetrainingCost(
-        first, row.id, start, str(checkpoint or ""), trunk.last_step, trunk.last_step - start, tokens, hours
-    )  # fmt: skip
+    return RetrainingCost(first, row.id, start, str(checkpoint or ""), trunk.last_step, trunk.last_step - start)
 
 
 def releases_that_saw(
@@ -97,24 +88,3 @@ def releases_that_saw(
         if keys:
             found[number] = sorted(keys), exact
     return found
-
-
-def _measured(lineage: list[SegmentRow], start: int) -> tuple[int | None, float | None]:
-    """(supervised tokens, hours) of a lineage's steps from ``start`` on, by its metrics."""
-    tokens, steps, before = 0, 0, 0.0
-    seconds: list[float] = []
-    for row in lineage:
-        lines = metrics_of(row)
-        counts = [(line["step"], line["supervised_tokens"]) for line in lines]
-        if counts and row.last_step > start:
-            base = before if counts[0][1] >= before else 0.0  # some count from their segment's beginning
-            base = next((count for step, count in reversed(counts) if step < start), base)
-            tokens += int(counts[-1][1] - base)
-            steps += sum(step >= start for step, _ in counts)
-            seconds += [
-                b["time"] - a["time"] for a, b in pairwise(lines) if a["step"] >= start and b["step"] == a["step"] + 1
-            ]
-        before = counts[-1][1] if counts else before
-    whole = steps == lineage[-1].last_step - start
-    median = sorted(seconds)[len(seconds) // 2] if seconds else None
-    return tokens if whole else None, median * (lineage[-1].last_step - start) / 3600 if median is not None else None

@@ -8,8 +8,9 @@ from typing import Any
 
 from factory.core.errors import InputError, nearest
 from factory.data.selecting import keys_of_one
-from factory.ingest.rules.claims import SETTLED, LicenceConflict, LicencePolicy, conflicts
+from factory.ingest.rules.claims import SETTLED, LicenceConflict, conflicts
 from factory.ingest.rules.licence_names import folded
+from factory.ingest.rules.policy import Licences
 from factory.ingest.shapes.mapping import whole_name
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.removals import NO_LICENCE
@@ -17,7 +18,7 @@ from factory.ledger.removals import NO_LICENCE
 NAMED = 5  # documents of a group
 
 
-def grouped(ledger: Ledger, policy: LicencePolicy) -> list[dict[str, Any]]:
+def grouped(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
     """Conflicts with the same claims of the same shards together, most supervised tokens first: ``claims`` (licence and shard of each),
     ``counts_as``, ``release`` (does that licence allow one), ``settled``, ``fates``, ``documents``, ``supervised_tokens``, ``keys`` (some)."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -10,6 +10,7 @@ rows' numbers. So both can be made again from each other's records. Killed anywh
 from __future__ import annotations
 
 import gzip
+import io
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from factory.core.workspace import Workspace
 from factory.data.removing import mark_new_releases
 from factory.data.selecting import Selection
 from factory.ingest.filing import remove_originals
-from factory.ingest.readers import COMPRESSIONS
+from factory.ingest.reading.kinds import kind_of
 from factory.ledger.files import FILED, filed, origins
 from factory.ledger.journal import backups_of
 from factory.ledger.ledger import Ledger, documents, held_out, record, shards, token_shards
@@ -264,9 +265,7 @@ def rewrite_without(path: Path, name: str, rows: Collection[int], target: Path) 
 
     Raises: OSError; pyarrow.ArrowException for a damaged file.
     """
-    suffixes = [suffix.lower() for suffix in Path(name).suffixes] or [""]
-    compression = COMPRESSIONS.get(suffixes[-1], "")
-    kind = (suffixes[:-1] or [""])[-1] if compression else suffixes[-1]
+    kind, compression = kind_of(name)
     if kind in (".jsonl", ".ndjson", ".json"):
         _lines(path, compression, rows, target)
     elif kind == ".parquet":
@@ -289,18 +288,8 @@ def _lines(path: Path, compression: str, rows: Collection[int], target: Path) ->
         else:
             source = opened.enter_context(open(path, "rb"))
             out = opened.enter_context(open(target, "wb"))
-        for number, line in enumerate(_each_line(source)):
+        for number, line in enumerate(io.BufferedReader(source) if compression == "zstd" else source):  # type: ignore[type-var]
             out.write(ROW + b"\n" * line.endswith(b"\n") if number in rows else line)
-
-
-def _each_line(source: IO[bytes]) -> Iterator[bytes]:
-    """Lines with their ends; a pyarrow stream has no ``readline`` of its own that is fast."""
-    rest = b""
-    while block := source.read(1 << 20):
-        *lines, rest = (rest + block).split(b"\n")
-        yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest
 
 
 def _parquet(path: Path, rows: Collection[int], target: Path) -> None:

@@ -245,10 +245,7 @@ def _better_domain(domain: str) -> str:
     """How to write a domain that is not allowed."""
     if domain in _RESERVED:
         return f"the release gate has a measure of that name; write '{domain}-text'"
-    rule = "letters a-z, digits, '-' and '_' only, 40 at most"
-    ascii_only = unicodedata.normalize("NFKD", domain).encode("ascii", "ignore").decode().lower()
-    better = re.sub(r"[^a-z0-9_]+", "-", ascii_only).strip("-_")[:40].strip("-_")
-    return f"write {better!r} ({rule})" if better and better not in _RESERVED else rule
+    return "letters a-z, digits, '-' and '_' only, 40 at most"
 
 
 def _bounded_int(digits: str) -> float:

@@ -32,6 +32,7 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.ingest.reading.kinds import kind_of
+from factory.ingest.reading_code import reading_key
 from factory.ledger.files import FILED, filed, origins, packed
 from factory.ledger.ledger import Ledger, record, shards
 from factory.ledger.plant import Plant
@@ -55,8 +56,6 @@ def filed_name(sha256: str, path: Path) -> str:
 
 def file_away(plant: Plant, path: Path, sha256: str, state: str) -> None:
     """Move an ingested file to its place. Another file that got the same name meanwhile is found by its hash, and goes back."""
-    from factory.ingest.reading_code import reading_key
-
     folder = QUARANTINE if state == "quarantined" else RAW
     place = plant.workspace.root / folder / filed_name(sha256, path)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +142,6 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
 
 def return_quarantined(plant: Plant) -> None:
     """Files of ``quarantine/`` that may be readable by now go to the inbox again."""
-    from factory.ingest.reading_code import reading_key
-
     there = quarantined_files(plant.workspace)
     known = filed(plant.ledger) if there else {}
     key = reading_key(plant.workspace) if there else ""

@@ -10,17 +10,14 @@ import numpy as np
 
 from factory.core.errors import InputError
 from factory.ingest.compared import HELD, HashedDocument, hashes_file, prefix_of, write_hashes
-from factory.ingest.rules.task_folder import item_files, not_read
+from factory.ingest.rules.task_folder import item_files
 from factory.ingest.rules.task_items import item_ngrams, items_sha256, read_items
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
 
-NOT_READ = "task_file_not_read"  # event
-
 
 def hold_task_items(plant: Plant, n: int) -> int:
-    """Record the n-grams of every data file of ``policies/tasks/`` that is new; returns how many files were. Idempotent. A file there that cannot
-    hold a task's items here, by its name, is said once.
+    """Record the n-grams of every data file of ``policies/tasks/`` that is new; returns how many files were. Idempotent.
 
     Raises: InputError for a file that cannot be read: nothing is ingested that might hold its items.
     """
@@ -33,16 +30,6 @@ def hold_task_items(plant: Plant, n: int) -> int:
         if not _held(plant, subject):
             _hold(plant, subject, n, path.name, [item_ngrams(one, n) for one in read_items(path).records])
             new += 1
-    for path in not_read(plant.workspace.root / "policies" / "tasks"):
-        subject = f"task-file:{path.name}"
-        if not plant.ledger.read(
-            "SELECT id FROM events WHERE kind = :kind AND subject = :subject LIMIT 1", kind=NOT_READ, subject=subject
-        ):
-            plant.progress.line(
-                f"  policies/tasks/{path.name} is not read, and what it holds is not kept out of training data (docs/TASKS.md)"
-            )
-            with plant.ledger.begin() as tx:
-                record(tx, NOT_READ, subject, {"name": path.name})
     return new
 
 

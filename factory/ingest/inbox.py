@@ -36,6 +36,7 @@ from factory.ingest.filing import (
     stamp_of,
     writer_of,
 )  # fmt: skip
+from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.split import grouping_lines
 from factory.ingest.shapes.mapping import whole_name
 from factory.ingest.shapes.told import row_lines
@@ -278,7 +279,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
     plant.workspace.inbox.mkdir(exist_ok=True)
     names = [n for n in sorted(os.listdir(plant.workspace.inbox)) if not n.startswith(".") and not n.endswith(PARTIAL)]
     refused = {name: one for name, one in held(plant.ledger).items() if one["refused"]} if names else {}
-    key = _key(plant.workspace) if refused else ""
+    key = reading_key(plant.workspace) if refused else ""
     asked = newest_asked(plant.ledger) if refused else 0
     for name in names:
         path = plant.workspace.inbox / name
@@ -303,7 +304,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
 def _deaths(plant: Plant, path: Path, stamp: Stamp) -> int:
     """How often workers died that read this file as it is."""
     known = held(plant.ledger).get(shown_name(path), {})
-    if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (stamp, _key(plant.workspace)):
+    if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (stamp, reading_key(plant.workspace)):
         return 0
     return int(known["deaths"])
 
@@ -359,14 +360,8 @@ def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0,
         "refused": refused,
         "deaths": deaths,
     }
-    detail |= {"read_by": _key(plant.workspace) + text if refused else ""} | ({"text": text} if text else {})
+    detail |= {"read_by": reading_key(plant.workspace) + text if refused else ""} | ({"text": text} if text else {})
     return record_once(plant.ledger, HELD, f"inbox:{file.name}", detail)
-
-
-def _key(workspace: Workspace) -> str:
-    from factory.ingest.reading_code import reading_key
-
-    return reading_key(workspace)
 
 
 def ingested_before(ledger: Ledger) -> dict[str, float]:

@@ -21,7 +21,7 @@ from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, instead, kind
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
 from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
 from factory.ingest.reading.streams import Readable, as_text, lines, open_file, whole
-from factory.ingest.reading.tables import read_csv, read_tsv
+from factory.ingest.reading.tables import read_table
 from factory.ingest.rules.policy import ShardLimits
 
 __all__ = ["COMPRESSIONS", "RawRow", "ShardProblem", "is_longer", "is_read", "is_shard", "read_rows", "too_long"]
@@ -115,14 +115,6 @@ def _code(source: Readable) -> Iterator[RawRow]:
         yield row | {"domain": "code"}
 
 
-def _zip(source: Readable) -> Iterator[RawRow]:
-    yield from read_zip(source, read_source)
-
-
-def _tar(source: Readable) -> Iterator[RawRow]:
-    yield from read_tar(source, read_source)
-
-
 Reader = Callable[[Readable], Iterator[RawRow]]
 READERS: dict[str, Reader] = {  # by suffix, without that of a compression
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _jsonl),
@@ -131,11 +123,11 @@ READERS: dict[str, Reader] = {  # by suffix, without that of a compression
     **dict.fromkeys(CODE, _code),
     ".parquet": read_parquet,
     **dict.fromkeys((".arrow", ".feather", ".ipc", ".arrows"), read_arrow),
-    ".csv": read_csv,
-    **dict.fromkeys((".tsv", ".tab"), read_tsv),
+    ".csv": read_table,
+    **dict.fromkeys((".tsv", ".tab"), functools.partial(read_table, delimiter="\t")),
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
     **dict.fromkeys((".warc", ".wet"), read_warc),
     ".ipynb": read_notebook,
-    ".zip": _zip,
-    ".tar": _tar,
+    ".zip": functools.partial(read_zip, read=read_source),
+    ".tar": functools.partial(read_tar, read=read_source),
 }

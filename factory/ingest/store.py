@@ -54,20 +54,10 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def held_back(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
-    """By licence as it is written, the training documents that no release may hold: how many, and why ('missing', 'listed' as such, 'unlisted',
-    then with the ``near`` name that is listed, if any)."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, count in sorted(
-        Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable).items()
-    ):
-        about: dict[str, Any] = {
-            "documents": count,
-            "why": "listed" if policy.lists(name) else "unlisted" if name else "missing",
-        }
-        if name and about["why"] == "unlisted" and (near := policy.near(name)):
-            about["near"] = near
-        found[name] = about
-    return found
+    """By licence as it is written, the training documents that no release may hold: how many, and why ('missing', 'listed' as such, 'unlisted')."""
+    counts = Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable)
+    why = lambda name: "listed" if policy.lists(name) else "unlisted" if name else "missing"
+    return {name: {"documents": count, "why": why(name)} for name, count in sorted(counts.items())}
 
 
 def _examples(rows: Sequence[Row]) -> dict[str, str]:

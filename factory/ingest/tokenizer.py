@@ -139,7 +139,7 @@ class Tokenizer:
         """
         added = [token.content for token in self._inner.get_added_tokens_decoder().values()]
         for text in (*PROBES, *(f"a {word} b{word}" for word in added[:_ADDED_AT_MOST])):
-            theirs, ours = self._inner.encode(text, add_special_tokens=False).ids, self._ids(text)
+            theirs, ours = self._inner.encode(text, add_special_tokens=False).ids, self.ids(text)
             if theirs != ours:
                 return f"of {text[:40]!r} it makes the ids {_shown(theirs)}, which would be read as {_shown(ours)} here (another split pattern?)"
             if self.decode(ours) != text:
@@ -162,22 +162,14 @@ class Tokenizer:
         """The id of BOS, where there is one."""
         return next(iter(self.bos), None)
 
-    def ids(self, text: str) -> list[int]:
-        """Ids of a text, no special tokens."""
-        return self._ids(text)
-
     def text_prompt(self, text: str) -> Ids:
         """Ids of a text that is to be continued, as other programs encode one: with BOS."""
-        return np.array([*self.bos, *self._ids(text)], np.uint32)
+        return np.array([*self.bos, *self.ids(text)], np.uint32)
 
     def encode_text(self, text: str) -> tuple[Ids, Mask]:
         """Ids of a plain document from BOS to the end token, all of them supervised: two arrays of shape [L]."""
-        return self.encode_texts([text])[0]
-
-    def encode_texts(self, texts: Sequence[str]) -> list[tuple[Ids, Mask]]:
-        """``encode_text`` of many."""
-        arrays = [np.array([*self.bos, *self._ids(text), self.end_token], np.uint32) for text in texts]
-        return [(ids, np.ones(len(ids), bool)) for ids in arrays]
+        ids = np.array([*self.bos, *self.ids(text), self.end_token], np.uint32)
+        return ids, np.ones(len(ids), bool)
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
         """Ids of a chat from BOS to the end token; supervised are the assistant's content and its closing
@@ -228,7 +220,8 @@ class Tokenizer:
             )
             template.write_text(self.chat_template, encoding="utf-8")
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text, no special tokens."""
         if text.isascii():
             return self._ascii_ids(text)
         ids: list[int] = []
@@ -268,7 +261,7 @@ class Tokenizer:
     def _message(self, head: str, content: str) -> tuple[list[int], list[int]]:
         """Ids of role and content, as if encoded in one go: whoever renders the template to a string does that."""
         if not content[:1].isspace():  # then no piece spans the line end between them
-            return self._ids(head), self._ids(content)
+            return self.ids(head), self.ids(content)
         encoded = self._inner.encode(head + content, add_special_tokens=False)
         cut = sum(start < len(head) for start, _ in encoded.offsets)
         return encoded.ids[:cut], encoded.ids[cut:]

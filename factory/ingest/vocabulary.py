@@ -6,7 +6,6 @@ inbox, so that a first shard of chats does not leave code without tokens of its 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -33,7 +32,6 @@ from kernels.contract.files import write_atomically
 _OF_ONE_DOCUMENT = 50_000  # characters: one large file must not fill the sample
 _OTHER_SHARDS = 16
 _ENOUGH = 100_000  # characters of text; where more give too few tokens, it is of few words, and waiting helps nothing
-_BYTES = 259  # tokens that need no text: of single bytes, and the special ones
 
 
 class LittleTextError(InputError):
@@ -85,7 +83,12 @@ def frozen_tokenizer(
         made = train(iter(sample), policy.tokenizer.vocab_size, aside)
         if made.vocab_size < policy.tokenizer.vocab_size:
             if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(plant.ledger):
-                raise LittleTextError(_too_little(sample, made.vocab_size, policy.tokenizer.vocab_size, aside))
+                raise LittleTextError(
+                    f"the tokenizer is trained once, and there is too little text for it: {sum(map(len, sample)):,} characters give "
+                    f"{made.vocab_size:,} of the {policy.tokenizer.vocab_size:,} tokens that policies/data.yaml asks for "
+                    f"(tokenizer.vocab_size); {_ENOUGH:,} are enough. Ingest this file together with more text, or train the tokenizer on "
+                    "it with 'factory ingest --small-vocabulary'"
+                )
             plant.progress.line(
                 f"  the tokenizer has {made.vocab_size:,} tokens, not {policy.tokenizer.vocab_size:,}: the text gives no more, and it is trained once"
             )
@@ -95,22 +98,6 @@ def frozen_tokenizer(
         ):  # that one last: it makes the folder a tokenizer
             write_atomically(plant.workspace.tokenizer / name, (aside / name).read_bytes())
         return Tokenizer.load(plant.workspace.tokenizer)
-
-
-def _too_little(sample: Sequence[str], found: int, wanted: int, folder: Path) -> str:
-    """How much text there is and, by how the vocabulary grew from half of it to all, about how much is needed."""
-    there = sum(map(len, sample))
-    half = train((text[: len(text) // 2] for text in sample), wanted, folder).vocab_size
-    grown, before = max(found - _BYTES, 2), max(half - _BYTES, 1)
-    power = min(1.0, max(0.4, math.log2(max(grown / before, 1.01))))
-    needed = there * ((wanted - _BYTES) / grown) ** (1 / power)
-    needed = min(needed, _ENOUGH)
-    rounded = math.ceil(needed / 10 ** (unit := max(0, len(str(int(needed))) - 2))) * 10**unit
-    return (
-        f"the tokenizer is trained once, and there is too little text for it: {there:,} characters give {found:,} of the {wanted:,} tokens that "
-        f"policies/data.yaml asks for (tokenizer.vocab_size); about {rounded:,} are needed. Ingest this file together with more text, "
-        f"or train the tokenizer on it with 'factory ingest --small-vocabulary': the vocabulary then stays at {found:,} tokens"
-    )
 
 
 def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: int) -> Iterator[str]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads
-
-if TYPE_CHECKING:
-    pass
 
 RELEASABLE = "releasable"  # event: {"key", "lines"}
 POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
@@ -32,10 +29,10 @@ def refresh(plant: Plant) -> None:
     from factory.ledger.writing import record_once
     from factory.releasable.gathering import describe, look, verdict
 
-    key = _key(plant.workspace, plant.ledger)
-    before = _stored(plant.ledger)
-    if before and before["key"] == key:
+    before = newest(plant.workspace, plant.ledger)
+    if before and not before["stale"]:
         return
+    key = _key(plant.workspace, plant.ledger)
     try:
         lines = look(plant)
     except FactoryError:
@@ -49,12 +46,6 @@ def refresh(plant: Plant) -> None:
         plant.progress.line(f"  {verdict(lines)}")
     for words in describe(fresh):
         plant.progress.line(f"  {words}")
-
-
-def _stored(db: Reads) -> dict[str, Any] | None:
-    for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
-        return dict(row["detail"])
-    return None
 
 
 def _key(workspace: Workspace, db: Reads) -> str:

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from factory.ingest.reading.rows import UNREADABLE, BadRow, LeftOut, RawRow, ShardProblem, too_long, with_path
-from factory.ingest.reading.streams import FREE_EXPANSION, Allowance, Readable, open_file, refuse_unread, seekable
+from factory.ingest.reading.streams import Allowance, Readable, open_file, refuse_unread, seekable
 from factory.ingest.rules.policy import ShardLimits
 
 _AT_ONCE = 64  # rows
@@ -33,14 +33,7 @@ def read_parquet(source: Readable) -> Iterator[RawRow]:
         with seekable(source) as mapped, pq.ParquetFile(mapped) as file:
             columns = _readable(file.schema_arrow)
             total = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-            if total > source.limits.max_shard_bytes:
-                raise ShardProblem(
-                    f"more than {source.limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it"
-                )
-            if total > FREE_EXPANSION and total > source.limits.max_expansion * mapped.size():
-                raise ShardProblem(
-                    f"expands more than {source.limits.max_expansion:g} times (limits.max_expansion): a bomb?"
-                )
+            Allowance(mapped.size(), source.limits).take(total)
             for batch in file.iter_batches(batch_size=_AT_ONCE, columns=columns):
                 yield from _rows(batch, source.limits)
     except (OSError, pa.ArrowException, OverflowError) as error:

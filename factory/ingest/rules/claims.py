@@ -12,31 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from factory.ingest.rules.licence_names import folded
 from factory.ledger.rows import Reads
+
+if TYPE_CHECKING:
+    from factory.ingest.rules.policy import Licences
 
 SETTLED = "licence_settled"
 CONFLICT = "licence_conflict"  # of a shard: some of its texts came under another licence before
 # Rules by which a row drops that matched a document; 'removed': that was taken out, and may be put back.
 COPIES = ("exact_duplicate", "near_duplicate", "licence", "removed")
-
-
-class LicenceAnswers(Protocol):
-    """What a licence allows."""
-
-    @property
-    def train(self) -> bool: ...
-
-    @property
-    def release(self) -> bool: ...
-
-
-class LicencePolicy(Protocol):
-    """``factory.ingest.rules.policy.Licences``."""
-
-    def of(self, name: str | None) -> LicenceAnswers: ...
 
 
 @dataclass(frozen=True)
@@ -69,12 +56,12 @@ class LicenceConflict:
     def settled(self) -> bool:
         return len({folded(name) for name in self.standing}) == 1
 
-    def counts_as(self, policy: LicencePolicy) -> str:
+    def counts_as(self, policy: Licences) -> str:
         """The licence by which it is judged: the strictest of those that stand; its own where that is as strict."""
         return strictest(self.standing, policy)
 
 
-def strictest(licences: Collection[str], policy: LicencePolicy) -> str:
+def strictest(licences: Collection[str], policy: Licences) -> str:
     """The first of the strictest; where it is not the first of all, the first by name, so that no order of arrival counts."""
     allows = {name: (policy.of(name).train, policy.of(name).release) for name in licences}
     least = min(allows.values())
@@ -118,6 +105,6 @@ def set_aside(db: Reads) -> set[str]:
     return {key for keys in newest.values() for key in keys}
 
 
-def counted(db: Reads, policy: LicencePolicy) -> Mapping[str, LicenceConflict]:
+def counted(db: Reads, policy: Licences) -> Mapping[str, LicenceConflict]:
     """By key, the documents that count under another licence than their own row names."""
     return {one.key: one for one in conflicts(db) if one.counts_as(policy) != one.claims[0].license}

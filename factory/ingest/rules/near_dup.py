@@ -11,6 +11,7 @@ those that stayed, so a chain of small edits ends where its similarity to the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -94,9 +95,9 @@ class NearDuplicates:
                 kept.append(document)
 
 
+@dataclass(frozen=True)
 class Stored:
     """What the ledger knows about some band hashes: keys by hash, and the signatures of these keys."""
 
-    def __init__(self, keys: dict[int, list[str]], signed: dict[str, npt.NDArray[np.uint32]]) -> None:
-        self.keys = keys
-        self.signatures = signed
+    keys: dict[int, list[str]]
+    signatures: dict[str, npt.NDArray[np.uint32]]

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 _EMAIL = re.compile(
     r"(?<![\w.+-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.){1,5}[A-Za-z]{2,24}(?![\w-])"
@@ -40,13 +42,20 @@ _DIGITS = re.compile(r"\D")
 
 def replace(text: str, kinds: Iterable[str]) -> tuple[str, dict[str, int]]:
     """The text with every kind of ``kinds`` replaced, and how many of each there were."""
-    counts: dict[str, int] = {}
-    for kind in kinds:
-        found = _REPLACERS[kind]
-        text, count = found(text)
-        if count:
-            counts[kind] = count
-    return text, counts
+    counts: Counter[str] = Counter()
+
+    def one(match: re.Match[str]) -> str:
+        found = match.group(0)
+        if found == kind.placeholder or not kind.counts(found):
+            return found
+        counts[name] += 1
+        return kind.placeholder
+
+    for name in kinds:
+        kind = _KINDS[name]
+        if any(sign in text for sign in kind.signs):
+            text = kind.pattern.sub(one, text)
+    return text, dict(counts)
 
 
 def luhn(digits: str) -> bool:
@@ -58,56 +67,32 @@ def luhn(digits: str) -> bool:
     return total % 10 == 0
 
 
-def _email(text: str) -> tuple[str, int]:
-    if "@" not in text:
-        return text, 0
-    return _substitute(_EMAIL, text, "email@example.com", lambda m: not _NO_MAIL.search(m.group(0).split("@", 1)[1]))
-
-
-def _ip(text: str) -> tuple[str, int]:
-    if text.count(".") < 3:
-        return text, 0
-    return _substitute(_IP, text, "192.0.2.1", lambda m: _public(m.group(0)))
-
-
-def _public(dotted: str) -> bool:
+def _is_public(dotted: str) -> bool:
     try:
         return ipaddress.IPv4Address(dotted).is_global
     except ValueError:  # a part above 255, or with a leading zero: no address
         return False
 
 
-def _phone(text: str) -> tuple[str, int]:
-    return _substitute(_PHONE, text, "+1 555 0100 100", lambda m: 9 <= len(_DIGITS.sub("", m.group(0))) <= 15)
-
-
-def _card(text: str) -> tuple[str, int]:
-    return _substitute(_CARD, text, "0000 0000 0000 0000", lambda m: _is_card(_DIGITS.sub("", m.group(0))))
-
-
-def _is_card(digits: str) -> bool:
+def _is_card(found: str) -> bool:
+    digits = _DIGITS.sub("", found)
     return 13 <= len(digits) <= 19 and len(set(digits)) > 1 and digits[0] in "3456" and luhn(digits)
 
 
-def _secret(text: str) -> tuple[str, int]:
-    if not any(sign in text for sign in _SECRET_SIGNS):
-        return text, 0
-    return _substitute(_SECRET, text, "<SECRET>", lambda m: True)
+@dataclass(frozen=True)
+class _Kind:
+    """``signs``: without any of them in a text there is none of the kind; ``counts``: is what the pattern finds one?"""
+
+    pattern: re.Pattern[str]
+    placeholder: str
+    signs: tuple[str, ...] = ("",)
+    counts: Callable[[str], bool] = bool
 
 
-def _substitute(
-    pattern: re.Pattern[str], text: str, placeholder: str, counts: Callable[[re.Match[str]], bool]
-) -> tuple[str, int]:
-    replaced = 0
-
-    def one(match: re.Match[str]) -> str:
-        nonlocal replaced
-        if match.group(0) == placeholder or not counts(match):
-            return match.group(0)
-        replaced += 1
-        return placeholder
-
-    return pattern.sub(one, text), replaced
-
-
-_REPLACERS = {"email": _email, "ip": _ip, "phone": _phone, "card": _card, "secret": _secret}
+_KINDS = {
+    "email": _Kind(_EMAIL, "email@example.com", ("@",), lambda found: not _NO_MAIL.search(found.split("@", 1)[1])),
+    "ip": _Kind(_IP, "192.0.2.1", (".",), _is_public),
+    "phone": _Kind(_PHONE, "+1 555 0100 100", counts=lambda found: 9 <= len(_DIGITS.sub("", found)) <= 15),
+    "card": _Kind(_CARD, "0000 0000 0000 0000", counts=_is_card),
+    "secret": _Kind(_SECRET, "<SECRET>", _SECRET_SIGNS),
+}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 from factory.ingest.rules.licence_names import LicenceReader, folded
@@ -122,12 +121,6 @@ class Licences(StrictPolicy):
         [True, True, False, False, False]
         """
         return LicenceReader(dict.fromkeys(map(folded, self.known), True), False, all, all).read(name)
-
-    def near(self, name: str) -> str | None:
-        """A listed name that an unlisted one may be a spelling of."""
-        listed = {folded(other): other for other in self.known}
-        begins = sorted(other for other in listed if other.startswith(f"{folded(name)}-"))
-        return next((listed[other] for other in (*begins, *get_close_matches(folded(name), listed, 1))), None)
 
 
 def _strictest(licences: Sequence[Licence]) -> Licence:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -27,8 +28,7 @@ from factory.ingest.shapes.chats import Meaningful
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|([{}])")
 _PART = re.compile(r"#\d+\.jsonl(\.zst)?\Z")  # what the name of a file's part ends in
-_DEEPEST = 4  # levels of a row whose columns are named to a person
-_MOST_COLUMNS = 200
+_MOST_COLUMNS = 200  # of a row, that are compared with one that is missing
 
 
 @dataclass(frozen=True)
@@ -184,26 +184,13 @@ def has_column(row: Mapping[str, Any], path: str) -> bool:
 
 
 def columns_of(row: Mapping[str, Any]) -> set[str]:
-    """The columns of a row, nested ones as dotted paths.
+    """The columns of a row, and those of the records in it as dotted paths.
 
     >>> sorted(columns_of({"a": 1, "b": {"c": [{"d": 2}]}}))
-    ['a', 'b', 'b.c', 'b.c.0', 'b.c.0.d']
+    ['a', 'b', 'b.c']
     """
-    found: set[str] = set()
-
-    def walk(value: Any, path: str, depth: int) -> None:
-        if path:
-            found.add(path)
-        if depth == _DEEPEST or len(found) > _MOST_COLUMNS:
-            return
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key), depth + 1)
-        elif isinstance(value, list) and value:
-            walk(value[0], f"{path}.0", depth + 1)
-
-    walk(row, "", 0)
-    return found
+    inner = (f"{name}.{key}" for name, value in row.items() if isinstance(value, Mapping) for key in value)
+    return set(islice(chain(map(str, row), inner), _MOST_COLUMNS))
 
 
 def _at(row: Mapping[str, Any], path: str) -> Any:

@@ -110,8 +110,7 @@ def _held_back(name: str, held: dict[str, Any]) -> str:
         )
     if held["why"] == "listed":
         return f"{count} to train on are under {name!r}, which holds releases back ('release: false' under licences in data.yaml)"
-    near = f" (or is it {held['near']!r}?)" if held.get("near") else ""
     return (
-        f"{count} to train on are under {name!r}, which data.yaml does not list, and which holds releases back{near}; the line that "
+        f"{count} to train on are under {name!r}, which data.yaml does not list, and which holds releases back; the line that "
         f"allows it, under licences.known: {name!r}: {{train: true, release: true}}"
     )

@@ -36,7 +36,6 @@ from factory.show.pages.release_report import release_report
 from factory.training.planning import plan_anneal, plan_of, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here, factory
-from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.factory.shown import reconcile
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
 from tests.support.plants.released import release_of
@@ -71,15 +70,9 @@ def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
     (step,) = {seen["step"] for seen in of_document(ledger, key)[0]["seen"]}
     assert 10 <= step < 20 and found.releases == {1: ([key], True)} and found.fates == {"train": 1}
     start = 15 if step >= 15 else 10
-    lines = [
-        json.loads(line) for line in (Path(SegmentRow.get(ledger, 2).folder) / "metrics.jsonl").read_text().splitlines()
-    ]
-    counts = {line["step"]: line["supervised_tokens"] for line in lines}
-    first = json.loads((Path(SegmentRow.get(ledger, 1).folder) / "metrics.jsonl").read_text().splitlines()[-1])
-    tokens = counts[19] - counts.get(start - 1, first["supervised_tokens"])
     cost = found.cost
     assert (cost.first_step, cost.segment, cost.from_step, cost.until, cost.steps) == (step, 2, start, 20, 20 - start)
-    assert cost.supervised_tokens == tokens > 0 and cost.hours and Path(cost.checkpoint).name == f"step-{start:08d}"
+    assert Path(cost.checkpoint).name == f"step-{start:08d}"
     removal = remove(ledger, found, "ann", "asked for")
     assert [mark_in_words(mark) for mark in marks(ledger)] == [
         "release 1 was trained on 1 documents that were taken out later (removal 1)"
@@ -245,22 +238,19 @@ def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied
     assert mark_new_releases(ledger) == [] and [mark["release"] for mark in marks(ledger)] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--document", "nobody"], "no document 'nobody' was ever ingested"),
-        (["--source", "code/0-0x"], "no document has source 'code/0-0x'; did you mean"),
-        (["--license", "MTI"], "no document has licence 'MTI'; did you mean 'MIT'"),
-        (["--document", "a", "--source", "b"], "name one: --document ID, --source NAME or --license NAME"),
-        ([], "name one: --document ID"),
-        (["--license", "MIT"], "nothing was changed: say --yes"),
-    ],
-)
-def test_mistakes_change_nothing(copied: Copy, words: list[str], says: str) -> None:
+def test_mistakes_change_nothing(copied: Copy) -> None:
     workspace, ledger = copied()
     before = fates(ledger)
-    done = command_here("data", "remove", *words, home=workspace)
-    assert isinstance(done.exception, InputError) and says in str(done.exception)
+    for words, says in (
+        ("--document nobody", "no document 'nobody' was ever ingested"),
+        ("--source code/0-0x", "no document has source 'code/0-0x'; did you mean"),
+        ("--license MTI", "no document has licence 'MTI'; did you mean 'MIT'"),
+        ("--document a --source b", "name one: --document ID, --source NAME or --license NAME"),
+        ("", "name one: --document ID"),
+        ("--license MIT", "nothing was changed: say --yes"),
+    ):
+        done = command_here("data", "remove", *words.split(), home=workspace)
+        assert isinstance(done.exception, InputError) and says in str(done.exception)
     assert fates(ledger) == before and removals(ledger) == []
 
 
@@ -334,24 +324,6 @@ def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledge
     undo(ledger, 1, "ann")
     reconcile(Plant(workspace, ledger))
     assert "removed_data" not in tags()
-
-
-def test_who_wrote_a_document_is_shown(workspace: Workspace, ledger: Ledger) -> None:
-    use_small_vocabulary(workspace)
-    made = [
-        {"id": f"d{n}", "text": " ".join(f"a{n}b{i}" for i in range(60)), "synthetic_by": "release 3; ours"}
-        for n in range(4)
-    ]
-    ingest_shard(Plant(workspace, ledger), shard_of(workspace, [*made, made[0] | {"id": "odd", "synthetic_by": 7}]))
-    found = of_document(ledger, "d1")[0]
-    assert found["synthetic_by"] == "release 3, ours"
-    assert "synthetic, made by release 3, ours" in command_here("provenance", "--document", "d1", home=workspace).stdout
-    assert (
-        of_document(ledger, ledger.read("SELECT key FROM documents WHERE rule = 'bad_schema'")[0]["key"])[0][
-            "synthetic_by"
-        ]
-        is None
-    )
 
 
 def test_what_was_taken_out_before_the_first_step_holds_no_release(copied: Copy) -> None:

@@ -32,7 +32,6 @@ def test_the_shipped_policy_loads_and_knows_its_domains() -> None:
         ("domains: {code: {min_char: 3}}", "unknown key 'domains.code.min_char'; did you mean 'min_chars'?"),
         ("held_out: {share: 2}", "held_out.share"),
         ("domains: {a: {group: host}}", "domains.a.group"),
-        ("domains: {a: {hold_out_by: source}}", "key 'domains.a': 'hold_out_by' is 'group' now"),
         ("domains: {code: {pii: [faces]}}", "domains.code.pii.0"),
         ("- a list", "expected a mapping, got list"),
         ("a: [", "cannot be read as YAML"),

@@ -83,50 +83,28 @@ def test_what_is_not_python_does_not_parse(text: str) -> None:
     assert filters.does_not_parse(GOOD) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "after"),
-    [
-        ("email", "write to jane.doe+x@mail.python.org, please", "write to email@example.com, please"),
-        ("email", "a@example.com b@host.test c@d @decorator", None),
-        ("ip", "server 8.8.4.4 answers", "server 192.0.2.1 answers"),
-        ("ip", "at 127.0.0.1, 10.1.2.3, 999.1.1.1, OID 1.3.6.1.5 and 192.168.1.1", None),
-        ("phone", "call +44 20 7946 0958 or (212) 555-0187", "call +1 555 0100 100 or +1 555 0100 100"),
-        ("phone", "in 1999-2004 the value was 1234567890.12", None),
-        ("card", "pay with 4111 1111 1111 1111 now", "pay with 0000 0000 0000 0000 now"),
-        ("card", "not 4111 1111 1111 1112, nor 0000000000000000", None),
-        ("secret", "key AKIAIOSFODNN7EXAMPLE in it", "key <SECRET> in it"),
-        (
-            "secret",
-            "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nafter",
-            "<SECRET>\nafter",
-        ),
-        ("secret", "AKIA is a prefix, sk-learn a library", None),
-    ],
-)
-def test_personal_data_is_replaced_and_its_look_alikes_are_not(kind: str, text: str, after: str | None) -> None:
-    replaced, counts = pii.replace(text, [kind])
-    assert replaced == (after or text)
-    assert bool(counts) == (after is not None) and set(counts) <= {kind}
-
-
 KEYS = ("AKIA" + "Q" * 16, "ASIA" + "7" * 16, *(f"gh{kind}_" + "a" * 36 for kind in "pousr"), "xoxb-" + "1" * 10, "AIza" + "b" * 35,
         "-----BEGIN PRIVATE KEY-----\nQ\n-----END PRIVATE KEY-----", "sk-" + "c" * 32, "sk-proj-" + "d" * 32)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "found", "passed_over"),
+    ("kind", "becomes", "found", "passed_over"),
     [
-        ("email", ["a@b.io", "a.b%c@x-y.co"], ["a@b.c", "a@example.org", "x@sub.localhost", "@b.io", "a@b.io-"]),
-        ("ip", ["1.1.1.1", "223.255.255.254"], ["1.1.1", "1.1.1.1.1", "1.1.1.256", "01.1.1.1", "v1.1.1.1", "192.0.2.1"]),
-        ("phone", ["+12 345 6789", "+123 4567 8901 2345", "212-555-0187"], ["+12 345 67", "+1 555 0100 100", "212-555-018", "+12 345 6789-1"]),
-        ("card", ["4222222222222", "378282246310005", "6304000000000000000", "3782 822463 10005"],
-         ["422222222222", "63040000000000000000", "2223000048400011", "5555555555555", "4111-1111 1111 1111"]),
-        ("secret", KEYS, [*(key[:-1] for key in KEYS[:9]), "sk-" + "c" * 31, "sk-proj-" + "d" * 23, "<SECRET>"]),
+        ("email", "email@example.com", ["a@b.io", "a.b%c@x-y.co"], ["a@b.c", "a@example.org", "x@sub.localhost", "@b.io", "a@b.io-"]),
+        ("ip", "192.0.2.1", ["1.1.1.1", "223.255.255.254"],
+         ["1.1.1", "1.1.1.1.1", "1.1.1.256", "01.1.1.1", "v1.1.1.1", "192.0.2.1", "127.0.0.1", "10.1.2.3"]),
+        ("phone", "+1 555 0100 100", ["+12 345 6789", "+123 4567 8901 2345", "212-555-0187", "(212) 555-0187"],
+         ["+12 345 67", "+1 555 0100 100", "212-555-018", "+12 345 6789-1", "1999-2004", "1234567890.12"]),
+        ("card", "0000 0000 0000 0000", ["4222222222222", "378282246310005", "6304000000000000000", "3782 822463 10005", "4111 1111 1111 1111"],
+         ["422222222222", "63040000000000000000", "2223000048400011", "5555555555555", "4111-1111 1111 1111", "4111 1111 1111 1112"]),
+        ("secret", "<SECRET>", KEYS, [*(key[:-1] for key in KEYS[:9]), "sk-" + "c" * 31, "sk-proj-" + "d" * 23, "<SECRET>"]),
     ],
 )  # fmt: skip
-def test_each_kind_of_personal_data_at_its_borders(kind: str, found: list[str], passed_over: list[str]) -> None:
+def test_each_kind_of_personal_data_at_its_borders(
+    kind: str, becomes: str, found: list[str], passed_over: list[str]
+) -> None:
     replaced, counts = pii.replace(f" {'; '.join(found)} ", [kind])
-    assert counts == {kind: len(found)} and not any(one in replaced for one in found)
+    assert counts == {kind: len(found)} and replaced == f" {'; '.join([becomes] * len(found))} "
     assert {one: pii.replace(f" {one} ", [kind]) for one in passed_over} == {
         one: (f" {one} ", {}) for one in passed_over
     }
@@ -180,15 +158,6 @@ def test_near_duplicates_are_found_and_others_left_alone() -> None:
     close, apart = [hit for s, hit in found if s >= 0.9], [hit for s, hit in found if s <= 0.7]
     assert len(close) > 30 and sum(close) / len(close) >= 0.99
     assert len(apart) > 30 and sum(apart) / len(apart) <= 0.05
-
-
-def test_estimated_similarity_is_near_the_true_one() -> None:
-    pairs = [(prose(i, 400), edited(prose(i, 400), 0.03, i)) for i in range(40)]
-    errors = []
-    for one, two in pairs:
-        signed = near_dup.signatures([near_dup.shingles(word_hashes(text), b"") for text in (one, two)])
-        errors.append(near_dup.similarity(signed[0], signed[1]) - jaccard(one, two))
-    assert abs(np.mean(errors)) < 0.03 and np.max(np.abs(errors)) < 0.2
 
 
 def test_what_the_index_stores_is_fixed() -> None:

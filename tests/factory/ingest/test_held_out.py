@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -14,30 +11,15 @@ import sqlalchemy as sa
 from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
-from factory.ingest.chain import ShardReport, ingest_shard
+from factory.ingest.chain import ShardReport
 from factory.ingest.document import maker_of
 from factory.ingest.inbox import describe_shard
 from factory.ingest.rules import split
 from factory.ingest.rules.split import grouping_lines
 from factory.ledger.ledger import Ledger, documents, held_out
-from factory.ledger.plant import Plant
-from tests.support.factory.made_up_text import held_out_texts, prose, texts, use_policy
+from tests.support.factory.made_up_text import prose, texts, use_policy
 
 Ingest = Callable[..., ShardReport]
-
-
-def test_training_data_is_never_held_out_later(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
-    use_policy(workspace, "held_out: {share: 0}\n")
-    ingest(texts(0, 20, 200), "first.jsonl")
-    use_policy(workspace, "held_out: {share: 0.5, least: 0}\n")
-    rows = [
-        {"id": f"n{i}", "text": f"{prose(500 + i, 200)} {' '.join(prose(i, 200).split()[:60])} {prose(600 + i, 200)}"}
-        for i in range(20)
-    ]
-    report = ingest(rows, "second.jsonl")
-    assert report.counts["held_out"] == 0 and report.counts["train"] == 20
-    said = ledger.rows(sa.select(documents.c.detail).where(documents.c.detail.like("not held out: shares words%")))
-    assert 4 <= len(said) <= 16  # those whose content was chosen
 
 
 def test_what_a_model_wrote_is_never_held_out(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
@@ -67,31 +49,6 @@ def test_a_makers_name_is_one_short_line_whatever_a_shard_says(
     one, two, three, four = [maker_of(row["detail"]) for row in rows]
     assert one == "judge fate train\ufffd[31m, quarantined" and two is None and four == "judge 1"
     assert three is not None and 200 < len(three) <= 300
-
-
-def test_no_more_documents_are_held_out_than_the_policy_allows(
-    workspace: Workspace, ledger: Ledger, ingest: Ingest
-) -> None:
-    use_policy(workspace, "held_out: {share: 0.5}\ndomains: {default: {hold_out_at_most: 3}}\n")
-    assert ingest(texts(0, 30), "a.jsonl").counts["held_out"] == 3
-    assert ingest(texts(100, 30), "b.jsonl").counts["held_out"] == 0
-
-
-def test_the_split_does_not_depend_on_order_or_other_documents(
-    workspace: Workspace, tmp_path: Path, ingest: Ingest, ledger: Ledger
-) -> None:
-    """But for the few that each domain needs first."""
-    use_policy(workspace, "held_out: {share: 0.05, least: 0}\ntokenizer: {vocab_size: 400}\n")
-    rows = texts(0, 150)
-    ingest(rows)
-    other = Workspace.create(tmp_path / "other")
-    shutil.copytree(workspace.root / "policies", other.root / "policies", dirs_exist_ok=True)
-    other_ledger = Ledger.create(other.ledger_url)
-    for number, part in enumerate((rows[100:][::-1], rows[:100])):
-        path = other.inbox / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in part))
-        ingest_shard(Plant(other, other_ledger), path, workers=0)
-    assert sorted(t for _, t in held_out_texts(ledger)) == sorted(t for _, t in held_out_texts(other_ledger))
 
 
 def test_others_take_the_place_of_those_that_share_words_with_training_data(
@@ -132,71 +89,6 @@ def test_a_small_domain_is_held_out_until_it_can_be_judged(
     assert ingest(law(30, 60), "b.jsonl").counts["held_out"] == 10
     assert halves(ledger) == {True: 8, False: 8}
     assert ingest(law(100, 40), "c.jsonl").counts["held_out"] == 0
-
-
-def test_a_domain_that_comes_one_document_a_shard_is_held_out_too(
-    workspace: Workspace, tmp_path: Path, ledger: Ledger, ingest: Ingest
-) -> None:
-    """The first is trained on, then one of each half is held out, then every second one, until each half has ``least``; the same again for
-    the same shards in the same order."""
-    policy = "held_out: {share: 1.0e-9, least: 2}\ntokenizer: {vocab_size: 400}\n"
-    use_policy(workspace, policy)
-    rows = [row | {"domain": "law"} for row in texts(0, 14)]
-    for number, row in enumerate(rows):
-        fates = [ingest([row], f"{number}.jsonl").counts for _ in range(2)]
-        assert fates[0] == fates[1], "a shard that was ingested is not ingested again"
-    fate = {row["id"]: row["fate"] for row in ledger.rows(sa.select(documents.c.id, documents.c.fate))}
-    held = [number for number, row in enumerate(rows) if fate[row["id"]] == "held_out"]
-    assert held == [1, 2, 5, 7] and halves(ledger) == {True: 2, False: 2}
-    other = Workspace.create(tmp_path / "other")
-    use_policy(other, policy)
-    other_ledger = Ledger.create(other.ledger_url)
-    for number, row in enumerate(rows):
-        path = other.inbox / f"{number}.jsonl"
-        path.write_text(json.dumps(row) + "\n")
-        ingest_shard(Plant(other, other_ledger), path, workers=0)
-    again = other_ledger.rows(sa.select(documents.c.id, documents.c.fate))
-    assert {row["id"]: row["fate"] for row in again} == fate and halves(other_ledger) == halves(ledger)
-
-
-def test_one_source_of_800_reviews_is_judged_by_its_documents(
-    workspace: Workspace, ledger: Ledger, ingest: Ingest
-) -> None:
-    rows = [{"text": prose(number, 20), "source": "reviews", "domain": "reviews"} for number in range(800)]
-    counts = ingest(rows, "reviews.jsonl").counts
-    of = halves(ledger)
-    assert counts["held_out"] == of.total() and counts["train"] + counts["held_out"] == 800 and "groups" not in counts
-    assert of[True] >= 8 and of[False] >= 8 and 16 <= of.total() <= 40
-    suite = build_suite(ledger, EvalPolicy(), "t")
-    assert len({one.cluster for one in suite.documents}) == len(suite.documents) == of[True]
-    assert len({one.cluster for one in suite.dev}) == len(suite.dev) > 0
-
-
-@pytest.mark.parametrize("kind", ["document", "source"])
-def test_both_halves_get_a_group_of_the_first_shard_that_has_two(
-    workspace: Workspace, ledger: Ledger, ingest: Ingest, kind: str
-) -> None:
-    """Also where these are all that came of the domain, and few documents."""
-    use_policy(workspace, f"held_out: {{share: 1.0e-9}}\ndomains: {{default: {{group: {kind}}}}}\n")
-    rows = [row | {"domain": "law", "source": f"s{number % 2}"} for number, row in enumerate(texts(0, 2))]
-    rows += [row | {"domain": "notes", "source": f"s{2 + number % 2}"} for number, row in enumerate(texts(10, 8))]
-    rows += [row | {"domain": "other"} for row in texts(100, 60)]  # text for a tokenizer; 16 of it are held out
-    assert ingest(rows).counts["held_out"] == 16 + (2 + 4 if kind == "document" else 2 + 8)
-    for domain in ("law", "notes"):
-        found = ledger.rows(sa.select(held_out.c.group_key, held_out.c.sealed).where(held_out.c.domain == domain))
-        halves_of = {row["group_key"]: row["sealed"] for row in found}
-        assert {True, False} == set(halves_of.values())
-        assert len(halves_of) == (len(found) if kind == "document" else 2)
-
-
-def test_two_large_groups_do_not_take_a_domain_whole(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
-    use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
-    rows = [row | {"domain": "law", "source": f"s{number % 2}"} for number, row in enumerate(texts(0, 100))]
-    counts = ingest(rows).counts
-    assert counts["held_out"] == 16 and halves(ledger) == {True: 8, False: 8}
-    assert counts["groups"]["law"] == {
-        "group": "source", "documents": 100, "groups": 2, "lacking": 0, "parts": 16, "halves": [8, 8],
-    }  # fmt: skip
 
 
 def test_a_key_that_makes_one_group_of_a_domain_is_said_with_the_remedy(
@@ -301,21 +193,6 @@ def test_what_a_model_wrote_does_not_count_as_what_came_before(
     sealed = next(n for n in range(40) if split.is_sealed(f"s{n}"))
     ingest([row | {"synthetic_by": "a judge"} for row in texts(100, 20)], "made.jsonl")
     assert ingest(texts(sealed, 1), "own.jsonl").counts["held_out"] == 0
-
-
-def test_a_source_that_was_held_out_for_want_of_others_stays_so(
-    workspace: Workspace, ledger: Ledger, ingest: Ingest
-) -> None:
-    use_policy(workspace, "held_out: {share: 1.0e-9, least: 2}\ndomains: {default: {group: source}}\n")
-    row = lambda number: texts(number, 1)[0] | {"source": f"s{number % 4}"}
-    assert ingest([row(number) for number in range(8)], "a.jsonl").counts["held_out"] == 4
-    half = lambda: {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
-    first = half()
-    assert len(first) == 2 and set(first.values()) == {True, False}
-    assert ingest([row(number) for number in range(8, 20)], "b.jsonl").counts["held_out"] == 6
-    other = [row(number) | {"domain": "notes"} for number in range(20, 28)]
-    assert ingest(other, "c.jsonl").counts["held_out"] == 4, "all domains of a source together"
-    assert half() == first
 
 
 def test_an_old_clusters_documents_that_were_trained_on_do_not_take_its_later_ones_along(

@@ -302,9 +302,3 @@ def test_what_changes_while_it_is_read_is_neither_lost_nor_doubled(
     shutil.copy(next((workspace.shards / "raw").iterdir()), workspace.inbox / "again.jsonl")
     one_pass(workspace, ledger, settle=0)
     assert trained_on(ledger) == exactly(left)
-
-
-def test_a_shard_that_is_taken_away_is_an_error_a_person_can_read(workspace: Workspace, ledger: Ledger) -> None:
-    path = put(workspace, rows(0, 20))
-    with pytest.raises(chain.InputError, match=r"a\.jsonl was moved or removed while it was read; nothing of it was"):
-        chain.ingest_shard(Plant(workspace, ledger, Said(lambda title: path.unlink(missing_ok=True))), path)

@@ -134,15 +134,6 @@ def test_common_phrases_are_no_contamination(workspace: Workspace, ledger: Ledge
     assert report.counts["held_out"] > 0 and report.counts["trimmed"] == 0 and report.counts["dropped"] == {}
 
 
-def test_the_same_content_is_ingested_once(
-    workspace: Workspace, ledger: Ledger, ingest: Ingest, write_shard: Any
-) -> None:
-    first = ingest(texts(0, 30), "one.jsonl")
-    before = dump(ledger)
-    assert ingest(texts(0, 30), "other-name.jsonl") == first
-    assert dump(ledger) == before
-
-
 rows_of_any_kind = st.lists(
     st.one_of(
         st.integers(0, 30).map(lambda i: {"text": prose(i, 60), **MIT}),
@@ -320,11 +311,3 @@ def test_the_number_of_workers_changes_nothing(
     ingest_shard(Plant(other, other_ledger), other.inbox / "a.jsonl", workers=2)
     assert dump(other_ledger) == dump(ledger)
     assert len(dump(ledger)["bands"]) == 60 * 20 and dump(ledger)["held_out n-grams"]
-
-
-def test_a_document_is_found_by_its_id_and_its_key(ledger: Ledger, ingest: Ingest) -> None:
-    ingest([*texts(0, 10), {"id": "d1", "text": prose(99), **MIT}])
-    with pytest.raises(InputError, match="no document 'nobody'"):
-        of_document(ledger, "nobody")
-    both = of_document(ledger, "d1")
-    assert len(both) == 2 and [of_document(ledger, row["key"])[0]["key"] for row in both] == [r["key"] for r in both]

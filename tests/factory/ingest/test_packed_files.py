@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -114,9 +113,8 @@ def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Wor
     array = json.dumps(texts(0, 20)).encode()
     put(workspace, array[:-40], "a.json", age=3600)
     said = one_pass(workspace, ledger)
-    assert said.about("a.json: ") and said.about(
-        "QUARANTINED: the JSON array is cut off after 19 whole items; 16 rows before that are ingested"
-    )
+    assert said.about("a.json: ") and said.about("QUARANTINED: cut off after 19 whole items, or no JSON there: ")
+    assert said.about("16 rows before that are ingested, as 2 shards")
     assert trained_on(ledger) == exactly(16) and [path.name[17:] for path in workspace.quarantine.iterdir()] == [
         "a.json"
     ]
@@ -322,33 +320,3 @@ def test_an_original_of_ones_own_is_named_before_an_erasure(
     assert f"{tmp_path / 'a.csv'} is yours and lies outside the workspace: take them out there yourself" in warnings(
         Plant(workspace, ledger), Selection("key", keys)
     )
-
-
-def test_a_token_shard_of_a_packed_file_is_made_again(workspace: Workspace, ledger: Ledger) -> None:
-    put(workspace, csv_of(0, 20), "a.csv")
-    one_pass(workspace, ledger)
-    (row,) = ledger.rows(sa.text("SELECT id, path FROM token_shards"))
-    found: dict[str, Any] = dict(row)
-    place = ledger.root / found["path"] if ledger.root else Path(found["path"])
-    tokens = (place / "tokens.bin").read_bytes()
-    (place / "tokens.bin").write_bytes(b"damaged")
-    assert rebuild_token_shard(Plant(workspace, ledger), found["id"]) == ""
-    assert (place / "tokens.bin").read_bytes() == tokens
-
-
-def test_json_lines_in_other_compressions_are_ingested_as_they_are(workspace: Workspace, ledger: Ledger) -> None:
-    for number, kind in enumerate(("bz2", "xz")):
-        put(workspace, compress(rows(number * 20, 20), kind), f"a.jsonl.{kind}")
-    one_pass(workspace, ledger)
-    assert trained_on(ledger) == exactly(40) and sorted(names(ledger)) == ["a.jsonl.bz2", "a.jsonl.xz"]
-
-
-def test_a_timestamp_that_nobody_reads_costs_nothing(workspace: Workspace, ledger: Ledger) -> None:
-    created = pa.array([1_000_000_000_000_000_000, -62_135_596_800_000_001, 0, 1], pa.int64()).cast(
-        pa.timestamp("us", tz="+01:00")
-    )
-    table = pa.table({"id": [f"d{n}" for n in range(4)], "text": [prose(n) for n in range(4)], "created": created})
-    pq.write_table(table, workspace.inbox / "a.parquet")
-    os.utime(workspace.inbox / "a.parquet", (time.time() - 10,) * 2)
-    said = one_pass(workspace, ledger)
-    assert trained_on(ledger) == exactly(4), said.lines

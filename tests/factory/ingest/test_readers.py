@@ -16,7 +16,6 @@ from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.rules.policy import ShardLimits
 
 LIMITS = ShardLimits(max_row_bytes=1000)
-ROWS = [{"text": "one"}, {"text": "zwei ☃", "domain": "docs"}, {"messages": [{"role": "assistant", "content": "x"}]}]
 
 
 def shard(tmp_path: Path, name: str, data: bytes) -> Path:
@@ -29,40 +28,12 @@ def read(path: Path, limits: ShardLimits = LIMITS) -> list[RawRow]:
     return list(read_rows(path, limits))
 
 
-def compress(data: bytes, kind: str) -> bytes:
-    if kind == "gz":
-        return gzip.compress(data)
-    out = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(out, "zstd") as stream:
-        stream.write(data)
-    return out.getvalue().to_pybytes()
-
-
-@pytest.mark.parametrize("kind", ["", "gz", "zst"])
-def test_json_lines_read_the_same_however_compressed(tmp_path: Path, kind: str) -> None:
-    data = "\n".join(json.dumps(row) for row in ROWS).encode()
-    path = shard(tmp_path, f"a.jsonl.{kind}" if kind else "a.jsonl", compress(data, kind) if kind else data)
-    assert [parse_json(row) for row in read(path) if isinstance(row, bytes)] == ROWS
-
-
-def test_parquet_rows_are_those_of_the_table(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    names = sorted({name for row in ROWS for name in row})
-    pq.write_table(pa.table({name: [row.get(name) for row in ROWS] for name in names}), path)
-    assert read(path) == [{name: row.get(name) for name in names} for row in ROWS]
-
-
 def test_bad_utf8_in_parquet_is_one_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     broken = pa.array([b"fine", b"\xff\xfe\xfd"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": broken}), path)
     first, second = read(path)
     assert first == {"text": "fine"} and isinstance(second, BadRow) and second.rule == "bad_encoding"
-
-
-def test_text_and_code_files_are_one_document(tmp_path: Path) -> None:
-    assert read(shard(tmp_path, "a.md", b"hello")) == [{"text": "hello", "source": "a.md"}]
-    assert read(shard(tmp_path, "a.py", b"x = 1")) == [{"text": "x = 1", "source": "a.py", "domain": "code"}]
 
 
 def test_a_line_over_the_limit_is_a_row_and_is_not_held(tmp_path: Path) -> None:

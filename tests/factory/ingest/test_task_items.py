@@ -12,7 +12,6 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import Silent
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.compared import FOLDER, HashIndex
@@ -51,7 +50,7 @@ def fates(ledger: Ledger) -> dict[str, dict[str, object]]:
 def test_a_benchmark_as_published_is_kept_out_of_training_data(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, write_shard: Callable[..., Path]
 ) -> None:
-    """From the moment its file lies there, packed or without a header; what cannot be read is said, once."""
+    """From the moment its file lies there, packed or without a header; what cannot be read is said by the status."""
     folder = workspace.root / "policies" / "tasks"
     items = published.human_eval()
     items[3] |= {"prompt": f'def f():\n    """{QUESTION}"""\n', "canonical_solution": f"    return '{CHOICES[0]}'\n"}
@@ -63,11 +62,10 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
     ]
     published.write(folder / "harbour_law_test.csv", rows)
     (folder / "MATH.tar").write_bytes(b"packed")
-    said = Said()
     leaks = [
         leaking(n, words) for n, words in ((500, QUESTION), (501, CHOICES[0]), (506, rows[0][0]), (505, "nothing"))
     ]
-    ingest_shard(Plant(workspace, ledger, said), write_shard([*texts(0, 60), *leaks], "shard.jsonl"), workers=0)
+    ingest_shard(Plant(workspace, ledger), write_shard([*texts(0, 60), *leaks], "shard.jsonl"), workers=0)
     found = fates(ledger)
     assert ["characters cut out" in str(found[f"leak-{number}"]["detail"]) for number in (500, 501, 506, 505)] == [
         True,
@@ -76,27 +74,9 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
         False,
     ]
     assert str(found["leak-500"]["matched"]).endswith(":4") and str(found["leak-506"]["matched"]).endswith(":1")
-    assert [
-        line
-        for line in said.lines
-        if "MATH.tar is not read, and what it holds is not kept out of training data" in line
-    ]
     assert "MATH.tar in policies/tasks, which is not read nor kept out of training data" in {
         one["what"] for one in waiting(workspace, ledger)
     }
-    again = Said()
-    ingest_shard(Plant(workspace, ledger, again), write_shard(texts(100, 20), "later.jsonl"), workers=0)
-    assert not any("MATH.tar" in line for line in again.lines)
-
-
-class Said(Silent):
-    """Keeps the lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(

@@ -14,7 +14,7 @@ import tokenizers as library
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
-from factory.ingest.tokenizer import PATTERN, SPECIAL, Tokenizer, train
+from factory.ingest.tokenizer import PATTERN, Tokenizer, train
 from factory.ledger.ledger import Ledger, tokenizers
 from factory.ledger.plant import Plant
 from factory.presets.making import install, opened
@@ -87,8 +87,7 @@ def test_a_tokenizer_that_would_be_read_otherwise_is_refused(
 
 
 def test_of_400_texts_an_accepted_tokenizer_gives_its_own_ids(ours: Tokenizer, tmp_path: Path) -> None:
-    """And the refused one of the report would have given others in most of them. A pattern that splits otherwise only where the vocabulary joins
-    nothing gives the same ids, and is accepted."""
+    """A pattern that splits otherwise only where the vocabulary joins nothing gives the same ids, and is accepted."""
     texts = [f"{prose(1000 + i, 30)}\n\n{CODE}  {i * 7919} naïve ☃ it's" for i in range(400)]
     three = r"\p{N}{1,3}"
     split = {
@@ -103,10 +102,6 @@ def test_of_400_texts_an_accepted_tokenizer_gives_its_own_ids(ours: Tokenizer, t
         assert [tokenizer.ids(text) for text in texts] == [
             own.encode(text, add_special_tokens=False).ids for text in texts
         ]
-    foreign = library.Tokenizer.from_file(str(changed(ours, tmp_path, setting(pre_tokenizer=GPT2))))
-    assert [foreign.token_to_id(token) for token in SPECIAL] == [0, 1, 2], "which alone was looked at before"
-    theirs = [foreign.encode(text, add_special_tokens=False).ids for text in texts]
-    assert sum(ours.ids(text) != ids for text, ids in zip(texts, theirs, strict=True)) == 400
 
 
 @pytest.mark.parametrize("bos", [True, False])

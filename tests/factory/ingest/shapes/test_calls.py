@@ -178,15 +178,6 @@ def test_a_system_message_that_only_names_a_tool_does_not_list_it(system: str) -
     assert said[0]["content"].startswith(f"{system}\n\n# Tools") and "naïve ☃" in said[0]["content"] and len(said) == 3
 
 
-def test_what_was_written_is_what_the_parsers_of_servers_read_back(tokenizer: Tokenizer) -> None:
-    """vLLM's parser 'hermes' takes what is between the tags as JSON."""
-    said, _ = turns_of({"messages": [ASKED, CALLS, *RESULTS, SAID]})
-    parts = said[1]["content"].split("<tool_call>")[1:]
-    read = [json.loads(part.split("</tool_call>")[0]) for part in parts]
-    assert [one["arguments"] for one in read] == [{"town": "Zürich"}, {"town": "Bern", "at": 1.5}]
-    assert all([*one] == ["name", "arguments"] and one["name"] == "get_weather" for one in read)
-
-
 characters = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 ODD = [*SPECIAL, f"a{SPECIAL[2]}\n\"'", "</tool_call>", "<b>&amp;</b>", "\\", "\n\n", "{{ x }}", "é", "\u2028"]
 odd = st.one_of(characters, st.sampled_from(ODD))
@@ -250,8 +241,6 @@ def calling(call: Any, **message: Any) -> dict[str, Any]:
         (calling([CALL | {"function": {"name": "f", "arguments": "[1]"}}]), "the arguments of 'f' are list, and no object"),
         (calling([{}]), "message 1: 'tool_calls': a call names no function"),
         (calling("get_weather()"), "message 1: 'tool_calls': a text that is no JSON"),
-        (calling(3), "message 1: 'tool_calls' is int; a list of calls is expected"),
-        (calling([{"type": "custom", "custom": {"name": "f", "input": "x"}}]), "a call names no function"),
         (calling([CALL | {"type": "retrieval"}]), "of type 'retrieval'; functions alone have a place"),
         (calling([{"name": "f", "parameters": {"a": 1}}]), "'parameters' of a call has no place"),
         (calling([CALL], function_call=CALL["function"]), "says its calls twice"),
@@ -263,21 +252,13 @@ def calling(call: Any, **message: Any) -> dict[str, Any]:
         ({"messages": [ASKED, SAID | {"reasoning": "a", "thinking": "b"}]}, "'reasoning' and 'thinking' differ"),
         ({"messages": [ASKED, SAID | {"reasoning_content": ["a"]}]}, "'reasoning_content' is list; a text is expected"),
         ({"messages": [ASKED, SAID | {"content": "<think>a</think>b", "reasoning": "a"}]}, "message 1: the content begins with '<think>'"),
-        ({"messages": [ASKED | {"reasoning": "a"}, SAID]}, "'reasoning': the chat template has no place"),
-        ({"messages": [ASKED, SAID], "reasoning": "a"}, "'reasoning': the chat template has no place"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]], "thinking": "a"}, "'thinking': the chat template has no place"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "reasoning": "a"}, "'reasoning': the chat template has no place"),
-        ({"prompt": "a", "completion": "b", "reasoning": ["a"]}, "the row: 'reasoning' is list; a text is expected"),
         ({"prompt": "a", "completion": "<think>b", "thinking": "a"}, "the row: the content begins with '<think>'"),
         ({"messages": [ASKED, SAID], "tools": [{"type": "web_search"}]}, "tools.0 is no function with a 'name'"),
         ({"messages": [ASKED, SAID], "tools": [WEATHER | {"type": "mcp"}]}, "tools.0: of type 'mcp'"),
         ({"messages": [ASKED, SAID], "tools": [WEATHER | {"cache": "yes"}]}, "tools.0: 'cache' beside the function has no place"),
-        ({"messages": [ASKED, SAID], "tools": "get_weather(town)"}, "'tools': a text that is no JSON"),
-        ({"messages": [ASKED, SAID], "tools": 3}, "'tools' is int; a list of functions is expected"),
         ({"messages": [ASKED, SAID], "tools": [WEATHER], "functions": [WEATHER["function"]]}, "'tools' and 'functions' both list tools"),
         ({"messages": [ASKED, SAID | {"function_calls": "f()"}]}, "'function_calls': the chat template has no place"),
-        ({"messages": [ASKED, SAID | {"audio": {"id": 1}}], "tools": [WEATHER]}, "'audio': the chat template has no place"),
-        ({"conversations": [{"from": "human", "value": "Why?"}, {"from": "function_call", "value": "get(x)"}]}, "a text that is no JSON"),
     ],
 )  # fmt: skip
 def test_what_is_no_call_no_tool_or_out_of_place_costs_its_row_and_is_named(row: dict[str, Any], said: str) -> None:
@@ -290,15 +271,6 @@ def test_numbers_that_json_has_no_word_for_cost_their_row() -> None:
             parse_document(calling([{"name": "f", "arguments": {"a": value}}]), "text")
     with pytest.raises(BadRow, match="surrogate"):
         parse_document(calling([{"name": "f", "arguments": '{"a": "\\ud800"}'}]), "text")
-
-
-def test_what_a_person_ignores_is_dropped_and_said() -> None:
-    said, notes = turns_of(
-        {"messages": [ASKED, CALLS, *RESULTS, SAID | {"reasoning": "a"}], "tools": [WEATHER]},
-        ("tools", "tool_calls", "tool_call_id", "reasoning"),
-    )
-    assert [turn["content"] for turn in said] == ["Weather?", "", *(one["content"] for one in RESULTS), "Clear."]
-    assert {one.rpartition(" ")[2] for one in notes.said} == {"tools", "tool_calls", "tool_call_id", "reasoning"}
 
 
 def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses_what_that_does_not_show(

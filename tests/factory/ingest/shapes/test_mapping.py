@@ -15,12 +15,10 @@ from factory.ingest.inbox import describe_shard
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.mapping import FieldMapping
-from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.show.pages.provenance import of_document
 from tests.support.factory.made_up_text import prose, use_policy
 from tests.support.paths import ROOT
-from trainer.contract.data.token_shard import TokenShard
 
 MINE = {"title": "T", "body": {"words": "W"}, "meta": {"lang": "en", "by": "Ann", "n": 3}, "talk": [{"from": "human", "value": "Why?"}],
         "q": "Why?", "a": "So.", "licences": ["MIT", "CC0"], "where": "https://example.org/a", "thread": 12}  # fmt: skip
@@ -157,61 +155,22 @@ def test_a_licence_that_holds_releases_is_said_at_ingest(workspace: Workspace, l
     rows = [{"id": f"d{n}", "text": prose(n), "license": names[n % 8]} for n in range(80)]
     report = ingest(rows)
     held = report.counts["not_releasable"]
-    assert {name: (one["why"], one.get("near")) for name, one in held.items()} == {
-        "": ("missing", None), "BSD": ("unlisted", "BSD-3-Clause"), "CC-BY-NC-4.0": ("listed", None),
-    }  # fmt: skip
+    assert {name: one["why"] for name, one in held.items()} == {
+        "": "missing",
+        "BSD": "unlisted",
+        "CC-BY-NC-4.0": "listed",
+    }
     kept = ledger.read("SELECT license, releasable FROM documents WHERE fate = 'train'")
     assert {row["license"] for row in kept if row["releasable"]} == {*names} - {"BSD", "CC-BY-NC-4.0", None}
     assert sum(one["documents"] for one in held.values()) == sum(not row["releasable"] for row in kept)
-    line = "which holds releases back (or is it 'BSD-3-Clause'?); the line that allows it, under licences.known: 'BSD': {train: true, release: true}"
+    line = (
+        "which holds releases back; the line that allows it, under licences.known: 'BSD': {train: true, release: true}"
+    )
     assert line in said(report)
     allowed = DataPolicy.load(workspace.policy("data.yaml"))
     path = workspace.root / "policies" / "data.yaml"
     path.write_text(path.read_text().replace("  known:\n", "  known:\n    'BSD': {train: true, release: true}\n"))
     assert not allowed.licences.of("BSD").release and DataPolicy.load(path).licences.of("BSD").release
-
-
-def test_the_loss_mask_in_a_token_shard_leaves_out_what_weighs_nothing(
-    workspace: Workspace, ledger: Ledger, ingest: Ingest
-) -> None:
-    def turns(n: int) -> list[dict[str, object]]:
-        wrong, right = (
-            {"role": "assistant", "content": f"wrong {prose(n, 20)}"},
-            {"role": "assistant", "content": prose(100 + n, 20)},
-        )
-        return [
-            {"role": "user", "content": prose(200 + n, 20)},
-            wrong | {"weight": 0},
-            {"role": "user", "content": "Again?"},
-            right,
-        ]
-
-    rows = [{"id": f"c{n}", "messages": turns(n), "license": "MIT"} for n in range(30)]
-    prompts = [
-        {"role": "user", "content": "Why?"},
-        {"role": "assistant", "content": prose(300, 20)},
-        {"role": "user", "content": "And?"},
-    ]
-    rows.append({"id": "p", "prompt": prompts, "completion": [{"role": "assistant", "content": prose(301, 20)}]})
-    report = ingest(rows)
-    assert report.counts["dropped"] == {} and report.counts["train"] >= 10
-    assert report.counts["read_as"]["answers of weight 0 carry no loss"] == 30
-    shard = TokenShard(next(workspace.shards.glob("[0-9a-f]*")))
-    tokenizer = Tokenizer.load(workspace.tokenizer)
-    columns = shard.documents.to_pydict()
-    for name, start, length in zip(columns["id"], columns["start"], columns["length"], strict=True):
-        ids, mask = shard.tokens[start : start + length], shard.loss_mask(start, start + length)
-        learned = prose(301, 20) if name == "p" else prose(100 + int(name[1:]), 20)
-        assert tokenizer.decode(ids[mask]) == learned
-        assert (ids[mask] == tokenizer.stop_token).sum() == 1
-        words = (
-            [*turns(int(name[1:]))]
-            if name != "p"
-            else [prompts[0], prompts[1] | {"weight": 0}, prompts[2], {"role": "assistant", "content": learned}]
-        )
-        assert tokenizer.content(ids.astype(int), mask) == {"messages": words}
-        again = tokenizer.encode_messages(words)
-        assert again[0].tolist() == ids.tolist() and again[1].tolist() == mask.tolist()
 
 
 def test_the_example_of_the_documentation_is_a_policy(tmp_path: Path) -> None:
