@@ -6,6 +6,8 @@ the ledger's champion. A version is found by its tags, so that registering again
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +33,19 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 CHAMPION, CANDIDATE = "champion", "candidate"
-LATE = ("verdict_id", "release", "removed_data", "bundle")  # tags that are written last: then all else is there too
-SHOWN = ("candidate", "export_sha256", *LATE)  # tags that tell what a version shows
-PASSING = frozenset({"overridden_by", "override_reason"})  # of what may be no more: a release was withdrawn
+SHOWN = (
+    "candidate",
+    "export_sha256",
+    "verdict_id",
+    "release",
+    "removed_data",
+    "bundle",
+)  # tags that tell what a version shows
+REGISTERED = (
+    "registered"  # the tag that is written last: of what was shown when alias, report and approval were there too
+)
+# Tags of what may be no more: data was put back, a release was withdrawn.
+PASSING = frozenset({"removed_data", "release", "bundle", "overridden_by", "override_reason"})
 ABOUT = (
     "A version for each candidate that was judged. Alias champion: what is served; alias candidate: what was judged last. Click a version: "
     "verdict, numbers, reasons, links to report, pictures, training and bundle. Approve or reject there, by the tag approval. Filter: "
@@ -42,7 +54,7 @@ ABOUT = (
 
 
 def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
-    """Make sure that a judged candidate has its version, alias, report, and tags but for ``LATE``. Returns the version.
+    """Make sure that a judged candidate has its version, tags, alias and report. Returns the version.
 
     Raises: InputError when it was not judged or its export is not what was judged; TrackingError.
     """
@@ -67,13 +79,12 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
             _places(tracking, segment, verdict, tags, {name: TITLES[name] for name in pictures}),
         )
         version = find_version(client, candidate_id, candidate.export_sha256)
-        early = {key: value for key, value in tags.items() if key not in LATE}
         if version is None:
             source = log_model(client, run, candidate)
-            version = client.create_model_version(MODEL, source, run, early, description=about)
+            version = client.create_model_version(MODEL, source, run, tags | {REGISTERED: "not yet"}, description=about)
         for key in sorted(PASSING & version.tags.keys() - tags.keys()):
             client.delete_model_version_tag(MODEL, version.version, key)
-        for key, value in early.items():
+        for key, value in tags.items():
             if version.tags.get(key) != value:
                 client.set_model_version_tag(MODEL, version.version, key, value)
         if version.description != about:
@@ -84,25 +95,21 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
     return str(version.version)
 
 
-def late_tags(ledger: Ledger, verdict: VerdictRow) -> dict[str, str | None]:
-    """Those of ``LATE``; None: the version has none of that name."""
-    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=verdict.number)
-    if release is None:
-        return dict.fromkeys(LATE) | {"verdict_id": str(verdict.id)}
-    number = release.number
-    found = (str(verdict.id), str(number), removed_data(ledger, number), bundle(ledger, number))
-    return dict(zip(LATE, found, strict=True))
+def is_whole(version: ModelVersion) -> bool:
+    """Was everything shown that belongs to what its tags tell? A version that an older factory made does not say, and counts as whole."""
+    return version.tags.get(REGISTERED) in (None, _digest(version))
 
 
-def mark_shown(client: MlflowClient, version: str, late: Mapping[str, str | None]) -> None:
-    """Write the tags that say that a version shows all that belongs to them. Raises: TrackingError."""
+def mark_whole(client: MlflowClient, version: str) -> None:
+    """Raises: TrackingError."""
     with mlflow_errors("marking a version"):
-        there = client.get_model_version(MODEL, version).tags
-        for key, value in late.items():
-            if value is None and key in there:
-                client.delete_model_version_tag(MODEL, version, key)
-            elif value is not None and there.get(key) != value:
-                client.set_model_version_tag(MODEL, version, key, value)
+        found = client.get_model_version(MODEL, version)
+        if found.tags.get(REGISTERED) != (digest := _digest(found)):
+            client.set_model_version_tag(MODEL, version, REGISTERED, digest)
+
+
+def _digest(version: ModelVersion) -> str:
+    return hashlib.sha256(json.dumps([version.tags.get(key) for key in SHOWN]).encode()).hexdigest()[:12]
 
 
 def find_version(client: MlflowClient, candidate: int, export_sha256: str) -> ModelVersion | None:
@@ -161,11 +168,14 @@ def removed_data(ledger: Ledger, release: int) -> str | None:
 
 def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[str, str]:
     segment = SegmentRow.get(ledger, candidate.segment)
+    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate.id)
     evaluation = EvaluationRow.newest(ledger, candidate.id)
     tags = {
         "verdict": verdict.outcome,
+        "release": release and release.number,
         "candidate": candidate.id,
         **_gain(verdict.evidence(ledger)),
+        "verdict_id": verdict.id,
         "segment": segment.id,
         "generation": segment.generation,
         "recipe": segment.recipe,
@@ -173,7 +183,8 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "code_commit": segment.code_commit,
         "export_sha256": candidate.export_sha256,
         "judged_at": iso(verdict.created_at),
-        **late_tags(ledger, verdict),
+        "bundle": bundle(ledger, release.number) if release else None,
+        "removed_data": removed_data(ledger, release.number) if release else None,
         **averaged_tag(segment.result),
     }
     if over := override_on(ledger, verdict):

@@ -16,10 +16,12 @@ from factory.show.mlflow.registry import (
     MODEL,
     SHOWN,
     aliases,
+    bundle,
     find_version,
-    late_tags,
-    mark_shown,
+    is_whole,
+    mark_whole,
     register,
+    removed_data,
 )
 from factory.show.mlflow.runs import Tracking, short
 from factory.show.mlflow.store import mlflow_errors
@@ -53,11 +55,17 @@ def show_releases(plant: Plant, tracking: Tracking) -> None:
 def _unshown(plant: Plant, tracking: Tracking) -> list[int]:
     with mlflow_errors("listing versions"):
         found = tracking.client.search_model_versions(f"name = '{MODEL}'")
-    shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found}
+    shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found if is_whole(v)}
+    ledger = plant.ledger
+    released = {
+        row.candidate: (str(row.number), removed_data(ledger, row.number), bundle(ledger, row.number))
+        for row in ReleaseRow.select(ledger)
+    }
     unshown = []
-    for row in CandidateRow.select(plant.ledger):
-        verdict = VerdictRow.newest(plant.ledger, "release", Subject("candidate", row.id))
-        if verdict and (str(row.id), row.export_sha256, *late_tags(plant.ledger, verdict).values()) not in shown:
+    for row in CandidateRow.select(ledger):
+        verdict = VerdictRow.newest(ledger, "release", Subject("candidate", row.id))
+        nothing = (None, None, None)
+        if verdict and (str(row.id), row.export_sha256, str(verdict.id), *released.get(row.id, nothing)) not in shown:
             unshown.append(row.id)
     return unshown
 
@@ -101,12 +109,11 @@ def register_candidate(plant: Plant, candidate_id: int) -> str:
     """
     tracking = Tracking.open(plant)
     verdict = newest_verdict(plant.ledger, candidate_id)
-    late = late_tags(plant.ledger, verdict)
     with mlflow_errors("finding a version"):
         before = find_version(tracking.client, candidate_id, verdict.subject_sha256)
     version = register(plant, tracking, candidate_id)
     _ask(plant, tracking, verdict, version, dict(before.tags) if before else {})
-    mark_shown(tracking.client, version, late)
+    mark_whole(tracking.client, version)
     return version
 
 

@@ -64,7 +64,7 @@ def said_in(ledger: Ledger, kind: str) -> list[dict[str, str]]:
 def test_killed_behind_the_version_a_candidate_that_waits_is_shown_as_waiting_by_the_next_pass(
     workspace: Workspace, ledger: Ledger, person: Person, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """The tags that tell what a version shows are written behind alias, report and the question."""
+    """The version is made with all tags that tell what it shows; alias, report and the question come behind it."""
     add_verdict(ledger, add_candidate(workspace, ledger))
 
     def killed(*_: object) -> None:
@@ -73,7 +73,7 @@ def test_killed_behind_the_version_a_candidate_that_waits_is_shown_as_waiting_by
     with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
         during.setattr(MlflowClient, step, killed)
         register_candidate(Plant(workspace, ledger), 1)
-    assert person.reads("1", "verdict_id") == "" and person.reads("1", "approval") == ""
+    assert person.reads("1", "verdict_id") == "1" and person.reads("1", "approval") == ""
     reconcile(Plant(workspace, ledger))
     assert person.reads("1", "approval") == "pending" and (workspace.reports / "candidate-1.html").exists()
     assert (
