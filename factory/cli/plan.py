@@ -29,18 +29,22 @@ def plan(
         Path | None, typer.Option(help="Or a public model: its Hugging Face config.json, or the folder that has it.")
     ] = None,
     tokens: Annotated[str, typer.Option(help="Tokens to train on: 300e9, 300B.")] = "",
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs.")] = 8,
+    gpus: Annotated[int, typer.Option(help="How many GPUs.")] = 8,
     gpu: Annotated[str, typer.Option(help="Which GPU: gives its peak, and its memory.")] = "h100",
-    memory: Annotated[float | None, typer.Option(min=1, help="GB of one GPU (default: the GPU's).")] = None,
-    mfu: Annotated[
-        float | None, typer.Option(min=0.01, max=1, help="Share of the peak reached (default: 0.4 on one node, else published runs').")
+    memory: Annotated[float | None, typer.Option(help="GB of one GPU (default: the GPU's).")] = None,
+    mfu: Annotated[float | None, typer.Option(help="Share of the peak reached (default: 0.4 on one node, else published runs').")] = None,
+    network: Annotated[
+        float | None, typer.Option(help="GB a second between nodes, of one GPU (default: the GPU's usual card; 50 are 400 Gb/s).")
     ] = None,
     expert_parallel: Annotated[
-        int, typer.Option(min=1, help="GPUs that share the experts; for a plan of another trainer, as this one cannot.")
+        int, typer.Option(help="GPUs that share the experts; for a plan of another trainer, as this one cannot.")
     ] = 1,
     fp8: Annotated[bool, typer.Option("--fp8", help="The layers' products in fp8, as with 'precision: fp8' in a recipe.")] = False,
-    price: Annotated[float | None, typer.Option(min=0.01, help="Dollars of a GPU for an hour (default: 2).")] = None,
-    context: Annotated[int | None, typer.Option(min=8, help="Tokens of a row, with --params or --config (default: 4096).")] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars of a GPU for an hour (default: 2).")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a row, with --params or --config (default: 4096).")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(help="Size of the vocabulary, with --params (default: 32000; 128256 from 2B on).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Plan a run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
@@ -55,8 +59,27 @@ def plan(
         raise InputError("name one: --params 8e9, --recipe NAME or --config FILE")
     if gpu not in GPUS:
         raise InputError(f"--gpu: no {gpu!r} in the table{nearest(gpu, GPUS)}")
-    if recipe and context is not None:
-        raise InputError("--context: the recipe already has it; use it with --params or --config")
+    given = {
+        "--gpus": gpus,
+        "--expert-parallel": expert_parallel,
+        "--network": network,
+        "--memory": memory,
+        "--mfu": mfu,
+        "--price": price,
+        "--context": context,
+        "--vocab": vocab,
+    }
+    for flag, value in given.items():
+        if value is not None and not value > 0:
+            raise InputError(f"{flag}: {value:g} is not above zero")
+        if recipe and value is not None and flag in ("--context", "--vocab"):
+            raise InputError(f"{flag}: the recipe already has it; use it with --params only")
+        if config and value is not None and flag == "--vocab":
+            raise InputError(f"{flag}: config.json already has it; use it with --params only")
+    if mfu is not None and mfu > 1:
+        raise InputError(f"--mfu: {mfu:g} is above 1, the whole peak")
+    if context is not None and context < 8:
+        raise InputError(f"--context: {context} is less than 8")
     chosen_gpu = GPUS[gpu] if memory is None else replace(GPUS[gpu], memory=memory * GB)
     wanted = _number("--tokens", tokens)
     size = _number("--params", params) if params else 0.0
@@ -67,7 +90,7 @@ def plan(
         elif asked:
             shape = asked.model
         else:
-            shape = shape_of(size, 128_256 if size >= LARGE else 32_000, context or 4096)
+            shape = shape_of(size, vocab or (128_256 if size >= LARGE else 32_000), context or 4096)
         if expert_parallel > 1 and (
             shape.experts is None or gpus % expert_parallel or shape.experts.count % expert_parallel
         ):
@@ -78,7 +101,8 @@ def plan(
             )
             raise InputError(f"--expert-parallel {expert_parallel}: {what}")
         ask = Ask(
-            shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE, expert=expert_parallel, fp8=fp8,
+            shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE,
+            network=network and network * GB, expert=expert_parallel, fp8=fp8,
         )  # fmt: skip
         if asked:
             rounded = asked.precision != "fp32"  # every GPU of the table has bf16, and auto takes it there

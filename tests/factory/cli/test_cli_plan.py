@@ -19,8 +19,28 @@ def test_the_example_is_a_table_with_formulas_and_sources(tmp_path: Path) -> Non
     done = factory(*EXAMPLE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for word in (
-        "weights", "optimiser", "activations", "in all", "tensor parallel", "micro-batch", "tokens per step", "time", "cost", "arXiv 1910.02054",
-    ):  # fmt: skip
+        *(
+            "weights",
+            "gradients",
+            "optimiser",
+            "compute copies",
+            "activations",
+            "logits, temporaries",
+            "reserve",
+            "in all",
+        ),
+        *(
+            "tensor parallel",
+            "pipeline parallel",
+            "data parallel",
+            "micro-batch",
+            "tokens per step",
+            "steps",
+            "time",
+            "cost",
+        ),
+        *("arXiv 1910.02054", "arXiv 2205.05198", "arXiv 2204.02311", "arXiv 2401.02954", "arXiv 2203.15556"),
+    ):
         assert word in done.stdout, word
     assert max(map(len, done.stdout.splitlines())) <= 200
 
@@ -69,11 +89,20 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--tokens", "300B"], "name one: --params 8e9, --recipe NAME or --config FILE"),
+        (
+            ["--params", "8B", "--recipe", "demo", "--tokens", "1B"],
+            "name one: --params 8e9, --recipe NAME or --config FILE",
+        ),
         (["--params", "8B"], "--tokens: is missing"),
         (["--params", "eight", "--tokens", "1B"], "--params: 'eight' is not a number; write it as 8e9 or 8B"),
         (["--params", "-8B", "--tokens", "1B"], "--params: -8B is not above zero"),
         (["--params", "nan", "--tokens", "1B"], "--params: 'nan' is not a number"),
         (["--params", "8B", "--tokens", "inf"], "--tokens: inf is outside the range of the scaling rules"),
+        (["--params", "8B", "--tokens", "300B", "--gpus", "0"], "--gpus: 0 is not above zero"),
+        (["--params", "8B", "--tokens", "300B", "--memory", "-1"], "--memory: -1 is not above zero"),
+        (["--params", "8B", "--tokens", "300B", "--price", "-1"], "--price: -1 is not above zero"),
+        (["--params", "8B", "--tokens", "300B", "--mfu", "40"], "--mfu: 40 is above 1, the whole peak"),
+        (["--params", "8B", "--tokens", "300B", "--context", "4"], "--context: 4 is less than 8"),
         (["--params", "8B", "--tokens", "1B"], "--tokens: 1,000,000,000 is less than one token per parameter"),
         (["--params", "1M", "--tokens", "1B"], "--params: 1,000,000 parameters are too few"),
         (
@@ -83,7 +112,7 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
         (["--params", "70B", "--tokens", "2T", "--gpus", "8"], "--gpus 8: nothing fits"),
         (["--recipe", "dmeo", "--tokens", "1B"], "--recipe: no recipe 'dmeo'; did you mean 'demo'?"),
         (["--recipe", "demo", "--tokens", "1B", "--gpus", "3"], "--recipe: batch.sequences (16)"),
-        (["--recipe", "demo", "--tokens", "1B", "--context", "9"], "--context: the recipe already has it"),
+        (["--recipe", "demo", "--tokens", "1B", "--vocab", "9"], "--vocab: the recipe already has it"),
         (["--recipe", "missing.yaml", "--tokens", "1B"], "--recipe: missing.yaml: cannot be read"),
     ],
 )
