@@ -47,30 +47,48 @@ from kernels.contract.files import put_in_place
 from trainer.contract.data.token_shard import file_sha256
 
 
+# The answers of a run so far: a file of JSON lines that is only appended to, so that a run that was killed goes on.
 class AnswerJournal:
-    """The answers of a run so far: a file of JSON lines ``path`` that is only appended to, and made where there is none. What a kill or a
-    power cut left of a last line is cut off: that answer is asked for again."""
+    """Of the file ``path``, which is made where there is none. What a kill or a power cut left of a last line is cut off: that answer is
+    asked for again. The file is not flushed to the disk after each answer: a power cut costs time alone."""
 
     def __init__(self, path: Path) -> None:
-        self.answers: dict[int, Answer] = {}
+        self._places: dict[int, int] = {}
         self._file = open(path, "a+b")  # noqa: SIM115 - as long as the run
         self._file.seek(0)
         whole = 0
         for line in self._file:
+            if not line.endswith(b"\n"):
+                break
             try:
-                row = json.loads(line) if line.endswith(b"\n") else {}
-                self.answers[int(row["number"])] = Answer(str(row["text"]), str(row["end"]))
+                row = json.loads(line)
+                number = int(row["number"])
+                Answer(**{key: str(row[key]) for key in ("text", "end")})
             except (ValueError, KeyError, TypeError):
                 break
+            self._places[number] = whole
             whole += len(line)
         self._file.truncate(whole)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
     def add(self, number: int, answer: Answer) -> None:
-        assert number not in self.answers
+        assert number not in self._places
+        self._file.seek(0, 2)
+        place = self._file.tell()
         row = {"number": number, "text": answer.text, "end": answer.end}
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        self.answers[number] = answer
+        self._places[number] = place
+
+    def answer(self, number: int) -> Answer:
+        self._file.seek(self._places[number])
+        row = json.loads(self._file.readline())
+        return Answer(row["text"], row["end"])
 
     def close(self) -> None:
         self._file.close()
@@ -270,12 +288,12 @@ def _write(
     """Answer what is left and put the shard in place; returns how the answers ended."""
     journal = AnswerJournal(aside / "answers.jsonl")
     try:
-        if len(journal.answers) < what.count:
+        if len(journal) < what.count:
             try:
                 asyncio.run(_answer_all(plant.workspace, wish, what, journal, plant.progress))
             except WriterError as error:
-                kept = f"{len(journal.answers):,} of {what.count:,} answers are kept: the same command goes on"
-                raise WriterError(f"{error}; {kept}" if len(journal.answers) else str(error)) from None
+                kept = f"{len(journal):,} of {what.count:,} answers are kept: the same command goes on"
+                raise WriterError(f"{error}; {kept}" if len(journal) else str(error)) from None
         licences = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
         claimed = {key: one.counts_as(licences) for key, one in counted(plant.ledger, licences).items()}
         barred = {key for key, name in claimed.items() if not licences.of(name).train}
@@ -284,7 +302,7 @@ def _write(
         ends: Counter[str] = Counter()
         with open(made, "w", encoding="utf-8") as out:
             for number in range(what.count):
-                prompt, answer = what.prompt(number), journal.answers[number]
+                prompt, answer = what.prompt(number), journal.answer(number)
                 if prompt.opening_of in claimed:  # maybe by a shard that came since the plan
                     both = [prompt.license or "", claimed[prompt.opening_of]]
                     prompt = replace(prompt, license=strictest(both, licences) or None)
@@ -318,7 +336,7 @@ def _end(prompt: Prompt, answer: Answer, gone: set[str]) -> str:
 
 def _why(ends: Counter[str], what: GenerationPlan, journal: AnswerJournal) -> str:
     said = ", ".join(f"{count} {end}" for end, count in ends.items())
-    refused = (answer for n in range(what.count) if (answer := journal.answers[n]).end == "refused")
+    refused = (answer for n in range(what.count) if (answer := journal.answer(n)).end == "refused")
     first = next(refused, None)
     return said + (f" ({first.text})" if first else "")
 
@@ -329,10 +347,10 @@ async def _answer_all(
     policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
     async with opened(what.writer, workspace, policy, progress.line) as asking:
         with progress.task(f"{what.writer.name} writes", total=what.count) as task:
-            task.advance(len(journal.answers))
+            task.advance(len(journal))
             size, requests = asking.at_once
             every = (range(first, min(first + size, what.count)) for first in range(0, what.count, size))
-            left = (numbers for numbers in every if any(number not in journal.answers for number in numbers))
+            left = (numbers for numbers in every if any(number not in journal for number in numbers))
             workers = [
                 asyncio.ensure_future(_answer_some(asking, wish, what, journal, left, task)) for _ in range(requests)
             ]
@@ -356,7 +374,7 @@ async def _answer_some(
         prompts = [what.prompt(number).content for number in numbers]
         answers = await asking.answers(prompts, wish.tokens, wish.temperature, seed_of(wish.seed, numbers[0]))
         for number, answer in zip(numbers, answers, strict=True):
-            if number not in journal.answers:
+            if number not in journal:
                 journal.add(number, answer)
                 task.advance()
 

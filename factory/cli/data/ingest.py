@@ -186,9 +186,11 @@ class _Done:
 
 
 def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None:
+    """Each file, then again those for which there was too little text for a tokenizer."""
     from factory.ingest.inbox import ingest_path, is_about_the_file
     from factory.ingest.packing import ingest_pack
     from factory.ingest.remote import settle
+    from factory.ingest.vocabulary import LittleTextError
 
     def settled(path: Path, reports: list[ShardReport]) -> None:
         if address := found.addresses.get(path):
@@ -215,11 +217,23 @@ def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None
     of_name = Counter(path.name for path in found.files)
     shown = lambda path: path.name if of_name[path.name] == 1 else str(path)  # files in two folders may have one name
     todo += [(shown(path), partial(file, path), [path]) for path in found.files]
-    for number, (name, call, _) in enumerate(todo):
-        try:
-            call([path for _, _, files in todo[number + 1 :] for path in files])
-        except Exception as error:
-            if len(todo) == 1 or not is_about_the_file(error):
-                raise
-            done.failed[name] = str(error)
-            plant.progress.line(f"  {name} is not ingested: {error}")
+    alone = len(todo) == 1
+    while todo:
+        waiting = []
+        for number, (name, call, _) in enumerate(todo):
+            try:
+                call([path for _, _, files in todo[number + 1 :] for path in files])
+                done.failed.pop(name, None)
+            except LittleTextError as error:
+                if alone:
+                    raise
+                waiting.append(todo[number])
+                done.failed[name] = str(error)
+            except Exception as error:
+                if alone or not is_about_the_file(error):
+                    raise
+                done.failed[name] = str(error)
+                plant.progress.line(f"  {name} is not ingested: {error}")
+        if len(waiting) == len(todo) or not any(report.state == "ingested" for report in done.reports):
+            break
+        todo = waiting

@@ -7,7 +7,8 @@
 
 The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that its first line has most of, outside quotes; a line ``sep=;`` before the header,
 as Excel writes it, says it. Lines end in LF, CR LF, or CR. An empty field is no value (None). A
-record with another number of fields than the header, or with a quote inside a quoted field, costs its row.
+record with another number of fields than the header, or with a quote inside a quoted field, costs its row; so does one that is longer than a row
+may be, which is not held in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem
+from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
 from factory.ingest.reading.streams import ByteStream, Readable, blocks
 
 _DELIMITERS = ",;\t|"
@@ -25,13 +26,24 @@ _SAID = re.compile(r'"?sep=([^\w"\r\n])"?[\r\n]*', re.IGNORECASE)
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
-def read_table(source: Readable, delimiter: str = "") -> Iterator[RawRow]:
-    """``delimiter`` '': the first line tells."""
+class _TooLong(Exception):
+    pass
+
+
+def read_csv(source: Readable) -> Iterator[RawRow]:
+    yield from _table(source, "")
+
+
+def read_tsv(source: Readable) -> Iterator[RawRow]:
+    yield from _table(source, "\t")
+
+
+def _table(source: Readable, delimiter: str) -> Iterator[RawRow]:
     limit = source.limits.max_row_bytes
     csv.field_size_limit(max(limit, csv.field_size_limit()))
     with source.open() as stream:
-        records = _records(stream, limit, delimiter)
-        header = next(records, None)
+        records = _Records(stream, limit, delimiter)
+        header = next(iter(records), None)
         if not isinstance(header, list):
             raise ShardProblem(f"the first line of a table names its columns, and this one cannot be read: {header}")
         columns = [name.strip() for name in header]
@@ -46,38 +58,55 @@ def read_table(source: Readable, delimiter: str = "") -> Iterator[RawRow]:
                 yield {name: value or None for name, value in zip(columns, record) if name}
 
 
-def _records(stream: ByteStream, limit: int, delimiter: str) -> Iterator[list[str] | BadRow]:
-    """Raises: ShardProblem for a record over the limit: of a quote that nothing closes, all that follows it is one."""
-    text = _text(stream, limit)
-    first = next(text, "")
-    if said := _SAID.fullmatch(first):
-        delimiter = said[1]
-    else:
-        delimiter = delimiter or max(_DELIMITERS, key=_QUOTED.sub("", first).count)
-        text = itertools.chain([first] if first else [], text)
-    size = 0  # characters of the record under way
+class _Records:
+    """Records of a CSV stream. A record over the limit is passed over: to the line that closes its quotes."""
 
-    def counted() -> Iterator[str]:
-        nonlocal size
-        for line in text:
-            size += len(line)
-            if size > limit:
-                raise ShardProblem(
-                    f"a record of more than {limit} bytes (limits.max_row_bytes), or a quote that is not closed"
-                )
-            yield line
-
-    while True:
-        try:
-            for record in csv.reader(counted(), delimiter=delimiter, strict=True):
-                size = 0
-                if record:
-                    yield record
+    def __init__(self, stream: ByteStream, limit: int, delimiter: str) -> None:
+        self.limit, self.delimiter = limit, delimiter
+        self.size = self.quotes = 0  # characters, and quotes, of the record under way
+        self.text = _text(stream, limit)
+        self.last = ""  # line
+        self.last = next(self.text, "")
+        if said := _SAID.fullmatch(self.last):
+            self.delimiter = said[1]
             return
-        except csv.Error as error:
-            cut = "unexpected end" in str(error)
-            yield BadRow("bad_csv", "the file ends inside a quoted field" if cut else str(error)[:200])
-            size = 0
+        if not delimiter:
+            self.delimiter = max(_DELIMITERS, key=_QUOTED.sub("", self.last).count)
+        self.text = itertools.chain([self.last] if self.last else [], self.text)
+
+    def __iter__(self) -> Iterator[list[str] | BadRow]:
+        while True:
+            try:
+                for record in csv.reader(self._lines(), delimiter=self.delimiter, strict=True):
+                    self.size = self.quotes = 0
+                    if record:
+                        yield record
+                return
+            except csv.Error as error:
+                cut = "unexpected end" in str(error)
+                yield BadRow("bad_csv", "the file ends inside a quoted field" if cut else str(error)[:200])
+            except _TooLong:
+                yield too_long(self._pass_over(), self.limit)
+            self.size = self.quotes = 0
+
+    def _lines(self) -> Iterator[str]:
+        for line in self.text:
+            self.last = line
+            self.size += len(self.last)
+            self.quotes += self.last.count('"')
+            if self.size > self.limit:
+                raise _TooLong
+            yield self.last
+
+    def _pass_over(self) -> int:
+        """To the end of a record that is too long. Returns how long it was: characters."""
+        while self.quotes % 2 or not self.last.endswith(("\n", "\r")):
+            if not (line := next(self.text, "")):
+                break
+            self.last = line
+            self.size += len(line)
+            self.quotes += line.count('"')
+        return self.size
 
 
 def _text(stream: ByteStream, limit: int) -> Iterator[str]:

@@ -53,7 +53,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")  # of content in parts: chat
 # Fields of a message or a row that mean something to a reader of the chat: they are shown, or refused.
 Meaningful = Literal[
     "tools", "functions", "tool_calls", "function_call", "function_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking",
-    "train", "training", "refusal", "audio", "audios", "image", "images", "video", "videos", "documents", "label", "train_detail",
+    "refusal", "audio", "audios", "image", "images", "video", "videos", "documents", "label", "train_detail",
 ]  # fmt: skip
 MEANINGFUL: frozenset[str] = frozenset(get_args(Meaningful))
 _OF_MESSAGES = MEANINGFUL - {"label"}
@@ -61,7 +61,7 @@ _OF_ROWS = MEANINGFUL - {"name"}
 _OF_MANY = frozenset(
     {"messages", "conversations", "conversation", "chosen"}
 )  # beside them a row's reasoning may be anybody's
-_READ = frozenset({"role", "content", "from", "value", "weight"})
+_READ = frozenset({"role", "content", "from", "value", "weight", "train", "training"})
 
 Turn = dict[str, Any]  # {"role": str, "content": str}, and {"weight": 0} of an answer that carries no loss
 
@@ -263,15 +263,26 @@ def _text(place: int, content: Any, notes: Notes) -> str | None:
 
 
 def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: Notes) -> bool:
-    """Does a message say that it must not be learned? OpenAI and Mistral write ``weight: 0``."""
-    weight = message.get("weight")
-    if role != "assistant" or weight is None:
+    """Does a message say that it must not be learned? OpenAI and Mistral write ``weight: 0``, Axolotl ``training: false``."""
+    if role != "assistant":
+        for name in ("train", "training"):
+            if message.get(name) is True:
+                raise BadRow(
+                    "bad_schema", f"message {place}: {name!r} is true, and only the assistant's turns carry loss"
+                )
         return False
-    if weight not in (0, 1):
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
         raise BadRow("bad_schema", f"message {place}: 'weight' is {weight!r:.40}; a turn carries loss (1) or none (0)")
-    if weight == 0:
+    nothing = weight == 0 and weight is not None
+    for name in ("train", "training"):
+        value = message.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise BadRow("bad_schema", f"message {place}: {name!r} is {str(value)[:40]}; true or false is expected")
+        nothing = nothing or value is False
+    if nothing:
         notes.said.add("answers of weight 0 carry no loss")
-    return bool(weight == 0)
+    return nothing
 
 
 def _refused_or_ignored(name: str, ignore: Collection[str], notes: Notes) -> None:
@@ -283,8 +294,6 @@ def _refused_or_ignored(name: str, ignore: Collection[str], notes: Notes) -> Non
 
 def _says_something(name: str, value: Any) -> bool:
     """Empty lists, texts and objects say nothing; of a pair without a partner only a bad one does (KTO: ``label: false``)."""
-    if name in ("train", "training"):  # Axolotl's: any word of it is one about the loss
-        return value is not None
     if name == "label":  # a CSV file has it as a word
         return value is False or isinstance(value, str) and value.strip().lower() == "false"
     if isinstance(value, str):

@@ -264,14 +264,14 @@ def test_an_answer_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         journal = AnswerJournal(path)
-        kept = len(journal.answers)
-        assert kept == whole[:cut].count(b"\n") and [journal.answers[n].text for n in range(kept)] == texts[:kept]
+        kept = len(journal)
+        assert kept == whole[:cut].count(b"\n") and [journal.answer(n).text for n in range(kept)] == texts[:kept]
         for number in range(kept, 3):
             journal.add(number, Answer(texts[number], "stop"))
         journal.close()
         assert path.read_bytes() == whole
     path.write_bytes(whole[:-1] + b"\0\n")  # as a power cut may leave it
-    assert len(AnswerJournal(path).answers) == 2
+    assert len(AnswerJournal(path)) == 2
 
 
 def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, tmp_path: Path) -> None:
@@ -338,29 +338,34 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
     assert {one["synthetic_by"], two["synthetic_by"]} == {made.written_by}
 
 
-REFUSED = [
-    ("--endpoint champion", "leave it out, the champion writes by default"),
-    ("--endpoint http://127.0.0.1:1/v1 --model m --release 1", "name one who writes"),
-    ("--endpoint http://127.0.0.1:1/v1", "go together"),
-    ("--endpoint ftp://host --model m", "expected a base URL"),
-    ("--endpoint https://me:pass@host/v1 --model m", "without a name or password"),
-    ("--endpoint https://host.invalid/v1 --model m", "OPENAI_API_KEY"),
-    ("--release 7", "no release 7; there are: 1"),
-    ("--prompts absent.jsonl", "absent.jsonl cannot be read: No such file"),
-    ("--prompts FILE --domain docs", "a row of --prompts names its own"),
-    ("--domain law --tokens 9", "no training document of domain 'law' is 64 tokens long"),
-    ("--tokens 250", "do not fit the 256 tokens that release 1"),
-]
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "the champion as an endpoint": (["--endpoint", "champion"], "leave it out, the champion writes by default"),
+    "two writers": (["--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--release", "1"], "name one who writes"),
+    "no model": (["--endpoint", "http://127.0.0.1:1/v1"], "go together"),
+    "no endpoint": (["--model", "m"], "go together"),
+    "no address": (["--endpoint", "ftp://host", "--model", "m"], "expected a base URL"),
+    "a password": (["--endpoint", "https://me:pass@host/v1", "--model", "m"], "without a name or password"),
+    "no key": (["--endpoint", "https://host.invalid/v1", "--model", "m"], "OPENAI_API_KEY"),
+    "no release": (["--release", "7"], "no release 7; there are: 1"),
+    "no file": (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read: No such file"),
+    "a domain of a file": (["--prompts", "FILE", "--domain", "docs"], "a row of --prompts names its own"),
+    "a domain that nobody has": (
+        ["--domain", "law", "--tokens", "9"],
+        "no training document of domain 'law' is 64 tokens long",
+    ),
+    "too long": (["--tokens", "250"], "do not fit the 256 tokens that release 1"),
+}
 
 
-def test_what_cannot_be_written_is_refused_and_leaves_nothing(copied: Copy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(what: str, copied: Copy, tmp_path: Path) -> None:
     workspace, _ = copied()
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One"}\n')
-    for words, message in REFUSED:
-        for more in ([], ["--dry-run"]):
-            done = command_here("generate", *words.replace("FILE", str(path)).split(), *more, home=workspace)
-            assert isinstance(done.exception, InputError) and message in str(done.exception), done.exception
+    words, message = REFUSED[what]
+    for more in ([], ["--dry-run"]):
+        done = command_here("generate", *(str(path) if w == "FILE" else w for w in words), *more, home=workspace)
+        assert isinstance(done.exception, InputError) and message in str(done.exception), done.exception
     assert not (workspace.root / "generated").exists()
 
 

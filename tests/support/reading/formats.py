@@ -211,18 +211,26 @@ KINDS: dict[str, Writer] = {
         f"a.{suffix}.{packed}": lambda suffix=suffix, packed=packed: compress(_of(suffix), packed)
         for suffix, packed in [
             *(("jsonl", packed) for packed in ("gz", "bz2", "xz", "lzma", "zst", "zstd", "lz4")),
-            *((suffix, "gz") for suffix in ("json", "csv", "parquet", "arrow")),
+            *(("json", packed) for packed in ("gz", "bz2", "xz", "zst")),
+            *(("csv", packed) for packed in ("gz", "bz2", "xz", "zst")),
+            *((suffix, "gz") for suffix in ("tsv", "parquet", "arrow")),
         ]
     },
     **{f"lines.{suffix}.zip": lambda suffix=suffix: zipped({f"in/a.{suffix}": _of(suffix)}) for suffix in _LINES},
     "gzipped.zip": lambda: zipped({"a.jsonl.gz": compress(json_lines(), "gz")}),
     "texts.zip": lambda: zipped(one_each("txt")),
+    "code.zip": lambda: zipped(one_each("rs")),
     "pages.zip": lambda: zipped(one_each("html", map(page, TEXTS))),
     "notebooks.zip": lambda: zipped(one_each("ipynb", map(notebook, TEXTS))),
-    "texts.tar.zst": lambda: compress(tarred(one_each("md")), "zst"),
+    **{
+        f"texts.tar.{packed}": lambda packed=packed: compress(tarred(one_each("md")), packed)
+        for packed in ("gz", "bz2", "xz", "zst")
+    },
     "texts.tar": lambda: tarred(one_each("txt")),
     "texts.tgz": lambda: compress(tarred(one_each("txt")), "gz"),
+    "code.tar": lambda: tarred(one_each("go")),
     "parquet.tar": lambda: tarred({"a.parquet": parquet()}),
+    "lines.tar.gz": lambda: compress(tarred({"a.jsonl": json_lines()}), "gz"),
     "a.warc": web_archive,
     "a.warc.gz": lambda: web_archive(True),
     "a.warc.wet": plain_texts_of_pages,
@@ -230,7 +238,10 @@ KINDS: dict[str, Writer] = {
 }
 # A document a file: they are read alone.
 SINGLE: dict[str, Callable[[str], bytes]] = {
-    **{f"a.{suffix}": str.encode for suffix in ("txt", "tex", "py", "sql")},
+    **{
+        f"a.{suffix}": str.encode
+        for suffix in ("txt", "md", "rst", "tex", "py", "c", "cpp", "rs", "go", "java", "ts", "sql", "kt")
+    },
     "Makefile": str.encode,
     "Dockerfile": str.encode,
     "a.txt.gz": lambda text: compress(text.encode(), "gz"),
@@ -239,6 +250,8 @@ SINGLE: dict[str, Callable[[str], bytes]] = {
     "a.ipynb": notebook,
 }
 REFUSED = {
-    "a.pdf": "pdftotext", "a.docx": "pandoc", "a.xlsx": "save its sheet as CSV", "a.pt": "JSON lines", "a.sqlite": "export it", "a.7z": "zip and tar",
-    "a.png": "supported: JSON", "noname": "supported: JSON",
+    "a.pdf": "pdftotext", "a.docx": "pandoc", "a.odt": "pandoc", "a.epub": "pandoc", "a.xlsx": "save its sheet as CSV", "a.png": "an image",
+    "a.jpg": "an image", "a.mp3": "transcribe", "a.mp4": "transcribe", "a.pkl": "JSON lines", "a.pt": "JSON lines", "a.npy": "JSON lines",
+    "a.sqlite": "export", "a.7z": "zip and tar are read", "a.rar": "zip and tar are read", "a.avro": "Parquet", "a.orc": "Parquet",
+    "a.mbox": "JSON lines", "a.unheard": "supported: JSON", "noname": "supported: JSON",
 }  # fmt: skip
