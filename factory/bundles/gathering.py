@@ -82,7 +82,7 @@ def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
     policy = parse(ReleasePolicy, evidence.get("policy") or {}, "its policy", InputError)
     if policy_sha256(policy) != verdict.policy_sha256:
         words = f"verdict {verdict.id} was given under a policy (sha256 {verdict.policy_sha256[:12]}…) that was not recorded"
-        raise InputError(f"{words}: no bundle was made")
+        raise InputError(f"{words}: no bundle was made; make one of a later release")
     return policy
 
 

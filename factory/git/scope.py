@@ -15,9 +15,8 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from agents.core.improve_policy import ImprovePolicy
 from agents.core.untrusted import INVISIBLE
@@ -101,7 +100,7 @@ class AgentsPolicy(StrictPolicy):
 
     scope: list[ScopeRule]
     """Where a patch may write; everything else is out of scope."""
-    out_of_scope: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]+/\*\*$")]] = []
+    out_of_scope: list[str] = []
     """Folders inside the scope that agents may read but not patch."""
     max_files: Count = 8
     """Files that one patch may change."""
@@ -113,6 +112,13 @@ class AgentsPolicy(StrictPolicy):
     """Seconds that an agent may spend on measuring implementations before it proposes."""
     improve: ImprovePolicy = ImprovePolicy()
     llm: LlmPolicy = LlmPolicy()
+
+    @field_validator("out_of_scope")
+    @classmethod
+    def _folders(cls, named: list[str]) -> list[str]:
+        if wrong := [one for one in named if not re.fullmatch(r"[A-Za-z0-9_./-]+/\*\*", one)]:
+            raise ValueError(f"{wrong[0]!r} is no folder: write 'kernels/contract/**' and 'trainer/contract/**'")
+        return named
 
     @classmethod
     def load(cls, path: Path) -> AgentsPolicy:

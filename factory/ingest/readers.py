@@ -20,8 +20,8 @@ from factory.ingest.reading.json_values import is_lines, read_json
 from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, instead, kind_of
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
 from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import Readable, as_text, lines, open_file, whole
-from factory.ingest.reading.tables import read_table
+from factory.ingest.reading.streams import Readable, as_text, blocks, lines, open_file, whole
+from factory.ingest.reading.tables import read_csv, read_tsv
 from factory.ingest.rules.policy import ShardLimits
 
 __all__ = ["COMPRESSIONS", "RawRow", "ShardProblem", "is_longer", "is_read", "is_shard", "read_rows", "too_long"]
@@ -100,7 +100,7 @@ def is_longer(path: Path, limits: ShardLimits) -> bool:
 
 def _jsonl(source: Readable) -> Iterator[RawRow]:
     with source.open() as stream:
-        yield from lines(stream, source.limits.max_row_bytes)
+        yield from lines(blocks(stream), source.limits.max_row_bytes)
 
 
 def _text(source: Readable) -> Iterator[RawRow]:
@@ -123,8 +123,8 @@ READERS: dict[str, Reader] = {  # by suffix, without that of a compression
     **dict.fromkeys(CODE, _code),
     ".parquet": read_parquet,
     **dict.fromkeys((".arrow", ".feather", ".ipc", ".arrows"), read_arrow),
-    ".csv": read_table,
-    **dict.fromkeys((".tsv", ".tab"), functools.partial(read_table, delimiter="\t")),
+    ".csv": read_csv,
+    **dict.fromkeys((".tsv", ".tab"), read_tsv),
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
     **dict.fromkeys((".warc", ".wet"), read_warc),
     ".ipynb": read_notebook,

@@ -80,10 +80,15 @@ def next_name(root: Path, now: datetime) -> str:
 
     So the order of the names is the order in which the backups were made: '2026-01-31T12-00-00', '2026-01-31T12-00-00-1', ….
     """
-    name = now.strftime(TIME)
-    backups = backups_of(root)
-    newest, number = order_of(backups[-1]) if backups else ("", 0)
-    return name if name > newest else f"{newest}-{number + 1}"
+    stem, number = now.strftime(TIME), 0
+    if (backups := backups_of(root)) and stem <= order_of(backups[-1])[0]:
+        stem, number = order_of(backups[-1])
+        number += 1
+    while (
+        root / BACKUPS / (name := f"{stem}-{number}" if number else stem)
+    ).exists():  # one that is no backup any more
+        number += 1
+    return name
 
 
 def order_of(backup: Path) -> tuple[str, int]:

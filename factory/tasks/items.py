@@ -88,7 +88,9 @@ class ChoiceItem(TaskItem):
 
     @property
     def right(self) -> int:
-        """The place of the right choice: a number is one, words are a text, or else a letter. Raises: ValueError when it names none."""
+        """The place of the right choice: a number is one, words are a text, or else a letter. Raises: ValueError when it names none, or two."""
+        if isinstance(self.answer, str) and self.choices.count(self.answer) > 1:
+            raise ValueError(f"answer {self.answer!r} names more than one choice")
         for way in ("place",) if isinstance(self.answer, int) else ("text", "letter"):
             if way in self.ways:
                 return self.ways[way]

@@ -10,6 +10,7 @@ Where a value ends is seen by its brackets and quotes alone. What is inside is d
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -22,18 +23,21 @@ _OUTSIDE = re.compile(rb'["{}\[\],]')
 
 def read_json(source: Readable) -> Iterator[RawRow]:
     """A ``.json`` file: one array, whose items are rows; or, as today, JSON lines; or objects written over several lines."""
-    if is_lines(source):
-        with source.open() as stream:
-            yield from lines(stream, source.limits.max_row_bytes)
-        return
     with source.open() as stream:
-        yield from values(blocks(stream), source.limits.max_row_bytes)
+        found = blocks(stream)
+        head = next(found)
+        read = lines if _in_lines(head) else values
+        yield from read(itertools.chain([head], found), source.limits.max_row_bytes)
 
 
 def is_lines(source: Readable) -> bool:
     """Does a file hold a row in each line, and not one array or values over several lines?"""
     with source.open() as stream:
-        head = next(blocks(stream)).removeprefix(b"\xef\xbb\xbf").lstrip(_BLANK)
+        return _in_lines(next(blocks(stream)))
+
+
+def _in_lines(head: bytes) -> bool:
+    head = head.removeprefix(b"\xef\xbb\xbf").lstrip(_BLANK)
     first = head.split(b"\n", 1)[0].rstrip(_BLANK)
     if head.startswith(b"["):
         return False

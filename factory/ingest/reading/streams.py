@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -126,14 +126,13 @@ def blocks(stream: ByteStream) -> Iterator[bytes]:
         raise ShardProblem("the file is empty once decompressed")
 
 
-def lines(stream: ByteStream, max_bytes: int) -> Iterator[RawRow]:
-    """Lines without their ends; a line over ``max_bytes`` is passed over without being held in memory."""
+def lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
+    """Lines of blocks, without their ends; a line over ``max_bytes`` is passed over without being held in memory."""
     rest = b""
     skipped = 0  # bytes of an over-long line passed over so far
-    for block in blocks(stream):
-        found = (rest + block).split(b"\n")
-        rest = found.pop()
-        for line in found:
+    for block in found:
+        *whole_lines, rest = (rest + block).split(b"\n")
+        for line in whole_lines:
             if skipped or len(line) > max_bytes:
                 yield too_long(skipped + len(line), max_bytes)
                 skipped = 0

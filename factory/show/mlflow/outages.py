@@ -1,4 +1,4 @@
-"""An MLflow that does not answer costs little: found out within a measured limit, left alone for ten times as long, said once.
+"""An MLflow that does not answer costs little: found out within a limit of seconds, left alone for ten times as long, said once.
 
 MLflow only shows. Whoever needs nothing from it goes on (``shown``), and a later pass sends what is missing (``factory.show.catching_up``).
 The limit of one request is ``LEAST`` seconds; each request that takes longer doubles it, so that a server which is slow, and not dead, is heard in

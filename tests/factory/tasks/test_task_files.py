@@ -35,6 +35,7 @@ CHOICE, MATHS, CODE = "multiple_choice", "maths", "code"
         (CHOICE, [], "0 items, at least 8 are needed (items_min in tasks.yaml)"),
         (CHOICE, with_item(3, answer=...), "record 4: key 'answer' is missing"),
         (CHOICE, with_item(3, answer=4), "record 4: answer 4 names no choice"),
+        (CHOICE, with_item(3, choices=["A", "A", "B"], answer="A"), "record 4"),
         (CHOICE, with_item(3, answer="none of them"), "record 4: answer 'none of them' names no choice"),
         (CHOICE, with_item(3, id="q1"), "id 'q1' appears twice, in records 2 and 4"),
         (CHOICE, with_item(3, colour="red"), "record 4: unknown key 'colour'"),

@@ -77,7 +77,9 @@ def test_uniform_is_numpys_mean_and_is_judged_and_released_like_any_candidate(pl
         np.testing.assert_array_max_ulp(found, mean, maxulp=1)
     assert next_due(Plant(workspace, ledger)) == f"judge {candidate}"
     before = ledger.rows(sa.select(segments.c.id))
-    assert made_average(plant, last=3) == (candidate, averaged), "the same checkpoints are the same candidate"
+    assert made_average(plant, "uniform", last=3) == (candidate, averaged), (
+        "the same checkpoints are the same candidate"
+    )
     assert ledger.rows(sa.select(segments.c.id)) == before
     made = release(Plant(workspace, ledger), add_verdict(ledger, candidate))
     found = of_release(ledger, made)

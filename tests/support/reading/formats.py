@@ -230,6 +230,7 @@ KINDS: dict[str, Writer] = {
     "texts.tgz": lambda: compress(tarred(one_each("txt")), "gz"),
     "code.tar": lambda: tarred(one_each("go")),
     "parquet.tar": lambda: tarred({"a.parquet": parquet()}),
+    "array.tar": lambda: tarred({"a.json": json_array()}),
     "lines.tar.gz": lambda: compress(tarred({"a.jsonl": json_lines()}), "gz"),
     "a.warc": web_archive,
     "a.warc.gz": lambda: web_archive(True),

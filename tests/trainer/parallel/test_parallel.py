@@ -229,6 +229,7 @@ def test_every_group_of_ranks_waits_as_long_as_a_rank_may_need() -> None:
         "joined = ranks.Ranks.join(recipe.parallel, recipe.model)\n"
         "groups = [torch.distributed.group.WORLD, *joined.mesh.get_all_groups()]\n"
         "print([group._get_backend(torch.device('cpu')).options._timeout.total_seconds() for group in groups])\n"
+        "torch.distributed.barrier()\n"  # or the store ends with rank 0 while rank 1 still joins
         "joined.leave()\n"
     )
     with socket.socket() as free:
