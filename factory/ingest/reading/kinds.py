@@ -37,11 +37,28 @@ CODE, CODE_NAMES = tuple(_CODE.split()), frozenset(_CODE_NAMES.split())
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 _PACKED = (*ARCHIVES, ".7z", ".rar", ".jar", ".whl", ".egg", ".apk", ".iso", ".cab", ".ar", ".deb", ".rpm", ".cpio")
 _INSTEAD = {
-    ".pdf": "extract its text first, for example with pdftotext",
-    **dict.fromkeys((".docx", ".doc", ".odt", ".rtf", ".epub"), "convert it to text first, for example with pandoc"),
-    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save its sheet as CSV"),
-    **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".duckdb", ".avro", ".orc", ".h5"), "export it as CSV or Parquet"),
-    **dict.fromkeys((".pkl", ".pt", ".npy", ".npz", ".safetensors"), "write its documents as JSON lines"),
+    **dict.fromkeys((".pdf", ".ps", ".djvu"), "extract its text first, for example with pdftotext"),
+    **dict.fromkeys(
+        (".docx", ".doc", ".odt", ".rtf", ".epub", ".mobi", ".pptx", ".ppt", ".odp", ".pages", ".fb2"),
+        "convert it to text first, for example with 'pandoc FILE -t plain -o FILE.txt'",
+    ),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), "save its sheet as CSV"),
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".duckdb", ".mdb"), "export the table as CSV or Parquet"),
+    **dict.fromkeys((".avro", ".orc", ".hdf5", ".h5", ".lance"), "write it as Parquet"),
+    **dict.fromkeys((".dta", ".sav", ".rds", ".rdata"), "save it as CSV"),
+    **dict.fromkeys(
+        (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors", ".joblib"),
+        "arrays and pickles are not text: write its documents as JSON lines",
+    ),
+    **dict.fromkeys(
+        (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".svg", ".ico", ".heic"),
+        "an image has no text",
+    ),
+    **dict.fromkeys(
+        (".mp3", ".wav", ".flac", ".ogg", ".m4a", ".mp4", ".mkv", ".webm", ".avi", ".mov"), "transcribe it first"
+    ),
+    **dict.fromkeys((".br", ".z", ".lzo", ".sz", ".snappy"), "decompress it, or compress it with gzip or zstd"),
+    **dict.fromkeys((".mbox", ".eml", ".msg", ".pst"), "write its messages as JSON lines"),
     **dict.fromkeys(_PACKED[len(ARCHIVES) :], "unpack it; zip and tar are read as they are"),
 }
 

@@ -108,7 +108,7 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
         ({"system": "Be long.", "messages": [SYSTEM, *CHAT]}, "begin with another one"),
         ({"content": "a", "body": "b"}, "'content' and 'body' may both be the text"),
         ({"question": "Why?", "answer": "B", "choices": ["a", "b"]}, "no known shape; columns: question, answer, choices"),
-        ({"text": "a", "domain": "My Domain!"}, "write 'my-domain'"),
+        ({"text": "a", "domain": "My Domain!"}, "letters a-z, digits"),
         ({"text": "a", "domain": "cloze"}, "write 'cloze-text'"),
         ({"text": "a", "source": float("nan")}, "'source' is not a string of 1000 characters at most (it is nan)"),
         ({"text": "a", "license": ["MIT", 3]}, "'license' is not a string"),
