@@ -118,10 +118,8 @@ class Judge:
         module = f"{self.warm.tree / mutant.path}:"
         last = mutant.line + self.sources[mutant.path][slice(*mutant.span)].count("\n")
         lines = {f"{module}{number}" for number in range(mutant.line, last + 1)}
-        runs = {test for test, of in tests.items() if lines & set(of[1])} if mutant.inside else {
-            test for test, of in tests.items() if any(line.startswith(module) for line in of[1])
-        }  # fmt: skip
-        # else it may run while tests are collected, or in processes that they start
+        runs = {test for test, of in tests.items() if lines & set(of[1])} if mutant.inside else set()
+        # else any may read what the module made, or start a process that runs the line
         return {test: of[0] for test, of in tests.items() if test in (runs or tests)}
 
 

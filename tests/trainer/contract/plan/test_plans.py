@@ -14,8 +14,8 @@ from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
 from trainer.contract.plan.hf_config import shape_of_config
 from trainer.contract.plan.plan_report import lines, remarks
-from trainer.contract.plan.run_plan import Ask, SizingError, plan_run
-from trainer.contract.plan.sizing import kinds, needed, shape_of
+from trainer.contract.plan.run_plan import Ask, SizingError, gathered, plan_run
+from trainer.contract.plan.sizing import Layout, kinds, needed, shape_of
 from trainer.contract.recipe import BatchRecipe
 
 KEPT = Path(__file__).with_name("plans.txt")
@@ -74,7 +74,12 @@ def test_what_fits_nowhere_is_told_with_what_would(ask: Ask, words: str) -> None
         plan_run(ask)
 
 
+def test_one_gpu_gathers_nothing() -> None:
+    assert gathered(ASKS["one node"], Layout(1)) == 0.0 < gathered(ASKS["one node"], Layout(2))
+
+
 def test_a_size_that_no_shape_has_is_refused() -> None:
+    assert shape_of(5e5, 1000, 2048).layers == 2  # the fewest
     with pytest.raises(RecipeError):
         shape_of(1e5, 50_000, 2048)
 

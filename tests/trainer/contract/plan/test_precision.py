@@ -45,6 +45,9 @@ def test_a_part_whose_smallest_share_takes_more_than_there_is_is_not_run() -> No
 
     part = TimedPart(1e12, lambda share: (never, 1e9))
     assert _grown(part, guess=1e8, device=CPU, seconds=9.0) == 1e8  # it would take ten seconds
+    ran: list[float] = []
+    assert _grown(TimedPart(1e9, lambda share: (lambda: ran.append(share), 1e9 * share)), 1e12, CPU, 0.01) != 1e12
+    assert ran
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,14 @@ def test_a_measurement_on_a_gpu_ends_with_a_run_that_is_long_enough_and_warmed_u
     assert asked == [2, 4, 8, 16, 32, 64, 128, 256] and 0.002 * asked[-2] < rates.GPU_SECONDS <= 0.002 * asked[-1]
 
 
+def test_a_copy_moves_as_many_bytes_as_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, **more: made.append(ones(*size, **more)) or made[-1])
+    assert rates.memory_rate.__wrapped__(CPU) > 0
+    assert made[0].nbytes == rates.CPU_BYTES
+
+
 def test_the_products_matrices_fit_into_what_is_free() -> None:
     for free in (1 << 26, 1 << 28, 1 << 30, 1 << 33):
         size = rates.size_for(free, 4)
