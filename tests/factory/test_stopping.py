@@ -96,6 +96,17 @@ def test_a_signal_within_a_step_ends_all(slow: Slow, command: tuple[str, ...], n
 
 
 @pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
+def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
+    process, started = slow.start("train")
+    process.send_signal(signal.SIGINT)
+    time.sleep(2 * stopping.SAME_SECONDS)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=stopping.GRACE_SECONDS / 2)
+    assert process.returncode == 130 and said.splitlines()[-1] == GO_ON
+    assert not left_of(started, 0.5)
+
+
+@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 def test_what_a_killed_factory_started_ends_by_itself(slow: Slow) -> None:
     process, started = slow.start("train")
     process.kill()
@@ -248,14 +259,3 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
     process.terminate()
     process.communicate(timeout=5)
     assert process.returncode == 128 + signal.SIGTERM
-
-
-@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
-def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
-    process, started = slow.start("train")
-    process.send_signal(signal.SIGINT)
-    time.sleep(2 * stopping.SAME_SECONDS)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=stopping.GRACE_SECONDS / 2)
-    assert process.returncode == 130 and said.splitlines()[-1] == GO_ON
-    assert not left_of(started, 0.5)
