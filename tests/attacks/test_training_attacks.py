@@ -138,6 +138,7 @@ def test_every_cheat_fits_the_code_of_today(made: Made) -> None:
 
 @pytest.mark.sample(*EVERY_DAY)
 @pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.slow("two sides' training for each attack")
 def test_left_out_work_is_found_by_the_weights(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:

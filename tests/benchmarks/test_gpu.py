@@ -70,6 +70,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run(tmp_path_factory.mktemp("dry"), "--minutes", "30")
 
 
+@pytest.mark.slow("a whole dry run of the GPU's benchmark")
 def test_every_part_runs_and_what_it_found_is_in_the_files(dry: Ran) -> None:
     document = dry.document
     assert dry.code == 0, dry.told
@@ -97,6 +98,7 @@ def test_every_part_runs_and_what_it_found_is_in_the_files(dry: Ran) -> None:
     assert [f"{part}: done" in dry.told for part in NAMES] == [True] * len(NAMES)
 
 
+@pytest.mark.slow("a whole dry run of the GPU's benchmark")
 def test_every_implementation_for_cuda_is_judged_or_named(dry: Ran) -> None:
     judged = {f"{record['op']}/{record['implementation']}": record for record in dry.document["judged"]}
     registered = {f"{op.name}/{implementation.name}" for op, implementation in on_cuda()}
@@ -108,6 +110,7 @@ def test_every_implementation_for_cuda_is_judged_or_named(dry: Ran) -> None:
     assert "attention/flex" in lost and "GPU alone" in lost["attention/flex"]
 
 
+@pytest.mark.slow("a whole dry run of the GPU's benchmark")
 def test_the_table_has_every_op_at_every_width_beside_torch(dry: Ran) -> None:
     timed = dry.document["timed"]
     by: dict[tuple[str, int], set[str]] = {}
@@ -130,6 +133,7 @@ def test_the_table_has_every_op_at_every_width_beside_torch(dry: Ran) -> None:
     assert not any("| **" in row for row in rows), "tiny sizes on a CPU: nothing wins"
 
 
+@pytest.mark.slow("a whole dry run of the GPU's benchmark")
 def test_a_dry_run_compares_nothing_and_a_real_one_would(dry: Ran) -> None:
     assert dry.report.startswith("# DRY RUN: ") and dry.document["run"]["dry"]
     assert not dry.document["decisions"] and not dry.document["keep_or_replace"]
@@ -161,6 +165,7 @@ def real(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow("a whole dry run of the GPU's benchmark")
 def test_every_step_and_every_link_of_the_chain_says_something(dry: Ran) -> None:
     numbers = dry.document["numbers"]
     told = {(number["part"], number["item"]) for number in numbers}
@@ -175,6 +180,7 @@ def test_every_step_and_every_link_of_the_chain_says_something(dry: Ran) -> None
     assert equal["unit"] == f"of {equal['value']}", "on a CPU a run that was killed goes on to the bit"
 
 
+@pytest.mark.slow("a dry run that is cut")
 def test_a_run_that_is_cut_leaves_what_there_was(tmp_path: Path) -> None:
     with subprocess.Popen(
         command(tmp_path), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -198,6 +204,7 @@ def test_a_run_that_is_cut_leaves_what_there_was(tmp_path: Path) -> None:
     assert document["judged"] and "**Cut by SIGTERM in the part 'right'" in ran.report
 
 
+@pytest.mark.slow("parts that crash and hang, each in its process")
 def test_what_is_wrong_crashes_or_hangs_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     ran = run(tmp_path, "--parts", "right,fast", "--minutes", "3", FACTORY_BENCH_GPU_PLANT="tests.benchmarks.planted")
     document = ran.document
@@ -246,6 +253,7 @@ def test_what_is_wrong_crashes_or_hangs_is_named_and_the_rest_goes_on(tmp_path: 
     assert "does not run" not in verdict and "ours failed: raises" in report.partition("## Verdict")[2]
 
 
+@pytest.mark.slow("a dry run in little memory")
 def test_too_little_memory_skips_by_name(tmp_path: Path) -> None:
     ran = run(tmp_path, "--parts", "fast,step", "--memory", "1e-8")
     assert ran.code == 3 and ran.document["right"] is None and ran.document["headline"] == "nothing was judged."
@@ -255,6 +263,7 @@ def test_too_little_memory_skips_by_name(tmp_path: Path) -> None:
         assert lost[name].startswith("too little memory: "), name
 
 
+@pytest.mark.slow("a dry run without some libraries")
 def test_without_pydantic_four_wheels_are_named_and_kernels_are_judged(tmp_path: Path) -> None:
     blocked = tmp_path / "blocked" / "pydantic"
     blocked.mkdir(parents=True)

@@ -27,6 +27,7 @@ def state() -> tuple[list[Tensor], ...]:
 
 
 @pytest.mark.parametrize("update", [adamw.reference, adamw.fused, adamw.compiled])
+@pytest.mark.slow("compiles the update")
 def test_ten_steps_are_those_of_torch(update: Callable[..., None]) -> None:
     """The fused one to the bit; the plain expression but for the order of roundings."""
     weights, exp_avgs, exp_avg_sqs, steps = state()

@@ -54,6 +54,7 @@ def always_compiled() -> Iterator[None]:
 @pytest.mark.usefixtures("always_compiled")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
+@pytest.mark.slow("compiles an op for each dtype")
 def test_compiled_implementation_is_right_of_hostile_values(op: str, implementation: str, dtype: torch.dtype) -> None:
     for values in HOSTILE:  # one compilation serves them all
         result = judge(OPS[op], implementation, CASES["small"], dtype=dtype, values=values)

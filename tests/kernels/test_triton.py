@@ -76,6 +76,7 @@ assert not wrong, "\\n".join(wrong)
 
 
 @pytest.mark.parametrize("op", [name for name, op in OPS.items() if "triton" in op.implementations])
+@pytest.mark.slow("Triton's interpreter, kernel by kernel")
 def test_triton_in_the_interpreter(run: Run, op: str) -> None:
     run(ORACLE, op)
 

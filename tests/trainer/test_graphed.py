@@ -38,6 +38,7 @@ class Called:
 
 
 @pytest.mark.parametrize("changes", [{}, {"batch__micro_sequences": 2}, {"optimizer__name": "muon"}])
+@pytest.mark.slow("trains the same run five ways")
 def test_replayed_micro_batches_give_the_same_run(
     tmp_path: Path, make_shard: MakeShard, changes: dict[str, Any]
 ) -> None:

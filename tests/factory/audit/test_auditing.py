@@ -112,6 +112,7 @@ def site(saved: SavedPlant) -> Iterator[Site]:
         assert left == []
 
 
+@pytest.mark.slow("trains a plant")
 def test_a_segment_whose_folder_is_gone_is_not_measured(site: Site) -> None:
     """A disk that is not mounted says nothing about a patch."""
     text = (site.target / RUN).read_text()
@@ -123,6 +124,7 @@ def test_a_segment_whose_folder_is_gone_is_not_measured(site: Site) -> None:
     assert verdict.outcome == "hold" and "is not there: mount or restore it" in verdict.reasons[0], verdict
 
 
+@pytest.mark.slow("trains a plant and replays a window of it")
 def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: Site) -> None:
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")

@@ -26,6 +26,9 @@ from tests.support.plants.released_plant import evaluated, released_plant
 WHY = "the demo <b>is</b> tomorrow"
 
 
+pytestmark = pytest.mark.slow("a release by a person, and its bundle")
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plant = released_plant(tmp_path_factory.mktemp("overridden"))

@@ -92,6 +92,7 @@ def test_documents_of_a_damaged_shard_are_not_handed_on(released: FilledPlant, t
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("verifies a bundle for each change")
 def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: FilledPlant, tmp_path: Path) -> None:
     row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
     assert row
@@ -250,6 +251,7 @@ def test_traces_hold_what_is_kept_and_follow_no_link(released: FilledPlant, tmp_
     assert found == {"segment-00002/metrics.jsonl", "segment-00002/checkpoint-000000001/inner/weights"}
 
 
+@pytest.mark.slow("a release by command, and its bundle")
 def test_a_first_release_by_command(released: FilledPlant, made: Written, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--bundle", "1", "--out", str(out), "--licence", "Apache-2.0", "--traces"]

@@ -303,6 +303,7 @@ KILL = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("point", ["profile", "draft", "written", "gate", "verdict"])
+@pytest.mark.slow("a round of the code loop for each stage")
 def test_killed_in_a_stage_the_next_pass_does_it_again(
     point: str, plant: PatchPlant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ from tests.support.paths import ROOT
 FILES = ("profile.json", "profile.html", "trace.json")
 
 
+@pytest.mark.slow("a profile of the live code")
 def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The profiler runs in this process, and waits for no quiet moment: a test of ``test_proposing.py`` starts a real one in the sandbox."""
 

@@ -36,6 +36,7 @@ def plant(tmp_path: Path) -> PatchPlant:
     return PatchPlant(tmp_path)
 
 
+@pytest.mark.slow("a benchmark's process, and a whole gate")
 def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     plant: PatchPlant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

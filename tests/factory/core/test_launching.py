@@ -137,6 +137,7 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Opened) 
     assert len(losses(folder)) == 60
 
 
+@pytest.mark.slow("torchrun and its ranks")
 def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Opened) -> None:
     """Exit 2: trying again would not help, and the trainer's own words are told."""
     workspace, ledger = plant

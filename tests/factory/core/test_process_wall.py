@@ -46,6 +46,7 @@ STARTS = [
 
 
 @pytest.mark.parametrize(("words", "inside"), STARTS)
+@pytest.mark.slow("a process for each command")
 def test_a_command_started_in_a_checkout_loads_nothing_of_it(
     target: Path, workspace: Workspace, tmp_path: Path, words: str, inside: str
 ) -> None:

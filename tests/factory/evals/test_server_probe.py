@@ -50,6 +50,7 @@ def test_each_family_is_served_with_the_evaluators_logits_and_stops(
     [{"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, {"architectures": ["Evil"]}],
     ids=str,
 )
+@pytest.mark.slow("transformers in a process of its own")
 def test_no_other_class_is_loaded_and_no_code_of_the_export_is_run(
     tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any]
 ) -> None:

@@ -82,6 +82,7 @@ def summary_of(plant: FilledPlant, candidate: int) -> dict:
     return row["summary"]
 
 
+@pytest.mark.slow("a whole evaluation, twice")
 def test_evaluate_writes_items_and_summary_once(plant: FilledPlant, weak: int) -> None:
     number = evaluate(plant, weak)
     assert evaluate(plant, weak) == number
@@ -355,6 +356,7 @@ def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: FilledPlan
         tx.execute(documents.delete().where(documents.c.key.in_(["law", "x"])))
 
 
+@pytest.mark.slow("whole evaluations")
 def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, better: int) -> None:
     folder = Path(shutil.copytree(plant.workspace.exports / "better", plant.workspace.exports / "disagrees"))
     generation = json.loads((folder / "generation_config.json").read_text())

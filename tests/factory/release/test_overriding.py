@@ -311,6 +311,7 @@ def lines(made: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
 
 @pytest.mark.sample("2")  # tests/factory/release/test_releases.py kills a release at another part
 @pytest.mark.parametrize("part", range(KILLS))
+@pytest.mark.slow("a release, killed at each step")
 def test_killed_anywhere_it_is_released_once_or_not_at_all(
     workspace: Workspace, scene: Ledger, lines: int, part: int
 ) -> None:

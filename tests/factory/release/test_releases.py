@@ -185,6 +185,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
 
 @pytest.mark.sample("4")  # tests/chaos kills a release at each durable effect
 @pytest.mark.parametrize("part", range(KILLS))
+@pytest.mark.slow("a release, killed at each step")
 def test_killed_anywhere_there_is_one_release_and_one_version(
     template: tuple[Path, int, int], tmp_path: Path, part: int
 ) -> None:

@@ -198,6 +198,7 @@ def test_a_segment_is_replayed_from_its_beginning_and_its_parent_before_it(copie
     assert not list((workspace.root / "replays").glob("*-*/*"))
 
 
+@pytest.mark.slow("a plant with every fault")
 def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
     workspace, ledger = copied()
     shards, candidate = token_shards(ledger), CandidateRow.get(ledger, 1)

@@ -26,6 +26,7 @@ def aged(ledger: Ledger, segment: int, days: float) -> None:
         tx.exec_driver_sql("UPDATE segments SET finished_at = ? WHERE id = ?", (time.time() - days * DAY, segment))
 
 
+@pytest.mark.slow("MLflow's garbage collection in a process of its own")
 def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, code_repository: Path) -> None:
     workspace = Workspace.create(tmp_path / "plant", Config(repository=str(code_repository)))
     ledger = Ledger.create(workspace.ledger_url)

@@ -269,6 +269,7 @@ def test_who_hangs_up_holds_nothing(workspace: Workspace, ledger: Ledger, export
     run(scene)
 
 
+@pytest.mark.slow("an engine comes up")
 def test_an_export_that_is_written_into_while_it_is_served_is_named_and_changes_no_answer(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:

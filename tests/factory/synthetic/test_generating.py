@@ -48,6 +48,7 @@ def content_of(row: dict[str, Any]) -> Content:
     return {key: row[key] for key in ("text", "messages") if key in row}
 
 
+@pytest.mark.slow("an engine that writes")
 def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     workspace, ledger = copied()
     words = ["--count", "9", "--tokens", "12", "--opening-tokens", "10", "--json"]

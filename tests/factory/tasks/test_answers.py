@@ -140,6 +140,7 @@ def test_answers_are_compared_by_their_forms(gold: str, said: str, same: bool) -
     assert right(gold, said) is same
 
 
+@pytest.mark.slow("imports sympy in the sandbox")
 def test_formulas_are_compared_by_the_library_in_the_sandbox() -> None:
     found = check_maths([(item(gold), said) for gold, said, _ in FORMULAS], LIMITS)
     assert {pair: one.right for pair, one in zip(FORMULAS, found, strict=True)} == {pair: pair[2] for pair in FORMULAS}

@@ -37,6 +37,7 @@ def with_its_own_model(export: Path, tasks: list[Path]) -> dict[str, list[dict[s
         os.chdir(before)
 
 
+@pytest.mark.slow("lm-eval, twice")
 def test_ours_and_lm_evals_with_our_model_equal_lm_eval_with_its_own(
     plant: FilledPlant, export: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -211,6 +211,7 @@ def test_from_bf16_to_fp8_a_certificate_is_asked_for_and_run_in_both(site: Site)
     ],
     ids=["wrong gradient scale", "another rate than it reports", "a skipped update", "right at first, wrong later"],
 )
+@pytest.mark.slow("trains under two commits")
 def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, seen_by: str) -> None:
     site.edit(INIT, "", code)
     number = site.plan()
@@ -254,6 +255,7 @@ def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site:
     assert verdict.evidence(site.ledger)["basis"] == "parent" and "to the last bit" in verdict.reasons[0]
 
 
+@pytest.mark.slow("trains under two commits")
 def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,6 +291,7 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
 
 
 @pytest.mark.parametrize(("code", "says"), [(74, "says that the disk is full, but there is room"), (75, "was stopped")])
+@pytest.mark.slow("a trainer, started three times")
 def test_code_that_ends_by_its_own_word_is_refused_after_three_tries(site: Site, code: int, says: str) -> None:
     site.edit(INIT, "", f"raise SystemExit({code})\n")
     number = site.plan()

@@ -103,6 +103,7 @@ def test_nothing_holds_a_dense_mask_or_whole_logits(machine: str) -> None:
 @pytest.mark.sample("False-False", "True-True")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.slow("compiles a block")
 def test_a_block_compiles_to_one_graph(recompute: bool, experts: bool) -> None:
     """No break, no graph of its own for each layer, none again for the next batch; one more where the bound of stretches grows."""
     keys = {"model.experts": {"count": 4, "per_token": 2, "d_ff": 16, "dense_layers": 1}} if experts else {}
