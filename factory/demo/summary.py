@@ -1,4 +1,4 @@
-"""The demo's last screen: what 'factory status' shows, the scores of each candidate, and why it was released, and each proposal merged, or not."""
+"""The demo's last screen, read from the ledger: what was ingested, dropped, learnt, released and proposed, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.ledger.status import screen
+from factory.ledger.status import describe_average
 
 
 def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list[str]:
@@ -22,8 +22,7 @@ def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list
     asked = [f"{factory} status{where}"]
     asked += [f"{factory} proposals show {facts['proposals'][-1]['number']}{where}"] if facts["proposals"] else []
     asked += [f"{factory} provenance --release {facts['releases'][-1]['number']}{where}"] if facts["releases"] else []
-    seen = [f"    {line}" for line in screen(facts)]
-    lines = [*seen, "", *_scores(facts), "", *_releases(facts), "", *_proposals(facts), ""]
+    lines = [*_data(facts), "", *_training(facts), "", *_releases(facts), "", *_proposals(facts), ""]
     lines += [
         f"  This run took {seconds / 60:.1f} minutes. Every number above was read back from {workspace.root / 'ledger.db'}.",
         "",
@@ -34,23 +33,78 @@ def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list
     return lines
 
 
-def _scores(facts: dict[str, Any]) -> list[str]:
-    """A table of held-out measurements, beside those of byte models: none before there is a candidate."""
-    measured = [candidate for candidate in facts["candidates"] if (candidate["summary"] or {}).get("bpb")]
-    if not measured:
-        return []
-    newest = measured[-1]["summary"]
-    domains = sorted(newest["bpb"])
-    lines = ["    held-out bits per byte " + "".join(f"{domain:>9}" for domain in domains) + "    cloze right"]
-    baselines = newest.get("baselines") or {}
-    for name in sorted({n for domain in domains for n in baselines.get(domain, {}) if n.endswith("gram")}):
-        cells = "".join(_cell(baselines.get(domain, {}).get(name)) for domain in domains)
-        lines.append(f"      {'byte ' + name.replace('_', ' '):<21}{cells}")
-    for candidate in measured:
-        own = candidate["summary"]
-        cells, right = "".join(_cell(own["bpb"].get(domain)) for domain in domains), own["cloze"].get("share_right")
-        lines.append(f"      candidate {candidate['id']:<11}{cells}" + (f"{right:>10.0%}" if right is not None else ""))
+def _data(facts: dict[str, Any]) -> list[str]:
+    lines = ["  WHAT CAME IN"]
+    for shard in facts["shards"]:
+        counts = shard["counts"] or {}
+        dropped = counts.get("dropped") or {}
+        why = ", ".join(f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1]))
+        state = (
+            f"QUARANTINED ({shard['reason']})"
+            if shard["state"] == "quarantined"
+            else f"{counts.get('train', 0):>6,} kept  {counts.get('held_out', 0):>4,} held out"
+        )
+        lines.append(
+            f"    {shard['name']:<22}{shard['rows']:>7,} documents  {state}  {sum(dropped.values()):>5,} dropped{': ' + why if why else ''}"
+        )
+    total = sum(domain["tokens"] for domain in facts["domains"].values())
+    loss = sum(domain["supervised_tokens"] for domain in facts["domains"].values())
+    lines.append(
+        f"    together {total:,} tokens to train on, {loss:,} of them with loss: "
+        + ", ".join(f"{d} {v['tokens']:,}" for d, v in sorted(facts["domains"].items()))
+    )
     return lines
+
+
+def _training(facts: dict[str, Any]) -> list[str]:
+    lines = ["  WHAT WAS LEARNT"]
+    for segment in facts["segments"]:
+        result = segment["result"] or {}
+        seconds = result.get("seconds")
+        rate = (
+            f", {result['tokens'] / seconds:,.0f} tokens/s in {segment['precision']}"
+            if seconds and result.get("tokens")
+            else ""
+        )
+        first, last = result.get("first_loss"), result.get("loss")
+        moved = (
+            f"loss {first:.2f} → {last:.2f}"
+            if isinstance(first, float) and isinstance(last, float)
+            else f"loss {last:.2f}"
+            if isinstance(last, float)
+            else describe_average(result["averaged"])
+            if "averaged" in result
+            else segment["state"]
+        )
+        lines.append(
+            f"    segment {segment['id']} {segment['kind']:<7} steps {segment['first_step']:>4}–{segment['last_step']:<5} {moved}{rate}"
+        )
+    measured = [candidate for candidate in facts["candidates"] if (candidate["summary"] or {}).get("bpb")]
+    if measured:
+        newest = measured[-1]["summary"]
+        domains = sorted(newest["bpb"])
+        lines.append("    held-out bits per byte " + "".join(f"{domain:>9}" for domain in domains) + "    cloze right")
+        baselines = newest.get("baselines") or {}
+        for name in sorted({n for domain in domains for n in baselines.get(domain, {}) if n.endswith("gram")}):
+            cells = "".join(_cell(baselines.get(domain, {}).get(name)) for domain in domains)
+            lines.append(f"      {'byte ' + name.replace('_', ' '):<21}{cells}")
+        for candidate in measured:
+            own = candidate["summary"]
+            cells = "".join(_cell(own["bpb"].get(domain)) for domain in domains)
+            lines.append(f"      candidate {candidate['id']:<11}{cells}{_share(own.get('cloze') or {})}")
+        chat = newest.get("chat") or {}
+        if chat.get("with_code"):
+            lines.append(f"    chat answers that should be Python: {chat['parse']:.0f} of {chat['with_code']} parse")
+    return lines
+
+
+def _share(cloze: dict[str, Any]) -> str:
+    right = cloze.get("share_right")
+    return (
+        f"{right:>10.0%} of {cloze['items']} (chance {cloze['chance']:.0%})"
+        if isinstance(right, float)
+        else f"{'–':>10}"
+    )
 
 
 def _cell(value: Any) -> str:
@@ -67,6 +121,13 @@ def _releases(facts: dict[str, Any]) -> list[str]:
             + (f" → release {candidate['release']}" if candidate["release"] else "")
         )
         lines += [f"      {reason}" for reason in (verdict["reasons"] if verdict else [])]
+    best = facts["champion"]
+    if best:
+        report = next((release["report"] for release in facts["releases"] if release["number"] == best["number"]), None)
+        lines.append(
+            f"    champion: release {best['number']}, MLflow model version {best['mlflow_version']}, {best['export_path']}"
+        )
+        lines += [f"    report:   {report}"] if report else []
     return lines
 
 
