@@ -324,6 +324,13 @@ def test_the_newest_backup_is_the_last_one_made_also_after_a_clock_went_back(tmp
     assert names[1] == "2026-01-31T12-00-00-1" and names[-1] == "2026-01-31T13-00-00"
 
 
+def test_a_backup_does_not_get_the_name_of_a_damaged_one_of_the_same_second(tmp_path: Path) -> None:
+    now = datetime(2026, 1, 31, 12)
+    for name in ("2026-01-31T12-00-00", "2026-01-31T12-00-00-1"):
+        (tmp_path / BACKUPS / name).mkdir(parents=True)  # nothing describes them
+    assert next_name(tmp_path, now) == "2026-01-31T12-00-00-2"
+
+
 def test_killed_while_the_oldest_backup_is_removed_no_half_one_bears_the_name_of_a_backup(
     copied: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
