@@ -11,6 +11,7 @@ A PostgreSQL ledger has no journal: its server has one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -77,6 +78,7 @@ def about(backup: Path) -> dict[str, Any]:
 
 def next_name(root: Path, now: datetime) -> str:
     """The name of a backup made ``now`` (UTC): its time; after a clock that went back, or in the same second, the newest's and a number.
+    A folder that is no backup any more keeps its name.
 
     So the order of the names is the order in which the backups were made: '2026-01-31T12-00-00', '2026-01-31T12-00-00-1', ….
     """
@@ -84,11 +86,8 @@ def next_name(root: Path, now: datetime) -> str:
     if (backups := backups_of(root)) and stem <= order_of(backups[-1])[0]:
         stem, number = order_of(backups[-1])
         number += 1
-    while (
-        root / BACKUPS / (name := f"{stem}-{number}" if number else stem)
-    ).exists():  # one that is no backup any more
-        number += 1
-    return name
+    names = (f"{stem}-{n}" if n else stem for n in itertools.count(number))
+    return next(name for name in names if not (root / BACKUPS / name).exists())
 
 
 def order_of(backup: Path) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Whole plans, line by line, as ``plans.txt`` has them. After a change that is meant: ``python -m tests.trainer.contract.plan.test_plans``."""
+"""Each line of these plans equals its line in ``plans.txt``. ``python -m tests.trainer.contract.plan.test_plans`` accepts a change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ASKS = {
 SIZES = (1e7, 1.5e8, 1e9, 8e9, 7e10, 1e12)  # parameters
 
 
-def told() -> Iterator[str]:
+def lines_now() -> Iterator[str]:
     for name, gpu in GPUS.items():
         yield f"GPU {name}: " + ", ".join(
             f"{key} {value:.6g}" for key, value in asdict(gpu).items() if isinstance(value, float | int)
@@ -58,8 +58,8 @@ def told() -> Iterator[str]:
         yield from (f"  · {remark}" for remark in remarks(plan))
 
 
-def test_plans_are_as_they_were() -> None:
-    assert list(told()) == KEPT.read_text().splitlines()
+def test_each_line_of_a_plan_is_the_accepted_one() -> None:
+    assert list(lines_now()) == KEPT.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_plans_are_as_they_were() -> None:
         (Ask(LLAMA_8B, 1e11, 1, GPUS["rtx-3090"]), "needs 147.9 GB .* 16 of these GPUs or GPUs of 162 GB"),
     ],
 )
-def test_what_fits_nowhere_is_told_with_what_would(ask: Ask, words: str) -> None:
+def test_a_model_that_fits_nowhere_is_refused_with_what_would_fit(ask: Ask, words: str) -> None:
     with pytest.raises(SizingError, match=words):
         plan_run(ask)
 
@@ -85,4 +85,4 @@ def test_a_size_that_no_shape_has_is_refused() -> None:
 
 
 if __name__ == "__main__":
-    KEPT.write_text("".join(f"{line}\n" for line in told()))
+    KEPT.write_text("".join(f"{line}\n" for line in lines_now()))

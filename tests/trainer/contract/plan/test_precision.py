@@ -39,12 +39,12 @@ def tiny(**changes: Any) -> Recipe:
     return Recipe.parse(recipe.model_dump() | changes)
 
 
-def test_a_part_whose_smallest_share_takes_more_than_there_is_is_not_run() -> None:
+def test_a_part_that_would_exceed_the_time_limit_is_not_timed() -> None:
     def never() -> None:
         raise AssertionError
 
     part = TimedPart(1e12, lambda share: (never, 1e9))
-    assert _grown(part, guess=1e8, device=CPU, seconds=9.0) == 1e8  # it would take ten seconds
+    assert _grown(part, guess=1e8, device=CPU, seconds=9.0) == 1e8  # it would take ten seconds: the guess is returned
     ran: list[float] = []
     assert _grown(TimedPart(1e9, lambda share: (lambda: ran.append(share), 1e9 * share)), 1e12, CPU, 0.01) != 1e12
     assert ran

@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,9 +48,14 @@ def test_a_measurement_on_a_gpu_ends_with_a_run_that_is_long_enough_and_warmed_u
 def test_a_copy_moves_as_many_bytes_as_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Tensor] = []
     ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *size, **more: made.append(ones(*size, **more)) or made[-1])
+
+    def noted(*size: int, **more: Any) -> torch.Tensor:
+        made.append(ones(*size, **more))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "ones", noted)  # real tensors, and a list of them
     assert rates.memory_rate.__wrapped__(CPU) > 0
-    assert made[0].nbytes == rates.CPU_BYTES
+    assert [source.nbytes for source in made] == [rates.CPU_BYTES]
 
 
 def test_the_products_matrices_fit_into_what_is_free() -> None:
