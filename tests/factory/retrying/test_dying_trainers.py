@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,6 +165,18 @@ def limited_group() -> Path | None:
     return None
 
 
+def end_group(group: Path) -> None:
+    """Remove the control group. The kernel refuses for a moment after the last process has ended; one that lives is named."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            return group.rmdir()
+        except OSError:
+            time.sleep(0.05)
+    living = [psutil.Process(int(one)).cmdline() for one in (group / "cgroup.procs").read_text().split()]
+    raise AssertionError(f"still in {group}: {living}")
+
+
 @pytest.mark.slow("a trainer that eats three gigabytes and is killed for it by the kernel")
 def test_the_oom_killer_is_named(plant: Opened, segment: int) -> None:
     group = limited_group()
@@ -178,7 +191,7 @@ def test_the_oom_killer_is_named(plant: Opened, segment: int) -> None:
     try:
         done = subprocess.run(["sh", "-c", program], capture_output=True, text=True, env=environment)
     finally:
-        group.rmdir()
+        end_group(group)
     assert done.returncode == SegmentError.exit_code, done.stderr
     assert (
         "was ended by the kernel's OOM killer (SIGKILL): the machine or its control group has too little memory"
