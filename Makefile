@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Of tests: one more than there are cores, as each waits for processes now and then.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(16, (os.cpu_count() or 1) + 1))")
 SET_UP = @$(PYTHON) -I factory/set_up/__main__.py
 
 .PHONY: setup setup-dev serve-env demo test test-slow test-long test-portable check lint types bench bench-gpu bench-report bench-baseline doctor-suite chaos \
@@ -23,18 +25,18 @@ demo: setup
 
 # Some minutes: every package and every promise. The rest is whole gate runs, kills and long simulations, each with its reason.
 test: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not long"
 
 test-slow: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not long"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not long"
 
 # What CI has no time for: the demo, whole gates over honest patches, and more cases of what the other tiers test with one or two.
 test-long: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long
 
 # A short selection for a processor of another class: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 make test-portable
 test-portable: setup-dev
-	@$(BIN)/python -m pytest tests/kernels tests/trainer tests/factory/gates -n 2 --dist worksteal -m portable
+	@$(BIN)/python -m pytest tests/kernels tests/trainer tests/factory/gates -n $(WORKERS) --dist worksteal -m portable
 
 # Every durable effect of every scenario killed at; one of each other fault; the night in miniature. Hours; goes on where it was stopped.
 # The kills alone: make chaos CHAOS="--way kill". A part: make chaos CHAOS="--scenario merge". Every injection, days: make chaos CHAOS="--each 0"
