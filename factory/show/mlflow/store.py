@@ -210,7 +210,9 @@ def _flush_less(uri: str, artifacts: Path, inode: int) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as Tracking
 
     known, engines = _engines.get(uri, (inode, []))
-    for engine in engines if known != inode else []:
+    if engines and known == inode:
+        return  # each new store of MLflow's reads all its migrations, for the newest one's name
+    for engine in engines:
         engine.dispose()  # connections to a file that another one took the place of; a new store would ask through them
     engines = [Tracking(uri, artifacts.as_uri()).engine, Registry(uri).engine]
     for engine in engines:
