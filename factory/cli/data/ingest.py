@@ -76,7 +76,8 @@ def ingest(
             record(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
     if not paths and not again:
         if small_vocabulary:
-            say.line("  the tokenizer is trained on the text that there is, at the next ingest")
+            said = "the tokenizer is trained on the text that there is, at the next ingest"
+            say({"files": [], "says": said}, f"  {said}")
             return
         raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
     with ExitStack() as held:
