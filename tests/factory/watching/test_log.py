@@ -78,7 +78,7 @@ def test_a_person_follows_it_over_a_rotation(workspace: Workspace, monkeypatch: 
         assert following.stdout and json.loads(following.stdout.readline())["text"] == "before"
         progress.line("first")
         assert json.loads(following.stdout.readline())["text"] == "first"
-        for some in (range(0, 4), range(4, 8), range(8, 12)):  # a file holds more than four: at most one is renamed meanwhile
+        for some in (range(4), range(4, 8), range(8, 12)):  # a file holds more: at most one is renamed meanwhile
             for number in some:
                 progress.line(f"line {number}")
             assert [json.loads(following.stdout.readline())["text"] for _ in some] == [f"line {n}" for n in some]
