@@ -6,6 +6,7 @@ at the same time crash, and one killed half way through the migrations would lea
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sqlite3
@@ -67,6 +68,7 @@ def open_client(workspace: Workspace) -> MlflowClient:
     # MLflow logs a traceback for every refused write and then raises it as well; once is enough.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = workspace.mlflow_uri
+    _read_migrations_once()
     with mlflow_errors(f"opening {uri}"), workspace.lock("mlflow", PATIENCE):
         if path := _sqlite_path(uri):
             _create_store(path, workspace.mlflow_artifacts)
@@ -77,6 +79,14 @@ def open_client(workspace: Workspace) -> MlflowClient:
         client = MlflowClient(uri, registry_uri=uri)
         client.search_experiments(max_results=1)  # connects, and refuses another schema
     return client
+
+
+def _read_migrations_once() -> None:
+    """MLflow imports its seventy migrations anew for each store that it opens, to find the newest; none is added while a process lives."""
+    from mlflow.store.db import utils
+
+    if not hasattr(utils._get_latest_schema_revision, "cache_info"):
+        utils._get_latest_schema_revision = functools.cache(utils._get_latest_schema_revision)
 
 
 def _relocate(connection: sqlite3.Connection, artifacts: Path) -> None:
