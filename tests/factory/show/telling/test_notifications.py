@@ -73,7 +73,7 @@ class Hook:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/hook?team=a"
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ def mail_server() -> Iterator[tuple[int, list[str]]]:
                 self.wfile.write(b"250 ok\r\n" if line != b"QUIT" else b"221 bye\r\n")
 
     with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server.server_address[1], got
         server.shutdown()
 
