@@ -224,12 +224,9 @@ class LiveWorkbench:
         limits = Limits(wall_seconds=self.left)
         done = sandbox.run(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)
         self.spent += done.seconds
-        try:
-            found = json.loads(done.stdout)
-            keys = ("seconds", "against_seconds", "ratio", "ratio_low")
-            return Measurement(*(float(found[key]) for key in keys))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise MeasurementError(f"{op}: {implementation} could not be measured: {done.why()}") from error
+        if (measured := as_measured(done.stdout)) is None:
+            raise MeasurementError(f"{op}: {implementation} could not be measured: {done.why()}")
+        return measured
 
     def history(self, target: str) -> list[Attempt]:
         """Judged proposals on a target, or on all targets of a kind (``quality:``), oldest first."""
@@ -245,6 +242,15 @@ class LiveWorkbench:
             for row in ProposalRow.select(self.plant.ledger, "WHERE state = 'failed' ORDER BY number")
             if row.number in self.closed and of_kind(row.target)
         ]
+
+
+def as_measured(said: str) -> Measurement | None:
+    """What ``kernels.contract.bench`` printed, which untrusted code may have printed in its place; None: no measurement."""
+    try:
+        found = json.loads(said)
+        return Measurement(*(float(found[key]) for key in ("seconds", "against_seconds", "ratio", "ratio_low")))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 def history(ledger: Ledger) -> list[tuple[ProposalRow, str]]:

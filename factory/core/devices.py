@@ -17,8 +17,10 @@ from typing import TypeVar
 
 GPU_FILES = ("nvidia*", "nvidia-caps/*", "kfd", "dri/*", "dxg")  # of NVIDIA, AMD, WSL
 # torch.compile precompiles a header of 160 MB into /tmp, which every sandbox has empty: 4 to 8 s of each of its processes, for 1 s less
-# of a kernel's compilation. The same outside, or what is compiled there would not be found inside (its names hold the flags).
-COMPILER = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+# of a kernel's compilation. And where its cache is empty it first compiles a program for each vector extension of the processor, to see
+# whether the compiler knows AVX2 and AVX-512: 6 to 9 s of a core, and every compiler that can compile the rest does. (What newer
+# extensions add it still tries.) The same outside, or what is compiled there would not be found inside (its names hold the flags).
+COMPILER = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 Found = TypeVar("Found")
 _first = threading.Lock()
 _held: ContextVar[str | None] = ContextVar("device", default=None)

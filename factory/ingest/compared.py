@@ -90,6 +90,8 @@ def write_hashes(root: Path, subject: str, documents: Iterable[HashedDocument]) 
     pq.write_table(table, made, compression="zstd", use_dictionary=False, write_page_checksum=True)
     path = hashes_file(root, subject)
     path.parent.mkdir(exist_ok=True)
+    for left in path.parent.glob(f".{path.name}.*.part"):  # of a process that was killed here
+        left.unlink(missing_ok=True)
     write_atomically(path, made.getvalue())
     sync_folder(path.parent.parent)  # also of a folder that a killed process made
 

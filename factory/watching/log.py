@@ -24,7 +24,7 @@ from factory.watching.running import DOING
 NAME = "daemon.log"
 FILE_BYTES = 4 << 20
 FILES = 4
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.2
 LINE_BYTES = 1 << 14
 
 

@@ -28,7 +28,7 @@ from agents.llm.policy import LlmPolicy
 from agents.loop import checkpoints
 from agents.loop.graph import LoopRun, forget, work
 from agents.loop.role import DraftError, TargetError
-from factory.code_loop.workbench import LiveWorkbench
+from factory.code_loop.workbench import LiveWorkbench, as_measured
 from factory.gates.training_start import find_start
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -141,15 +141,20 @@ def test_try_patch_spends_the_agents_measuring_seconds(bench: LiveWorkbench) -> 
     assert own.check(unchanged, "swiglu", timed=True).problems == ("the seconds for timing are used up: propose",)
 
 
-@pytest.mark.parametrize("said", ["'[' * 60_000", "'9' * 400", "'{\"seconds\": ' + '9' * 400 + '}'", "'{}'"])
-def test_a_speed_that_is_no_number_counts_as_not_measured(said: str, bench: LiveWorkbench, tmp_path: Path) -> None:
-    """And what it leaves where it may write is not written through."""
+@pytest.mark.parametrize("said", ["[" * 60_000, "9" * 400, '{"seconds": ' + "9" * 400 + "}", "{}", "", "NaN", "[]"])
+def test_a_speed_that_is_no_number_counts_as_not_measured(said: str) -> None:
+    assert as_measured(said) is None
+
+
+def test_what_a_measured_process_leaves_where_it_may_write_is_not_written_through(
+    bench: LiveWorkbench, tmp_path: Path
+) -> None:
     code, output, kept = tmp_path / "code", tmp_path / "output", tmp_path / "kept"
     contract = code / "kernels" / "contract"
     contract.mkdir(parents=True)
     for folder in (contract, contract.parent):
         (folder / "__init__.py").write_text("")
-    leaves = f"import os\nos.symlink({str(kept)!r}, {str(output / 'recipe.yaml')!r})\nprint({said})\n"
+    leaves = f"import os\nos.symlink({str(kept)!r}, {str(output / 'recipe.yaml')!r})\nprint('[' * 60_000)\n"
     (contract / "bench.py").write_text(leaves)
     for _ in range(2):
         with pytest.raises(MeasurementError, match="swiglu: native could not be measured"):

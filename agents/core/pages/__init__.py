@@ -6,23 +6,34 @@ Whatever a page shows (documents, samples, patches, source lines, model output) 
 
 from __future__ import annotations
 
+import functools
 import html
 import math
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agents.core.untrusted import shown
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MARGIN, SCALE = 12, 0.85  # pixels around a picture that is a file; its size beside that of the same on a page
 
 
 def render(template: Path, **values: object) -> str:
     """A page from a template that extends ``base.html.jinja``. Only what a template marks as ``safe`` is not escaped."""
+    return _environment(template.parent).get_template(template.name).render(values)
+
+
+@functools.cache
+def _environment(folder: Path) -> Environment:
+    """Which keeps the templates that it compiled."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        loader=FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else shown(str(value)),
@@ -30,7 +41,7 @@ def render(template: Path, **values: object) -> str:
         lstrip_blocks=True,
     )
     environment.filters["number"] = number
-    return environment.get_template(template.name).render(values)
+    return environment
 
 
 def picture(svg: str) -> str:

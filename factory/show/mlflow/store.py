@@ -6,6 +6,7 @@ at the same time crash, and one killed half way through the migrations would lea
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sqlite3
@@ -27,7 +28,10 @@ from factory.show.mlflow.outages import advice, note_failure, refuse_resting
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-_engines: dict[str, tuple[int, list[sa.Engine]]] = {}  # by address: the file's inode, and those connected to it
+Seen = tuple[int, object]  # of a store's file: its inode, and the version of its schema
+_engines: dict[
+    str, tuple[Seen, list[sa.Engine]]
+] = {}  # by address: what was seen of the file, and those connected to it
 GC_SECONDS = 600.0
 # Read once, when mlflow is imported: no usage reports, no model-registry chatter, no git executable needed.
 ENVIRONMENT = {
@@ -67,16 +71,25 @@ def open_client(workspace: Workspace) -> MlflowClient:
     # MLflow logs a traceback for every refused write and then raises it as well; once is enough.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = workspace.mlflow_uri
+    _read_migrations_once()
     with mlflow_errors(f"opening {uri}"), workspace.lock("mlflow", PATIENCE):
         if path := _sqlite_path(uri):
             _create_store(path, workspace.mlflow_artifacts)
             with closing(_connect(path, 1.0)) as connection:  # MLflow retries a broken file for 100 s
-                connection.execute("SELECT version_num FROM alembic_version").fetchone()
+                schema = connection.execute("SELECT version_num FROM alembic_version").fetchone()
                 _relocate(connection, workspace.mlflow_artifacts)
-            _flush_less(uri, workspace.mlflow_artifacts, path.stat().st_ino)
+            _flush_less(uri, workspace.mlflow_artifacts, (path.stat().st_ino, schema))
         client = MlflowClient(uri, registry_uri=uri)
         client.search_experiments(max_results=1)  # connects, and refuses another schema
     return client
+
+
+def _read_migrations_once() -> None:
+    """MLflow imports its seventy migrations anew for each store that it opens, to find the newest; none is added while a process lives."""
+    from mlflow.store.db import utils
+
+    if not hasattr(utils._get_latest_schema_revision, "cache_info"):
+        utils._get_latest_schema_revision = functools.cache(utils._get_latest_schema_revision)
 
 
 def _relocate(connection: sqlite3.Connection, artifacts: Path) -> None:
@@ -203,15 +216,15 @@ def _create_store(path: Path, artifacts: Path) -> None:
     os.replace(aside, path)  # its name is flushed with what the ledger says that it holds ('flush')
 
 
-def _flush_less(uri: str, artifacts: Path, inode: int) -> None:
+def _flush_less(uri: str, artifacts: Path, seen: Seen) -> None:
     """Let SQLite flush at checkpoints and not at each commit: in WAL the store stays whole, and the ledger can fill in what a
     power cut takes. MLflow has no setting for it, but one engine for each address, which its clients share."""
     from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as Registry
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as Tracking
 
-    known, engines = _engines.get(uri, (inode, []))
-    if engines and known == inode:
-        return  # each new store of MLflow's reads all its migrations, for the newest one's name
+    known, engines = _engines.get(uri, (None, []))
+    if known == seen:
+        return
     for engine in engines:
         engine.dispose()  # connections to a file that another one took the place of; a new store would ask through them
     engines = [Tracking(uri, artifacts.as_uri()).engine, Registry(uri).engine]
@@ -219,7 +232,7 @@ def _flush_less(uri: str, artifacts: Path, inode: int) -> None:
         if not sa.event.contains(engine, "connect", _flush_at_checkpoints):
             sa.event.listen(engine, "connect", _flush_at_checkpoints)
             engine.dispose()  # the connections from before
-    _engines[uri] = inode, engines
+    _engines[uri] = seen, engines
 
 
 def _flush_at_checkpoints(connection: sqlite3.Connection, _record: object) -> None:

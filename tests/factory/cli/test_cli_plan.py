@@ -1,4 +1,4 @@
-"""``factory plan`` as a person meets it: real processes, a table, JSON, and one line for every mistake."""
+"""``factory plan`` as a person meets it: a table, JSON, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from factory.cli.app import app
+from factory.core.errors import FactoryError
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 from tests.support.trainer.published_runs import QWEN3_30B
 from trainer.contract.plan.run_plan import FP8
 
 EXAMPLE = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32", "--memory", "80"]
+
+
+def said_here(*words: str) -> str:
+    """What it prints, within this process."""
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.exception
+    return done.stdout
 
 
 def test_the_example_is_a_table_with_formulas_and_sources(tmp_path: Path) -> None:
@@ -46,9 +56,7 @@ def test_the_example_is_a_table_with_formulas_and_sources(tmp_path: Path) -> Non
 
 
 def test_json_holds_the_same_plan() -> None:
-    done = factory(*EXAMPLE, "--price", "3", "--mfu", "0.5", "--gpu", "h200", "--json")
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    said = json.loads(said_here(*EXAMPLE, "--price", "3", "--mfu", "0.5", "--gpu", "h200", "--json"))
     assert said["layout"]["data"] * said["layout"]["tensor"] == 32 and said["memory_there"] == 80e9
     assert said["effort"]["mfu"] == 0.5 and said["effort"]["cost"] == pytest.approx(3 * said["effort"]["gpu_hours"])
     assert said["gpu"] == "h200" and said["memory_needed"] <= said["memory_there"]
@@ -57,9 +65,9 @@ def test_json_holds_the_same_plan() -> None:
 def test_a_public_models_config_is_planned_and_the_missing_expert_parallelism_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
     asked = ["plan", "--config", str(tmp_path), "--tokens", "1T", "--gpus", "16"]
-    ours, others = (json.loads(factory(*asked, *more, "--json").stdout) for more in ([], ["--expert-parallel", "16"]))
+    ours, others = (json.loads(said_here(*asked, *more, "--json")) for more in ([], ["--expert-parallel", "16"]))
     assert ours["effort"]["bound"] == "network" and ours["effort"]["days"] > 1.5 * others["effort"]["days"]
-    said = factory(*asked).stdout
+    said = said_here(*asked)
     assert "the network bounds this plan" in said and f"would take {others['effort']['days']:,.1f} days" in said
     refused = factory(*asked, "--expert-parallel", "5")
     assert (
@@ -73,14 +81,15 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
     assert by_name.returncode == 0, by_name.stderr
     assert json.loads(by_name.stdout)["layout"]["sequences"] == 16
     path = ROOT / "policies" / "recipes" / "demo.yaml"
-    by_path = factory("plan", "--recipe", str(path), "--tokens", "1B", "--gpus", "4", "--json", cwd=tmp_path)
-    assert by_path.stdout == by_name.stdout
+    by_path = said_here("plan", "--recipe", str(path), "--tokens", "1B", "--gpus", "4", "--json")
+    assert by_path == by_name.stdout
     found = {}
     for precision in ("bf16", "fp8"):
         mine = tmp_path / f"{precision}.yaml"
         mine.write_text(path.read_text().replace("precision: auto", f"precision: {precision}"))
-        done = factory("plan", "--recipe", str(mine), "--tokens", "1B", "--gpus", "4", "--json", cwd=tmp_path)
-        found[precision] = json.loads(done.stdout)
+        found[precision] = json.loads(
+            said_here("plan", "--recipe", str(mine), "--tokens", "1B", "--gpus", "4", "--json")
+        )
     assert found["fp8"]["effort"]["mfu"] == pytest.approx(FP8 * found["bf16"]["effort"]["mfu"])
     assert not any("another trainer" in note for note in found["fp8"]["remarks"])
 
@@ -117,6 +126,7 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_get_one_line_that_names_the_flag(words: list[str], said: str) -> None:
-    done = factory("plan", *words)
-    assert done.returncode == 2, done.stdout
-    assert said in done.stderr and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+    """Asked within this process; that an error is printed, and its exit code, is the same of every command (``test_cli``)."""
+    error = CliRunner().invoke(app, ["plan", *words]).exception
+    assert isinstance(error, FactoryError) and error.exit_code == 2, error
+    assert said in str(error) and "\n" not in str(error)

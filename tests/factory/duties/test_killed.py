@@ -82,9 +82,9 @@ def released(plant: Plant) -> None:
 # What makes a duty due in a plant with one trained trunk, and how many kills: each costs what the duty does. Behind a colon: the case of it.
 SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
     "back_up": (lambda plant: None, 3),
-    "finish_removals": (taken_out, 6),
-    "tend_inbox": (changed, 4),
-    "ingest": (arrives, 6),
+    "finish_removals": (taken_out, 4),
+    "tend_inbox": (changed, 3),
+    "ingest": (arrives, 4),
     "plan_anneal": (lambda plant: None, 3),
     "plan_trunk": (ingested, 3),
     "train": (lambda plant: plan_trunk(plant, 2), 3),
@@ -172,10 +172,20 @@ def in_a_process(root: Path, act: Callable[[Plant], object], end_at: int | None 
     "name", [pytest.param(name, marks=pytest.mark.slow(SLOW[name]) if name in SLOW else ()) for name in SCENES]
 )
 def test_killed_at_any_moment_the_next_pass_finishes(name: str, saved_once: SavedPlant) -> None:
+    killed_and_finished(name, saved_once, SCENES[name][1])
+
+
+@pytest.mark.long("some 25 kills of each duty of a second")
+@pytest.mark.parametrize("name", [name for name in SCENES if name not in SLOW])
+def test_killed_at_many_more_moments(name: str, saved_once: SavedPlant) -> None:
+    killed_and_finished(name, saved_once, 25)
+
+
+def killed_and_finished(name: str, saved_once: SavedPlant, kills: int) -> None:
     table = tuple(duty for duty in DUTIES if duty.name == name.partition(":")[0])
     a_pass = lambda plant: work(plant, settle=0.0, duties=table)
     site, root = saved_once.folder, saved_once.workspace.root
-    prepare, kills = SCENES[name]
+    prepare, _ = SCENES[name]
 
     with saved_once.restored():
         in_a_process(root, prepare)

@@ -26,7 +26,7 @@ from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals
 from factory.ledger.plant import Plant
 from factory.runs.running import every_run
-from factory.show.catching_up import catch_up
+from factory.show.pages import proposal_report
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
 from tests.support.factory.code_loop import Made, make
@@ -265,7 +265,7 @@ def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None
 def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 0.9"))
     assert found.verdict["outcome"] == "reject" and "learns worse" in found.verdict["reasons"][0]
-    catch_up(Plant(made.workspace, made.ledger))
+    proposal_report.write(Plant(made.workspace, made.ledger), found.number)
     page = Path(judged(made, found.number).row["report"]).read_text()
     measured = re.search(r"Measured</dt><dd>(-[0-9.]+) bits per byte", page)
     assert measured and float(measured[1]) == pytest.approx(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import sqlalchemy as sa
@@ -12,7 +13,7 @@ from factory.ingest import filing
 from factory.ingest.filing import filed_name
 from factory.ledger.ledger import Ledger, events, shards
 from tests.support.factory.at_work import at_work
-from tests.support.factory.command import factory
+from tests.support.factory.command import command_here, factory
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_policy, use_small_vocabulary
 from trainer.contract.data.token_shard import file_sha256
@@ -145,19 +146,16 @@ def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspac
 
 
 def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> None:
-    home = ["--workspace", str(workspace.root)]
-    assert (
-        factory("ingest", *home).stderr
-        == "factory: name the shards to ingest, or '--again' for all that are in quarantine/\n"
-    )
-    assert "nothing is quarantined" in factory("ingest", "--again", *home).stdout
+    ingest = partial(command_here, "ingest", home=workspace)
+    assert "name the shards to ingest, or '--again' for all that are in quarantine/" in str(ingest().exception)
+    assert "nothing is quarantined" in ingest("--again").stdout
     put(workspace, b"nothing\n" * 30 + rows(0, 9))
     one_pass(workspace, ledger)
     (file,) = workspace.quarantine.iterdir()
-    assert "QUARANTINED" in factory("ingest", "--again", *home).stdout
+    assert "QUARANTINED" in ingest("--again").stdout
     assert tries(ledger) == 2 and list(workspace.quarantine.iterdir()) == [file] and not list(workspace.inbox.iterdir())
-    assert "QUARANTINED" in factory("ingest", "--again", file.name, *home).stdout and tries(ledger) == 3
-    assert "no such file" in factory("ingest", "--again", "other.jsonl", *home).stderr
+    assert "QUARANTINED" in ingest("--again", file.name).stdout and tries(ledger) == 3
+    assert "no such file" in str(ingest("--again", "other.jsonl").exception)
 
 
 def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:

@@ -19,7 +19,7 @@ from factory.training.exporting import export_candidate
 from tests.support.git import git
 from tests.support.plants.trained_plant import make_plant, train_anneal
 
-LIMIT_S = 3.0
+LIMIT_S = 2.0
 
 
 def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     made = Server()
-    thread = threading.Thread(target=made.serve_forever)
+    thread = threading.Thread(target=made.serve_forever, args=(0.02,))
     thread.start()
     yield made
     made.closed.set()

@@ -106,7 +106,7 @@ def test_programs_run_as_python_runs_them() -> None:
 
 
 def test_a_program_that_sleeps_is_stopped() -> None:
-    [found] = check_programs([("import time; time.sleep(600)", "")], LIMITS.model_copy(update={"code_seconds": 3.0}))
+    [found] = check_programs([("import time; time.sleep(600)", "")], LIMITS.model_copy(update={"code_seconds": 1.0}))
     assert (found.right, found.stopped) == (False, "wall")
 
 

@@ -91,14 +91,6 @@ def test_uniform_is_numpys_mean_and_is_judged_and_released_like_any_candidate(pl
     assert "average of 3 checkpoints (steps 20, 25, 26; uniform)" in "\n".join(screen(snapshot(workspace)))
 
 
-def test_the_same_average_is_the_same_candidate(plant: Opened) -> None:
-    _, ledger = plant
-    first, averaged = made_average(plant, "uniform", last=2)
-    before = ledger.rows(sa.select(segments.c.id))
-    assert made_average(plant, "uniform", last=2) == (first, averaged)
-    assert ledger.rows(sa.select(segments.c.id)) == before
-
-
 def test_weighted_by_held_out_loss(plant: Opened) -> None:
     _, ledger = plant
     candidate, averaged = made_average(plant, "held-out-loss", segment=1)

@@ -277,7 +277,8 @@ def test_json_has_every_moment_with_its_time_zone(plant: tuple[Workspace, Ledger
 
 def test_watch_shows_it_again(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
-    command = [sys.executable, "-m", "factory", "status", "--watch", "--json", "-w", str(workspace.root)]
+    often = "import sys\nfrom factory.cli import look, main\nlook.WATCH_SECONDS = 0.1\nsys.exit(main())"
+    command = [sys.executable, "-c", often, "status", "--watch", "--json", "-w", str(workspace.root)]
     watching = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

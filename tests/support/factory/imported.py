@@ -6,7 +6,6 @@ import torch  # noqa: F401
 import factory.cli  # noqa: F401
 import factory.doctor  # noqa: F401
 import factory.training.training  # noqa: F401
-from tests.support.plants.kept_store import keep_one, know_the_newest
+from tests.support.plants.kept_store import keep_one
 
 keep_one()
-know_the_newest()

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 from factory.bundles import checking
-from factory.cli.app import SPINS
 from factory.evals.probes import engine_process
 from factory.evals.probes import server as server_probe
 from factory.sandbox import bubblewrap
@@ -43,8 +42,11 @@ if FOLDER not in os.environ:
 SHARED = Path(os.environ[FOLDER])
 # What libraries read when they are loaded: a server for each set of values. The fork gets its command's environment whole.
 READ_AT_ONCE = (
-    "ATEN_", "CUDA_", "DNNL_", "GOMP_", "HF_HUB_OFF", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TRANSFORMERS_",
+    "ATEN_", "CUDA_", "DNNL_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_",
 )  # fmt: skip
+BY_MODELS = ("HF_HUB_OFF", "TRANSFORMERS_")  # by what has a model of transformers
+# How idle threads wait, which changes no result (in every server they sleep), and what no library that is loaded here reads.
+CHANGES_NOTHING = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_DUPLICATE_LIB_OK"}
 TRAINERS = (
     "numpy", "pyarrow.compute", "pyarrow.parquet", "pydantic", "safetensors.torch", "tokenizers", "torch", "torch.distributed",
     "torch.utils.flop_counter", "yaml",
@@ -121,13 +123,8 @@ def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) ->
 
 def for_commands() -> dict[Kind, str]:
     """The servers of this process, for ``have`` in one that it starts; among them that of trainers whose recipe says nothing of threads."""
-    _server(clean_environment(Path("/tmp")) | {"OMP_WAIT_POLICY": "PASSIVE"}, TRAINERS)
-    if not _quick:
-        return {}
-    # A command adds how idle threads wait, which changes no result: the servers of models serve it, too.
-    of_commands = lambda environment: tuple(sorted(dict(environment).items() | SPINS.items()))
-    also = {(of_commands(said), imports): at for (said, imports), at in _servers.items() if imports == SERVERS}
-    return also | _servers
+    _server(clean_environment(Path("/tmp")), TRAINERS)
+    return _servers if _quick else {}
 
 
 def have(servers: Mapping[Kind, str]) -> None:
@@ -140,7 +137,11 @@ def have(servers: Mapping[Kind, str]) -> None:
 
 def _server(environment: Mapping[str, str], imports: Sequence[str]) -> str:
     """The address of one that was started with what this environment says to libraries; '' where this test may have none."""
-    kind = tuple(sorted(item for item in environment.items() if item[0].startswith(READ_AT_ONCE))), tuple(imports)
+    read = READ_AT_ONCE + (BY_MODELS if imports == SERVERS else ())
+    said = (
+        (name, value) for name, value in environment.items() if name.startswith(read) and name not in CHANGES_NOTHING
+    )
+    kind = tuple(sorted(said)), tuple(imports)
     if _quick and _may_start and kind not in _servers:
         _servers[kind] = _of_this_run(*kind)
     return _servers.get(kind, "") if _quick else ""
@@ -163,7 +164,7 @@ def _start(place: Path, environment: tuple[tuple[str, str], ...], imports: Seque
     run = os.pidfd_open(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
     subprocess.Popen(
         [sys.executable, str(HERE / "server.py"), str(listening.fileno()), sandbox_filter.program().hex(), *imports],
-        env={"PATH": os.environ["PATH"], **dict(environment)},
+        env={"PATH": os.environ["PATH"], "OMP_WAIT_POLICY": "PASSIVE", **dict(environment)},
         cwd=tempfile.mkdtemp(dir=place.parent),
         stdin=run,  # can be read once it has ended
         pass_fds=[listening.fileno()],

@@ -87,7 +87,8 @@ def _answer(connection: socket.socket, seccomp: bytes) -> None:
         except OSError:
             connection.sendall(b"-")
             return
-        if os.fork():
+        if entered := os.fork():
+            os.waitpid(entered, 0)  # the sandbox's init ends only once someone has waited for every process in it
             return
         if os.fork():  # whose child is a child of the sandbox's init once this one has ended
             os._exit(0)

@@ -27,22 +27,12 @@ def _make(folder: Path, artifacts: Path) -> None:
 
 def copy_store(path: Path, artifacts: Path) -> None:
     """In place of ``store._create_store``. Whoever opens it writes the workspace's addresses into it."""
-    know_the_newest()
     if path.exists():
         return
     artifacts.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.new")
     aside.write_bytes(_empty())
     os.replace(aside, path)
-
-
-@functools.cache
-def know_the_newest() -> None:
-    """From now on this process reads MLflow's migrations once, not for each store that it opens."""
-    from mlflow.store.db import utils
-
-    utils._get_latest_schema_revision = functools.cache(utils._get_latest_schema_revision)
-    utils._get_latest_schema_revision()
 
 
 def keep_one() -> None:

@@ -101,13 +101,8 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return of
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.slow("four processes")] if ranks > 2 else [])
-        for name, (ranks, _) in LAYOUTS.items()
-    ],
-)
+@pytest.mark.slow("two processes, and four, each of which loads torch's collectives")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_does_not_change_the_training(
     tmp_path: Path, laid_out: Callable[[str], tuple[DataPlan, Path]], layout: str
 ) -> None:
@@ -138,6 +133,7 @@ def test_in_fp8_a_layout_changes_the_order_of_sums(tmp_path: Path, make_shard: M
             assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.1)
 
 
+@pytest.mark.slow("looks at what two processes trained")
 def test_each_ranks_own_gradient_is_measured_before_the_sum(
     tmp_path: Path, make_shard: MakeShard, laid_out: Callable[[str], tuple[DataPlan, Path]]
 ) -> None:
