@@ -23,6 +23,14 @@ from tests.support.paths import ROOT
 # a core to start. Itself it runs nothing.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.factory.imported"])
+WITH_MODELS = (
+    "run",
+    "train",
+    "anneal",
+    "evaluate",
+    "generate",
+    "propose",
+)  # commands that start trainers, probes, engines
 
 
 def factory(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -30,7 +38,8 @@ def factory(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("out", "err")]
         process = FORKS.Process(
-            target=_run, args=(words, str(cwd or ROOT), environment, *map(str, said), quick.for_commands())
+            target=_run,
+            args=(words, str(cwd or ROOT), environment, *map(str, said), quick.for_commands(words[0] in WITH_MODELS)),
         )
         process.start()
         process.join()
@@ -38,12 +47,35 @@ def factory(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         return subprocess.CompletedProcess(words, process.exitcode, *(path.read_text() for path in said))
 
 
+class Running:
+    """The same beside the test, for which it is as a ``subprocess.Popen``; what it says, all in one file."""
+
+    def __init__(self, *words: str, log: Path) -> None:
+        environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        args = (words, str(ROOT), environment, str(log), str(log), quick.for_commands(words[0] in WITH_MODELS))
+        self.log = log
+        self.process = FORKS.Process(target=_run, args=args)
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        self.terminate, self.kill = self.process.terminate, self.process.kill
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("factory", timeout or 0.0)
+        return self.process.exitcode
+
+
 def _run(
     words: tuple[str, ...], cwd: str, environment: Mapping[str, str], out: str, err: str, servers: Mapping[quick.Kind, str]
 ) -> None:  # fmt: skip
     """``python -m factory`` from where its imports are done."""
     for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
-        opened = os.open(path, flags | os.O_CREAT)
+        opened = os.open(path, flags | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process; multiprocessing gave it another
