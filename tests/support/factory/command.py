@@ -23,25 +23,15 @@ from tests.support.paths import ROOT
 # a core to start. Itself it runs nothing.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.factory.imported"])
-WITH_MODELS = (
-    "run",
-    "train",
-    "anneal",
-    "evaluate",
-    "generate",
-    "propose",
-)  # commands that start trainers, probes, engines
+# Commands that start trainers, probes of exports, or engines.
+WITH_MODELS = {"run", "train", "anneal", "evaluate", "generate"}
 
 
 def factory(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("out", "err")]
-        process = FORKS.Process(
-            target=_run,
-            args=(words, str(cwd or ROOT), environment, *map(str, said), quick.for_commands(words[0] in WITH_MODELS)),
-        )
-        process.start()
+        process = _started(words, cwd or ROOT, environment, *said)
         process.join()
         assert process.exitcode is not None
         return subprocess.CompletedProcess(words, process.exitcode, *(path.read_text() for path in said))
@@ -51,14 +41,14 @@ class Running:
     """The same beside the test, for which it is as a ``subprocess.Popen``; what it says, all in one file."""
 
     def __init__(self, *words: str, log: Path) -> None:
-        environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        args = (words, str(ROOT), environment, str(log), str(log), quick.for_commands(words[0] in WITH_MODELS))
-        self.log = log
-        self.process = FORKS.Process(target=_run, args=args)
-        self.process.start()
-        assert self.process.pid is not None
-        self.pid = self.process.pid
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.log, self.process = log, _started(words, ROOT, environment, log, log)
         self.terminate, self.kill = self.process.terminate, self.process.kill
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def poll(self) -> int | None:
         return self.process.exitcode
@@ -68,6 +58,15 @@ class Running:
         if self.process.exitcode is None:
             raise subprocess.TimeoutExpired("factory", timeout or 0.0)
         return self.process.exitcode
+
+
+def _started(
+    words: tuple[str, ...], cwd: Path, environment: Mapping[str, str], out: Path, err: Path
+) -> multiprocessing.context.ForkServerProcess:
+    servers = quick.for_commands(of_models=not WITH_MODELS.isdisjoint(words[:1]))
+    process = FORKS.Process(target=_run, args=(words, str(cwd), dict(environment), str(out), str(err), servers))
+    process.start()
+    return process
 
 
 def _run(
