@@ -31,10 +31,10 @@ from factory.serving.engines import Engine, native
 from factory.serving.swap import Supervisor
 from tests.support.paths import ROOT
 from tests.support.serving.kills import BEFORE, NEW, OLD, Outcome, kill_in_swap, outcome
-from tests.support.serving.load import AT_ONCE, Load
+from tests.support.serving.load import Load
 from tests.support.serving.served import add_release, make_export
 
-ROUTER = "router"
+ROUTER, CLIENTS = "router", 100
 CASES = [
     *((NEW, stage) for stage in (*BEFORE, "flipped")),
     *((OLD, stage) for stage in (*BEFORE, "flipped")),
@@ -60,7 +60,7 @@ def main() -> None:
                 workspace = Workspace.create(Path(folder) / f"workspace-{number}")
                 ledger = Ledger.create(workspace.ledger_url)
                 kill = kill_router(workspace, ledger, exports, stage) if side == ROUTER else kill_in_swap(
-                    workspace, ledger, exports, side, stage
+                    workspace, ledger, exports, side, stage, CLIENTS
                 )  # fmt: skip
                 print(f"| {' | '.join([side, stage, *row(asyncio.run(kill))])} |", flush=True)
     return None
@@ -98,9 +98,9 @@ async def kill_router(workspace: Workspace, ledger: Ledger, exports: list[Path],
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits) as client:
         with router(workspace, port, stage) as first:
             await asyncio.to_thread(until, first, "release 1 is served")
-            async with Load(client, exports) as load:
+            async with Load(client, exports, CLIENTS) as load:
                 load.pause = 0.5  # as clients do that ask again
-                await load.more(AT_ONCE)
+                await load.more(CLIENTS)
                 add_release(workspace, ledger, exports[1])
                 at = float((await asyncio.to_thread(until, first, "killed")).split()[1])
                 answered = len(load.answers)
@@ -108,7 +108,7 @@ async def kill_router(workspace: Workspace, ledger: Ledger, exports: list[Path],
                 with router(workspace, port, "-") as second:
                     await asyncio.to_thread(until, second, "release 2 is served")
                     settled = time.monotonic() - at
-                    await load.more(2 * AT_ONCE)
+                    await load.more(2 * CLIENTS)
                     await load.end()  # while it still answers
     return outcome(load, at, answered, settled)
 

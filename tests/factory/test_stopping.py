@@ -106,20 +106,13 @@ def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
     assert not left_of(started, 0.5)
 
 
-@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
-def test_what_a_killed_factory_started_ends_by_itself(slow: Slow) -> None:
+@pytest.mark.slow("a factory and its trainer, killed in the midst of a step")
+def test_what_a_killed_factory_started_ends_by_itself_and_the_segment_goes_on_to_its_end(slow: Slow) -> None:
+    """The last of this file's tests that stop it."""
     process, started = slow.start("train")
     process.kill()
     assert not left_of(started)
     process.communicate()
-
-
-@pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
-def test_afterwards_the_segment_goes_on_to_its_end(slow: Slow) -> None:
-    """The last of this file's tests that stop it, or the only one."""
-    process, _ = slow.start("train")
-    process.terminate()
-    process.communicate(timeout=WITHIN)
     slow.mark.unlink()
     before = read_lines(slow.folder / "metrics.jsonl")
     run_segment(Plant(slow.workspace, slow.ledger), slow.segment)

@@ -28,6 +28,7 @@ MODEL_NAME = "factory-lm"
 TOLERANCE = 1e-3  # nats, of two programs in fp32
 TOLERANCE_BF16 = 0.1  # vLLM on a GPU
 POLL_SECONDS = 0.1
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # variables
 # Of vLLM 0.32 (vllm/v1/attention/backends/cpu_attn.py); with another its engine starts, and ends at the first prompt.
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -97,7 +98,7 @@ async def _healthy(client: httpx.AsyncClient) -> bool:
 def engine_process(module: str, export: Path) -> Iterator[EngineProcess]:
     """It comes up while the block does other things; all that it started is ended with the block. The native one is kept off GPUs."""
     folder = Path(tempfile.mkdtemp(prefix="factory-engine-"))  # short: a socket's path has 107 bytes
-    kept = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(folder)} if module == NATIVE else {}
+    kept = NO_GPU | {"HOME": str(folder)} if module == NATIVE else {}
     try:
         command = [sys.executable, "-m", module, str(export), str(folder / "socket")]
         environment = os.environ | {"PYTHONPATH": str(code_root())} | kept

@@ -18,6 +18,10 @@ from factory.core.launching import beside
 from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 PROBE = Path(__file__).with_name("server_probe.py")
+ENVIRONMENT = {
+    "PATH": os.defpath, "LANG": "C.UTF-8", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error",
+}  # fmt: skip
 AGAIN = 5  # times as long as the first attempt's is the second's limit
 
 
@@ -44,11 +48,7 @@ def _attempt(request: dict[str, Any], seconds: int) -> Served:
         cpu_seconds = max(4, os.cpu_count() or 1) * seconds
         classes = {model_type: known.class_name for model_type, known in ARCHITECTURES.items()}
         asked.write_text(json.dumps(request | {"cpu_seconds": cpu_seconds, "classes": classes}), encoding="utf-8")
-        environment = {
-            "PATH": os.defpath, "HOME": name, "HF_HOME": name, "TMPDIR": name, "LANG": "C.UTF-8",
-            "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
-            "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error",
-        }  # fmt: skip
+        environment = ENVIRONMENT | {"HOME": name, "HF_HOME": name, "TMPDIR": name}
         command = [sys.executable, "-I", str(PROBE), str(asked), str(answered)]
         with beside(command, folder, folder / "log", environment) as process:
             try:

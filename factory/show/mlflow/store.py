@@ -42,6 +42,8 @@ ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "GIT_PYTHON_REFRESH": "quiet",
     "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # a trace is stored when the call returns, or sent again later
+    # A server runs no jobs, which nothing here asks for: its runner and the consumers are processes that import all of MLflow.
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
 }
 
 

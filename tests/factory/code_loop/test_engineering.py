@@ -5,10 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +33,7 @@ from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.sandbox.sandbox import Result
 from tests.support.factory.code_loop import Made, fewer_steps, make
+from tests.support.factory.command import Running
 from tests.support.factory.engineer import profile, recorded
 from tests.support.git import git
 from tests.support.patience import PATIENCE_S
@@ -302,18 +299,14 @@ def test_checkpoints_follow_the_ledger(tmp_path: Path, monkeypatch: pytest.Monke
     assert "secret" not in str(caught.value)
 
 
-def command(made: Made, *words: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(code_root())}
-    return subprocess.Popen(
-        [sys.executable, "-m", "factory", "propose", "-w", str(made.workspace.root), *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment, cwd=code_root(),
-    )  # fmt: skip
+def command(made: Made, *words: str) -> Running:
+    return Running("propose", "-w", str(made.workspace.root), *words, log=made.workspace.logs / "proposing.log")
 
 
-def waited(folder: Path, pattern: str, process: subprocess.Popen[str]) -> Path:
+def waited(folder: Path, pattern: str, process: Running) -> Path:
     deadline = time.monotonic() + PATIENCE_S
     while not (found := sorted(folder.glob(pattern))):
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.log.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return found[-1]
@@ -329,15 +322,15 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
     reply = {"tool_calls": [{"name": "read_file", "arguments": {"path": "kernels/swiglu/__init__.py"}}]}
     first.with_name(first.name.replace("request", "reply")).write_text(json.dumps(reply))
     second = waited(tmp_path, "*-002-*.request.json", process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.wait()
     cheat = recorded("cheat").answer(0, 0)
     assert cheat is not None and state_of(made, run) == "running"
     reply = {"tool_calls": [{"name": call.name, "arguments": call.arguments} for call in cheat.calls]}
     second.with_name(second.name.replace("request", "reply")).write_text(json.dumps(reply))
     process = command(made, *words)
-    said, wrong = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, wrong
+    code, said = process.wait(PATIENCE_S), process.log.read_text()
+    assert code == 0, said
     assert f"run {run} continues" in said and "nothing proposed: none of 1 proposals" in said
     assert state_of(made, run) == "nothing"
     rows = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run).order_by(exchanges.c.id))
@@ -351,8 +344,8 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
     run = begun(made, "qk_norm_rope")
     with ReplayServer(recorded("rotated")) as server, fewer_steps(made.workspace):
         process = command(made, "--endpoint", server.url, "--target", "qk_norm_rope")
-        said, wrong = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, wrong
+        code, said = process.wait(PATIENCE_S), process.log.read_text()
+    assert code == 0, said
     row = made.ledger.one(sa.select(proposals).where(proposals.c.agent == AGENT))
     assert row is not None and row["state"] == "judged" and state_of(made, run) == "proposed"
     verdict = made.verdict_on(row["number"])

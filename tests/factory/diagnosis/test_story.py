@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import MARKED, QUARANTINED, REWOUND, every_anomaly, open_in
 from factory.ledger.reader import Reader
 from factory.ledger.rows import ReleaseRow, SegmentRow
 from factory.training.planning import plan_of
 from tests.support.factory.code_loop import make_target
-from tests.support.paths import ROOT
+from tests.support.factory.command import Running
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import WORDS, make_plant
 from tests.support.stopping import left_of, started_by
@@ -49,19 +45,6 @@ def write_poison(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def start(workspace: Workspace) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with open(workspace.logs / "daemon.log", "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "factory", "run", "--workspace", str(workspace.root)],
-            cwd=workspace.root,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-
 @pytest.mark.slow("a daemon trains on a poisoned shard: five segments, three candidates, and a dozen sandboxed replays")
 def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_path: Path) -> None:
     workspace, ledger = make_plant(tmp_path, make_target(tmp_path / "target"), **SETTINGS)
@@ -73,7 +56,7 @@ def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_p
         rules.read_text().replace("    max_chars: 1000000", "    min_chars: 20\n    max_chars: 1000000", 1)
     )
     read, log = Reader(workspace).read, workspace.logs / "daemon.log"
-    daemon = start(workspace)
+    daemon = Running("run", "--workspace", str(workspace.root), log=log)
     deadline = time.monotonic() + PATIENCE_S
 
     def wait_for(rows: int, query: str) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +18,8 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying.asking import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
 from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
-from tests.support.factory.command import command_here, factory
+from tests.support.factory.command import Running, command_here, factory
 from tests.support.failing.deaths import make_mortal, strike
-from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import make_plant
 
@@ -61,14 +57,6 @@ def test_the_commands(workspace: Workspace, ledger: Ledger) -> None:
     assert "paused" not in run("status").stdout
 
 
-def running(workspace: Workspace, log: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    """A daemon, and what it says."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "factory", "run", "--workspace", str(workspace.root)]
-    with open(log, "w") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=environment), log
-
-
 def wait_until(true: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not true():
@@ -85,7 +73,8 @@ def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) ->
     folder = Path(SegmentRow.get(ledger, number).folder)
     strike(ledger, number, "always-linger-25")
     where = ("--workspace", str(workspace.root))
-    daemon, log = running(workspace, tmp_path / "said")
+    log = tmp_path / "said"
+    daemon = Running("run", "--workspace", str(workspace.root), log=log)
     try:
         wait_until(lambda: (folder / "lingers").exists())
         factory("pause", *where)
@@ -112,7 +101,8 @@ def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its
     number = plan_trunk(Plant(workspace, ledger), 12)
     folder = Path(SegmentRow.get(ledger, number).folder)
     strike(ledger, number, "always-linger-25")
-    daemon, log = running(workspace, tmp_path / "said")
+    log = tmp_path / "said"
+    daemon = Running("run", "--workspace", str(workspace.root), log=log)
     try:
         wait_until(lambda: (folder / "lingers").exists())
         factory("rewind", str(number), "--workspace", str(workspace.root))

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events
-from factory.serving import swap
+from factory.serving import engines, swap
 from factory.serving.champion import read_champion
 from factory.serving.engines import Engine, native
 from tests.support.serving.kills import OLD, kill_in_swap
@@ -27,6 +27,12 @@ from tests.support.serving.served import PROMPT, Serving, add_release, continuat
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_export(tmp_path_factory.mktemp("exports") / str(seed), seed) for seed in (1, 2)]
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are no forks here: a SIGSTOP would stop what stands for one alone."""
+    monkeypatch.setattr(engines, "asyncio", asyncio)
 
 
 def noted(ledger: Ledger) -> list[str]:
@@ -127,6 +133,7 @@ def test_an_old_engine_that_dies_while_the_new_one_comes_up_fails_only_streams_t
 
 
 @pytest.mark.slow("three engines come up")
+@pytest.mark.usefixtures("anew")
 def test_an_old_engine_that_dies_while_it_drains_fails_only_streams_that_had_begun(
     workspace: Workspace, ledger: Ledger, exports: list[Path]
 ) -> None:
@@ -191,6 +198,7 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_are_asked_again(
 
 
 @pytest.mark.long("two engines come up")
+@pytest.mark.usefixtures("anew")
 def test_an_engine_that_hangs_is_replaced(
     workspace: Workspace, ledger: Ledger, exports: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +26,7 @@ from factory.release.serving import MODEL_NAME
 from factory.synthetic.generating import LOCK, AnswerJournal, Generated, GenerationWish, generate, plan
 from factory.synthetic.openings import openings
 from factory.synthetic.writers import Answer, WriterError
-from tests.support.factory.command import command_here
-from tests.support.paths import ROOT
+from tests.support.factory.command import Running, command_here
 from tests.support.serving.served import add_release, serving
 
 Copy = Callable[..., tuple[Workspace, Ledger]]
@@ -132,16 +127,14 @@ def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> Non
     undisturbed = generate(Plant(*copied("undisturbed")), wish)
     workspace, ledger = copied()
     words = ["--count", "60", "--tokens", "60", "--opening-tokens", "10", "--temperature", "1"]
-    command = [sys.executable, "-m", "factory", "generate", *words, "-w", str(workspace.root)]
     folder = workspace.root / "generated" / f".{wish.key()}"
     answers = folder / "answers.jsonl"
-    with subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
-    ) as run:
-        deadline = time.monotonic() + PATIENCE
-        while not (answers.exists() and answers.read_bytes().count(b"\n") >= 3):
-            assert time.monotonic() < deadline and run.poll() is None
-        run.send_signal(signal.SIGKILL)
+    run = Running("generate", *words, "-w", str(workspace.root), log=workspace.logs / "said.log")
+    deadline = time.monotonic() + PATIENCE
+    while not (answers.exists() and answers.read_bytes().count(b"\n") >= 3):
+        assert time.monotonic() < deadline and run.poll() is None
+    run.kill()
+    run.wait()
     assert folder.is_dir() and not list(folder.parent.glob("*.jsonl"))
     whole = answers.read_bytes()
     before = whole.count(b"\n")

@@ -23,19 +23,50 @@ from tests.support.paths import ROOT
 # a core to start. Itself it runs nothing.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.factory.imported"])
+# Commands that start trainers, probes of exports, or engines.
+WITH_MODELS = {"run", "train", "anneal", "evaluate", "generate"}
 
 
 def factory(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "FACTORY_HOME"} | {"PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("out", "err")]
-        process = FORKS.Process(
-            target=_run, args=(words, str(cwd or ROOT), environment, *map(str, said), quick.for_commands())
-        )
-        process.start()
+        process = _started(words, cwd or ROOT, environment, *said)
         process.join()
         assert process.exitcode is not None
         return subprocess.CompletedProcess(words, process.exitcode, *(path.read_text() for path in said))
+
+
+class Running:
+    """The same beside the test, for which it is as a ``subprocess.Popen``; what it says, all in one file."""
+
+    def __init__(self, *words: str, log: Path) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.log, self.process = log, _started(words, ROOT, environment, log, log)
+        self.terminate, self.kill = self.process.terminate, self.process.kill
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("factory", timeout or 0.0)
+        return self.process.exitcode
+
+
+def _started(
+    words: tuple[str, ...], cwd: Path, environment: Mapping[str, str], out: Path, err: Path
+) -> multiprocessing.context.ForkServerProcess:
+    servers = quick.for_commands(of_models=not WITH_MODELS.isdisjoint(words[:1]))
+    process = FORKS.Process(target=_run, args=(words, str(cwd), dict(environment), str(out), str(err), servers))
+    process.start()
+    return process
 
 
 def _run(
@@ -43,7 +74,7 @@ def _run(
 ) -> None:  # fmt: skip
     """``python -m factory`` from where its imports are done."""
     for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
-        opened = os.open(path, flags | os.O_CREAT)
+        opened = os.open(path, flags | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process; multiprocessing gave it another

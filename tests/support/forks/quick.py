@@ -6,6 +6,7 @@ once more what the mounts forbid, is not in force in the fork. Tests of the sand
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import fcntl
 import hashlib
@@ -16,23 +17,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from factory.bundles import checking
+from factory.core import launching
 from factory.evals.probes import engine_process
 from factory.evals.probes import server as server_probe
 from factory.sandbox import bubblewrap
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox.view import clean_environment
+from factory.serving import engines, fixture
 from tests.support.paths import ROOT
 
 TESTS = ROOT / "tests"
 ANEW = [TESTS / name for name in ("attacks", "factory/sandbox", "factory/training/test_live_sandbox.py")]
 YET_QUICK = [
-    TESTS / "attacks" / f"test_{name}.py" for name in ("honest_patches", "op_answers", "training_attacks")
+    TESTS / "attacks" / f"test_{name}.py"
+    for name in ("honest_patches", "matrix_attacks", "op_answers", "training_attacks")
 ]  # of sums, not of walls
 HERE = Path(__file__).parent
 FOLDER = "FACTORY_TESTS_FORKS"  # names the folder of a run's servers
@@ -75,8 +80,16 @@ def _start_by_forks(quick: bool) -> None:
     global _quick
     _quick = quick
     bubblewrap.command = _command
-    for module in (checking, engine_process, server_probe):
-        module.subprocess = _Subprocess()
+    # A name that is gone raises: processes would start anew, and no test would notice but by its seconds.
+    for module, name, ours in (
+        (checking, "subprocess", _Subprocess()),
+        (engine_process, "beside", _beside),
+        (server_probe, "beside", _beside),
+        (engines, "asyncio", _Asyncio()),
+        (fixture, "asyncio", _Asyncio()),
+    ):
+        getattr(module, name)
+        setattr(module, name, ours)
 
 
 def _command(
@@ -100,18 +113,36 @@ def _command(
 
 
 class _Subprocess:
-    """The module, for processes that have a model of transformers or an engine."""
+    """The module, for processes that have a model of transformers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
-
-    def Popen(self, command: Sequence[str], *, env: Mapping[str, str], **others: Any) -> subprocess.Popen[Any]:
-        return subprocess.Popen([*forked(env, SERVERS), *command], env=env, **others)
 
     def run(self, command: Sequence[str], *, env: Mapping[str, str], **others: Any) -> subprocess.CompletedProcess[Any]:
         if words := forked(env, SERVERS):
             command = [*words, *(word for word in command if word != "-P")]  # the folder of a fork is an empty one
         return subprocess.run(command, env=env, **others)
+
+
+class _Asyncio:
+    """The module, for engines that serve and what they are held to. A SIGSTOP to one stops no fork: such a test starts it anew."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def create_subprocess_exec(self, *command: str, env: Mapping[str, str], **others: Any) -> Any:
+        ours = command[0] == sys.executable and "factory.serving" in " ".join(command[:4])
+        fork = forked(env, SERVERS) if ours else ()
+        return await asyncio.create_subprocess_exec(
+            *fork, *(w for w in command if not fork or w != "-P"), env=env, **others
+        )
+
+
+def _beside(
+    command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """Of an engine, and of a model of transformers."""
+    return launching.beside([*forked(environment, SERVERS), *command], folder, log, environment)
 
 
 def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) -> Sequence[str]:
@@ -121,9 +152,14 @@ def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) ->
     return (sys.executable, "-I", "-S", str(HERE / "inside.py"), server) if server else ()
 
 
-def for_commands() -> dict[Kind, str]:
-    """The servers of this process, for ``have`` in one that it starts; among them that of trainers whose recipe says nothing of threads."""
+def for_commands(of_models: bool = False) -> dict[Kind, str]:
+    """The servers of this process, for ``have`` in one that it starts; among them that of trainers whose recipe says nothing of threads.
+    ``of_models``: and those of its probes and of trainers with one thread, as this process would start them."""
     _server(clean_environment(Path("/tmp")), TRAINERS)
+    if of_models:
+        _server(clean_environment(Path("/tmp")) | {"OMP_NUM_THREADS": "1"}, TRAINERS)
+        for environment in (os.environ | engine_process.NO_GPU, server_probe.ENVIRONMENT):
+            _server(environment, SERVERS)
     return _servers if _quick else {}
 
 

@@ -1,4 +1,4 @@
-"""One kill in the midst of a swap from release 1 to release 2, with 100 clients at it, and what came of it."""
+"""One kill in the midst of a swap from release 1 to release 2, with clients at it, and what came of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def kill_in_swap(
     exports: list[Path],
     side: str,
     stage: str,
-    load_before: int = AT_ONCE,
+    clients: int = AT_ONCE,
     calm: bool = False,
 ) -> Outcome:
     """Add release 1, serve it, add release 2; kill the engine of a side as soon as release 2's has passed ``stage``.
@@ -55,22 +55,22 @@ async def kill_in_swap(
             if now == stage and engine.champion.release == 2 and not at:
                 if calm:
                     load.hurry()
-                    await load.more(AT_ONCE)
+                    await load.more(clients)
                 victim = engine if side == NEW else _engine_of(served, 1)
                 answered.append(len(load.answers))
                 at.append(time.monotonic())
                 os.kill(victim.process.pid, signal.SIGKILL)
 
         await served.until(1)
-        async with Load(served.client, exports) as load:
-            await load.more(load_before)
+        async with Load(served.client, exports, clients) as load:
+            await load.more(clients)
             if calm:
                 load.calm()
             add_release(workspace, ledger, exports[1])
             await _until(lambda: bool(at))
             await served.until(2)
             settled = time.monotonic() - at[0]
-            await load.more(2 * AT_ONCE)
+            await load.more(2 * clients)
             assert load.answers[-1] == 2
     return outcome(load, at[0], answered[0], settled)
 

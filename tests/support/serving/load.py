@@ -11,18 +11,18 @@ import httpx
 
 from tests.support.serving.served import PROMPT, continuation
 
-AT_ONCE = 100
+AT_ONCE = 40
 CUT = "\ufffd"  # a character that the limit cut: vLLM leaves it out
 # Tokens of a client's requests: answers of one length would all come at once, with none in flight then.
 WRITTEN = (60, 50, 40, 30)
 
 
 class Load:
-    """``AT_ONCE`` clients, half of which stream, that ask again and again. Each answer is held to what its release would write."""
+    """``clients`` of them, half of which stream, that ask again and again. Each answer is held to what its release would write."""
 
-    def __init__(self, client: httpx.AsyncClient, exports: list[Path]) -> None:
+    def __init__(self, client: httpx.AsyncClient, exports: list[Path], clients: int = AT_ONCE) -> None:
         """``exports``: of the releases 1, 2 …, and then again from the first."""
-        self.client, self.exports = client, exports
+        self.client, self.exports, self.clients = client, exports, clients
         self.answers: list[int] = []  # releases that answered
         self.moments: list[float] = []  # of those answers, by the monotonic clock
         self.failures: list[str] = []
@@ -33,7 +33,7 @@ class Load:
         self._all.set()
 
     async def __aenter__(self) -> Load:
-        self._clients = [asyncio.ensure_future(self._client(number)) for number in range(AT_ONCE)]
+        self._clients = [asyncio.ensure_future(self._client(number)) for number in range(self.clients)]
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:

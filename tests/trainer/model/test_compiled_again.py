@@ -1,4 +1,4 @@
-"""What a step compiled is found again: by a restarted trainer, and by other code in another folder with a copy of the cache."""
+"""What a step compiled is found again: by another process, of other code in another folder, with a copy of the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pathlib import Path
 from agents.line_profiler.step_rate import rate
 from trainer.contract.recipe import Recipe
 import trainer
-recipe = Recipe.load(Path("policies/recipes/tiny.yaml")).model_copy(update={"compile": True, "precision": "fp32"})
+tiny = Recipe.load(Path("policies/recipes/tiny.yaml"))
+recipe = tiny.model_copy(update={"compile": True, "model": tiny.model.model_copy(update={"layers": 1})})
 found = rate(recipe, Path(sys.argv[1]), 1)
 from torch._dynamo.utils import counters
 kinds = {key: value for kind in ("inductor", "aot_autograd") for key, value in counters[kind].items()}
@@ -47,8 +48,8 @@ def first_step(code: Path, cache: Path, kernels: Path) -> tuple[dict[str, object
     return found, added
 
 
-@pytest.mark.slow("a model's blocks are compiled by g++: thirty seconds on a quiet machine")
-def test_what_was_compiled_once_is_found_by_a_restart_and_by_the_next_commit(tmp_path: Path) -> None:
+@pytest.mark.slow("a model's block is compiled by g++")
+def test_what_was_compiled_once_is_found_by_the_next_commit(tmp_path: Path) -> None:
     kernels = tmp_path / "kernels.yaml"
     kernels.write_text("cpu: {}\ncuda: {}\nfallback: reference\n")
     old, new = tmp_path / "old", tmp_path / "new"
@@ -62,11 +63,8 @@ def test_what_was_compiled_once_is_found_by_a_restart_and_by_the_next_commit(tmp
 
     cold, written = first_step(old, tmp_path / "first", kernels)
     assert cold["fxgraph_cache_miss"] and "fxgraph_cache_hit" not in cold and written
-    warm, written = first_step(old, tmp_path / "first", kernels)
-    assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"] and "fxgraph_cache_miss" not in warm
-    assert warm["autograd_cache_hit"] and not written
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     shutil.rmtree(tmp_path / "first")
     copied, written = first_step(new, tmp_path / "second", kernels)
     assert copied["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"] and "fxgraph_cache_miss" not in copied
-    assert not written
+    assert copied["autograd_cache_hit"] and not written

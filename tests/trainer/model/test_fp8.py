@@ -125,7 +125,11 @@ def test_a_gpus_rules_for_layouts_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("it compiles twice: half a minute"))]
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.long("g++ takes half a minute, as for the compiled blocks below")),
+    ],
 )
 def test_the_compiler_takes_it_whole(backend: str) -> None:
     count = 1 if backend == "inductor" else 2  # g++ takes some seconds for each one's kernels
@@ -181,13 +185,13 @@ def learned(folder: Path) -> list[float]:
     return [line["loss"] for line in records(folder)]
 
 
-@pytest.mark.slow("three segments of 200 steps")
+@pytest.mark.slow("three segments of 100 steps")
 def test_a_model_learns_in_fp8_as_in_bf16(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(counts={"code": 900, "docs": 400, "chat": 400}), max_epochs=16)
     curves = {}
     for precision in ("fp32", "bf16", "fp8"):
-        recipe = recipe_with(precision=precision, schedule__trunk_steps={"first": 200, "later": 10})
-        folder = write_spec(tmp_path / precision, plan, recipe, last_step=200)
+        recipe = recipe_with(precision=precision, schedule__trunk_steps={"first": 100, "later": 10})
+        folder = write_spec(tmp_path / precision, plan, recipe, last_step=100)
         assert train_here(folder) == (0, "")
         curves[precision] = learned(folder)
     apart = {
