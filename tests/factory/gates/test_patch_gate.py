@@ -114,9 +114,12 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     # is not.
     if "training" in stages:
         training = stages["training"]
-        assert training["state"] == "passed", training
         assert len(training["baseline_seconds"]) == len(training["candidate_seconds"]) >= 2
-        assert 0 < training["drift"] < training["control_drift"] / 2 and row["evidence"]["gain"]["noise"] >= 1
+        assert 0 < training["drift"] < training["control_drift"] / 2
+        if training["state"] == "passed":
+            assert row["evidence"]["gain"]["noise"] >= 1
+        else:  # too busy a machine
+            assert training["state"] == "missing" and "the clock cannot be trusted" in training["reasons"][0], training
     else:
         assert row["outcome"] == {"failed": "reject", "missing": "hold"}[stages["isolated"]["state"]]
         assert stages["isolated"]["ops"]["linear_cross_entropy"]["ratio"] > 0  # it was timed
