@@ -7,7 +7,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from factory.gates.patch.matrix.compare import compare_runs
 from factory.gates.patch.matrix.runs import INTERRUPTED, MatrixRuns
 from factory.gates.patch.matrix.starts import damage
 from factory.gates.patch.matrix.train_cases import train, use
-from tests.support.factory.matrix import Prepared, prepare
+from tests.support.factory.matrix import Prepared
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import CheckpointError
@@ -28,12 +28,6 @@ from trainer.contract.json_lines import read_lines
 
 # Those of a tenth of a second: one rank, few steps, nothing compiled.
 QUICK = [case for case in CASES if case.ranks == 1 and case.steps < 20 and not case.changes.get("compile")]
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
-    with ExitStack() as after:
-        yield prepare(tmp_path_factory.mktemp("matrix"), after, ["first steps"])
 
 
 def begun(prepared: Prepared, case: MatrixCase, folder: Path) -> Path:
