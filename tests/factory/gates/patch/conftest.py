@@ -1,4 +1,4 @@
-"""One plan of tiny runs, and what the baseline's code made of the first, for all tests of the matrix."""
+"""One plan of tiny runs, and what the baseline's code made of the first, for all tests that look at runs of the matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.factory.matrix import Prepared, prepare
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
     with ExitStack() as after:
         yield prepare(tmp_path_factory.mktemp("matrix"), after, ["first steps"])
