@@ -69,6 +69,21 @@ def test_a_tool_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int)
     assert bool(left) == (not tool.exit_code)
 
 
+def test_each_refusal_of_a_tool_is_another(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And each word in capitals stands for a path that is there."""
+    said = []
+    for number, tool in enumerate(TOOLS):
+        arguments = prepared.plan.arguments(tool, tmp_path / str(number))
+        assert not any(word.isupper() for word in arguments), arguments
+        if tool.exit_code:
+            (tmp_path / str(number)).mkdir()
+            use(tmp_path / str(number), tool.module, arguments)
+            said.append(capsys.readouterr().err.strip().splitlines()[-1])
+    assert len(set(said)) == len(said) == 11, said
+
+
 def test_a_run_that_is_told_to_stop_goes_on_where_it_stopped(prepared: Prepared, tmp_path: Path) -> None:
     left = []
     for stop_after in (0, 3):
