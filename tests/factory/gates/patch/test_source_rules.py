@@ -26,7 +26,6 @@ FOUND = {  # source, after PYTHON → the lines that are found, with a word of e
     "a[0] = torch\n": [(2, "hands on the module torch")],
     "import torch.nn as n\nn.x = 1\n": [(3, "changes n.x")],
     "n = 1\nn = torch\nn.load\n": [(4, "torch.load")],
-    "import math\nmath = torch\nmath.load\nmath.pi\n": [],
     "torch.x = 1\ndel torch.y\ntorch.z[0] = 1\ndel torch.w['a']\ntorch.v[0].u = 1\n": [(n, "changes torch") for n in (2, 3, 4, 5)],
     "x.y = 1\nx[0] = torch.z[0]\n": [],
     "x.__dict__\nx.__class__\nx.__class__.__name__\nx.os\nx._os\nx.oss\n": [(2, "__dict__"), (3, "__class__"), (5, "os"), (6, "_os")],

@@ -169,7 +169,11 @@ def text(name: str, old: str, new: str) -> Callable[[Path], object]:
 
 
 def anomaly(line: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "anomalies.jsonl").open("a").write(line)
+    def told(folder: Path) -> None:
+        path = folder / "anomalies.jsonl"
+        path.write_text(path.read_text() + line)
+
+    return told
 
 
 def saved(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> Callable[[Path], object]:
