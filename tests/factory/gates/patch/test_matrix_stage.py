@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from factory.core.progress import SILENT, Task
 from factory.gates.patch.executed import Executed
 from factory.gates.patch.matrix import compare
-from factory.gates.patch.matrix.cases import CASES, TOOLS
+from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
 from factory.gates.patch.matrix.changed import Unexecuted
+from factory.gates.patch.matrix.compare import Rounding
 from factory.gates.patch.matrix.runs import MatrixRuns
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patch.stages import matrix
@@ -46,13 +50,29 @@ PATCHES: dict[str, tuple[str, Text, str, str, str]] = {
 }  # fmt: skip
 
 
+class Bars:
+    """Progress that counts."""
+
+    def __init__(self) -> None:
+        self.bars: dict[str, list[float]] = {}  # what each moved by, after what it is to move by
+
+    @contextmanager
+    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+        moved = self.bars.setdefault(title, [total or 0])
+        yield SimpleNamespace(advance=lambda amount=1, note="": moved.append(amount))
+
+    def line(self, text: str) -> None:
+        pass
+
+
 @pytest.mark.sample("words", "another rate", "rounding", "unexecuted", "a setting")
 @pytest.mark.parametrize(("path", "change", "message", "state", "words"), PATCHES.values(), ids=PATCHES)
 def test_what_a_patch_leaves_is_held_against_the_baselines(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, path: str, change: Text, message: str, state: str, words: str
 ) -> None:
     made = make()
-    plant, number = Plant(made.workspace, made.ledger), 700 + len(every_run(made.ledger))
+    bars = Bars()
+    plant, number = Plant(made.workspace, made.ledger, bars), 700 + len(every_run(made.ledger))
     monkeypatch.setattr(
         matrix, "make_plan", lambda *_: (prepared.plan, MatrixRuns())
     )  # one for all: it takes the longest
@@ -71,9 +91,59 @@ def test_what_a_patch_leaves_is_held_against_the_baselines(
         repository.remove_worktree(made.target, applied.worktree)
         repository.remove_branch(made.target, applied.branch)
     assert found["state"] == state and words in found["reasons"][0], found
+    if state != "not needed" and "ended" not in words:
+        assert bars.bars["tiny runs of both sides"] == [3, 1, 1, 1]
     rows = [run["arm"] for run in every_run(made.ledger) if run["subject"] == f"proposal:{number}"]
     sides = {(applied.base, "baseline, 1 tiny runs"), (applied.commit, "candidate, 1 tiny runs")}
     assert {(arm["code"], arm["name"]) for arm in rows} == (sides if path == SCHEDULE else set())
+
+
+FAR = compare.Difference("a", "loss", 9.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("draws", "state", "asked"),
+    [
+        ([Rounding()], "passed", ["abc"]),
+        ([Rounding(undecided=["b"]), Rounding()], "passed", ["abc", "b"]),
+        ([Rounding(undecided=["b", "c"]), Rounding(undecided=["c"]), Rounding()], "passed", ["abc", "bc", "c"]),
+        ([Rounding(undecided=["b"])] * 3, "failed", ["abc", "b", "b"]),
+        ([Rounding([FAR])], "failed", ["abc"]),
+        ([Rounding([FAR], ["b"])], "failed", ["abc"]),
+        ([Rounding(undecided=["b"]), Rounding([FAR])], "failed", ["abc", "b"]),
+        ([Rounding(problem="no room")], "missing", ["abc"]),
+    ],
+)
+def test_what_rounding_decides_is_run_on_other_data_three_times_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: list[Rounding], state: str, asked: list[str]
+) -> None:
+    """The runs are told by the test: which data decide nothing cannot be chosen."""
+    cases, drawn, told = [MatrixCase(name) for name in "abc"], [], iter(draws)
+
+    def draw(case: object, work: Path, cases: list[MatrixCase], tools: Any) -> Any:
+        drawn.append("".join(case.name for case in cases))
+        return None, SimpleNamespace(folder=work), MatrixRuns(seconds=2.0), MatrixRuns(seconds=3.0)
+
+    monkeypatch.setattr(matrix, "CASES", cases)
+    monkeypatch.setattr(matrix, "TOOLS", ())
+    monkeypatch.setattr(matrix, "_draw", draw)
+    monkeypatch.setattr(matrix, "replace", lambda side, **_: side)
+    monkeypatch.setattr(
+        matrix, "compare_runs", lambda _, a, b, cases, tools: [compare.Compared(False, FAR) for _ in cases]
+    )
+    monkeypatch.setattr(matrix, "measure_rounding", lambda *_: next(told))
+    case: Any = SimpleNamespace(paths=["kernels/a.py"], changes=[], work=tmp_path, progress=SILENT, handed_on={})
+    found = matrix.run(case).evidence
+    assert found["state"] == state and drawn == asked and next(told, None) is None, found
+    if state != "missing":
+        seconds = len(asked)
+        assert (found["draws"], found["baseline_seconds"], found["candidate_seconds"]) == (
+            seconds,
+            2.0 * seconds,
+            3.0 * seconds,
+        )
+    if state == "passed":
+        assert (found["runs"], found["same_bits"]) == (3, 0)
 
 
 def left_out(*paths: str) -> list[Unexecuted]:

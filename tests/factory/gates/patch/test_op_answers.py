@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from factory.gates.patch import op_answers
 from factory.gates.patch.op_answers import Answers, errors_of, identical
+from factory.gates.patch.stages import exploits, oracle
 
 EPS = torch.finfo(torch.float32).eps
 NAN, INF = math.nan, math.inf
@@ -148,6 +149,14 @@ def answers(tmp_path: Path) -> Iterator[Callable[..., Answers]]:
         ([WRONG, WRONG, WRONG], {}, True, "failed", 6, "inputs"),
         ([GOOD, ""], {}, True, "failed", 1, "no answer"),
         ([GOOD, ""], {"died": "killed"}, False, "failed", 1, "swiglu could not be run: killed"),
+        (
+            ["", WRONG],
+            {"died": "killed"},
+            False,
+            "failed",
+            1,
+            "could not be run: killed",
+        ),  # the others are not looked at
         ([GOOD, GOOD], {"died": "killed"}, True, "failed", 1, "could not be run: killed"),
         ([GOOD, GOOD], {"died": "killed"}, False, "passed", None, "2 checks"),  # after other jobs, which say so
         ([GOOD, ""], {"died": "late", "out_of_time": True}, True, "missing", None, "late"),
@@ -179,3 +188,18 @@ def test_an_error_of_a_required_answer_fails(answers: Callable[..., Answers]) ->
     required = Answers([{**job, "optional": False} for job in found.jobs], found.truth, found.folder, 2.0, 1.0)
     said = required.evidence([0, 1], "checks", last=True)
     assert said["state"] == "failed" and said["reasons"][0].endswith("it raised TypeError: no fp64"), said
+
+
+def test_the_oracle_and_the_exploit_checks_each_read_their_own_answers(answers: Callable[..., Answers]) -> None:
+    """The process ends after the calls: its end counts against them, and against the oracle's cases where there are no calls."""
+    found = answers(GOOD, GOOD, GOOD, died="killed")
+    call = {"op": "adamw", "implementation": "fast", "about": "call 1", "storage": 0}
+    for jobs, states, checks in (
+        ([found.jobs[0], call, call], ("passed", "failed"), (1, 2)),
+        ([*found.jobs], ("failed", "failed"), (3, 0)),
+    ):
+        both = Answers(jobs, found.truth, found.folder, 2.0, 1.0, died="killed")
+        told = oracle.evidence(both), exploits.evidence(both)
+        assert tuple(one["state"] for one in told) == states and tuple(one["checks"] for one in told) == checks, told
+    whole = exploits.evidence(Answers([call, call | {"op": "swiglu"}, call], found.truth, found.folder, 2.0, 1.0))
+    assert whole["state"] == "passed" and whole["reasons"][0].startswith("3 calls of 2 ops")
