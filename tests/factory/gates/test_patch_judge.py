@@ -152,6 +152,12 @@ NEEDED = POLICY.training.min_gain
         ({}, [-0.0201, -0.0201], "reject"),
         ({}, [-0.04, 0.0], "hold"),
         ({}, [-0.041, 0.0], "reject"),
+        (
+            {},
+            [0.0, 0.029, 0.058],
+            "promote",
+        ),  # Student's t of two degrees: the lower bound is 0.686 of the middle below zero
+        ({}, [0.0, 0.0294, 0.0588], "hold"),
     ],
 )
 def test_what_lies_on_a_border(training: dict[str, Any], gains: list[float] | None, outcome: str) -> None:
