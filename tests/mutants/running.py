@@ -27,6 +27,7 @@ import pytest
 
 from tests.mutants.operators import Mutant
 from tests.support.git import git
+from tests.support.plants.kept import STATE
 
 OURS = ("agents", "benchmarks", "factory", "kernels", "tests", "trainer")
 FAST = "not slow and not long"
@@ -100,12 +101,15 @@ def _reaching(root: Path, module: str) -> list[str]:
 
 
 class Watch:
-    """A plugin of pytest: which lines of the watched files each test runs, in its own process, and how long it takes."""
+    """A plugin of pytest: which lines of the watched files each test runs, in its own process, and how long it takes alone, with what
+    fixtures it shares with others."""
 
     def __init__(self, watched: Iterable[Path]) -> None:
         self.watched = {str(path) for path in watched}
         self.lines: dict[str, set[str]] = {}  # 'path:line' by test
         self.seconds: dict[str, float] = {}
+        self.shared: dict[str, float] = {}  # seconds of fixtures that outlive a test, by name
+        self.uses: dict[str, list[str]] = {}  # fixtures of each test
         self.bad: list[str] = []
         self.set_up: dict[str, set[str]] = {}  # by test file: what fixtures of one test run, others may share
         self.now: set[str] = set()
@@ -118,9 +122,20 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        began, before = time.monotonic(), sum(self.shared.values())
+        result = yield
+        self.seconds[item.nodeid] = time.monotonic() - began - (sum(self.shared.values()) - before)
+        self.uses[item.nodeid] = getattr(item, "fixturenames", [])
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
         began = time.monotonic()
         result = yield
-        self.seconds[item.nodeid] = time.monotonic() - began
+        if request.scope != "function":
+            self.shared[fixturedef.argname] = time.monotonic() - began
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -149,13 +164,14 @@ class Watch:
         of = lambda test: (
             self.lines.get(test, set()) | self.set_up.get(str(Path.cwd() / test.partition("::")[0]), set())
         )
+        alone = lambda test: self.seconds[test] + sum(self.shared.get(name, 0.0) for name in self.uses[test])
         site = tuple(set(map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
         libraries = [
             name for name, module in sys.modules.items()
             if (getattr(module, "__file__", None) or "").startswith(site) and not name.startswith((*OURS, *NOT_AHEAD))
         ]  # fmt: skip
         return {
-            "tests": {t: [s, sorted(of(t))] for t, s in self.seconds.items()},
+            "tests": {t: [alone(t), sorted(of(t))] for t in self.seconds},
             "bad": self.bad,
             "libraries": libraries,
         }
@@ -169,6 +185,8 @@ class Warm:
         os.chdir(self.tree)
         sys.path[:] = [str(self.tree), *(p for p in sys.path if p and Path(p).resolve() != root)]
         os.environ |= {"PYTHONPATH": str(self.tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        # Plants that tests keep are of the code without a mutant: to train one for each would be most of its time.
+        os.environ[STATE] = "without a mutant"
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         sys.dont_write_bytecode = False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(work / "compiled")
@@ -189,12 +207,16 @@ class Warm:
         return seen
 
     def killed(self, mutant: Mutant, source: str, tests: list[str], seconds: float) -> str:
-        """The test that notices a mutant, or 'time'; empty: it survives these tests."""
+        """The test that notices a mutant, or 'time'; empty: it survives these tests. Of a test whose cases are named by what the mutant
+        changes, some are not there under their names, which is no failure: all that it has now are run."""
         path, number = self.tree / mutant.path, time.time()
         path.write_text(mutant.applied(source))
         os.utime(path, (number, number - 10_000_000))  # else Python may take what it compiled before
         try:
             ended = self._forked(tests, TIMES * seconds + LEAST_S, [], lambda: None, "-x")
+            if ended == pytest.ExitCode.USAGE_ERROR and (gone := self._not_found()):
+                whole = [case if (test := case.partition("[")[0]) not in gone else test for case in tests]
+                ended = self._forked([*dict.fromkeys(whole)], TIMES * seconds + LEAST_S, [], lambda: None, "-x")
         finally:
             path.write_text(source)
             os.utime(path, (number, number - 20_000_000))
@@ -203,6 +225,12 @@ class Warm:
         said = (self.work / "said").read_text(errors="replace").splitlines()
         failed = [line.split()[1] for line in said if line.startswith(("FAILED ", "ERROR ")) and "::" in line]
         return "time" if ended is None else next(iter(failed), f"pytest ended with {ended}")
+
+    def _not_found(self) -> set[str]:
+        """The tests of which pytest was given a case that it did not find."""
+        begin = f"ERROR: not found: {self.tree}/"
+        said = (self.work / "said").read_text(errors="replace").splitlines()
+        return {line.removeprefix(begin).partition("[")[0] for line in said if line.startswith(begin)}
 
     def _forked(
         self, tests: list[str], patience: float | None, plugins: list[Any], then: Callable[[], object], *words: str

@@ -17,6 +17,7 @@ from tests.support.paths import ROOT
 MODULE = '''"""Words <= 1."""
 
 LIMIT: int = 3
+NAME = "one"
 
 
 def allowed(count: int | None, more: int = 0) -> bool:
@@ -30,7 +31,12 @@ def allowed(count: int | None, more: int = 0) -> bool:
 def unseen(a: int, b: int) -> int:
     return max(a, b) - a
 '''
-TEST = """from factory.thing import allowed
+TEST = """import pytest
+from factory.thing import NAME, allowed
+
+@pytest.mark.parametrize("name", [NAME])
+def test_that_is_named_by_what_it_tests(name):
+    assert name
 
 def test_borders():
     assert [allowed(count) for count in (0, 1, 3, 4)] == [False, True, True, False]
@@ -42,6 +48,7 @@ def test_each_operator_changes_one_place_of_code_and_no_words() -> None:
     assert {(m.inside, m.kind, m.change) for m in found} == {
         ("", "constant", "3 → 4"),
         ("", "constant", "3 → 2"),
+        ("", "constant", "\"one\" → 'one?'"),
         ("allowed", "constant", "0 → 1"),
         ("allowed", "constant", "0 → (-1)"),
         ("allowed", "comparison", "count is None → (count is not None)"),
@@ -57,7 +64,7 @@ def test_each_operator_changes_one_place_of_code_and_no_words() -> None:
         assert [number for number, (old, new) in enumerate(lines, 1) if old != new] == [mutant.line]
 
 
-@pytest.mark.slow("a fork for each of 13 mutants, and one more for those that its own test does not notice")
+@pytest.mark.slow("a fork for each of 14 mutants, and one more for those that its own test does not notice")
 def test_survivors_are_told_and_what_is_known_is_not_run_again(tmp_path: Path) -> None:
     root = tmp_path / "project"
     for path, text in {"factory/thing.py": MODULE, "tests/factory/test_thing.py": TEST,
@@ -94,10 +101,11 @@ def test_survivors_are_told_and_what_is_known_is_not_run_again(tmp_path: Path) -
         own,
     )
     assert who["allowed", "count += more → pass"] == ("nobody", "")
+    assert who["", "\"one\" → 'one?'"] == ("nobody", ""), "that a case has another name is nothing that a test noticed"
     assert who["unseen", "max(a, b) → min(a, b)"] == ("distant", f"{distant}::test_far")
-    assert len(rows) == 13 and code == (sum(row["who"] == "own" for row in rows) < 0.7 * 13)
+    assert len(rows) == 14 and code == (sum(row["who"] == "own" for row in rows) < 0.7 * 14)
     _, again = run("--distant")
-    assert "factory/thing.py:10 in allowed, dropped statement: count += more → pass" in again and "s of" not in again
+    assert "factory/thing.py:11 in allowed, dropped statement: count += more → pass" in again and "s of" not in again
 
 
 def test_each_mutant_of_no_effect_has_a_reason_and_is_still_there() -> None:

@@ -99,3 +99,65 @@ def test_some_calls_have_the_recipes_number_of_tokens(name: str) -> None:
     assert exploits._multiplications(shape) <= 1e9
     rows = recipe["batch"].get("micro_sequences") or recipe["batch"]["sequences"]
     assert (shape["batch"], shape["context"]) == (rows, recipe["model"]["context"])
+
+
+SIZES = {
+    "batch": (1, 3), "context": (9, 40), "d_model": (20, 90), "kv_heads": (1, 3), "head_dim": (8, 32), "d_ff": (20, 130), "vocab_size": (60, 300),
+}  # fmt: skip
+
+
+def test_small_sizes_are_drawn_between_their_ends() -> None:
+    draw = random.Random(5)
+    drawn = [exploits.small_shape(draw) for _ in range(5000)]
+    for name, (least, most) in SIZES.items():
+        found = {shape[name] for shape in drawn}
+        assert (min(found), max(found)) == (least, most) and found >= set(range(least, most, 2)), name
+    assert {shape["heads"] // shape["kv_heads"] for shape in drawn} == {1, 2, 3}
+    assert not any(shape["heads"] % shape["kv_heads"] or shape["head_dim"] % 2 for shape in drawn)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ({"vocab_size": 11}, 2 * 3 * 5 * 11),  # the loss's logits
+        ({"context": 50}, 2 * 2 * 50 * 50 * 4 * 8),  # attention's scores and values
+        ({"d_model": 20, "d_ff": 30}, 15 * 2 * 20 * 20 * 30),  # Newton–Schulz
+        ({"d_model": 30, "d_ff": 20}, 15 * 2 * 20 * 20 * 30),
+    ],
+)
+def test_a_call_costs_what_its_most_expensive_op_multiplies(sizes: dict[str, int], count: int) -> None:
+    least = {
+        "batch": 2,
+        "context": 3,
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "d_model": 5,
+        "d_ff": 1,
+        "vocab_size": 1,
+    }
+    if "vocab_size" in sizes:
+        least |= {"heads": 1, "head_dim": 1}
+    assert exploits._multiplications(least | sizes) == count
+
+
+def test_sizes_are_halved_in_order_until_a_call_is_affordable() -> None:
+    order, of = (("batch", 1), ("vocab_size", 64)), RECIPE | {"batch": {"sequences": 12, "micro_sequences": 8}}
+    given = exploits.reduced(ExploitsPolicy(multiplications=1e30), of, order, d_ff=7)
+    assert given["batch"] == 8 and given["d_ff"] == 7 and given["vocab_size"] == RECIPE["model"]["vocab_size"]
+    cost = exploits._multiplications(given)
+    halved = [exploits.reduced(ExploitsPolicy(multiplications=most), of, order, d_ff=7) for most in (cost, cost - 1, 1)]
+    assert [shape["batch"] for shape in halved] == [8, 4, 1]
+    assert 64 <= halved[2]["vocab_size"] < 128 and halved[1]["vocab_size"] == given["vocab_size"]
+
+
+def test_calls_of_one_storage_meet_the_same_tensors() -> None:
+    storages: dict[Any, Any] = {}
+    first = patch_driver._into(storages, 0, [1], [3, torch.zeros(2)], [torch.zeros(1)])
+    again = patch_driver._into(storages, 0, [1], [3, torch.ones(2)], [torch.full((1,), 2.0)])
+    other = patch_driver._into(storages, 1, [], [torch.zeros(2)], [])
+    assert first[0][1] is again[0][1] and first[1][0] is again[1][0] and other[0][0] is not first[0][1]
+    assert first[0][1].requires_grad and not other[0][0].requires_grad
+    assert first[0][1].tolist() == [1, 1] and first[1][0].tolist() == [2]
+    with pytest.raises(ValueError, match="zip"):
+        patch_driver._into(storages, 0, [1], [3, torch.ones(2)], [])

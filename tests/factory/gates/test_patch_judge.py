@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.workspace import code_root
-from factory.gates.patch.judge import STAGES, gain, judge_patch, t_quantile
+from factory.gates.patch.judge import STAGES, gain, judge_patch, reported_gain, t_quantile
 from factory.gates.patch.policy import PatchPolicy
 from tests.support.gates.patch_evidence import evidence
 
@@ -128,6 +128,60 @@ def test_a_faster_patch_with_worse_weights_is_not_promoted(gains: Any, outcome: 
     found["stages"]["evals"]["gains"] = gains
     verdict = judge_patch(POLICY, found)
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+
+
+LIMIT = POLICY.training.max_drift * 0.2  # of weights, where leaving out steps moves them by 0.2
+EQUAL = [1.0, 1.0]  # runs without noise
+MORE = LIMIT * 1.0001
+NEEDED = POLICY.training.min_gain
+
+
+@pytest.mark.parametrize(
+    ("training", "gains", "outcome"),
+    [
+        ({"drift": LIMIT, "again": None}, None, "hold"),  # for want of a second measurement
+        ({"drift": MORE, "again": None}, None, "reject"),
+        ({"long": LONG | {"drift": LIMIT}}, None, "promote"),
+        ({"long": LONG | {"drift": MORE}}, None, "reject"),
+        ({"long": LONG | {"ratio": NEEDED, "hideable": 0.9}}, None, "reject"),
+        ({"long": LONG | {"ratio": NEEDED * 1.0001, "hideable": 0.9}}, None, "promote"),
+        ({"long": LONG | {"ratio": 2 * NEEDED, "hideable": 2}}, None, "hold"),
+        ({"long": LONG | {"ratio": 2 * NEEDED * 1.0001, "hideable": 2}}, None, "promote"),
+        ({}, [-0.02, -0.02], "hold"),
+        ({}, [-0.0199, -0.0199], "promote"),
+        ({}, [-0.0201, -0.0201], "reject"),
+        ({}, [-0.04, 0.0], "hold"),
+        ({}, [-0.041, 0.0], "reject"),
+        (
+            {},
+            [0.0, 0.029, 0.058],
+            "promote",
+        ),  # Student's t of two degrees: the lower bound is 0.686 of the middle below zero
+        ({}, [0.0, 0.0294, 0.0588], "hold"),
+    ],
+)
+def test_what_lies_on_a_border(training: dict[str, Any], gains: list[float] | None, outcome: str) -> None:
+    """No more than what is allowed is allowed; as much as what is needed is not enough."""
+    found = evidence(EQUAL, [0.8, 0.8], new_code="long" in training, **training)
+    if gains is not None:
+        found["stages"]["evals"]["gains"] = {"code": gains}
+    verdict = judge_patch(POLICY, found)
+    assert verdict.outcome == outcome, verdict
+
+
+@pytest.mark.parametrize(
+    ("candidate", "outcome"), [(1 / 1.02, "reject"), (1 / 1.0201, "promote"), (1.0, "reject"), (1.1, "reject")]
+)
+def test_a_gain_of_just_the_least_that_counts_is_none(candidate: float, outcome: str) -> None:
+    assert judge_patch(POLICY, evidence(EQUAL, [candidate] * 2)).outcome == outcome
+
+
+def test_what_was_measured_twice_is_reported_by_the_smaller_gain() -> None:
+    policy, once = POLICY.training, {"baseline_seconds": EQUAL, "candidate_seconds": [0.8, 0.8]}
+    twice = [once | {"again": {"baseline_seconds": EQUAL, "candidate_seconds": [other] * 2}} for other in (0.9, 0.7)]
+    unmeasured = {"again": {"state": "missing"}}
+    shown = [reported_gain(policy, found, 1) for found in (once, *twice, once | unmeasured, unmeasured)]
+    assert [found and round(found.ratio, 3) for found in shown] == [1.25, 1.111, 1.25, 1.25, None]
 
 
 def test_the_second_measurement_is_the_reported_gain() -> None:

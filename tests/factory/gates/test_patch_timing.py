@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from factory.core.workspace import code_root
 from factory.gates.patch.judge import gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, timing, unsteady
+from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, noise_of, timing, unsteady
 from tests.support.gates.patch_evidence import evidence
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
@@ -87,6 +87,44 @@ def test_when_the_baseline_is_no_measure(measured: RunSeconds, doubt: str) -> No
     said = unsteady(POLICY, found, 1)
     assert doubt in said and bool(doubt) == bool(said)
     assert not found.get("doubt") or found["doubt"] == said  # what it holds the patch back for is tried again
+
+
+SHORT = TrainingPolicy(steps=11, pairs=2, max_noise=1.5)
+
+
+@pytest.mark.parametrize(
+    ("measured", "doubtful"),
+    [
+        (RunSeconds([2.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=2.5, overhead=1.0), True),  # 1.5 times: the clock is slow
+        (RunSeconds([2.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=2.51, overhead=1.0), False),
+        (RunSeconds([1.0, 2.0], [2.0, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), True),
+        (RunSeconds([2.0, 2.0], [1.0, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), True),
+        (RunSeconds([2.0, 2.0], [1.01, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), False),
+    ],
+)
+def test_when_seconds_are_no_measure(measured: RunSeconds, doubtful: bool) -> None:
+    found = timing(SHORT, measured)
+    assert ("doubt" in found) == doubtful == ("baseline_seconds" not in found)
+    assert found["total_seconds"] == {"baseline": list(measured.baseline), "candidate": list(measured.candidate)}
+
+
+def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
+    found = timing(SHORT, RunSeconds([3.0, 2.0], [1.5, 2.5], [1.0, 1.25], twice=4.0, overhead=1.0))
+    assert found["baseline_seconds"] == [pytest.approx(0.2), pytest.approx(0.1)] and found["slow_control"] == 2.0
+    # of the candidate the longer of: all but the overhead; all but a brief run, for as many steps as that has not
+    assert found["candidate_seconds"] == [pytest.approx(0.05), pytest.approx(max(0.15, 1.25 / 9))]
+    assert noise_of(found) == 2.0 and unsteady(SHORT, found, 1)
+    found = timing(SHORT, RunSeconds([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0))
+    assert found["candidate_seconds"] == [pytest.approx(0.75 / 9), pytest.approx(1.75 / 9)]
+    assert not unsteady(SHORT, found, 1) and unsteady(SHORT, found, 2)  # a later measurement needs less noise
+    assert unsteady(SHORT, found | {"slow_control": 1.5}, 1) and not unsteady(SHORT, found | {"slow_control": 1.51}, 1)
+
+
+def test_what_a_quicker_start_could_hide() -> None:
+    assert long_timing(11.0, 6.0, 11, 1.0) == {"steps": 11, "ratio": 2.0, "hideable": 1.0}  # the start is one step
+    assert hideable(3.0, 10.0, 10) == pytest.approx(10 / 8) and hideable(0.5, 10.0, 10) == 1.0
+    assert long_timing(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
+    assert cpu_overhead(SHORT, [3.0, 4.0, 9.0], 5.1) == pytest.approx(4.0 - 1.1 * 10 / 11)
 
 
 times = st.lists(st.floats(0.6, 9), min_size=2, max_size=2)

@@ -78,6 +78,7 @@ class Sessions:
         self.busy: dict[tuple[str, int], list[float]] = {}  # side and number of the session: factors of its runs
         self.out_of_time: set[tuple[str, int]] = set()
         self.order: list[str] = []
+        self.left_when_begun: list[int] = []  # runs of earlier sessions that are still there, a session each
 
     def session(
         self, folder: Path, code: Path, arms: list[Arm], origin: Any, wall_seconds: float, whole: Any, early: dict[int, int]
@@ -86,6 +87,7 @@ class Sessions:
         number = len(self.limits[side])
         self.limits[side].append(wall_seconds)
         self.order.append(side)
+        self.left_when_begun.append(len(list(code.parent.glob("of-*/*/segments/*"))))
         if side == "candidate":
             (folder / "cache").mkdir(exist_ok=True)
             self.caches.append(sorted(path.name for path in (folder / "cache").iterdir()))
@@ -164,6 +166,9 @@ def test_a_disturbed_baseline_is_measured_again(
     assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
     assert len(found.get("discarded", ())) == sessions // 2 - 1
+    assert plant.left_when_begun == [0] * len(plant.order) and not list(tmp_path.rglob("segments/*")), (
+        "runs stay no longer than they are read"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import code_root
-from factory.gates.recipe.judge import STAGES, compare, judge_recipe
+from factory.gates.recipe.judge import STAGES, Bounded, RecipeComparison, _decide, compare, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
 
 POLICY = RecipePolicy.load(code_root() / "policies" / "gates" / "recipe.yaml")
@@ -66,6 +66,73 @@ SLOW = {"candidate_tokens_per_s": [80.0, 81.0, 79.0, 80.0]}
 def test_what_is_decided(found: dict[str, Any], outcome: str, words: str) -> None:
     verdict = judge_recipe(POLICY, found)
     assert verdict.outcome == outcome and words in verdict.reasons[0]
+
+
+ROUND = POLICY.runs.model_copy(update={"min_gain": 0.25, "domain_margin": 0.125, "max_slower": 1.5, "max_memory": 2.0})
+FINE: dict[str, Any] = {
+    "gain": 0.5,
+    "lower": 0.1,
+    "noise": 0.1,
+    "docs": 0.5,
+    "least": 0.1,
+    "slower": 1.0,
+    "surely": 1.0,
+    "memory": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("shown", "outcome"),
+    [
+        ({}, "promote"),
+        ({"gain": 0.25}, "reject"),
+        ({"gain": 0.26}, "promote"),
+        ({"noise": 0.5}, "reject"),
+        ({"noise": 0.49}, "promote"),
+        ({"gain": -0.25}, "reject"),
+        ({"lower": 0.0}, "hold"),
+        ({"lower": 0.001}, "promote"),
+        ({"docs": -0.125}, "promote"),
+        ({"docs": -0.126}, "reject"),
+        ({"least": -0.125}, "hold"),
+        ({"least": -0.124}, "promote"),
+        ({"slower": 1.5}, "promote"),
+        ({"slower": 1.51}, "hold"),
+        ({"slower": 1.6, "surely": 1.5}, "hold"),
+        ({"slower": 1.6, "surely": 1.51}, "reject"),
+        ({"memory": 2.0}, "promote"),
+        ({"memory": 2.01}, "reject"),
+        ({"memory": 2.01, "slower": 1.6, "surely": 1.0}, "reject"),
+    ],
+)
+def test_what_lies_on_a_border(shown: dict[str, Any], outcome: str) -> None:
+    of = FINE | shown
+    wide = lambda mean, lower: Bounded(mean, lower, 9.0)
+    domains = {"code": wide(1.0, 1.0), "docs": wide(of["docs"], of["least"])}
+    found = RecipeComparison(
+        wide(of["gain"], of["lower"]), of["noise"], domains, wide(of["slower"], of["surely"]), of["memory"]
+    )
+    verdict = _decide(ROUND, found, same_cost=False)
+    assert verdict.outcome == outcome, verdict
+    costs = outcome != "promote" and shown.keys() & {"slower", "memory"}
+    assert _decide(ROUND, found, same_cost=True).outcome == ("promote" if costs else outcome)
+
+
+def test_numbers_are_counted_and_summed_as_they_are() -> None:
+    runs = evidence([0.03, 0.01, 0.02, 0.04], docs=[0.01, 0.01, 0.02, 0.02])["stages"]["runs"]
+    runs |= {"baseline_memory": 2.0, "candidate_memory": 3.0, "candidate_tokens_per_s": [50.0, 50.5, 49.5, 50.0]}
+    found = compare(POLICY.runs, runs, 1)
+    assert found is not None and found.memory == 1.5 and found.slower.mean == pytest.approx(2.0)
+    assert found.slower.lower == pytest.approx(2.0) and (found.domains["code"].mean, found.domains["docs"].mean) == (
+        pytest.approx(0.025), pytest.approx(0.015))  # fmt: skip
+    assert found.target.mean == pytest.approx(0.02)
+    weighted = POLICY.runs.model_copy(update={"domain_weights": {"code": 3.0, "docs": 1.0}})
+    shown = compare(weighted, runs, 1)
+    assert shown is not None and shown.target.mean == pytest.approx(0.0225)
+    for name, value in (("baseline_memory", 0.0), ("candidate_memory", -1.0)):
+        assert compare(POLICY.runs, runs | {name: value}, 1) is None
+    assert compare(POLICY.runs, runs | {"candidate_tokens_per_s": [1.0, 1.0, 1.0, 0.0]}, 1) is None
+    assert compare(POLICY.runs, runs | {"candidate_tokens_per_s": [1.0] * 5}, 1) is None
 
 
 def test_the_bounds_are_those_of_a_paired_t_test_shared_among_the_tries() -> None:

@@ -39,9 +39,14 @@ TEXTS = (
 )  # files that may name a folder; the ledger stores its places relative to its workspace
 
 
+STATE = "FACTORY_TESTS_PLANTS"  # of the environment: a name in place of the hash, where the caller knows that what is kept is as good
+
+
 @functools.cache
 def state() -> str:
     """What a plant is made of, as a hash."""
+    if given := os.environ.get(STATE):
+        return given
     digest = hashlib.sha256()
     for top in SOURCES:
         for path in sorted((ROOT / top).rglob("*")):

@@ -1,6 +1,6 @@
 """The runs of the matrix: each a recipe of some hundred weights, some steps, and a place to start from.
 
-A case exists because it executes code that no other does (`tests/factory/gates/matrix/test_coverage.py` counts lines), and makes what that
+A case exists because it executes code that no other does (`tests/factory/gates/patch/matrix/test_coverage.py` counts lines), and makes what that
 code does large: a z-loss of 0.1, an outlier at every step, a gradient clip that always acts. A patch that changes or skips it
 moves the results by far more than rounding does.
 """

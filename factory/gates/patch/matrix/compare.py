@@ -2,7 +2,7 @@
 
 Most patches leave the same bits, and then nothing else is asked. A kernel may round differently: then a number may differ by
 ``MatrixCase.rounding`` of its scale. Scales are the baseline's own: of weights how far they moved, of moments and metrics their size. Every
-change in what is computed that the cases were made for moves some number by 20 times that or more (``tests/factory/gates/matrix``
+change in what is computed that the cases were made for moves some number by 20 times that or more (``tests/factory/gates/patch/matrix``
 has the numbers).
 
 Where a candidate is beyond ``MatrixCase.rounding``, that is measured on this verdict's own data.

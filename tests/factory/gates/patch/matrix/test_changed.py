@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from textwrap import dedent
 import pytest
 
 from factory.gates.patch.executed import EXECUTED, Executed, ExecutionRecorder
+from factory.gates.patch.matrix import changed
 from factory.gates.patch.matrix.changed import unexecuted
 
 
@@ -76,6 +78,63 @@ def test_every_copy_of_a_line_counts(tmp_path: Path) -> None:
     base = "def rate(step):\n    step = step * 2\n    return step\n"
     text = "def rate(step):\n    if step > 100:\n        step = step * 2\n    return step\n"
     assert parts(tmp_path, base, text, "rate(3)") == ["3: step"]
+
+
+WORDS = "from trainer.contract.errors import Odd\nimport json as Plain\nfrom math import Other\nfrom typing import TYPE_CHECKING\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "harmless"),
+    [
+        ("raise ValueError", True),
+        ("raise ValueError()", True),
+        ("raise ValueError('a', x, x.y, f'{x}: {x.y:>{x}}')", True),
+        ("raise Odd('a') from x", True),
+        ("raise", True),
+        ("raise x.y", True),
+        ("raise Odd(f'{x()}')", False),
+        ("raise Odd(x[0])", False),
+        ("raise Odd('a') from x()", False),
+        ("raise Odd(words='a')", False),
+        ("raise Odd(*x)", False),
+        ("raise Unknown('a')", False),
+        ("raise Plain('a')", False),  # not imported from approved code
+        ("raise Other('a')", False),
+        ("raise x.Odd('a')", False),
+        ("assert x, 'words'", True),
+        ("assert x, f'{x.y}'", True),
+        ("assert x, x()", False),
+        ("if TYPE_CHECKING:\n        import os", True),
+        ("if TYPE_CHECKING:\n        from a import b", True),
+        ("if TYPE_CHECKING:\n        x()", False),
+        ("if x:\n        import os", False),
+        ("x()", False),
+        *((f"raise {name}('a')\n    {bound}", False) for name, bound in [
+            ("ValueError", "ValueError = x"), ("Odd", "def Odd(): pass"), ("Odd", "class Odd: pass"), ("Odd", "lambda Odd: 1"),
+            ("Odd", "import Odd"), ("Odd", "from a import b as Odd"),
+        ]),
+    ],
+)  # fmt: skip
+def test_code_that_only_puts_words_together_need_not_be_executed(code: str, harmless: bool) -> None:
+    tree = ast.parse(f"{WORDS}def f(x):\n    {code}\n")
+    first, last = 6, 5 + len(code.splitlines())
+    spans = [(begin[0], end[0]) for begin, end in changed.harmless(tree)]
+    assert bool(spans) == harmless and all(first <= begin <= end <= last for begin, end in spans), spans
+
+
+@pytest.mark.parametrize(
+    ("base", "text", "lines"),
+    [
+        ("a\nb\nc\n", "a\nb\nc\n", set()),
+        ("a\nb\nc\n", "a\nx\nc\n", {2}),
+        ("a\nb\nc\n", "a\nc\n", set()),
+        ("a\nb\n", "a\na\nb\n", {1}),
+        ("", "a\nb\n", {1, 2}),
+        ("a\nb\n", "b\na\n", {1}),
+    ],
+)
+def test_which_lines_a_patch_changes(base: str, text: str, lines: set[int]) -> None:
+    assert changed.changed_lines(base, text) == lines
 
 
 COMPILED = """

@@ -16,6 +16,7 @@ import torch
 
 from factory.core.workspace import Workspace
 from factory.gates.patch.matrix import compare
+from factory.gates.patch.matrix.cases import MatrixCase
 from factory.gates.patch.matrix.compare import Compared, Difference, Discrepancy, Rounding, measure_rounding
 from factory.gates.patch.matrix.runs import copy_libraries
 from factory.gates.patch.stages import matrix
@@ -41,6 +42,63 @@ def test_a_ranks_part_of_a_tensor_is_measured_by_its_own_size() -> None:
         ).what
         == "a"
     )
+
+
+def part(what: str, apart: float, total: str = "") -> Discrepancy:
+    return Discrepancy(what, Apart(apart, 1.0), total)
+
+
+SCALE, LOSS, ONSET = (
+    "metrics.jsonl, line 3: noise_scale",
+    "metrics.jsonl, line 3: loss",
+    "anomalies.jsonl, line 1: onset: step",
+)
+MONITOR = "step-00000002, state.json: monitor: sum"
+MOMENTS = [part("a", 0.3, "exp_avg"), part("b", 0.4, "exp_avg"), part("c", 0.1, "weights")]
+
+
+@pytest.mark.parametrize(
+    ("found", "totals", "what", "share"),
+    [
+        ([], False, "", 0.0),
+        ([part("a", 0.1), part("b", 0.3), part("c", 0.2)], False, "b", 0.3),
+        # the noise scale counts a hundredth beside other numbers, and whole where nothing else differs
+        ([part(SCALE, 0.5), part(LOSS, 0.01)], False, LOSS, 0.01),
+        ([part(MONITOR, 5.0), part(LOSS, 0.01)], False, MONITOR, 0.05),
+        ([part(SCALE, 0.5)], False, SCALE, math.inf),
+        ([part(SCALE, 0.5), part(MONITOR, 0.1)], False, SCALE, math.inf),
+        ([part(SCALE, math.inf), part(LOSS, 0.01)], False, SCALE, math.inf),
+        # an onset counts where nothing else differs
+        ([part(ONSET, math.inf), part(LOSS, 0.01)], False, LOSS, 0.01),
+        ([part(ONSET, math.inf)], False, ONSET, math.inf),
+        # of totals: tensors of a kind together, the loss, the rate, and what has no size
+        (MOMENTS, False, "b", 0.4),
+        (MOMENTS, True, "exp_avg together", 0.5 / 2**0.5),
+        ([*MOMENTS, part("metrics.jsonl, line 1: grad_norm", 9.0)], True, "exp_avg together", 0.5 / 2**0.5),
+        (
+            [*MOMENTS, part("metrics.jsonl, line 1: grad_norm", math.inf)],
+            True,
+            "metrics.jsonl, line 1: grad_norm",
+            math.inf,
+        ),
+        ([*MOMENTS, part("metrics.jsonl, line 1: lr", 0.6)], True, "metrics.jsonl, line 1: lr", 0.6),
+        ([*MOMENTS, part(LOSS, 0.6)], True, LOSS, 0.6),
+    ],
+)
+def test_what_differs_most_is_what_a_case_is_judged_by(
+    found: list[Discrepancy], totals: bool, what: str, share: float
+) -> None:
+    worst = compare.farthest(MatrixCase("x", totals=totals), found)
+    assert worst.what == what and worst.share == pytest.approx(share)
+
+
+def test_a_noise_scale_that_is_gone_is_rounding_only_where_much_is() -> None:
+    found = [part(SCALE, math.inf), part(LOSS, 0.01)]
+    assert [compare.farthest(MatrixCase("x", rounding=bound), found).what for bound in (2e-4, 0.0299, 0.03)] == [
+        SCALE,
+        SCALE,
+        LOSS,
+    ]
 
 
 @pytest.mark.parametrize("files", [5, [1, "a"], {"model.safetensors": 3}, None])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from factory.gates.patch.matrix.cases import CASES, MatrixCase
+from factory.gates.patch.matrix.cases import CASES, IN_BF16, IN_MUON, LONG_STEPS, ROUNDING, Begin, MatrixCase
 from factory.gates.patch.matrix.runs import MatrixPlan
 from factory.gates.patch.matrix.starts import make_data
 from factory.runs.arm import refuse_impossible
@@ -61,6 +62,54 @@ def test_every_key_that_the_trainer_reads_has_several_values() -> None:
 )
 def test_a_key_with_one_value_is_found(without: str) -> None:
     assert one_valued(tuple(case for case in CASES if case.name != without))
+
+
+def test_ranks_begin_anew_and_from_one_ranks_checkpoint_in_every_layout() -> None:
+    layouts = set()
+    for case in CASES:
+        if case.ranks > 1 and not case.exit_code:
+            recipe = Recipe.parse(case.recipe())
+            assert recipe.parallel.data_ranks(case.ranks, recipe.model) * recipe.parallel.tensor == case.ranks
+            of = recipe.parallel
+            layouts.add(
+                (case.begin, of.tensor, of.replicas, of.recompute, recipe.optimizer.name, bool(recipe.model.experts))
+            )
+    assert layouts == {
+        ("nothing", 1, 1, "none", "adamw", True),
+        ("trunk", 1, 1, "none", "adamw", False),
+        ("nothing", 1, 2, "none", "muon", False),
+        ("nothing", 2, 1, "block", "adamw", False),
+        ("nothing", 2, 1, "none", "adamw", True),
+    }
+
+
+def test_each_case_is_another_and_each_kind_is_there() -> None:
+    """Nothing is run twice; each way to begin and to compute is run."""
+    trained = [repr(replace(case, name="", rounding=0.0, totals=False)) for case in CASES]
+    assert len(set(trained)) == len({case.name for case in CASES}) == len(CASES)
+    assert {case.begin for case in CASES} == set(get_args(Begin)) and {case.kind for case in CASES} == {
+        "trunk",
+        "anneal",
+    }
+    computed = {(case.kernels, case.recipe()["precision"], case.recipe()["compile"]) for case in CASES}
+    assert computed == {
+        *((kernels, precision, False) for kernels in ("chosen", "reference") for precision in ("fp32", "bf16")),
+        *(("chosen", precision, True) for precision in ("fp32", "bf16")),
+        ("chosen", "fp8", False),
+    }
+    for flag in ("waits", "rewarm", "restart_data", "slow_threads"):
+        assert [getattr(case, flag) for case in CASES].count(True) == 1, flag
+    assert sorted(case.steps for case in CASES)[-4:] == [10, 48, 100, LONG_STEPS[0]]
+
+
+def test_what_rounding_may_do_grows_with_what_is_computed_in_fewer_bits() -> None:
+    for case in CASES:
+        recipe = case.recipe()
+        least = {"fp32": IN_MUON if recipe["optimizer"]["name"] == "muon" else ROUNDING, "bf16": IN_BF16, "fp8": 0.5}
+        assert least[recipe["precision"]] <= case.rounding <= 0.5 or case.exit_code, case.name
+        assert case.rounding in (ROUNDING, 1e-3, IN_MUON, IN_BF16, 0.5) and (case.totals or case.rounding < 0.5), (
+            case.name
+        )
 
 
 def test_a_case_trains_what_it_says(tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""How a candidate's answers are held against the truth: which error is too large, and what a process left is worth."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from factory.gates.patch import op_answers
+from factory.gates.patch.op_answers import Answers, errors_of, identical
+from factory.gates.patch.stages import exploits, oracle
+
+EPS = torch.finfo(torch.float32).eps
+NAN, INF = math.nan, math.inf
+
+
+def tensors(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {"output 0": torch.tensor(values, dtype=torch.float64).to(dtype)}
+
+
+@pytest.mark.parametrize(
+    ("found", "exact", "eager", "wrong", "share"),
+    [
+        # as far as twice the eager reference is allowed, by the mean square and by the largest
+        ([1.02, 1.0], [1.0, 1.0], [1.01, 1.0], "", 1.0),
+        ([1.03, 1.0], [1.0, 1.0], [1.01, 1.0], "off by", 1.5),
+        ([1.015, 0.985], [1.0, 1.0], [1.01, 1.0], "off by", 0.015 / (0.02 / 2**0.5)),  # small each, large together
+        ([103.0, 100.0], [100.0, 100.0], [101.0, 100.0], "off by", 1.5),  # whatever the size
+        ([103.0, 100.0], [100.0, 100.0], [102.0, 100.0], "", 0.75),
+        ([4.0, 0.0], [0.0, 0.0], [2.0, 0.0], "", 1.0),  # of nothing, the error itself
+        # sixteen roundings of fp32 always pass
+        ([1 + 16 * EPS, 1 - 16 * EPS], [1.0, 1.0], [1.0, 1.0], "", 1.0),
+        ([1 + 20 * EPS, 1 - 20 * EPS], [1.0, 1.0], [1.0, 1.0], "off by", 1.25),
+        # what is not finite in the reference is not asked for
+        ([NAN, 1.0], [NAN, 1.0], [NAN, 1.0], "", 0.0),
+        ([5.0, 1.0], [INF, 1.0], [1.0, 1.0], "", 0.0),
+        ([5.0, 1.0], [1.0, 1.0], [INF, 1.0], "", 0.0),
+        ([NAN, 1.0], [1.0, 1.0], [1.0, 1.0], "not finite", 0.0),
+        ([INF, 1.0], [1.0, 1.0], [1.0, 1.0], "not finite", 0.0),
+        ([1.0, 2.0], [NAN, INF], [1.0, 1.0], "", 0.0),
+        ([1.0], [1.0, 1.0], [1.0, 1.0], "shape or dtype", 0.0),
+    ],
+)
+def test_an_error_is_too_large_beyond_twice_that_of_the_reference(
+    found: list[float], exact: list[float], eager: list[float], wrong: str, share: float
+) -> None:
+    problems, worst = errors_of(tensors(*found), tensors(*exact, dtype=torch.float64), tensors(*eager))
+    assert (
+        len(problems) == bool(wrong)
+        and wrong in "".join(problems)
+        and worst == pytest.approx(share, rel=1e-3, abs=1e-9)
+    )
+
+
+def test_each_result_is_judged_and_in_its_own_precision() -> None:
+    exact = {name: torch.ones(2, dtype=torch.float64) for name in ("output 0", "gradient 1")}
+    eager = {name: torch.ones(2, dtype=torch.bfloat16) for name in exact}
+    off = {name: torch.full((2,), 1 + 2.0**-7, dtype=torch.bfloat16) for name in exact}  # one unit in the last place
+    assert errors_of(off, exact, eager) == ([], 1.0)
+    wrong, _ = errors_of({name: x.float() for name, x in off.items()}, exact, eager)
+    assert [problem.partition(" has")[0] for problem in wrong] == ["output 0", "gradient 1"]
+    assert len(errors_of({"output 0": off["output 0"]}, exact, eager)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), True),
+        (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0, 1.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+    ],
+)
+def test_what_is_identical(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
+    assert identical(a, b) == identical(b, a) == same
+
+
+@pytest.mark.parametrize(
+    ("mine", "same"),
+    [
+        ([1.0, -100.0], True),
+        ([1.0 + 0.9e-7, -100.0], True),  # beside the largest
+        ([1.0 + 2e-7, -100.0], False),
+        ([1.0, -100.0 - 2e-7], False),
+        ([1.0, NAN], False),
+        ([1.0], False),
+    ],
+)
+def test_another_truth_is_one_beyond_rounding(mine: list[float], same: bool) -> None:
+    theirs = torch.tensor([1.0, -100.0], dtype=torch.float64)
+    assert op_answers._same_truth(torch.tensor(mine, dtype=torch.float64), theirs) == same
+    assert not op_answers._same_truth(torch.tensor(mine), theirs)  # in fewer bits
+    nothing = torch.full((2,), NAN, dtype=torch.float64)
+    assert op_answers._same_truth(theirs, nothing) and not op_answers._same_truth(theirs[:1], nothing)
+
+
+def test_one_test_of_every_kind_is_made_again() -> None:
+    job = {"op": "a", "values": "normal", "case": "small", "dtype": "fp32"}
+    kinds = [job, job | {"op": "b"}, job | {"values": "zero"}, job | {"case": "prime"}, job | {"dtype": "bf16"}]
+    kinds += [job | {"storage": 0}, job | {"storage": 1}]
+    jobs = [kind for kind in kinds for _ in range(3)]
+    drawn = [op_answers._drawn(jobs) for _ in range(40)]
+    assert all([number // 3 for number in numbers] == list(range(len(kinds))) for numbers in drawn)
+    assert {number for numbers in drawn for number in numbers} == set(range(len(jobs)))
+
+
+# -- the evidence of a process -----------------------------------------------------------------------------------------
+GOOD, WRONG, REFUSED = "good", "wrong", "refused"
+LEFT: dict[str, dict[str, torch.Tensor]] = {
+    GOOD: tensors(1.0, 1.0) | {"inputs changed": torch.zeros(0, dtype=torch.int64)},
+    WRONG: tensors(1.0, 2.0) | {"inputs changed": torch.ones(1, dtype=torch.int64)},
+    REFUSED: {"raised": torch.tensor(list(b"TypeError: no\nfp64"), dtype=torch.uint8)},
+}
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> Iterator[Callable[..., Answers]]:
+    """Answers of a process that left these; '': none."""
+    (tmp_path / "left").mkdir()
+    folder = os.open(tmp_path / "left", os.O_RDONLY)
+
+    def made(*left: str, **more: Any) -> Answers:
+        for number, kind in enumerate(left):
+            for name, dtype in (("exact", torch.float64), ("eager", torch.float32)):
+                save_file(tensors(1.0, 1.0, dtype=dtype), tmp_path / f"{name}-{number}.safetensors")
+            if kind:
+                save_file(LEFT[kind], tmp_path / "left" / f"answer-{number}.safetensors")
+        job = {"op": "swiglu", "implementation": "fast", "case": "small", "dtype": "fp32", "values": "normal"}
+        jobs = [job | ({"optional": True} if kind == REFUSED else {}) for kind in left]
+        return Answers(jobs, tmp_path, folder, 2.0, 1.0, **more)
+
+    yield made
+    os.close(folder)
+
+
+@pytest.mark.parametrize(
+    ("left", "more", "last", "state", "failures", "words"),
+    [
+        ([GOOD, GOOD], {}, True, "passed", None, "2 checks"),
+        ([GOOD, REFUSED], {}, True, "passed", None, "2 checks"),  # it may refuse what no training uses
+        ([GOOD, WRONG], {}, True, "failed", 2, "swiglu (fast; small, fp32, normal values): it changes its inputs"),
+        ([WRONG, WRONG, WRONG], {}, True, "failed", 6, "inputs"),
+        ([GOOD, ""], {}, True, "failed", 1, "no answer"),
+        ([GOOD, ""], {"died": "killed"}, False, "failed", 1, "swiglu could not be run: killed"),
+        (
+            ["", WRONG],
+            {"died": "killed"},
+            False,
+            "failed",
+            1,
+            "could not be run: killed",
+        ),  # the others are not looked at
+        ([GOOD, GOOD], {"died": "killed"}, True, "failed", 1, "could not be run: killed"),
+        ([GOOD, GOOD], {"died": "killed"}, False, "passed", None, "2 checks"),  # after other jobs, which say so
+        ([GOOD, ""], {"died": "late", "out_of_time": True}, True, "missing", None, "late"),
+        ([WRONG, ""], {"died": "late", "out_of_time": True}, True, "failed", 3, "inputs"),
+        ([GOOD], {"missing": "no truth"}, True, "missing", None, "no truth"),
+        ([GOOD], {"missing": "no truth", "out_of_time": True}, True, "missing", None, "no truth"),
+    ],
+)
+def test_what_a_process_left_is_evidence(
+    answers: Callable[..., Answers],
+    left: list[str],
+    more: dict[str, Any],
+    last: bool,
+    state: str,
+    failures: Any,
+    words: str,
+) -> None:
+    found = answers(*left, **more).evidence(range(len(left)), "checks", last=last)
+    assert found["state"] == state and found.get("failures") == failures and words in found["reasons"][0], found
+    assert found.get("out_of_time", False) == (state == "missing" and bool(more.get("out_of_time")))
+    assert len(found["reasons"]) == min(failures or 1, 5)
+    if "missing" not in more:
+        assert found["checks"] == len(left) and found["seconds"] == 2.0
+        assert (found["worst_share_of_allowed_error"] == INF) == ("" in left and not more)
+
+
+def test_an_error_of_a_required_answer_fails(answers: Callable[..., Answers]) -> None:
+    found = answers(REFUSED, GOOD)
+    required = Answers([{**job, "optional": False} for job in found.jobs], found.truth, found.folder, 2.0, 1.0)
+    said = required.evidence([0, 1], "checks", last=True)
+    assert said["state"] == "failed" and said["reasons"][0].endswith("it raised TypeError: no fp64"), said
+
+
+def test_the_oracle_and_the_exploit_checks_each_read_their_own_answers(answers: Callable[..., Answers]) -> None:
+    """The process ends after the calls: its end counts against them, and against the oracle's cases where there are no calls."""
+    found = answers(GOOD, GOOD, GOOD, died="killed")
+    call = {"op": "adamw", "implementation": "fast", "about": "call 1", "storage": 0}
+    for jobs, states, checks in (
+        ([found.jobs[0], call, call], ("passed", "failed"), (1, 2)),
+        ([*found.jobs], ("failed", "failed"), (3, 0)),
+    ):
+        both = Answers(jobs, found.truth, found.folder, 2.0, 1.0, died="killed")
+        told = oracle.evidence(both), exploits.evidence(both)
+        assert tuple(one["state"] for one in told) == states and tuple(one["checks"] for one in told) == checks, told
+    whole = exploits.evidence(Answers([call, call | {"op": "swiglu"}, call], found.truth, found.folder, 2.0, 1.0))
+    assert whole["state"] == "passed" and whole["reasons"][0].startswith("3 calls of 2 ops")

@@ -1,0 +1,111 @@
+"""What reading finds in a patch's source, and where: a table of lines, and of the like that is harmless."""
+
+from __future__ import annotations
+
+import pytest
+
+from factory.gates.patch.source_rules import problems
+from factory.git.scope import Change
+
+PYTHON = "import torch\n"
+FOUND = {  # source, after PYTHON → the lines that are found, with a word of each finding
+    "import json, os, math, sys\n": [(2, "imports os"), (2, "imports sys")],
+    "from os.path import join\nfrom math import pi\n": [(2, "imports os")],
+    "from torch import load, nn\nfrom torch import *\n": [(2, "torch.load"), (3, "everything")],
+    "from torch.utils.cpp_extension import load\n": [(2, "torch.utils.cpp_extension.load")],
+    "from .. import a\nfrom ..b import c\n": [(2, "'from ..'"), (3, "'from ..b'")],
+    "import collections.abc\nfrom collections import _sys\n": [(3, "borrows collections._sys")],
+    "import numpy.random\nimport numpy.ctypeslib\n": [(3, "numpy.ctypeslib")],
+    "x = eval\ny = evaluate\n": [(2, "eval")],
+    "def f(compile, id):\n    return compile(id), vars\n": [(3, "vars")],
+    "id = 1\nprint(id, compile)\n": [(3, "compile")],
+    "f(x=torch)\nf(torch.nn)\nf(torch.nn.Linear)\nf(torch.float32)\n": [(2, "the module torch")],
+    "t = torch\nt.load\nt.relu\n": [(3, "torch.load")],
+    "t = u = torch\nu.nn.functional.relu\nu.save\n": [(4, "torch.save")],
+    "a, b = torch, 1\n": [(2, "hands on the module torch")],
+    "a[0] = torch\n": [(2, "hands on the module torch")],
+    "import torch.nn as n\nn.x = 1\n": [(3, "changes n.x")],
+    "n = 1\nn = torch\nn.load\n": [(4, "torch.load")],
+    "torch.x = 1\ndel torch.y\ntorch.z[0] = 1\ndel torch.w['a']\ntorch.v[0].u = 1\n": [(n, "changes torch") for n in (2, 3, 4, 5)],
+    "x.y = 1\nx[0] = torch.z[0]\n": [],
+    "x.__dict__\nx.__class__\nx.__class__.__name__\nx.os\nx._os\nx.oss\n": [(2, "__dict__"), (3, "__class__"), (5, "os"), (6, "_os")],
+    "getattr(x, 'grad')\ngetattr(x, 'grad', 1)\nhasattr(torch, 'load')\nhasattr(x, name)\n": [(4, "torch.load")],
+    "getattr(x, name)\ngetattr(x)\nread = getattr\n": [(n, "getattr") for n in (2, 3, 4)],
+    "getattr(x, '__dict__')\ngetattr(x, '_os')\ngetattr(x, '__any__')\ngetattr(x, '__doc__')\ngetattr(x, '_any')\n": [
+        (2, "__dict__"), (3, "_os"), (4, "__any__")],
+    "setattr(torch, 'x', 1)\ndelattr(torch, 'x')\nsetattr(self, 'x', 1)\ngetattr(torch, 'x')\n": [(2, "torch.x"), (3, "torch.x")],
+    "match x:\n    case A(fork=1, a=2, _os=3):\n        pass\n": [(3, "fork"), (3, "_os")],
+    "try:\n    f()\nexcept:\n    pass\n": [(4, "every exception")],
+    "try:\n    f()\nexcept (ValueError, a.Exception):\n    g()\n": [(4, "every exception")],
+    "try:\n    f()\nexcept Exception:\n    g()\n    raise\n": [],
+    "try:\n    f()\nexcept Exception:\n    raise\n    g()\n": [(4, "every exception")],
+    "try:\n    f()\nexcept (ValueError, TypeError):\n    pass\n": [],
+    "def fork():\n    pass\nasync def popen():\n    pass\ndef forks():\n    pass\n": [(2, "fork"), (4, "popen")],
+    "class A(B, torch.Tensor): ...\nclass C(B, A): ...\nclass D: ...\nclass E(x.Parameter): ...\n": [(2, "tensor"), (5, "tensor")],
+    "from torch import Tensor as T\nclass A(T): ...\n": [(3, "tensor")],
+    "type(x)\ntype('A', (), {})\nx.type(1, 2)\n": [(3, "class")],
+    "def f(x: 'eval(1)', y: 'int') -> 'open(2)':\n    z: \"list['exec(3)']\" = 0\n    return 'eval(4)'\n": [
+        (2, "eval"), (2, "open"), (3, "exec")],
+    "def f(x: 'not python ('):\n    return x\n": [],
+    "def f(x, y: int = 1):\n    return x + y\n": [],
+}  # fmt: skip
+
+
+def found(path: str, text: str, base: str | None = None) -> list[str]:
+    return problems(Change(path, text.encode()), None if base is None else base.encode())
+
+
+@pytest.mark.parametrize("source", FOUND)
+def test_what_is_found_is_named_with_its_line(source: str) -> None:
+    told = [problem.partition(";")[0] for problem in found("kernels/a.py", PYTHON + source)]
+    assert sorted(problem.split(":")[1] for problem in told) == sorted(f" line {line}" for line, _ in FOUND[source])
+    assert all(any(f"line {line}: " in one and word in one for one in told) for line, word in FOUND[source]), told
+
+
+def test_a_failing_kernel_is_not_hidden_but_the_trainer_may_expect_an_error() -> None:
+    text = "try:\n    f()\nexcept RuntimeError:\n    pass\n"
+    assert (
+        len(found("kernels/a.py", text)) == 1
+        and found("trainer/a.py", text) == found("trainer/kernels/a.py", text) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "count"),
+    [
+        (None, 2),
+        ("", 2),
+        ("import os\n", 1),  # each that was there excuses one, wherever it is
+        ("x = 1\nimport os\nx = 2\nimport os\n", 0),
+        ("import os\n" * 3, 0),
+        ("import sys\n", 2),
+        ("import os\nx = = 1\n", 2),
+    ],
+)
+def test_only_what_is_new_is_found(base: str | None, count: int) -> None:
+    assert len(found("kernels/a.py", "import os\nimport os\n", base)) == count
+
+
+def test_a_file_that_is_gone_has_no_problem_and_one_that_is_not_python_has_one() -> None:
+    assert problems(Change("kernels/a.py", None), b"import os\n") == []
+    (problem,) = found("kernels/a.py", "import os\nx = = 1\n")
+    assert "not Python" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\nb: {c: 2, d: 3}\nc: [1, {d: 1}, {d: 2}]\n", ""),
+        ("a: 1\nb: &x 2\n", "line 2"),
+        ("a: 1\n\nb: *x\n", "line 3"),
+        ("a: !x 1\n", "line 1"),
+        ("a: {b: 1, c: 2, b: 3}\n", "'b' is given twice"),
+        ("a: [1, {c: 1, c: 2}]\n", "'c' is given twice"),
+        ("- 1\n", "expected 'key: value'"),
+        ("", "expected 'key: value'"),
+        ("a: [\n", "not YAML"),
+    ],
+)
+def test_a_policy_is_plain_yaml(text: str, words: str) -> None:
+    told = found("policies/kernels.yaml", text)
+    assert len(told) == bool(words) and words in "".join(told), told

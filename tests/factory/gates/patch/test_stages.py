@@ -1,0 +1,99 @@
+"""A session of the training stage in the sandbox, and the stage that scores what training left, on a real trunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from factory.gates.case import NOTHING_HELD_OUT
+from factory.gates.patch.policy import EvalsPolicy, PatchPolicy
+from factory.gates.patch.session import PatchSession, TimedRun, timed_session
+from factory.gates.patch.stages import evals
+from factory.gates.training_start import Start, find_start
+from factory.ledger.plant import Plant
+from factory.runs.arm import Arm
+from tests.support.factory.code_loop import Made, make
+from trainer.contract.checkpoint import format as checkpoints
+
+
+def begun() -> tuple[Made, Start, dict[str, torch.Tensor]]:
+    made = make()
+    start = find_start(made.ledger)
+    assert start is not None
+    return made, start, checkpoints.read_tensors(start.checkpoint, "model")
+
+
+def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[PatchSession, Start]:
+    """A warm-up, a run of two steps, and one of four whose weights after three are wanted; ``broken``: of the second's specification."""
+    made, start, origin = begun()
+    base = {
+        "kind": "trunk", "recipe": start.recipe, "data_plan": start.plan, "first_step": start.step, "restart_data": True,
+        "initial_checkpoint": str(start.checkpoint), "code_commit": made.base,
+    }  # fmt: skip
+    kernels, early = start.kernels_of(made.target), start.step + 3
+    saving = {"checkpoint_every": early, "keep_checkpoints": 2}
+    arms = [
+        Arm("a run", base | {"last_step": start.step + steps} | more, made.base, recipe, seed=seed, kernels=kernels)
+        for seed, (steps, recipe, more) in enumerate([(1, {}, {}), (2, {}, broken), (4, saving, {})], 1)
+    ]
+    folder.mkdir()
+    return timed_session(folder, made.target, arms, origin, wall_seconds, [1], {2: early}), start
+
+
+def test_a_session_returns_what_was_asked_for_of_each_run(tmp_path: Path) -> None:
+    found, start = session(tmp_path / "session")
+    assert not found.failed and not found.out_of_time and len(found.runs) == 2
+    first, second = found.runs
+    assert first.rest is not None and first.rest.state["step"] == start.step + 2 and first.early == {}
+    assert second.rest is None and second.early.keys() == second.weights.keys()
+    assert all(not torch.equal(second.early[name], weights) for name, weights in second.weights.items())
+    assert 0 < first.seconds < found.seconds and first.cpu is not None
+    numbers = [int(folder.name.removesuffix("-trunk")) for folder in found.folders]
+    assert numbers == list(range(numbers[0], numbers[0] + 3)) and all(
+        len(folder.name) == 11 for folder in found.folders
+    )
+
+
+def test_a_session_ends_with_the_first_run_that_fails(tmp_path: Path) -> None:
+    found, _ = session(tmp_path / "session", first_step=1)  # its checkpoint is of another step
+    assert found.failed.startswith("run 1: ") and not found.out_of_time and found.runs == []
+
+
+def test_a_session_without_time_says_that_nothing_is_known(tmp_path: Path) -> None:
+    found, _ = session(tmp_path / "session", wall_seconds=0.05)
+    assert found.failed.startswith("run 0: ") and found.out_of_time and found.runs == []
+
+
+def scored(candidate: dict[str, torch.Tensor], baseline: dict[str, torch.Tensor], documents: int = 60) -> Any:
+    made, start, _ = begun()
+    case: Any = SimpleNamespace(
+        policy=PatchPolicy(evals=EvalsPolicy(documents=documents)), start=start, plant=Plant(made.workspace, made.ledger),
+        handed_on={"training": tuple(TimedRun(1.0, weights) for weights in (candidate, baseline))},
+    )  # fmt: skip
+    return evals.run(case)
+
+
+def test_weights_are_scored_by_domain_and_the_worst_is_named() -> None:
+    _, _, origin = begun()
+    generator = torch.Generator().manual_seed(1)
+    worse = {name: x + 0.3 * torch.randn(x.shape, generator=generator) for name, x in origin.items()}
+    same, hurt, better = (scored(*sides).evidence for sides in ((origin, origin), (worse, origin), (origin, worse)))
+    assert same["state"] == hurt["state"] == better["state"] == "passed"  # whether it is too much is the judge's to say
+    assert all(set(values) == {0.0} for values in same["gains"].values())
+    for domain, values in hurt["gains"].items():
+        assert sum(values) < 0 and better["gains"][domain] == pytest.approx([-value for value in values])
+    means = {domain: sum(values) / len(values) for domain, values in hurt["gains"].items()}
+    assert len(means) > 1 and f"the worst domain, {min(means, key=means.__getitem__)}, +" in hurt["reasons"][0]
+
+
+def test_without_a_held_out_document_nothing_is_scored(tmp_path: Path) -> None:
+    made, start, origin = begun()
+    nowhere = replace(made.workspace, root=tmp_path)
+    (tmp_path / "policies").mkdir()
+    case: Any = SimpleNamespace(policy=PatchPolicy(), start=start, plant=Plant(nowhere, made.ledger), handed_on={})
+    assert evals.run(case).evidence == NOTHING_HELD_OUT
