@@ -57,7 +57,8 @@ def asked(
 ) -> tuple[Any, ReplayServer]:
     """The reply or the error of one question, and the server's memory of it."""
     with ReplayServer(recorded) as server:
-        client = Client(HttpEndpoint(server.url, key, policy), policy, notes)
+        briefly = lambda seconds: time.sleep(min(seconds, 0.2))
+        client = Client(HttpEndpoint(server.url, key, policy), policy, notes, sleep=briefly)
         try:
             return client.ask("turn-1", ASK, [TOOL]), server
         except LlmError as error:
@@ -196,9 +197,9 @@ ODD = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def odd_server() -> Iterator[ReplayServer]:
+def odd() -> Iterator[tuple[ReplayServer, HttpEndpoint]]:
     with ReplayServer(session(GOOD)) as server:
-        yield server
+        yield server, HttpEndpoint(server.url, KEY, POLICY)
 
 
 @settings(max_examples=60, deadline=None)
@@ -207,11 +208,13 @@ def odd_server() -> Iterator[ReplayServer]:
         "".join
     )
 )
-def test_whatever_a_server_streams_is_a_reply_or_one_clear_error(odd_server: ReplayServer, raw: str) -> None:
-    odd_server.session = session({"raw": raw})
-    policy = POLICY.model_copy(update={"attempts": 1})
+def test_whatever_a_server_streams_is_a_reply_or_one_clear_error(
+    odd: tuple[ReplayServer, HttpEndpoint], raw: str
+) -> None:
+    server, endpoint = odd
+    server.session = session({"raw": raw})
     try:
-        reply = Client(HttpEndpoint(odd_server.url, KEY, policy), policy, Notes()).ask("t", ASK)
+        reply = Client(endpoint, POLICY.model_copy(update={"attempts": 1}), Notes()).ask("t", ASK)
     except LlmError as error:
         assert str(error).isprintable() and len(str(error)) < 1000
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +28,14 @@ from tests.support.plants.release_scene import add_candidate, add_shard, add_ver
 SOURCES = 12
 
 
-@pytest.fixture
-def scene(workspace: Workspace, ledger: Ledger) -> Ledger:
-    """Release 1; candidate 2, measured on the same items and better in code alone, waits for approval; candidate 3 is held."""
-    with_store(workspace)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Release 1; candidate 2, measured on the same items and better in code alone, waits for approval; candidate 3 is held.
+
+    Each test has a copy.
+    """
+    workspace = with_store(Workspace.create(tmp_path_factory.mktemp("made") / "workspace"))
+    ledger = Ledger.create(workspace.ledger_url)
     approval(workspace, "manual")
     add_shard(ledger)
     for number in (1, 2, 3):
@@ -52,7 +58,18 @@ def scene(workspace: Workspace, ledger: Ledger) -> Ledger:
                     nats = 50 + index + (change if domain == "code" else 0.0) * 100 * math.log(2)
                     item = {"task": "bpb", "item": f"{domain}:{index}", "domain": domain, "cluster": f"source {index}"}
                     tx.execute(eval_items.insert().values(evaluation=evaluation, **item, value=nats, weight=100.0))
-    return ledger
+    ledger.engine.dispose()
+    return workspace.root
+
+
+@pytest.fixture
+def workspace(made: Path, tmp_path: Path) -> Workspace:
+    return Workspace.open(shutil.copytree(made, tmp_path / "workspace", symlinks=True))
+
+
+@pytest.fixture
+def scene(workspace: Workspace) -> Ledger:
+    return Ledger.open(workspace.ledger_url)
 
 
 def run(workspace: Workspace, *words: str) -> str:

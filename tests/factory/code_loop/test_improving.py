@@ -27,7 +27,7 @@ from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStag
 from factory.code_loop.proposing import AGENTS
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import ConfigError
-from factory.core.workspace import code_root
+from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
@@ -92,10 +92,12 @@ def test_what_is_next(seen: LoopState, expected: LoopStage | str) -> None:
         ),
     ],
 )
-def test_a_wrong_key_is_one_line_that_names_it(improve: dict[str, Any], words: str, plant: PatchPlant) -> None:
-    allow(plant, **improve)
+def test_a_wrong_key_is_one_line_that_names_it(
+    improve: dict[str, Any], words: str, workspace: Workspace, ledger: Ledger
+) -> None:
+    allow(workspace, **improve)
     with pytest.raises(ConfigError) as caught:
-        improving.due(the(plant), plant.ledger)
+        improving.due(Plant(workspace, ledger), ledger)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -115,7 +117,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PatchPlant:
         tx.execute(segments.update().values(recipe_json=recipe))
         values = {"id": "c", "segment": segment.id, "step": 100, "path": "c", "created_at": 0.0}
         tx.execute(checkpoints.insert().values(**values))
-    allow(made, when="when-idle")
+    allow(made.workspace, when="when-idle")
     monkeypatch.setattr(improving, "profile", profiled)
     drafts(monkeypatch)
     given_verdict(monkeypatch, "hold")
@@ -146,9 +148,9 @@ def drafts(
     monkeypatch.setitem(AGENTS, "search", search)
 
 
-def allow(plant: PatchPlant, **improve: Any) -> None:
+def allow(workspace: Workspace, **improve: Any) -> None:
     raw = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
-    path = plant.workspace.root / "policies" / "agents.yaml"
+    path = workspace.root / "policies" / "agents.yaml"
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(raw | {"improve": raw["improve"] | improve}))
 
@@ -179,7 +181,7 @@ def test_a_round_goes_from_the_profile_to_the_verdict_and_each_target_is_tried_o
     assert sum("no LLM endpoint" in line for line in said.lines) == 1
     assert "nothing is left to try until code, recipe, machine or agents.yaml change" in said.lines[-1]
     assert rounds(plant) == []
-    allow(plant, when="when-idle", night="21:00-06:00")  # the policy changed: all of it may be tried again
+    allow(plant.workspace, when="when-idle", night="21:00-06:00")  # the policy changed: all of it may be tried again
     assert rounds(plant)[:3] == ["profile", propose, "judge proposal 3"]
     before = len(judged(plant))
     (plant.target / "README.md").write_text("# moved\n")
@@ -199,11 +201,11 @@ def test_it_does_nothing_by_default_without_a_trunk_and_while_another_process_pr
     assert look() == [LoopStage(PROFILE)]
     with plant.workspace.lock("code-loop"):
         assert look() == []
-    allow(plant)
+    allow(plant.workspace)
     assert look() == []
     (tmp_path / "new").mkdir()
     new = PatchPlant(tmp_path / "new")
-    allow(new, when="when-idle")
+    allow(new.workspace, when="when-idle")
     assert improving.due(the(new), new.ledger) == []
 
 
@@ -222,7 +224,7 @@ def test_the_policy_of_the_gate_merges_and_what_waits_for_a_person_closes_its_ta
 
 
 def test_the_budget_is_of_the_last_24_hours_and_ends_no_judgement(plant: PatchPlant) -> None:
-    allow(plant, when="when-idle", per_day={"device_seconds": 10.0})
+    allow(plant.workspace, when="when-idle", per_day={"device_seconds": 10.0})
     assert rounds(plant, most=1) == ["profile"]
     ended(plant, seconds=11.0)
     assert rounds(plant, most=1) == ["propose by search"]
@@ -381,7 +383,7 @@ def test_what_fails_is_raised_recorded_and_tried_again(plant: PatchPlant, monkey
 
 def test_the_state_of_the_world_is_looked_at_again_before_a_stage(plant: PatchPlant) -> None:
     stage = improving.due(the(plant), plant.ledger)[0]
-    allow(plant)
+    allow(plant.workspace)
     improving.do(the(plant), stage)
     assert stages(plant.ledger, time.time()) == []
 
@@ -400,7 +402,7 @@ def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
     rounds(plant)
     assert "propose by search: nothing found; nothing is left to try" in told()[1]
     json.dumps(facts(plant.ledger, as_written(plant.workspace), time.time()))
-    allow(plant)
+    allow(plant.workspace)
     assert told()[0] == "improve   off" and "nothing is left" not in told()[1]
 
 
