@@ -6,6 +6,8 @@ Plain values are read as in YAML 1.2 (its core schema, yaml.org/spec/1.2.2, sect
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from typing import Any
 
@@ -70,9 +72,15 @@ for _tag, _pattern, _first in _PLAIN:
 _Loader.add_constructor(_LEADING_ZERO, _Loader._refuse_leading_zero)
 
 
+@functools.lru_cache(64)
+def _parsed(text: str) -> object:
+    """A policy is read for each file that comes, and parsing one takes some milliseconds."""
+    return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+
+
 def read_yaml(text: str, where: str, error: type[Exception]) -> object:
     """Raises: ``error`` naming the line that cannot be read."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        return copy.deepcopy(_parsed(text))
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # a date that is none, a list as a key
         raise error(f"{where}: cannot be read as YAML: {' '.join(str(broken).split())}") from None
