@@ -39,7 +39,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
-)  # tiny models: a second thread only waits, and two workers share the cores
+)  # tiny models: a second thread only waits, and workers share the cores
 
 
 keep_one()
@@ -85,7 +85,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, the longest before the others, each whole: what is left at the end is short, and two workers can share it."""
+    """Files with slow tests first, the longest before the others, each whole: what is left at the end is short, and workers can share it."""
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (item.path not in slow, rank.get(item.path.name, len(LONGEST))))
