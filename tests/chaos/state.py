@@ -53,7 +53,9 @@ MLFLOW = {
         LEFT JOIN tags t ON t.run_uuid = r.run_uuid AND t.key = 'factory.subject' ORDER BY 1, 2, 3""",
     "metrics": """SELECT t.value, m.key, COUNT(*), COUNT(DISTINCT m.step) FROM metrics m
         JOIN tags t ON t.run_uuid = m.run_uuid AND t.key = 'factory.subject'
-        WHERE m.key NOT LIKE '%seconds%' AND m.key NOT LIKE '%tokens_per_s%' GROUP BY 1, 2 ORDER BY 1, 2""",
+        WHERE m.key NOT LIKE '%seconds%' AND m.key NOT LIKE '%tokens_per_s%'
+            AND m.key NOT LIKE '%first_step_s%'  -- of each trainer that was started: one that was killed has two
+        GROUP BY 1, 2 ORDER BY 1, 2""",
     "aliases": "SELECT name, alias, version FROM registered_model_aliases ORDER BY 1, 2",
     "versions": "SELECT name, version, status FROM model_versions ORDER BY 1, 2",
     "version tags": """SELECT version, key, value FROM model_version_tags

@@ -74,7 +74,7 @@ def test_the_coarser_curve_gives_the_grid() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(allow_nan=True)), min_size=1), st.integers(0, 10**6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_curve_never_parts_from_itself(points: list[tuple[int, float]], shift: int) -> None:
     curve = sorted({float(x + shift): y for x, y in points}.items())
     found = compare("loss", curve, curve)
@@ -161,7 +161,7 @@ def test_bad_files_are_named_with_their_line(tmp_path: Path, content: str | byte
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_a_file_holds_there_is_no_traceback(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.csv"
     path.write_bytes(b"step,loss\n" * (len(content) % 2) + content)

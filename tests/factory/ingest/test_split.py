@@ -79,7 +79,7 @@ wishes = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(some_shards, wishes)
 @example([[("a", 0, True)] * 30 + [("b", 1, True)] * 2, [("a", 0, True)] * 9], Wanted(1e-9, 8, 400))
 @example([[("a", 0, True)] * 8 + [("a", 1, True)] * 8], Wanted(1e-9, 8, 400))

@@ -48,7 +48,7 @@ def first_step(code: Path, cache: Path, kernels: Path) -> tuple[dict[str, object
     return found, added
 
 
-@pytest.mark.slow("a model's block is compiled by g++")
+@pytest.mark.long("a model's block is compiled by g++: a minute of a core")
 def test_what_was_compiled_once_is_found_by_the_next_commit(tmp_path: Path) -> None:
     kernels = tmp_path / "kernels.yaml"
     kernels.write_text("cpu: {}\ncuda: {}\nfallback: reference\n")

@@ -190,7 +190,7 @@ named = odd.filter(bool)
 
 
 @given(st.dictionaries(odd, values, max_size=4), named, odd, odd, odd, values, st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_odd_content_gives_the_same_ids_and_no_special_token(
     tokenizer: Tokenizer, hf: Any, arguments: Any, name: str, content: str, reasoning: str, system: str, extra: Any, as_text: bool
 ) -> None:  # fmt: skip

@@ -182,7 +182,7 @@ PATHS = st.sampled_from(
     st.sampled_from([{}, {"text": "a"}, {"text": "{a}: {a.b}"}, {"messages": "a"}, {"messages": "messages"}, {"prompt": "a", "completion": "{a.b}"}]),
     st.lists(st.sampled_from(sorted(MEANINGFUL)), max_size=3),
 )  # fmt: skip
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_any_row_is_a_document_or_a_bad_row(
     row: dict[str, Any], named: dict[str, str], content: dict[str, str], ignore: list[str]
 ) -> None:
