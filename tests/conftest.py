@@ -37,9 +37,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # user can end a test. One for the whole suite: its workers and their children take it over.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="factory-tests-compiled-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # tiny models: a second thread only waits, and workers share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits, and workers share the cores
 
 
 keep_one()

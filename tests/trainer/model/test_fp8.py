@@ -204,7 +204,9 @@ def test_a_model_learns_in_fp8_as_in_bf16(tmp_path: Path, make_shard: MakeShard)
     assert apart["fp8"] < 0.01 * fell and abs(ends["fp8"] - ends["bf16"]) < 0.01 * fell
 
 
-@pytest.mark.long("a segment whose blocks are compiled by g++, and one whose blocks are not; the eager compiler's are in the fast tier")
+@pytest.mark.long(
+    "a segment whose blocks are compiled by g++, and one whose blocks are not; the eager compiler's are in the fast tier"
+)
 def test_compiled_blocks_that_are_computed_again_train_alike(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     changes = {"compile": True, "parallel__recompute": "block", "stability__noise_scale_every": 0}
