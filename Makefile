@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Of tests: one more than there are cores, as each waits for processes now and then.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(16, (os.cpu_count() or 1) + 1))")
+# Of tests: one more than this process may use cores, as each waits for others now and then; of 3 GB of memory each.
+COUNT := import os; cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1; \
+	memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'); print(max(2, min(16, cores + 1, memory // 3_000_000_000)))
+WORKERS ?= $(shell $(PYTHON) -c "$(COUNT)")
 SET_UP = @$(PYTHON) -I factory/set_up/__main__.py
 
 .PHONY: setup setup-dev serve-env demo test test-slow test-long test-portable check lint types bench bench-gpu bench-report bench-baseline doctor-suite chaos \

@@ -30,8 +30,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):  # no test asks the model of whoever runs it
     os.environ.pop(name, None)
 # Tests compile hundreds of kernels, mostly outside a sandbox: a precompiled header is worth its seconds.
-for name in devices.COMPILER:
-    os.environ.setdefault(name, "1")
+for name, value in (devices.COMPILER | {devices.PRECOMPILED: "1"}).items():
+    os.environ.setdefault(name, value)
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # What another kind of CPU, or a process that was killed, left in the cache that torch shares between all programs of a
     # user can end a test. One for the whole suite: its workers and their children take it over.

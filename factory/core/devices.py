@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,10 @@ from typing import TypeVar
 GPU_FILES = ("nvidia*", "nvidia-caps/*", "kfd", "dri/*", "dxg")  # of NVIDIA, AMD, WSL
 # torch.compile precompiles a header of 160 MB into /tmp, which every sandbox has empty: 4 to 8 s of each of its processes, for 1 s less
 # of a kernel's compilation. And where its cache is empty it first compiles a program for each vector extension of the processor, to see
-# whether the compiler knows AVX2 and AVX-512: 6 to 9 s of a core, and every compiler that can compile the rest does. (What newer
-# extensions add it still tries.) The same outside, or what is compiled there would not be found inside (its names hold the flags).
-COMPILER = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+# whether the compiler knows it: 6 to 9 s of a core. Each compiler of x86 that can compile the rest knows AVX2 and AVX-512 (newer ones torch
+# still tries); one of ARM may not know SVE2. The same outside, or what is compiled there would not be found inside (its names hold the flags).
+PRECOMPILED = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+COMPILER = {PRECOMPILED: "0"} | ({"TORCHINDUCTOR_VEC_ISA_OK": "1"} if platform.machine() == "x86_64" else {})
 Found = TypeVar("Found")
 _first = threading.Lock()
 _held: ContextVar[str | None] = ContextVar("device", default=None)

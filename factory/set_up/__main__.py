@@ -73,13 +73,10 @@ def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", wi
             shutil.rmtree(folder)
     pip = [python, "-I", "-m", "pip", "--no-input", "--disable-pip-version-check"]
     print(f"installing into {venv.name}: the first time some minutes, and 0.5 GB or more to download", flush=True)
-    if subprocess.call([*pip, "install", "--no-compile", *wanted], pass_fds=[lock]):
+    if subprocess.call([*pip, "install", *wanted], pass_fds=[lock]):
         sys.exit(f"pip could not install the packages: its error is above{AGAIN}")
     if without and subprocess.call([*pip, "uninstall", "--yes", *without], pass_fds=[lock]):
         sys.exit(f"pip could not remove {', '.join(without)}: its error is above{AGAIN}")
-    # On every core: pip would take one file after the other.
-    compiling = [python, "-I", "-m", "compileall", "-qq", "-j", "0", str(venv / "lib")]
-    subprocess.call(compiling, stdout=subprocess.DEVNULL, pass_fds=[lock])
     stamp.write_text(made_from)
 
 

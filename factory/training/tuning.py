@@ -59,7 +59,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     )
     # Many kernels are compiled in one process, which pays for a precompiled header; no other process uses what is compiled with it.
     code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{here().name}")
-    header = dict.fromkeys(devices.COMPILER, "1")
+    header = {devices.PRECOMPILED: "1"}
 
     def on_line(line: str) -> None:
         if line.strip():
