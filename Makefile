@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Of tests: one more than this process may use cores, as each waits for others now and then; of 3 GB of memory each.
+# Test workers: one more than there are cores, because a worker often waits for a process it started. Each takes up to 3 GB of memory.
 COUNT := import os; cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1; \
 	memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'); print(max(2, min(16, cores + 1, memory // 3_000_000_000)))
 WORKERS ?= $(shell $(PYTHON) -c "$(COUNT)")

@@ -18,9 +18,9 @@ from typing import TypeVar
 
 GPU_FILES = ("nvidia*", "nvidia-caps/*", "kfd", "dri/*", "dxg")  # of NVIDIA, AMD, WSL
 # torch.compile precompiles a header of 160 MB into /tmp, which every sandbox has empty: 4 to 8 s of each of its processes, for 1 s less
-# of a kernel's compilation. And where its cache is empty it first compiles a program for each vector extension of the processor, to see
-# whether the compiler knows it: 6 to 9 s of a core. Each compiler of x86 that can compile the rest knows AVX2 and AVX-512 (newer ones torch
-# still tries); one of ARM may not know SVE2. The same outside, or what is compiled there would not be found inside (its names hold the flags).
+# of a kernel's compilation. With an empty cache it also compiles a program for each vector extension of the processor, to test the compiler:
+# 6 to 9 s of a core. Every x86 compiler that builds the rest builds AVX2 and AVX-512, so that test is skipped on x86 (newer extensions are
+# still tested); an ARM compiler may lack SVE2. Both are set outside sandboxes too: names in the cache contain the flags.
 PRECOMPILED = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 COMPILER = {PRECOMPILED: "0"} | ({"TORCHINDUCTOR_VEC_ISA_OK": "1"} if platform.machine() == "x86_64" else {})
 Found = TypeVar("Found")

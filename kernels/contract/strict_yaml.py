@@ -74,7 +74,7 @@ _Loader.add_constructor(_LEADING_ZERO, _Loader._refuse_leading_zero)
 
 @functools.lru_cache(64)
 def _parsed(text: str) -> object:
-    """A policy is read for each file that comes, and parsing one takes some milliseconds."""
+    """A policy is read for each file that is ingested; parsing one takes milliseconds. Callers get a copy."""
     return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
 
 

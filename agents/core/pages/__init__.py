@@ -28,7 +28,7 @@ def render(template: Path, **values: object) -> str:
 
 @functools.cache
 def _environment(folder: Path) -> Environment:
-    """Which keeps the templates that it compiled."""
+    """The templates of a folder. It is kept, with those that it has compiled."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -28,10 +28,8 @@ from factory.show.mlflow.outages import advice, note_failure, refuse_resting
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-Seen = tuple[int, object]  # of a store's file: its inode, and the version of its schema
-_engines: dict[
-    str, tuple[Seen, list[sa.Engine]]
-] = {}  # by address: what was seen of the file, and those connected to it
+Seen = tuple[int, object]  # the inode of a store's file, and the version of its schema
+_engines: dict[str, tuple[Seen, list[sa.Engine]]] = {}  # by address: the file as it was seen, and its engines
 GC_SECONDS = 600.0
 # Read once, when mlflow is imported: no usage reports, no model-registry chatter, no git executable needed.
 ENVIRONMENT = {
@@ -87,11 +85,15 @@ def open_client(workspace: Workspace) -> MlflowClient:
 
 
 def _read_migrations_once() -> None:
-    """MLflow imports its seventy migrations anew for each store that it opens, to find the newest; none is added while a process lives."""
+    """Cache the name of the newest migration. MLflow imports all seventy to find it, for each store that it opens.
+
+    The function is private to MLflow: a version without it is slower, and works.
+    """
     from mlflow.store.db import utils
 
-    if not hasattr(utils._get_latest_schema_revision, "cache_info"):
-        utils._get_latest_schema_revision = functools.cache(utils._get_latest_schema_revision)
+    find = getattr(utils, "_get_latest_schema_revision", None)
+    if find is not None and not hasattr(find, "cache_info"):
+        utils._get_latest_schema_revision = functools.cache(find)
 
 
 def _relocate(connection: sqlite3.Connection, artifacts: Path) -> None:
