@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from factory.core import devices
 from factory.core.workspace import Config, Workspace
@@ -38,6 +39,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="factory-tests-compiled-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits, and workers share the cores
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was imported above, before this was said
 
 
 keep_one()
