@@ -124,7 +124,7 @@ class Run:
         self.sums = Sums(torch.zeros(2 + 2 * len(self.order.domains), device=ranks.device))  # of the step under way
         self.domains_D1 = torch.arange(len(self.order.domains), device=ranks.device)[:, None]
         self.graphs: Graphs[Inputs] | None = None
-        if ranks.mesh is None:
+        if ranks.mesh is None and ranks.device.type == "cpu":
             self.model.join()
         if recipe.precision == FP8:
             refuse_missing(recipe, ranks.device)

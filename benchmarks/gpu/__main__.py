@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         memory=chosen.memory * 1e9 if chosen.memory else None,
         commit=chosen.commit,
     )
-    command = shlex.join(["python", "-m", "benchmarks.gpu", *words])
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *without_out(words)])
     session = Session(settings, out, chosen.parts, 60 * chosen.minutes, command)
     code = session.run()
     if session.records.files:
@@ -156,6 +156,20 @@ def main(arguments: list[str] | None = None) -> int:
     elif code != 2:
         print("cut before the card was known: there is no report", file=sys.stderr)
     return code
+
+
+def without_out(words: list[str]) -> list[str]:
+    """The command line for the report, which names no folder of this machine.
+
+    >>> without_out(["--minutes", "6", "--out", "/tmp/look", "--out=x"])
+    ['--minutes', '6']
+    """
+    kept, after = [], ""
+    for word in words:
+        if after != "--out" and word != "--out" and not word.startswith("--out="):
+            kept.append(word)
+        after = word
+    return kept
 
 
 def rendered(lines: Path, as_json: bool) -> int:

@@ -20,6 +20,9 @@ from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.right import ORDER, compile_every_shape, interpreter_is_too_old, round_as_a_gpu
 from benchmarks.gpu.rivals import WHOLE_ROWS, Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
+from benchmarks.support.waits import waits
+from kernels.contract.choice import names_in, untuned
+from kernels.contract.machine import here
 from kernels.contract.op import Case, Inputs, Op, Shape
 from kernels.contract.oracle import judge, outcome
 from kernels.contract.precision import bf16_matmul
@@ -41,6 +44,7 @@ class Timed:
     host_s: float  # of launching both without waiting
     share: float | None
     of: str
+    waits: list[str]  # where the host waits for the device in both
 
 
 def floor(
@@ -118,10 +122,11 @@ def timed(rival: Rival, op: Op, shape: Shape, settings: Settings) -> Timed:
     both = timing.took([call for _, call in calls], device, seconds, least, most)
     forward = timing.took([call for call, _ in calls], device, seconds, least, most) if op.gradients else both
     host_s = timing.host_seconds(calls[0][1], device, 1 if dry else timing.LAUNCHES)
+    waiting = [] if device == "cpu" else waits(calls[0][1])
     asked = 1.0 if rival.name == WHOLE_ROWS else executed(op, sets[0])
     least_time = floor(op, shape, settings.copy_rate, settings.product_rate, asked)
     share, of = (least_time[0] / both.median, least_time[1]) if least_time else (None, "")
-    return Timed(forward, both, host_s, share, of)
+    return Timed(forward, both, host_s, share, of, waiting)
 
 
 _off: dict[tuple[str, str], str] = {}  # (op, rival) → its disagreement: looked for once a process
@@ -170,6 +175,17 @@ def items(settings: Settings) -> list[Item]:
     ]
 
 
+def in_order(op: Op, device: str) -> list[Rival]:
+    """All that is timed, what ``auto`` runs on this machine first, then eager: without the two nothing is told."""
+    shipped = names_in(untuned(op.name, here().name))
+    rank = lambda rival: (
+        rival.implementation != shipped[0],
+        rival.name != "eager",
+        rival.implementation not in shipped,
+    )
+    return sorted(rivals(op, device), key=rank)
+
+
 def limit_memory(settings: Settings) -> None:
     """Past ``settings.memory`` this process gets torch's out-of-memory error, as on a smaller card."""
     if settings.device != "cpu" and settings.memory is not None:
@@ -192,14 +208,18 @@ def run(item: str, context: Context) -> None:
         return
     done, skipped = 0, 0
     with bf16_matmul(shapes.dtype_of(op)):  # as the trainer does
-        for rival in list(rivals(op, settings.device)):
+        for rival in in_order(op, settings.device):
             if context.left <= 0:
                 if not warms:
                     context.not_run(f"{name} by {rival.name} at width {shape.d_model}", "its time was up")
                 skipped += 1
                 continue
             ours = rival.side == "ours"
-            context.at(f"{name}/{rival.name} at {shape.d_model}", ours)
+            what = f"{name}/{rival.name} at {shape.d_model}"
+            if what in settings.hung:
+                context.not_run(f"{name} by {rival.name} at width {shape.d_model}", "it did not compile in its time")
+                continue
+            context.at(what, ours)
             try:
                 if warms:
                     warm(rival, op, shape, settings)
@@ -268,6 +288,7 @@ def compare(rival: Rival, op: Op, shape: Shape, context: Context) -> None:
         share=found.share,
         of=found.of,
         host_s=found.host_s,
+        waits=found.waits,
         bytes=cost_bytes(op, shape),
     )
 

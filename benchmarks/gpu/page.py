@@ -173,8 +173,18 @@ def fast_rows(records: Sequence[Record]) -> Iterable[Sequence[str]]:
             spread,
             share,
             f"{r['host_s'] * 1e6:.0f} µs",
-            "; ".join(filter(None, ["**wrong: not compared**" if r["wrong"] else "", r["note"]])),
+            "; ".join(
+                filter(None, ["**wrong: not compared**" if r["wrong"] else "", r["note"], waited(r.get("waits", []))])
+            ),
         )
+
+
+def waited(where: Sequence[str]) -> str:
+    """
+    >>> waited(["kernels/adamw/triton.py:120 adamw"] * 2)
+    'waits for the device 2 times, first at kernels/adamw/triton.py:120 adamw'
+    """
+    return f"waits for the device {len(where)} times, first at {where[0]}" if where else ""
 
 
 def verdict_rows(records: Sequence[Record]) -> Iterable[Sequence[Any]]:

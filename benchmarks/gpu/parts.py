@@ -19,29 +19,29 @@ class Part:
     module: str = ""
 
 
-BESIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
+BESIDE = max(1, min(8, (os.cpu_count() or 1) // 2))
 PARTS = (
     Part(
         "facts",
         "card, driver, versions, is it busy; the product rate and the copy bandwidth that all else is measured by",
-        25,
+        20,
     ),
     Part(
         "right",
         "every implementation against the fp64 oracle: forward, every gradient, hostile values, odd sizes",
-        95,
+        70,
         BESIDE,
     ),
     Part(
         "compile",
         "compiles what 'fast' times, side by side, so that its minutes are spent on timing",
-        50,
+        60,
         BESIDE,
         module="fast",
     ),
-    Part("fast", "every op at three widths beside torch eager, torch.compile, torch's newer ops, Liger and quack", 90),
-    Part("step", "whole training steps: tokens/s, MFU, memory, waits, checkpoint stall", 160, fresh=True),
-    Part("chain", "line profiler, the gate's timed pairs, the sandbox, kill -9 and resume", 60, fresh=True),
+    Part("fast", "every op at three widths beside torch eager, torch.compile, torch's newer ops, Liger and quack", 80),
+    Part("step", "whole training steps: tokens/s, MFU, memory, waits, checkpoint stall", 180, fresh=True),
+    Part("chain", "line profiler, the gate's timed pairs, the sandbox, kill -9 and resume", 90, fresh=True),
 )
 NAMES = tuple(part.name for part in PARTS)
 PLANT = "FACTORY_BENCH_GPU_PLANT"  # a module that breaks something on purpose, for tests: ``worker``
@@ -61,6 +61,7 @@ class Settings:
     scratch: str = ""  # a folder that is removed after the run
     right: tuple[str, ...] = ()  # 'op/implementation' that the part 'right' found right in this run
     wrong: tuple[str, ...] = ()  # and those that it found wrong, or that crashed in it
+    hung: tuple[str, ...] = ()  # 'op/rival at width' of the part 'compile' that did not end in its time
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,9 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu.parts import Item, Part, Settings
+from benchmarks.support.waits import is_ours
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 90.0  # to import torch and to reach the device
+STACK_S = 1.0  # that a process has to say where it is, before it is killed
 GRACE = 1.5  # an item is told its seconds and stops by itself; what takes this many times as long hangs
 GRACE_S = 10.0  # and so many seconds more
 TOLD = 0.8  # of what an item may take at most, that it is told
@@ -32,16 +36,17 @@ class Worker:
 
     def __init__(self, part: Part, settings: Settings, environment: Mapping[str, str], log: IO[bytes]) -> None:
         read, write = os.pipe()
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 (closed by ``end``): where SIGUSR1 has it write what it does
         self.began = time.monotonic()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.gpu.worker", part.name, str(write)],
+                [sys.executable, "-m", "benchmarks.gpu.worker", part.name, str(write), str(self._stack.fileno())],
                 cwd=ROOT,
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                pass_fds=[write],
+                pass_fds=[write, self._stack.fileno()],
                 start_new_session=True,
             )
         finally:
@@ -75,6 +80,22 @@ class Worker:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
+    def where(self) -> str:
+        """The innermost line of this repository that it is at, or of any file; '': it does not say."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + STACK_S
+        stack = b""
+        while not stack and time.monotonic() < deadline and self.process.poll() is None:
+            time.sleep(0.05)
+            stack = os.pread(self._stack.fileno(), 1 << 16, 0)
+        frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.decode(errors="replace"))
+        own = [frame for frame in frames if is_ours(Path(frame[0]))] or frames
+        if not own:
+            return ""
+        name, line, function = own[0]
+        return f"{Path(name).relative_to(ROOT) if is_ours(Path(name)) else name}:{line} {function}"
+
     def end(self) -> int:
         """Kill it and its children; its exit code, or −n of signal n."""
         with contextlib.suppress(ProcessLookupError):
@@ -84,6 +105,7 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.out.close()
+        self._stack.close()
         return code
 
 
@@ -192,12 +214,13 @@ class Pool:
             self._hear(key.data)
         now = time.monotonic()
         for worker in [w for w in self.workers if now > w.ends and (w.item is not None or not w.ready)]:
+            where = worker.where()
             self._drop(worker)
             if worker.item is None:
-                self._unstarted = f"its process did not start within {START_S:.0f} s"
+                self._unstarted = f"its process did not start within {START_S:.0f} s" + f", at {where}" * bool(where)
             else:
                 why = f"hangs, or compiles for too long: killed after {now - worker.began:.0f} s"
-                self._lost(worker, "hung", why)
+                self._lost(worker, "hung", why + f", at {where}" * bool(where))
 
     def _hear(self, worker: Worker) -> None:
         messages = worker.read()
@@ -250,7 +273,7 @@ class Pool:
         self.states[worker.item.name] = state
         self.take({"kind": "not run", **about, "what": worker.item.name, "why": why})
         seconds = time.monotonic() - worker.began
-        self.take({"kind": "ended", **about, "state": state, "seconds": seconds, "says": why})
+        self.take({"kind": "ended", **about, "state": state, "seconds": seconds, "says": why, "at": worker.at})
 
     _unstarted = ""
 
@@ -259,9 +282,9 @@ class Pool:
             return Outcome("not run", "the time was up before its process had started")
         for worker in self.workers:
             if worker.item is not None:
-                self._lost(
-                    worker, "hung", f"the part's time was up after {time.monotonic() - worker.began:.0f} s of it"
-                )
+                where = worker.where()
+                why = f"the part's time was up after {time.monotonic() - worker.began:.0f} s of it"
+                self._lost(worker, "hung", why + f", at {where}" * bool(where))
         for item in self.waiting:
             why = "the part's time was up"
             self.take({"kind": "not run", "part": self.part.name, "item": item.name, "what": item.name, "why": why})

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,15 +46,28 @@ KERNELS = ROOT / "policies" / "kernels.yaml"
 WARM_UP = 3
 TIMES, AT_ONCE, DRY_TIMES = 5, 3, 2  # blocks of steps that are timed, and steps of a block
 MADE = 40  # steps that there are batches for
-TOP = 10  # kernels of a step that are named
+TOP = 10  # kernels of a step that are named, and operators
+DULL = (
+    "void",
+    "native",
+    "const",
+    "lambda",
+    "operator",
+    "detail",
+    "anonymous",
+    "namespace",
+    "TensorIteratorBase",
+    "TensorIterator",
+    "bool",
+)
 ITEMS = (
-    ("0.6b bf16", 3.0),
-    ("1b bf16", 3.0),
+    ("1b bf16", 2.5),
+    ("0.6b bf16", 2.5),
     ("100m bf16", 1.5),
-    ("1b fp8", 1.5),
-    ("100m graphs", 1.0),
+    ("1b fp8", 3.0),
+    ("100m graphs", 2.0),
     ("100m checkpoint", 1.0),
-    ("1b checkpoint", 1.5),
+    ("1b checkpoint", 2.0),
 )
 GRAPHED_ROWS = 4  # of a step that waits for its host
 LATER = 30.0  # seconds that an item needs left for what is worth less
@@ -100,8 +115,9 @@ def seconds_of(
     return found
 
 
-def profiled(step: Callable[[], Any], steps: int = 2) -> tuple[float, list[tuple[str, float]]]:
-    """(share of the time in which no kernel runs, [(kernel, its share of the kernels' time)]) of some steps, on a GPU."""
+def profiled(step: Callable[[], Any], steps: int = 2) -> tuple[float, list[tuple[str, float]], list[tuple[str, float]]]:
+    """Of some steps on a GPU: (share of the time in which no kernel runs, [(kernel, its share of the kernels' time)], the same of torch's
+    operators, with the sizes of their arguments)."""
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -112,10 +128,38 @@ def profiled(step: Callable[[], Any], steps: int = 2) -> tuple[float, list[tuple
             step()
         torch.cuda.synchronize()
         wall = time.perf_counter() - began
-    rows = [(row.key, row.self_device_time_total / 1e6) for row in found.key_averages() if row.self_device_time_total]
-    busy = sum(seconds for _, seconds in rows)
-    rows.sort(key=lambda row: -row[1])
-    return max(0.0, 1 - busy / wall), [(name[:90], seconds / busy) for name, seconds in rows[:TOP]]
+    kernels = Counter[str]()
+    for row in found.key_averages():
+        kernels[telling(row.key)] += row.self_device_time_total / 1e6
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True, record_shapes=True
+    ) as found:
+        step()
+        torch.cuda.synchronize()
+    operators = Counter[str]()
+    for row in found.key_averages(group_by_input_shape=True):
+        if row.key.startswith("aten::"):
+            sizes = " ".join(str(list(size)) for size in row.input_shapes if size)
+            operators[f"{row.key} {sizes}"] += row.self_device_time_total / 1e6 * steps
+    busy = kernels.total()
+    most = lambda found: [(name, seconds / busy) for name, seconds in found.most_common(TOP) if seconds]
+    return max(0.0, 1 - busy / wall), most(kernels), most(operators)
+
+
+def telling(kernel: str) -> str:
+    """Of a kernel's name what tells it from others: a template of torch's has what it computes at its end.
+
+    >>> telling("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::"
+    ...     "TensorIteratorBase&)::{lambda()#3}::operator()() const::{lambda(float)#1}> >(int, float)")
+    'elementwise_kernel gpu_kernel_impl_nocast direct_copy_kernel_cuda float'
+    """
+    if "at::native" not in kernel and "::" not in kernel:
+        return kernel[:90]
+    found: list[str] = []
+    for word in re.findall(r"[A-Za-z_]\w{3,}", kernel.partition(">(")[0]):
+        if word not in found and word not in DULL:
+            found.append(word)
+    return " ".join(found)[:90]
 
 
 # -- the part --------------------------------------------------------------------------------------------------------------
@@ -170,10 +214,12 @@ def train(name: str, model: Model, precision: str, folder: Path, context: Contex
         **aimed(len(waiting), aims.HOST_WAITS, least=False),
     )
     if context.left > LATER / 3:
-        idle, kernels = profiled(made.step)
+        idle, kernels, operators = profiled(made.step)
         context.number("idle", idle, "share of the step")
         for kernel, share in kernels:
             context.number("kernel", share, "share of the kernels' time", note=kernel)
+        for operator, share in operators:
+            context.number("operator", share, "share of the kernels' time", note=operator)
 
 
 def fits(recipe: Recipe, model: Model, name: str, precision: str, settings: Settings) -> Recipe | str:

@@ -1,7 +1,8 @@
-"""Inside a process of a part: ``python -m benchmarks.gpu.worker PART FD``.
+"""Inside a process of a part: ``python -m benchmarks.gpu.worker PART FD STACK``.
 
 Reads JSON lines from standard input: the settings, then an item with its seconds at a time. Writes to the file descriptor ``FD``: the
-part's items first, then records, then "ended" for each item. What anything prints goes to the run's log.
+part's items first, then records, then "ended" for each item. What anything prints goes to the run's log. At SIGUSR1 it writes its stack
+to the file descriptor ``STACK``, whatever it waits for.
 
 ``FACTORY_BENCH_GPU_PLANT=package.module`` is for tests, with --dry alone: the module is imported before the part, and may plant a broken
 implementation into ``kernels.contract.registry.OPS``.
@@ -10,18 +11,22 @@ implementation into ``kernels.contract.registry.OPS``.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu import needs
 from benchmarks.gpu.parts import PARTS, PLANT, Part, Settings
+from benchmarks.support.waits import is_ours
 
 FAULTS = (
     "CUDA error",
@@ -74,9 +79,13 @@ class Context:
 
 
 def short(error: BaseException) -> str:
-    """One line of an exception: compilers raise pages."""
+    """One line of an exception, compilers raise pages, and the line of this repository that it came through last."""
+    if isinstance(error, subprocess.TimeoutExpired):  # its words are the whole command
+        return f"a process took longer than {error.timeout:.0f} s"
     lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_ours(Path(frame.filename))]
+    place = f" ({Path(own[-1].filename).relative_to(needs.ROOT)}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {lines[0][:300]}{place}"
 
 
 def poisoned(error: BaseException) -> bool:
@@ -128,6 +137,7 @@ def main(arguments: list[str]) -> int:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # the run's end, even by kill -9, is this process's
     (part,) = (part for part in PARTS if part.name == arguments[0])
+    faulthandler.register(signal.SIGUSR1, file=int(arguments[2]), all_threads=False)
     with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as out:
         return serve(part, sys.stdin, out)
 

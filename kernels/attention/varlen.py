@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.attention import reference, taken
+from kernels.attention import nothing, reference, taken
 
 HEAD_MULTIPLE = 8
 MOST_STRETCHES = 65535  # FlashAttention lays them along the second side of its grid, which CUDA bounds
@@ -64,7 +64,7 @@ def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) ->
     if not taken(K, q_BTHK.dtype):
         return reference(q_BTHK, k_BTGK, v_BTGK, documents if documents.ndim == 2 else stretches_of(documents, B, T))
     if not q_BTHK.numel():
-        return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
+        return nothing(q_BTHK, k_BTGK, v_BTGK)
     bounds = stretch_bounds(documents, 0) if documents.ndim == 2 else documents
     q, k, v = (_whole_heads(x).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
     o_NHK = varlen_attn(q, k, v, bounds, bounds, T, T, scale=K**-0.5, window_size=(-1, 0), **GQA)

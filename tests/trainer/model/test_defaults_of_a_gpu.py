@@ -41,9 +41,7 @@ def decoder(choice: dict[str, str], **keys: Any) -> Decoder:
     raw = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()
     recipe = Recipe.parse(with_keys(raw, {"model.context": T, "model.vocab_size": V, **keys}))
     with torch.device("meta"):
-        model = Decoder(recipe.model, ops_of(choice), torch.bfloat16)
-    model.join()
-    return model
+        return Decoder(recipe.model, ops_of(choice), torch.bfloat16)
 
 
 def step(model: Decoder, stretches: int = STRETCHES) -> None:
