@@ -116,7 +116,7 @@ FAST = (
 )
 KEEP = (
     "What `auto` runs on this card before anything was tuned, beside the fastest registered implementation that was found right in this run, "
-    "over the widths, by the larger of the device's and the host's time. A change: where it is faster at every width by more than the spread "
+    "over the widths, by the device's time. A change: where it is faster at every width by more than the spread "
     "(quartiles). The last column, by the device's time alone: ours beside all others."
 )
 VERDICT_COLUMNS = ("op", "shipped untuned", "fastest", "change?", "why", "where", "by width")

@@ -86,9 +86,11 @@ class Worker:
             os.kill(self.process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + STACK_S
         stack = b""
-        while not stack and time.monotonic() < deadline and self.process.poll() is None:
+        whole = False  # has it stopped writing?
+        while not whole and time.monotonic() < deadline and self.process.poll() is None:
             time.sleep(0.05)
-            stack = os.pread(self._stack.fileno(), 1 << 16, 0)
+            before, stack = stack, os.pread(self._stack.fileno(), 1 << 16, 0)
+            whole = bool(stack) and stack == before
         frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.decode(errors="replace"))
         own = [frame for frame in frames if is_ours(Path(frame[0]))] or frames
         if not own:

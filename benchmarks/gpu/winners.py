@@ -106,9 +106,7 @@ class Decision:
 
     op: str
     shipped: str  # as ``kernels.contract.choice.UNTUNED`` has it
-    fastest: (
-        str  # by the larger of the device's and the host's time, the geometric mean over the widths; '': none was timed
-    )
+    fastest: str  # by the device's time, the geometric mean over the widths; '': none was timed
     change: str  # 'yes', 'no', 'unclear'
     why: str
     where: str  # what to edit; '': nothing
@@ -117,12 +115,14 @@ class Decision:
 def decisions(timed: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], machine: str) -> list[Decision]:
     """Of the records of the kinds "timed" and "failed"; ``machine``: a class of ``kernels.contract.machine``.
 
-    >>> row = {"op": "swiglu", "width": 1024, "comparable": True, "wrong": "", "host_s": 0.1}
+    >>> row = {"op": "swiglu", "width": 1024, "comparable": True, "wrong": ""}
     >>> slow = row | {"by": "triton", "implementation": "triton", "both_s": 2.0, "low_s": 1.9, "high_s": 2.1}
     >>> fast = row | {"by": "eager", "implementation": "reference", "both_s": 1.0, "low_s": 0.9, "high_s": 1.1}
     >>> [decision] = decisions([slow, fast], [], "cuda-sm90-x")
     >>> decision.change, decision.fastest, decision.why, decision.where
     ('yes', 'reference', '2.00 times as fast as triton', "UNTUNED['cuda'][90] in kernels/contract/choice.py; for one machine: factory tune")
+    >>> decisions([slow, fast | {"waits": ["kernels/swiglu/triton.py:9 swiglu"]}], [], "cuda-sm90-x")[0].change
+    'no'
     """
     ops = dict.fromkeys(record["op"] for record in [*timed, *failed])
     return [
@@ -143,11 +143,15 @@ def _decided(op: str, timed: list[dict[str, Any]], failed: list[dict[str, Any]],
     runs = next((name for name in names if name in right and name not in sick), None)
     broken = [f"{name} {sick[name]}" for name in names[: names.index(runs) if runs else None] if name in sick]
     widths = set(right[runs]) if runs else {width for rows in right.values() for width in rows}
-    whole = {name: rows for name, rows in right.items() if widths <= rows.keys() and name not in sick}
+    whole = {
+        name: rows
+        for name, rows in right.items()
+        if widths <= rows.keys() and name not in sick and (name == runs or not waits(rows))
+    }
     if not whole:
         why = "; ".join(broken) or "nothing right that is registered was timed at every width"
         return Decision(op, shipped, "", "unclear", why, "")
-    mean = lambda rows: math.exp(statistics.fmean(math.log(taken(rows[width])) for width in widths))
+    mean = lambda rows: math.exp(statistics.fmean(math.log(rows[width]["both_s"]) for width in widths))
     fastest = min(whole, key=lambda name: mean(whole[name]))
     beside = mean(whole[fastest])
     beyond = ", ".join(
@@ -170,16 +174,14 @@ def _decided(op: str, timed: list[dict[str, Any]], failed: list[dict[str, Any]],
         return Decision(op, shipped, fastest, "no", f"{runs} is the fastest{more}", "")
     times = mean(whole[runs]) / beside
     pairs = [(whole[runs][width], whole[fastest][width]) for width in widths]
-    clear = times >= MARGIN and all(
-        max(slow["low_s"], slow["host_s"]) > max(fast["high_s"], fast["host_s"]) for slow, fast in pairs
-    )
+    clear = times >= MARGIN and all(slow["low_s"] > fast["high_s"] for slow, fast in pairs)
     why = f"{times:.2f} times as fast as {runs}" + ("" if clear else ", not clearly at every width") + more
     return Decision(op, shipped, fastest, "yes" if clear else "unclear", why, where if clear else "factory tune")
 
 
-def taken(record: dict[str, Any]) -> float:
-    """Seconds that a step pays: the device's or the host's, whichever is more."""
-    return max(float(record["both_s"]), float(record["host_s"]))
+def waits(rows: dict[int, dict[str, Any]]) -> bool:
+    """Does the host wait for the device in a call? A step with it would, too, whatever the device's time is."""
+    return any(r.get("waits") for r in rows.values())
 
 
 def capability(machine: str) -> int:

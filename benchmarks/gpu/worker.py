@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> int:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # the run's end, even by kill -9, is this process's
     (part,) = (part for part in PARTS if part.name == arguments[0])
-    faulthandler.register(signal.SIGUSR1, file=int(arguments[2]), all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=int(arguments[2]), all_threads=True)
     with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as out:
         return serve(part, sys.stdin, out)
 

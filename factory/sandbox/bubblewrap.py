@@ -17,7 +17,17 @@ from pathlib import Path
 from factory.core.errors import IsolationError
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox.pipes import Opening
-from factory.sandbox.view import ETC, GPU_FACTS, HOSTNAME, LAUNCHER, LAUNCHER_INSIDE, SYSTEM, USER, system_files
+from factory.sandbox.view import (
+    ETC,
+    GPU_FACTS,
+    HOSTNAME,
+    LAUNCHER,
+    LAUNCHER_INSIDE,
+    SYSTEM,
+    USER,
+    proc_of_no_process,
+    system_files,
+)
 
 NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent")
 # (what can forbid user namespaces, its value then, the value that allows them), in /proc/sys
@@ -68,7 +78,9 @@ def command(
         arguments += ["--ro-bind", path, place]
     for path in map(str, writable):
         arguments += ["--bind", path, path]
-    for path in ("/proc", "/dev", "/"):
+    for path in proc_of_no_process() if nodes else ():
+        arguments += ["--ro-bind-try", path, path]
+    for path in (*(() if nodes else ("/proc",)), "/dev", "/"):
         arguments += ["--remount-ro", path]
     arguments += ["--chdir", str(cwd), "--clearenv"]
     for key, value in environment.items():

@@ -23,7 +23,7 @@ from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
 from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
 from factory.sandbox.together import together
-from factory.sandbox.view import cache_variables, clean_environment
+from factory.sandbox.view import cache_variables, clean_environment, writable_system
 from trainer.contract import stopping
 
 # Variables of the factory that may change how code computes, and hold no secret; all others stay outside.
@@ -140,7 +140,7 @@ def start(
             raise IsolationError(f"{path}, which {command[0]} needs to read, is not there; nothing was run")
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
     variables = {**clean_environment(cache), **passed, **cache_variables(cache), **LOOPBACK, **environment}
-    rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), "/tmp", "/dev"]}
+    rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *writable_system(nodes)]}
     with Opening() as opening, contextlib.ExitStack() as links:
         arguments = bubblewrap.command(
             launched(command, rules, opening),

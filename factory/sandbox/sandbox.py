@@ -39,7 +39,7 @@ from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
 from factory.sandbox.together import together
-from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment
+from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system
 from factory.sandbox.watch import folder_size, free_space, tree, unlinked
 
 WATCH_SECONDS = 0.1
@@ -124,7 +124,7 @@ def run(
     # Idle OpenMP threads that spin slow a busy machine down many times and spoil its timings.
     seen_variables = {**clean_environment(output / "cache"), "OMP_WAIT_POLICY": "PASSIVE", **devices.environment()}
     with Opening() as opening, together(readonly) as given:
-        rules = _rules(output, limits, bool(devices.nodes()))
+        rules = _rules(output, limits, devices.nodes())
         arguments = bubblewrap.command(
             launched(command, rules, opening),
             opening,
@@ -329,17 +329,17 @@ def _task_limit() -> str:
     return "no control group can be made, and root has no rlimit" if os.geteuid() == 0 else "rlimit"
 
 
-def _rules(output: Path, limits: Limits, gpu: bool) -> dict[str, object]:
+def _rules(output: Path, limits: Limits, nodes: Sequence[str]) -> dict[str, object]:
     """What the launcher puts in force on itself before it becomes the command. A GPU's driver maps far more than it uses: the watch
     alone holds the tree to its memory then."""
     return {
         "rlimits": {
             "RLIMIT_CPU": limits.cpu,
-            **({} if gpu else {"RLIMIT_DATA": limits.memory}),
+            **({} if nodes else {"RLIMIT_DATA": limits.memory}),
             "RLIMIT_FSIZE": limits.file,
             "RLIMIT_NPROC": limits.processes * TASKS,
             "RLIMIT_NOFILE": 4096,
             "RLIMIT_CORE": 0,
         },
-        "writable": [str(output), "/tmp", "/dev"],
+        "writable": [str(output), *writable_system(nodes)],
     }

@@ -3,7 +3,8 @@
 Paths are the same inside, except ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``, and those that a caller gives another place. Besides the
 system's, the interpreter's and the caller's: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, the files ``ETC``,
 and ``/tmp`` and ``/dev/shm`` of a limited size. Only these two and the caller's writable folders are writable. ``/proc`` is not, because a sandbox
-that root started is user 0 to the kernel, and writing core_pattern would be a way out.
+that root started is user 0 to the kernel, and writing core_pattern would be a way out. With a GPU the folders of the sandbox's own processes are
+writable in it: CUDA's driver names its threads there, and starts nowhere else (cuInit: 304).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from factory.core import devices
@@ -30,6 +32,16 @@ SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/et
 
 # These change which of the processor's instructions torch uses, and so the class of the machine (kernels.contract.machine), or what it compiles.
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER)
+
+
+def writable_system(nodes: Sequence[str]) -> list[str]:
+    """Where a command may write besides the caller's folders, as Landlock is told; ``nodes``: the device files of its GPUs."""
+    return ["/tmp", "/dev", *(["/proc"] if nodes else [])]
+
+
+def proc_of_no_process() -> list[str]:
+    """What lies in ``/proc`` beside the folders of processes, and links."""
+    return sorted(entry.path for entry in os.scandir("/proc") if not entry.name.isdigit() and not entry.is_symlink())
 
 
 def system_files() -> list[str]:

@@ -131,4 +131,4 @@ def adamw(
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    torch._foreach_add_(steps, 1 - skip)
+    torch._foreach_add_(steps, [1 - skip] * len(steps))  # one tensor for all would be read on the host first: a wait

