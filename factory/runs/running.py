@@ -14,6 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from factory.core.moments import span
 from factory.core.removal import remove
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
@@ -29,6 +30,7 @@ from kernels.contract.files import write_atomically
 
 PROCESS = "process "  # how ``ended`` begins of one that runs: who trains it, and on which machine
 SLACK_SECONDS = 60.0  # by which a machine's clock may be set back
+SILENT_SECONDS = 3600.0  # after which a run of another machine that wrote nothing counts as stopped
 
 
 @dataclass(frozen=True)
@@ -129,18 +131,29 @@ def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:
 
 # -- for people --------------------------------------------------------------------------------------------------------
 def as_it_stands(row: RunRow) -> RunRow:
-    """One whose process is gone was stopped, whatever its row says."""
+    """One whose process is gone was stopped, whatever its row says; of another machine's process, its folder tells."""
     import psutil
 
     if row.state != "running":
         return row
     number, _, host = (row.ended or "").removeprefix(PROCESS).partition(" of ")
+    if host not in ("", socket.gethostname()):
+        if time.time() - max(row.started_at, _last_written(Path(row.folder))) < SILENT_SECONDS:
+            return replace(row, ended=None)
+        return replace(row, state="stopped", ended=f"it has written nothing for {span(SILENT_SECONDS)} on {host}")
     try:
-        elsewhere = host not in ("", socket.gethostname())
-        lives = elsewhere or psutil.Process(int(number)).create_time() < row.started_at + SLACK_SECONDS
+        lives = psutil.Process(int(number)).create_time() < row.started_at + SLACK_SECONDS
     except (psutil.Error, ValueError):  # an older factory noted no process
         lives = False
     return replace(row, ended=None) if lives else replace(row, state="stopped", ended="its process ended")
+
+
+def _last_written(folder: Path) -> float:
+    """When something in a trainer's folder, or beside it, changed last; 0: it is gone."""
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return 0.0
 
 
 def every_run(db: Reads, newest: int | None = None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ need no MLflow.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,16 +96,23 @@ def _alone(plant: Plant, tracking: Tracking, showing: Showing, one: Any) -> None
 
 
 # -- pages --------------------------------------------------------------------------------------------------------------
-def _candidates_without_page(plant: Plant, db: Reads) -> list[int]:
-    """Judged, and without a page, or with one from before the verdict or the release."""
-    judged, found = VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id"), []
+def _dated(page: Path, newest: float) -> None:
+    """A page is as new as what it tells of, also after the clock was set back: else it would be written again in each pass."""
+    if page.stat().st_mtime < newest:
+        os.utime(page, (newest + 0.001,) * 2)
+
+
+def _candidates_without_page(plant: Plant, db: Reads) -> list[tuple[int, float]]:
+    """Judged, and without a page, or with one from before the verdict or the release: the candidate, and when that was."""
+    judged = VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")
+    found: dict[int, float] = {}
     released = {row.candidate: row for row in ReleaseRow.select(db)} if judged else {}
     for verdict in judged:
         page, release = release_report.page_of(plant, verdict.number), released.get(verdict.number)
         newest = max(verdict.created_at, release.created_at if release else 0.0)
         if not page.is_file() or page.stat().st_mtime < newest or (release and release.report is None):
-            found.append(verdict.number)
-    return [*dict.fromkeys(found)]
+            found[verdict.number] = newest
+    return [*found.items()]
 
 
 def _proposals_without_page(plant: Plant, db: Reads) -> list[int]:
@@ -125,10 +133,10 @@ def _diagnoses(db: Reads) -> list[tuple[int, float, dict[str, Any]]]:
     return [(row["id"], row["at"], detail) for row, detail in about if detail.get("report")]
 
 
-def _diagnoses_without_page(plant: Plant, db: Reads) -> list[dict[str, Any]]:
+def _diagnoses_without_page(plant: Plant, db: Reads) -> list[tuple[dict[str, Any], float]]:
     """Or with one from before its words."""
     found = [(anomaly_page.page_of(plant, detail), at, detail) for _, at, detail in _diagnoses(db)]
-    return [detail for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
+    return [(detail, at) for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
 
 
 # -- MLflow -------------------------------------------------------------------------------------------------------------
@@ -214,10 +222,16 @@ def _untold(db: Reads, kind: str, wanted: Wanted) -> list[Any]:
 
 PAGES = (
     Showing(
-        "candidates' pages", _candidates_without_page, lambda plant, _, one: release_report.write_report(plant, one)
+        "candidates' pages",
+        _candidates_without_page,
+        lambda plant, _, one: _dated(release_report.write_report(plant, one[0]), one[1]),
     ),
     Showing("proposals' pages", _proposals_without_page, lambda plant, _, one: proposal_report.write(plant, one)),
-    Showing("diagnoses' pages", _diagnoses_without_page, lambda plant, _, one: anomaly_page.write(plant, one)),
+    Showing(
+        "diagnoses' pages",
+        _diagnoses_without_page,
+        lambda plant, _, one: _dated(anomaly_page.write(plant, one[0]), one[1]),
+    ),
 )
 IN_MLFLOW = (
     Showing("segments", _unclosed, _close),

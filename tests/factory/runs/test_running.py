@@ -198,6 +198,21 @@ def test_one_whose_process_is_gone_was_stopped(runs: Runs, arm: Arm) -> None:
         assert "(steps 0–4): stopped: its process ended" in in_words(every_run(runs.plant.ledger)[0])
 
 
+def test_one_of_another_machine_runs_while_it_writes(runs: Runs, arm: Arm) -> None:
+    with runs.noted({runs.folder(arm): arm}) as ends:
+        with runs.plant.ledger.begin() as tx:
+            tx.execute(ledger_runs.update().values(ended="process 1 of node-7", started_at=1.0))
+        written = runs.folder(arm) / "metrics.jsonl"
+        written.parent.mkdir(parents=True)
+        written.touch()
+        assert every_run(runs.plant.ledger)[0]["state"] == "running"
+        for path in (written, written.parent):
+            os.utime(path, (time.time() - 2 * 3600,) * 2)
+        stopped = every_run(runs.plant.ledger)[0]
+        assert stopped["state"] == "stopped" and stopped["ended"].endswith("on node-7")
+        ends[arm.key] = ""
+
+
 def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
     runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

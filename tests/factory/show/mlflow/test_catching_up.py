@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, evaluations
+from factory.ledger.ledger import Ledger, evaluations, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject
 from factory.release import releases
@@ -59,6 +61,22 @@ def test_a_page_that_cannot_be_made_holds_up_nothing(workspace: Workspace, ledge
     assert (workspace.reports / f"candidate-{good}.html").is_file()
     assert len([line for line in said.lines if "candidates' pages" in line]) == 1, said.lines
     assert registry.find_version(open_client(workspace), good, CandidateRow.get(ledger, good).export_sha256)
+
+
+def test_a_page_is_not_written_in_each_pass_after_the_clock_was_set_back(workspace: Workspace, ledger: Ledger) -> None:
+    approval(with_store(workspace), "automatic")
+    add_shard(ledger)
+    plant = Plant(workspace, ledger)
+    number = add_candidate(workspace, ledger)
+    add_verdict(ledger, number)
+    with ledger.begin() as tx:  # by a clock of tomorrow
+        tx.execute(verdicts.update().values(created_at=time.time() + 86_400))
+    for _ in range(2):  # MLflow's first showing writes it, too
+        catch_up(plant)
+    page = workspace.reports / f"candidate-{number}.html"
+    first = page.stat().st_ino
+    catch_up(plant)
+    assert page.stat().st_ino == first
 
 
 def test_a_run_beside_the_segments_is_shown_with_what_it_changes_and_its_curve(
