@@ -224,7 +224,8 @@ def test_what_is_wrong_crashes_or_hangs_is_named_and_the_rest_goes_on(tmp_path: 
     assert "output 0: rms 0.5" in wrong["rms_norm/wrong small float32 normal"]
     assert not any("hangs" in what or "sound" in what for what in wrong)
     assert "output 0: rms 0.5" in wrong["rms_norm/late, a small case before it was timed"], "'right' has not judged it"
-    assert "killed after" in ran.lost(part="right")["rms_norm/hangs"]
+    hung = ran.lost(part="right")["rms_norm/hangs"]
+    assert "killed after" in hung and re.search(r", at tests/benchmarks/planted\.py:\d+ hangs", hung), hung
     judged = {record["implementation"]: record for record in document["judged"]}
     assert judged["sound"]["right"] == 6 and judged["wrong"]["right"] == 1, "of no rows nothing is wrong"
     assert document["headline"].startswith("WRONG: rms_norm/crashes") and document["right"] is False
