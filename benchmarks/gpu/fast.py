@@ -32,6 +32,7 @@ SECONDS = 0.08  # of the timing of one pass
 SMALL = Case(
     "agreement", Shape(batch=2, context=256, d_model=512, heads=8, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=2048)
 )
+FIRST_WIDTH_ALONE = ("flex",)  # implementations that compile for more than 20 s a shape (H200)
 LEFT_FREE = 0.8  # of the memory that is free, what a call may take
 
 
@@ -175,15 +176,16 @@ def items(settings: Settings) -> list[Item]:
     ]
 
 
-def in_order(op: Op, device: str) -> list[Rival]:
-    """All that is timed, what ``auto`` runs on this machine first, then eager: without the two nothing is told."""
+def in_order(op: Op, number: int, device: str) -> list[Rival]:
+    """All that is timed at the n-th width, what ``auto`` runs on this machine first, then eager: without the two nothing is told."""
     shipped = names_in(untuned(op.name, here().name))
+    every = [rival for rival in rivals(op, device) if number == 0 or rival.implementation not in FIRST_WIDTH_ALONE]
     rank = lambda rival: (
         rival.implementation != shipped[0],
         rival.name != "eager",
         rival.implementation not in shipped,
     )
-    return sorted(rivals(op, device), key=rank)
+    return sorted(every, key=rank)
 
 
 def limit_memory(settings: Settings) -> None:
@@ -208,7 +210,7 @@ def run(item: str, context: Context) -> None:
         return
     done, skipped = 0, 0
     with bf16_matmul(shapes.dtype_of(op)):  # as the trainer does
-        for rival in in_order(op, settings.device):
+        for rival in in_order(op, int(number), settings.device):
             if context.left <= 0:
                 if not warms:
                     context.not_run(f"{name} by {rival.name} at width {shape.d_model}", "its time was up")

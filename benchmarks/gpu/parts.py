@@ -29,19 +29,19 @@ PARTS = (
     Part(
         "right",
         "every implementation against the fp64 oracle: forward, every gradient, hostile values, odd sizes",
-        70,
+        50,
         BESIDE,
     ),
     Part(
         "compile",
         "compiles what 'fast' times, side by side, so that its minutes are spent on timing",
-        60,
+        50,
         BESIDE,
         module="fast",
     ),
-    Part("fast", "every op at three widths beside torch eager, torch.compile, torch's newer ops, Liger and quack", 80),
-    Part("step", "whole training steps: tokens/s, MFU, memory, waits, checkpoint stall", 180, fresh=True),
-    Part("chain", "line profiler, the gate's timed pairs, the sandbox, kill -9 and resume", 90, fresh=True),
+    Part("fast", "every op at three widths beside torch eager, torch.compile, torch's newer ops, Liger and quack", 75),
+    Part("step", "whole training steps: tokens/s, MFU, memory, waits, checkpoint stall", 200, fresh=True),
+    Part("chain", "line profiler, the gate's timed pairs, the sandbox, kill -9 and resume", 130, fresh=True),
 )
 NAMES = tuple(part.name for part in PARTS)
 PLANT = "FACTORY_BENCH_GPU_PLANT"  # a module that breaks something on purpose, for tests: ``worker``
