@@ -149,7 +149,7 @@ class HashIndex:
         return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
 
     def remove(self) -> None:
-        """It is made anew by the next question."""
+        """A damaged one is made anew by the next question; again, where a process that had it open spoils it on its way out."""
         for ending in ("", "-wal", "-shm"):
             remove(self.file.with_name(self.file.name + ending))
 
@@ -183,10 +183,12 @@ class HashIndex:
             index.execute("SELECT event, subject FROM sources ORDER BY event").fetchall(),
             sources(self._ledger),
         )
-        if wanted[: len(held)] != held:
-            index.close()
-            self.remove()
-            index, held = self._opened(), []
+        if wanted[: len(held)] != held:  # emptied where it lies: another process may have it open
+            with index:
+                index.execute("BEGIN IMMEDIATE")
+                for table in ("sources", "documents", "bands", "sampled", "held_out"):
+                    index.execute(f"DELETE FROM {table}")
+            held = []
         for event, subject in wanted[len(held) :]:
             table = read_hashes(self._root, subject)
             with index:
