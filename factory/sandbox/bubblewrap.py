@@ -20,7 +20,9 @@ from factory.sandbox.pipes import Opening
 from factory.sandbox.view import (
     ETC,
     GPU_FACTS,
+    HIDDEN_IN_PROC,
     HOSTNAME,
+    INIT,
     LAUNCHER,
     LAUNCHER_INSIDE,
     SYSTEM,
@@ -57,7 +59,14 @@ def command(
     the new pid namespace's init, before anything runs, and ``{"exit-code": n}``, which is missing when bubblewrap itself failed. ``held`` stays open
     while the sandbox is there. Raises: IsolationError.
     """
-    arguments = [choose()[0], *NAMESPACES, "--new-session", "--json-status-fd", str(opening.status_write.fileno())]
+    arguments = [
+        *apart(bool(nodes)),
+        choose()[0],
+        *NAMESPACES,
+        "--new-session",
+        "--json-status-fd",
+        str(opening.status_write.fileno()),
+    ]
     arguments += ["--sync-fd", str(held)] if held is not None else []
     arguments += ["--uid", str(USER), "--gid", str(USER), "--hostname", HOSTNAME]
     if program := sandbox_filter.program():
@@ -78,14 +87,47 @@ def command(
         arguments += ["--ro-bind", path, place]
     for path in map(str, writable):
         arguments += ["--bind", path, path]
-    for path in proc_of_no_process() if nodes else ():
-        arguments += ["--ro-bind-try", path, path]
-    for path in (*(() if nodes else ("/proc",)), "/dev", "/"):
+    if nodes:
+        for path in proc_of_no_process():
+            arguments += ["--ro-bind-try", HIDDEN_IN_PROC.get(path, path), path]
+        arguments += ["--tmpfs", INIT]
+    for path in (INIT if nodes else "/proc", "/dev", "/"):
         arguments += ["--remount-ro", path]
     arguments += ["--chdir", str(cwd), "--clearenv"]
     for key, value in environment.items():
         arguments += ["--setenv", key, value]
     return [*arguments, "--", *words]
+
+
+def apart(gpu: bool) -> list[str]:
+    """The words before bubblewrap's by which nothing that is mounted while the sandbox is there appears in it: a mount namespace without peers.
+
+    For root alone: what is mounted later is writable inside, and only to user 0. Where mounts have no peers, as in most containers, nothing
+    is needed. Raises: IsolationError for a ``gpu``, where it is needed and cannot be made; without one less of the machine is seen inside.
+    """
+    if os.geteuid() or not _have_peers():
+        return []
+    words = ["unshare", "--mount", "--propagation", "private", "--"]
+    why = _refused(*words, "true")
+    if why and gpu:
+        raise IsolationError(f"a sandbox with a GPU that root starts needs 'unshare --mount', or another user: {why}")
+    return [] if why else words
+
+
+def _have_peers(mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Does a mount send what is mounted on it to others, or get it (proc(5): shared, master)?"""
+    fields = (line.split(" - ")[0].split()[6:] for line in mounts.read_text(encoding="utf-8").splitlines())
+    return any(field.startswith(("shared:", "master:")) for found in fields for field in found)
+
+
+@functools.cache
+def _refused(*words: str) -> str:
+    """Why a command does not end well; '': it does."""
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    except OSError as error:
+        return str(error.strerror)
+    return done.stderr.decode(errors="replace").strip()[-200:] if done.returncode else ""
 
 
 def choose() -> tuple[str, str]:

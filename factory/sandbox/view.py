@@ -3,8 +3,10 @@
 Paths are the same inside, except ``LAUNCHER``, which is at ``LAUNCHER_INSIDE``, and those that a caller gives another place. Besides the
 system's, the interpreter's and the caller's: an empty root, ``/proc`` of the pid namespace, ``/dev`` with the harmless devices, the files ``ETC``,
 and ``/tmp`` and ``/dev/shm`` of a limited size. Only these two and the caller's writable folders are writable. ``/proc`` is not, because a sandbox
-that root started is user 0 to the kernel, and writing core_pattern would be a way out. With a GPU the folders of the sandbox's own processes are
-writable in it: CUDA's driver names its threads there, and starts nowhere else (cuInit: 304).
+that root started is user 0 to the kernel, and writing core_pattern would be a way out. With a GPU the folders of the command's own processes are
+writable in it, and nothing else there: CUDA's driver names its threads in them, and does not start where it cannot (cuInit answers 304). The folder
+of the sandbox's init is hidden then, so that its memory is out of reach without Landlock, too. What the command can change there (its OOM score, say)
+is its own.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ ETC = {
     "/etc/hosts": f"127.0.0.1 localhost {HOSTNAME}\n",
 }
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+INIT = "/proc/1"  # of a sandbox: the process that ends with it
+HIDDEN_IN_PROC = {
+    "/proc/locks": "/dev/null"
+}  # it would name processes outside: by the pid namespace of the /proc that is bound
 GPU_FACTS = ("/sys",)  # where a GPU's driver reads about the machine; visible only with a GPU
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 
