@@ -80,18 +80,21 @@ class Worker:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def where(self) -> str:
-        """The innermost line of this repository that it is at, or of any file; '': it does not say."""
+    def ask_where(self) -> None:
+        """It writes its stacks; before it is ready the signal ends it, which is what comes next anyway."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
+
+    def where(self) -> str:
+        """After ``ask_where``: the innermost line of this repository that its main thread is at, or of any file; '': it does not say."""
         deadline = time.monotonic() + STACK_S
-        stack = b""
-        whole = False  # has it stopped writing?
+        stack, whole = b"", False  # has it stopped writing?
         while not whole and time.monotonic() < deadline and self.process.poll() is None:
             time.sleep(0.05)
             before, stack = stack, os.pread(self._stack.fileno(), 1 << 16, 0)
             whole = bool(stack) and stack == before
-        frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.decode(errors="replace"))
+        main = stack.decode(errors="replace").strip().split("\n\n")[-1]  # faulthandler has the newest thread first
+        frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', main)
         own = [frame for frame in frames if is_ours(Path(frame[0]))] or frames
         if not own:
             return ""
@@ -215,14 +218,17 @@ class Pool:
         for key, _ in self.selector.select(wait):
             self._hear(key.data)
         now = time.monotonic()
-        for worker in [w for w in self.workers if now > w.ends and (w.item is not None or not w.ready)]:
+        late = [w for w in self.workers if now > w.ends and (w.item is not None or not w.ready)]
+        for worker in late:
+            worker.ask_where()
+        for worker in late:
             where = worker.where()
             self._drop(worker)
             if worker.item is None:
                 self._unstarted = f"its process did not start within {START_S:.0f} s" + f", at {where}" * bool(where)
             else:
                 why = f"hangs, or compiles for too long: killed after {now - worker.began:.0f} s"
-                self._lost(worker, "hung", why + f", at {where}" * bool(where))
+                self._lost(worker, "hung", why + f", at {where}" * bool(where), at_limit=True)
 
     def _hear(self, worker: Worker) -> None:
         messages = worker.read()
@@ -261,8 +267,8 @@ class Pool:
                         self._drop(worker)
                         return
 
-    def _lost(self, worker: Worker, state: str, why: str) -> None:
-        """An item that will not end: by name, and the next one starts in a new process."""
+    def _lost(self, worker: Worker, state: str, why: str, at_limit: bool = False) -> None:
+        """An item that will not end: by name, and the next one starts in a new process. ``at_limit``: it had all of its own time."""
         assert worker.item is not None
         why += f" (in: {worker.at})" if worker.at else ""
         about = {"part": self.part.name, "item": worker.item.name}
@@ -275,13 +281,17 @@ class Pool:
         self.states[worker.item.name] = state
         self.take({"kind": "not run", **about, "what": worker.item.name, "why": why})
         seconds = time.monotonic() - worker.began
-        self.take({"kind": "ended", **about, "state": state, "seconds": seconds, "says": why, "at": worker.at})
+        ended = {"kind": "ended", **about, "state": state, "seconds": seconds, "says": why}
+        self.take(ended | {"at": worker.at, "at_limit": at_limit})
 
     _unstarted = ""
 
     def _out_of_time(self) -> Outcome:
         if self.waiting is None:
             return Outcome("not run", "the time was up before its process had started")
+        for worker in self.workers:
+            if worker.item is not None:
+                worker.ask_where()
         for worker in self.workers:
             if worker.item is not None:
                 where = worker.where()

@@ -168,7 +168,7 @@ class Session:
         kind, what = record["kind"], f"{record.get('part')}/{record.get('item')}"
         if kind == "ended":
             state = "" if record["state"] == "done" else f"{record['state'].upper()}: "
-            if record["state"] == "hung" and record["part"] == "compile":
+            if record["part"] == "compile" and record.get("at_limit"):
                 self.settings = replace(self.settings, hung=(*self.settings.hung, record["at"]))
             self.say(f"  {what}: {state}{record['says'] or 'done'} ({record['seconds']:.1f} s)")
         elif kind == "judged":

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,11 +149,13 @@ def as_it_stands(row: RunRow) -> RunRow:
 
 
 def _last_written(folder: Path) -> float:
-    """When something in a trainer's folder, or beside it, changed last; 0: it is gone."""
-    try:
-        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except OSError:
-        return 0.0
+    """When a trainer's folder, or something in it, changed last; 0: it is gone."""
+    found = [0.0]
+    with suppress(OSError):
+        for path in (folder, *folder.iterdir()):
+            with suppress(OSError):  # replaced at this moment
+                found.append(path.stat().st_mtime)
+    return max(found)
 
 
 def every_run(db: Reads, newest: int | None = None) -> list[dict[str, Any]]:

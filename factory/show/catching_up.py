@@ -111,7 +111,7 @@ def _candidates_without_page(plant: Plant, db: Reads) -> list[tuple[int, float]]
         page, release = release_report.page_of(plant, verdict.number), released.get(verdict.number)
         newest = max(verdict.created_at, release.created_at if release else 0.0)
         if not page.is_file() or page.stat().st_mtime < newest or (release and release.report is None):
-            found[verdict.number] = newest
+            found[verdict.number] = max(newest, found.get(verdict.number, 0.0))
     return [*found.items()]
 
 

@@ -216,7 +216,7 @@ class Decoder(nn.Module):
 
     def join(self) -> None:
         """Multiply with several matrices at once. For one rank only: FSDP would free the joined copies. Not for a GPU, whose products are
-        large enough: the parts of a joined product are strided, and copying them took 8 % of a step of 1 B weights on an H200."""
+        large enough: the parts of a joined product are strided, and copying them took 8 % of the kernels' time of 1 B weights on an H200."""
         for block in self.blocks:
             block.joined = True  # type: ignore[assignment]
 
