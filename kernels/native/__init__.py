@@ -72,13 +72,15 @@ def library(name: str) -> ctypes.CDLL:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """While this process compiles, the machine's other ranks wait for it; where a folder cannot be locked, each compiles."""
-    lock = os.open(folder, os.O_RDONLY)
+    lock = None
     try:
         with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def compiler_words() -> list[str]:
