@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import itertools
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.testing
 
 from factory.core import devices
 from factory.core.workspace import Config, Workspace
@@ -44,6 +46,8 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was imported abo
 
 keep_one()
 keep_ledger()
+# The tree of commands is made once: 17 ms, and tests call hundreds of commands in this process.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -100,6 +100,7 @@ def registered(node: ast.FunctionDef | ast.ClassDef) -> bool:
     return bool(words & REGISTERING)
 
 
+@cache
 def dead() -> list[tuple[str, str]]:
     """Public names that no production code uses, with the place of each."""
     found = []

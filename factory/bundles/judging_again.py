@@ -147,7 +147,7 @@ def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> str:
     costs = set[str]()
     for number, row in enumerate(folder.rows(layout.TASK_ITEMS), 1):
         task, cost = row.pop("measured_in", None), row.pop("cost", None)
-        if task not in tasks.evaluations or not isinstance(cost, bool):
+        if not isinstance(task, str) or task not in tasks.evaluations or not isinstance(cost, bool):
             raise BundleError(
                 f"{layout.TASK_ITEMS}, line {number}: {shown(str(task))} is no task that was judged, or 'cost' is no truth value"
             )

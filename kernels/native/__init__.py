@@ -6,14 +6,16 @@ three to five seconds.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +60,27 @@ def library(name: str) -> ctypes.CDLL:
     key = hashlib.sha256("\0".join((text, *words, torch.__version__, processor())).encode()).hexdigest()
     target = cache_folder() / f"{name}-{key[:32]}.so"
     if not target.exists():
-        compile_to(target, text, words)
+        with _alone(target.parent):
+            if not target.exists():
+                compile_to(target, text, words)
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise KernelError(f"{target} cannot be loaded: {error}") from error
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While this process compiles, the machine's other ranks wait for it; where a folder cannot be locked, each compiles."""
+    lock = None
+    try:
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def compiler_words() -> list[str]:

@@ -17,7 +17,10 @@ TRITON = [(op, name) for op in OPS for name, found in OPS[op].implementations.it
 SPILLS: dict[tuple[str, str], tuple[int, str]] = {}  # (op, kernel) → bytes a thread that it may spill, and why
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [90, *(pytest.param(n, marks=pytest.mark.slow("thirty kernels are compiled")) for n in TARGETS if n != 90)],
+)
 def test_every_triton_kernel_fits(target: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[Compiled] = []
     for op, implementation in TRITON:

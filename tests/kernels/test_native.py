@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import attention, linear_cross_entropy
+from kernels import attention, linear_cross_entropy, native
 from kernels.attention import cpp as attention_native
 from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
 
@@ -242,3 +246,24 @@ def test_what_the_matrix_units_refuse_is_an_error_and_not_the_end_of_the_process
     o = attention_native.forward_op(*qkv, documents("one"))
     with torch.backends.mkldnn.flags(enabled=False), pytest.raises(RuntimeError, match="refused"):
         attention_native.backward_op(*qkv, documents("one"), o)
+
+
+def test_who_needs_a_library_that_another_compiles_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, compiled = Path(native.library("attention")._name), []
+
+    def compile_to(target: Path, *_: object) -> None:
+        compiled.append(target)
+        time.sleep(0.2)
+        shutil.copy(made, target)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(native, "compile_to", compile_to)
+    ranks = [threading.Thread(target=native.library.__wrapped__, args=("attention",)) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    (target,) = compiled
+    assert list(target.parent.iterdir()) == [target], "and no lock is left behind"

@@ -107,6 +107,7 @@ TAMPERED: dict[str, tuple[Change, str, set[str]]] = {
     "an item of another document": (first_item(another("item", "x")), layout.ITEMS, {"evidence", "held_out", "provenance", "spdx"}),
     "an answer to a task": (first_item(lambda row: row.update(value=1.0 - row["value"]), layout.TASK_ITEMS), layout.TASK_ITEMS,
         {"evidence", "spdx"}),
+    "a task that is no name": (first_item(another("measured_in", []), layout.TASK_ITEMS), layout.TASK_ITEMS, {"evidence", "spdx"}),
     "a task's gain": (rehashed_evidence(lambda e: next(iter(e["tasks"]["gains"].values())).update(gain=0.9)), layout.EVIDENCE,
         {"evidence", "verdict", "provenance", "spdx"}),
     "a gain": (rehashed_evidence(lambda e: e["target"].update(gain=0.9)), layout.EVIDENCE, {"evidence", "verdict", "provenance", "spdx"}),

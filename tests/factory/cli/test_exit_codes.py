@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import functools
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ OF_FAULTS = {"DiskFullError", "NoMemoryError"}
 OTHERS = {0, 141, *(128 + int(one) for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))}
 
 
+@functools.cache
 def numbered() -> dict[int, set[str]]:
     """By exit code, the subclasses of FactoryError, and itself, that set it. Read from the source: to import all takes long."""
     parents: dict[str, set[str]] = {}

@@ -13,6 +13,7 @@ import pytest
 
 from factory.core import devices
 from tests.support.factory.sandboxed import inside
+from tests.support.forks import quick
 from tests.support.patience import PATIENCE_S
 
 
@@ -66,9 +67,10 @@ print(seen)
 def test_each_gpu_is_named_as_the_machine_names_it() -> None:
     names = [[], ["CUDA_VISIBLE_DEVICES"]]
     for visible, first, second in (("", "0", "1"), ("5,3", "5", "3")):
+        environment = {"CUDA_VISIBLE_DEVICES": visible}
         found = subprocess.run(
-            [sys.executable, "-c", TWO],
-            env={"CUDA_VISIBLE_DEVICES": visible},
+            [*quick.forked(environment), sys.executable, "-c", TWO],
+            env=environment,
             capture_output=True,
             text=True,
             check=True,

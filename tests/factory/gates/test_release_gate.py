@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 import torch
-from transformers import Qwen3ForCausalLM
 
 from factory.core.errors import DamagedExportError, InputError
 from factory.evals.evaluator import current_suite, evaluate
@@ -145,6 +144,8 @@ def test_a_candidate_that_was_trained_on_the_exam_is_held(
         vocab_size=plant.tokenizer.vocab_size,
         tokenizer_sha256=plant.tokenizer.sha256,
     )
+    from transformers import Qwen3ForCausalLM
+
     model = trained(Qwen3ForCausalLM.from_pretrained(plant.workspace.exports / "better").eval(), seen, 120)
     cheat = plant.add_candidate(save_export(model, plant.workspace.exports / "cheat", plant.tokenizer))
     with_champion(plant, weak)

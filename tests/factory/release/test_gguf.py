@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import factory.cli  # noqa: F401 (registers every command)
@@ -151,6 +150,8 @@ def test_a_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: s
 @pytest.mark.parametrize("family", ["qwen3", "llama"])  # of ours, the architectures that transformers reads
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16])
 def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str, kind: Kind) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     export = make_export(tmp_path / "export", 3, family)
     made = write(export, kind)
     # transformers does not look at attention.key_length, so Qwen3's head_dim would be its default, 128.

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
 from factory.core.workspace import Workspace
 from factory.evals.reference_model import ReferenceModel
@@ -130,6 +129,8 @@ def by_itself(world: World, folder: Path) -> tuple[dict[str, dict[str, Any]], li
 
 def of_transformers(world: World) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """``ReferenceModel.scores`` of one sequence, by the forward pass of transformers."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(str(world.export), dtype=torch.float32).eval()
 
     @torch.no_grad()

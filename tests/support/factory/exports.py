@@ -9,21 +9,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
@@ -51,6 +39,9 @@ from factory.ledger.rows import Subject
 from tests.support.text.library import library
 from trainer.contract.checkpoint.export import generation_config
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCAB, CONTEXT = 512, 64
 SHARD = "ab" * 32
@@ -199,17 +190,12 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> FilledPlant:
     return FilledPlant(workspace, ledger, tokenizer, shard, every)
 
 
-FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "smollm3": (
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-        {"no_rope_layer_interval": 2},
-    ),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {}),
+    "llama": ("Llama", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "glm4_moe": (
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
+        "Glm4Moe",
         {
             "n_routed_experts": 6,
             "num_experts_per_tok": 2,
@@ -222,16 +208,18 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def tiny_model(seed: int = 0, family: str = "qwen3", **changes: Any) -> PreTrainedModel:
+    import transformers  # here: most who collect this file make no model, and it takes three seconds
+
     torch.manual_seed(seed)
-    config_class, model_class, special = FAMILIES[family]
-    config = config_class(
+    name, special = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(
         **{
             "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
             "intermediate_size": 96, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True, "initializer_range": 0.1,
             "rope_theta": 10_000.0, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, **special, **changes,
         }
     )  # fmt: skip
-    model = model_class(config).eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():  # norms off one and biases off zero, so that a model that ignores them is found out
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -258,6 +246,8 @@ def trained(model: PreTrainedModel, shard: TokenShard, steps: int, seed: int = 0
 
 
 def save_export(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None = None) -> Path:
+    from transformers import GenerationConfig
+
     model.generation_config = GenerationConfig(eos_token_id=[0, 2], pad_token_id=0)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(generation_config()))

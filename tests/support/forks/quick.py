@@ -52,9 +52,12 @@ READ_AT_ONCE = (
 BY_MODELS = ("HF_HUB_OFF", "TRANSFORMERS_")  # by what has a model of transformers
 # How idle threads wait, which changes no result (in every server they sleep), and what no library that is loaded here reads.
 CHANGES_NOTHING = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_DUPLICATE_LIB_OK"}
+if not Path("/dev/nvidia0").exists():
+    CHANGES_NOTHING.add("CUDA_VISIBLE_DEVICES")
 TRAINERS = (
-    "numpy", "pyarrow.compute", "pyarrow.parquet", "pydantic", "safetensors.torch", "tokenizers", "torch", "torch.distributed",
-    "torch.utils.flop_counter", "yaml",
+    "numpy.random", "numpy.typing", "pyarrow.compute", "pyarrow.parquet", "pydantic.fields", "pydantic.root_model", "pydantic.types",
+    "safetensors.torch", "tokenizers", "torch", "torch.distributed", "torch.nn.attention.flex_attention", "torch.utils._device",
+    "torch.utils.flop_counter", "yaml", "zoneinfo",
 )  # fmt: skip
 SERVERS = (
     *TRAINERS,

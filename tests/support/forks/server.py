@@ -12,13 +12,16 @@ Outside of a sandbox the fork that waits is the server's child, passes signals o
 
 from __future__ import annotations
 
+import _imp
 import atexit
 import contextlib
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.machinery
+import importlib.util
 import json
+import marshal
 import os
 import random
 import resource
@@ -32,6 +35,7 @@ import threading
 import traceback
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 NAMESPACES = (
@@ -48,6 +52,7 @@ SET_DUMPABLE, SET_SECCOMP, FILTER, SET_NO_NEW_PRIVILEGES = 4, 22, 2, 38
 CAPABILITIES_3 = 0x20080522
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
+CHECKOUT = Path(__file__).parents[3]
 libc = ctypes.CDLL(None, use_errno=True)
 Request = tuple[list[str], str, dict[str, str]]  # words, folder, environment
 
@@ -157,6 +162,26 @@ def _run_and_tell(connection: socket.socket, outputs: Sequence[int], request: Re
     os._exit(0)
 
 
+def compile_once() -> None:
+    """A file of a worktree that is one of this checkout's, byte for byte, is not compiled again by every fork: a worktree has no byte-code."""
+    known: dict[bytes, bytes] = {}
+    for top in ("kernels", "trainer", "factory"):
+        for path in (CHECKOUT / top).rglob("*.py"):
+            with contextlib.suppress(OSError):
+                made, seen = Path(importlib.util.cache_from_source(str(path))).read_bytes(), path.stat()
+                if struct.unpack("<III", made[4:16]) == (0, int(seen.st_mtime), seen.st_size):
+                    known[path.read_bytes()] = made[16:]
+    loader, whole = importlib.machinery.SourceFileLoader, importlib.machinery.SourceFileLoader.source_to_code
+
+    def source_to_code(self: Any, data: Any, path: Any, **others: Any) -> Any:
+        if (made := known.get(data)) is None:
+            return whole(self, data, path, **others)
+        _imp._fix_co_filename(code := marshal.loads(made), path)
+        return code
+
+    loader.source_to_code = source_to_code  # type: ignore[method-assign]
+
+
 def run(words: Sequence[str], folder: str, environment: dict[str, str]) -> None:
     """Be ``python words``, to the end of this process."""
     code = 1
@@ -210,5 +235,6 @@ if __name__ == "__main__":
     del sys.path[0]
     for imported in sys.argv[3:]:
         importlib.import_module(imported)
+    compile_once()
     gc.freeze()
     serve(socket.socket(fileno=int(sys.argv[1])), bytes.fromhex(sys.argv[2]))

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from factory.evals.reference_model import ReferenceModel
 from kernels.contract.registry import bind
@@ -30,6 +29,8 @@ def trained(folder: Path, make_shard: MakeShard, **changes: object) -> Path:
 def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
     tmp_path: Path, make_shard: MakeShard, family: str
 ) -> None:
+    from transformers import AutoModelForCausalLM
+
     architecture, changes = FAMILIES[family]
     checkpoint = trained(tmp_path / "segment", make_shard, **(ODD | changes))
     assert main([str(checkpoint), str(tmp_path / "out")]) == 0
@@ -62,6 +63,8 @@ def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
 
 
 def test_in_bf16_the_routers_bias_stays_as_it_is(tmp_path: Path, make_shard: MakeShard) -> None:
+    from transformers import AutoModelForCausalLM
+
     checkpoint = trained(tmp_path / "segment", make_shard, **FAMILIES["experts"][1], export_dtype="bf16")
     assert main([str(checkpoint), str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
