@@ -134,7 +134,8 @@ class Sessions:
 def plant(monkeypatch: pytest.MonkeyPatch, ledger: Ledger) -> Sessions:
     made = Sessions(ledger)
     monkeypatch.setattr(patch_training, "timed_session", made.session)
-    monkeypatch.setattr(patch_training.checkpoint_files, "read_tensors", lambda *_: {"w": torch.zeros(2)})
+    read = lambda path, part: {"w": torch.zeros(2)} if (path.name, part) == ("checkpoint", "model") else {}
+    monkeypatch.setattr(patch_training.checkpoint_files, "read_tensors", read)
     return made
 
 
@@ -190,6 +191,7 @@ def test_a_disturbed_baseline_is_measured_again(
     assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
     assert len(found.get("discarded", ())) == sessions // 2 - 1
+    assert ("of at most" in found["reasons"][0]) == (found["state"] == "missing"), found["reasons"]
     assert plant.left_when_begun == [0] * len(plant.order) and not list(tmp_path.rglob("segments/*")), (
         "runs stay no longer than they are read"
     )

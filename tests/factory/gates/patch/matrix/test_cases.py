@@ -124,5 +124,11 @@ def test_a_case_trains_what_it_says(tmp_path: Path) -> None:
         anneals = recipe["mixture"]["anneal_weights"] if case.kind == "anneal" else None
         assert spec["data_plan"]["weights"] == (anneals or recipe["mixture"]["weights"])
         assert len(spec["data_plan"]["token_shards"]) == case.generations
+        assert spec["data_plan"].get("phases", []) == (recipe["mixture"]["phases"] or []), case.name
+        assert (spec["rewarm"], spec["restart_data"], arm.ranks) == (case.rewarm, case.restart_data, case.ranks)
+        assert (spec["kind"], spec["initial_checkpoint"], spec["code_commit"], arm.name) == (case.kind, None, "c0ffee", case.name)
+        assert (arm.first, arm.last - arm.first) == (case.first_step or 0, case.steps)
         refuse_impossible([arm])
-    assert plan.together(CASES, "c0ffee", "candidate").last == sum(steps.values())
+    whole = plan.together(CASES[2:], "decaf", "candidate")
+    assert (whole.first, whole.last, whole.code) == (0, sum(case.steps for case in CASES[2:]), "decaf")
+    assert whole.name == f"candidate, {len(CASES) - 2} tiny runs" and whole.base["initial_checkpoint"] is None
