@@ -108,7 +108,9 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, Applied]) -> No
     (gate_folder(patch.worktree) / "left").mkdir(parents=True)  # by a process that was killed
     before = time.time()
     gate = gate_of(of, judged)
-    number, verdict, evidence = gate.decide(Plant(made.workspace, made.ledger, lines), 811, patch, tries=3, patch_id="p")
+    number, verdict, evidence = gate.decide(
+        Plant(made.workspace, made.ledger, lines), 811, patch, tries=3, patch_id="p"
+    )
     assert not gate_folder(patch.worktree).exists() and gate_folder(Path("/a/b")) == Path("/a/b-gate")
     assert of[0].closed == ["stage3 True", "stage2 True", "stage1 True"] and not of[3].seen
     case = of[2].seen[0]
@@ -154,7 +156,9 @@ def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, Applied], erro
     else:
         found = gate.decide(plant, 812, patch, tries=1, patch_id="")[2]["stages"]["stage2"]
         assert found["state"] == "missing" and "in run" in found["log"] and "stage2" in found["reasons"][0]
-    assert of[0].closed == ["stage2 True", "stage1 True"] and not gate_folder(patch.worktree).exists() and not of[2].seen
+    assert (
+        of[0].closed == ["stage2 True", "stage1 True"] and not gate_folder(patch.worktree).exists() and not of[2].seen
+    )
 
 
 def test_another_branch_than_was_proposed_fails_its_scope(applied: tuple[Made, Applied]) -> None:
@@ -183,12 +187,13 @@ def test_evidence_has_a_state_and_reasons() -> None:
 # -- where training starts -----------------------------------------------------------------------------------------------
 def test_training_starts_at_the_trunks_last_checkpoint(workspace: Any, ledger: Ledger, tmp_path: Path) -> None:
     assert find_start(ledger) is None
-    plan = {"token_shards": []}
 
     def segment(number: int, *steps: int, kind: str = "trunk", state: str = "done", computing: Any = None) -> None:
         with ledger.begin() as tx:
             if number == 1:
-                tx.execute(sa.text("INSERT INTO data_plans (id, plan, created_at) VALUES ('p', '{\"token_shards\": []}', 0)"))
+                tx.execute(
+                    sa.text("INSERT INTO data_plans (id, plan, created_at) VALUES ('p', '{\"token_shards\": []}', 0)")
+                )
             tx.execute(
                 segments.insert().values(
                     id=number, kind=kind, generation=1, recipe="tiny", recipe_json={"n": number}, recipe_sha256="", data_plan="p",
@@ -198,7 +203,9 @@ def test_training_starts_at_the_trunks_last_checkpoint(workspace: Any, ledger: L
             )  # fmt: skip
             for step in steps:
                 tx.execute(
-                    checkpoints.insert().values(id=f"{number} {step}", segment=number, step=step, path=f"at/{number}-{step}", created_at=0.0)
+                    checkpoints.insert().values(
+                        id=f"{number} {step}", segment=number, step=step, path=f"at/{number}-{step}", created_at=0.0
+                    )
                 )
 
     segment(1, 6, state="running")
@@ -207,7 +214,12 @@ def test_training_starts_at_the_trunks_last_checkpoint(workspace: Any, ledger: L
     segment(3, 9, kind="anneal")
     found = find_start(ledger)
     assert found is not None and found.step == 6 and found.checkpoint.parts[-2:] == ("at", "2-6")
-    assert (found.recipe, found.plan, found.kernels, found.commit) == ({"n": 2}, plan, {"swiglu": "native"}, "2" * 40)
+    assert (found.recipe, found.plan, found.kernels, found.commit) == (
+        {"n": 2},
+        {"token_shards": []},
+        {"swiglu": "native"},
+        "2" * 40,
+    )
     segment(4, 6)
     newest = find_start(ledger)
     assert newest is not None and (newest.step, newest.recipe, newest.kernels) == (6, {"n": 4}, {})
@@ -300,20 +312,30 @@ def test_tries_on_a_key_are_counted_whatever_else_they_changed() -> None:
     made = make()
     text = (made.target / TINY).read_text()
     edits = [(TINY, text.replace(LR, "lr: 1e-3").replace("seed: 1", "seed: 2"))]
-    count = lambda: tried(made, *edits, also=lambda patch: recipe_gate.tried_before(Plant(made.workspace, made.ledger), patch))
+    count = lambda: tried(
+        made, *edits, also=lambda patch: recipe_gate.tried_before(Plant(made.workspace, made.ledger), patch)
+    )
     before = count()
-    told = [
-        ("recipe", {"static": {"changes": {"optimizer.lr": [1, 2], "batch.sequences": [1, 2]}}}, 1), ("patch", {"static": {"changes": {"seed": [1, 2]}}}, 0),
-        ("recipe", {"static": {"changes": {"batch.sequences": [1, 2]}}}, 0), ("recipe", {"static": {}}, 0), ("recipe", {}, 0), ("recipe", None, 0),
-        ("recipe", {"static": None}, 0), ("recipe", {"static": {"changes": {"seed": [1, 2], "optimizer.lr": [1, 2]}}}, 1),
+    keys = lambda *names: {"static": {"changes": dict.fromkeys(names, [1, 2])}}
+    told: list[tuple[str, Any, int]] = [
+        ("recipe", keys("optimizer.lr", "batch.sequences"), 1), ("recipe", keys("seed", "optimizer.lr"), 1), ("patch", keys("seed"), 0),
+        ("recipe", keys("batch.sequences"), 0), ("recipe", {"static": {}}, 0), ("recipe", {"static": None}, 0), ("recipe", {}, 0),
+        ("recipe", None, 0),
     ]  # fmt: skip
-    added = []
+    added: list[int] = []
     try:
         for gate, stages_, _ in told:
             with made.ledger.begin() as tx:
-                values = {"gate": gate, "subject": "proposal:821", "policy_sha256": "", "subject_sha256": "", "outcome": "hold", "reasons": []}
+                values = {
+                    "gate": gate,
+                    "subject": "proposal:821",
+                    "policy_sha256": "",
+                    "subject_sha256": "",
+                    "outcome": "hold",
+                    "reasons": [],
+                }
                 done = tx.execute(verdicts.insert().values(**values, evidence={"stages": stages_}, created_at=0.0))
-                added.append(done.inserted_primary_key[0])
+                added += done.inserted_primary_key or ()
         assert count() - before == sum(counts for _, _, counts in told)
     finally:
         with made.ledger.begin() as tx:
@@ -326,10 +348,20 @@ def test_the_recipe_gate_reads_the_workspaces_policy_and_reports_its_own_gain(wo
     at.write_text("changes: [seed]\nruns: {seeds: 7}\n")
     gate = recipe_gate.recipe_gate(workspace)
     assert (gate.name, gate.policy.changes, gate.policy.runs.seeds) == ("recipe", ["seed"], 7)
-    runs: dict[str, Any] = {side: [{"code": 2.0 + n / 100 + more} for n in range(7)] for side, more in (("baseline", 0.5), ("candidate", 0.0))}
-    runs |= {f"{side}_tokens_per_s": [1.0] * 7 for side in ("baseline", "candidate")} | {"baseline_memory": 1.0, "candidate_memory": 1.0}
+    runs: dict[str, Any] = {
+        side: [{"code": 2.0 + n / 100 + more} for n in range(7)]
+        for side, more in (("baseline", 0.5), ("candidate", 0.0))
+    }
+    runs |= {f"{side}_tokens_per_s": [1.0] * 7 for side in ("baseline", "candidate")} | {
+        "baseline_memory": 1.0,
+        "candidate_memory": 1.0,
+    }
     shown = gate.gain(gate.policy, {"runs": runs}, 1)
-    assert shown is not None and shown.to_json()["bits_per_byte"] == pytest.approx(0.5) and gate.gain(gate.policy, {}, 1) is None
+    assert (
+        shown is not None
+        and shown.to_json()["bits_per_byte"] == pytest.approx(0.5)
+        and gate.gain(gate.policy, {}, 1) is None
+    )
 
 
 WARMUP = "warmup_steps: 4"
@@ -359,12 +391,23 @@ def test_what_reading_a_recipe_finds(
     for side, content in (("base", RECIPE.encode()), ("patch", change.content or b"")):
         (tmp_path / side / "policies" / "recipes").mkdir(parents=True)
         (tmp_path / side / TINY).write_bytes(content)
-    used = SimpleNamespace(config=SimpleNamespace(recipe="tiny", ranks=2), own_recipe=lambda: tmp_path / "own", root=workspace.root)
+    used = SimpleNamespace(
+        config=SimpleNamespace(recipe="tiny", ranks=2), own_recipe=lambda: tmp_path / "own", root=workspace.root
+    )
     start = None if step is None else Start(tmp_path, step, {}, {})
     subject: Any = None
     plant: Any = SimpleNamespace(workspace=used)
     case = PatchCase(
-        plant, subject, policy, subject, Applied("", "", "", "", tmp_path / "patch"), [change], tmp_path / "base", tmp_path, start, 1
+        plant,
+        subject,
+        policy,
+        subject,
+        Applied("", "", "", "", tmp_path / "patch"),
+        [change],
+        tmp_path / "base",
+        tmp_path,
+        start,
+        1,
     )
     result = recipe_static.run(case)
     found = result.evidence

@@ -21,7 +21,8 @@ from factory.gates.patch.executed import EXECUTED
 from factory.gates.patch.op_answers import compare
 from factory.gates.patch.policy import ExploitsPolicy
 from factory.gates.patch.stages import exploits
-from kernels.contract.op import Cost, Implementation, Shape, op
+from kernels.contract import op as ops
+from kernels.contract.op import Cost, Implementation, Shape
 from kernels.contract.registry import OPS
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
@@ -80,9 +81,13 @@ def test_the_program_notes_what_it_executes_and_counts_launches(tmp_path: Path) 
         folder.mkdir()
     for verb, folders in (("make", (given,)), ("answer", (given / "inputs", answers))):
         request = tmp_path / "request.json"
-        request.write_text(json.dumps({"device": "cpu", "jobs": [job, job], "recorder": str(EXECUTED), "instructions": instructions}))
+        request.write_text(
+            json.dumps({"device": "cpu", "jobs": [job, job], "recorder": str(EXECUTED), "instructions": instructions})
+        )
         command = [sys.executable, patch_driver.__file__, verb, str(request), *map(str, folders)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-2000:]
     for number in range(2):
         found = load_file(answers / f"answer-{number}.safetensors")
@@ -96,7 +101,12 @@ def test_the_program_notes_what_it_executes_and_counts_launches(tmp_path: Path) 
 # -- what an implementation may do wrong -----------------------------------------------------------------------------------
 def made_of(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Any:
     draw = lambda *size: torch.randn(size, generator=generator).to(dtype)
-    return draw(shape.batch, shape.d_model), [draw(shape.d_model), torch.arange(3)], 2.0, torch.zeros(shape.d_model, dtype=dtype)
+    return (
+        draw(shape.batch, shape.d_model),
+        [draw(shape.d_model), torch.arange(3)],
+        2.0,
+        torch.zeros(shape.d_model, dtype=dtype),
+    )
 
 
 def twice(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
@@ -134,6 +144,10 @@ def raises(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
     raise OverflowError("no " * 900)
 
 
+def fewer(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    return x * factor + others[0], (x * x).sum().detach()
+
+
 def odd(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
     return torch.nn.Parameter(x.detach()), (x * x).sum()
 
@@ -157,12 +171,18 @@ def writes(x: Any, others: Any, factor: float, spoilt: Any) -> None:
     others[0].add_(1)
 
 
-WAYS = (twice, changes, keeps, raises, odd, sparse, launches)
+WAYS = (twice, changes, keeps, raises, fewer, odd, sparse, launches)
 NAMED = tuple(Implementation(way.__name__, way, "", needs_triton=way is launches) for way in WAYS)
 COST = Cost(1.0, 2.0, 3.0, 4.0)
 FAKES = {
-    "twice": op("twice", twice, cost=lambda shape, size: Cost(shape.batch, size, 3.0, 4.0), make_inputs=made_of, gradients=(0,), implementations=NAMED, spoils=(3,)),
-    "written": op("written", writes, cost=lambda shape, size: COST, make_inputs=made_of, gradients=(), implementations=(Implementation("writes", writes, ""),), writes=(0, 1)),
+    "twice": ops.op(
+        "twice", twice, cost=lambda shape, size: Cost(shape.batch, size, 3.0, 4.0), make_inputs=made_of, gradients=(0,),
+        implementations=NAMED, spoils=(3,),
+    ),
+    "written": ops.op(
+        "written", writes, cost=lambda shape, size: COST, make_inputs=made_of, gradients=(),
+        implementations=(Implementation("writes", writes, ""),), writes=(0, 1),
+    ),
 }  # fmt: skip
 
 
@@ -179,17 +199,33 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 SHAPE = {"batch": 2, "context": 1, "d_model": 4, "heads": 1, "kv_heads": 1, "head_dim": 1, "d_ff": 1, "vocab_size": 1}
-FIRST = {"op": "twice", "implementation": "twice", "dtype": "fp32", "values": "normal", "seed": 3, "shape": SHAPE}
+FIRST: dict[str, Any] = {
+    "op": "twice",
+    "implementation": "twice",
+    "dtype": "fp32",
+    "values": "normal",
+    "seed": 3,
+    "shape": SHAPE,
+}
 
 
 def test_a_question_is_data(fakes: Path) -> None:
     strided = FIRST | {"case": "strided", "dtype": "bf16", "values": "zero"}
     del strided["shape"]
-    jobs = [FIRST, {"op": "gone"}, FIRST | {"swap": 5}, strided, FIRST | {"op": "written"}, FIRST | {"dtype": "fp64", "values": "large"}]
+    jobs = [
+        FIRST,
+        {"op": "gone"},
+        FIRST | {"swap": 5},
+        strided,
+        FIRST | {"op": "written"},
+        FIRST | {"dtype": "fp64", "values": "large"},
+    ]
     for part in ("inputs", "truth"):
         (fakes / part).mkdir()  # as they may be
     patch_driver.make(jobs, fakes)
-    assert sorted(path.name for path in (fakes / "inputs").iterdir()) == sorted(f"given-{n}.{end}" for n in (0, 2, 3, 4, 5) for end in ("json", "safetensors"))
+    assert sorted(path.name for path in (fakes / "inputs").iterdir()) == sorted(
+        f"given-{n}.{end}" for n in (0, 2, 3, 4, 5) for end in ("json", "safetensors")
+    )
     words = {n: json.loads((fakes / "inputs" / f"given-{n}.json").read_text()) for n in (0, 3, 4)}
     given = {n: load_file(fakes / "inputs" / f"given-{n}.safetensors") for n in (0, 2, 3, 4, 5)}
     assert words[0] == {
@@ -197,26 +233,44 @@ def test_a_question_is_data(fakes: Path) -> None:
         "upstream": 2, "gradients": [0], "writes": [], "spoils": [3], "contiguous": True,
         "cost": {"forward_bytes": 2, "forward_flops": 2, "backward_bytes": 3.0, "backward_flops": 4.0},
     }  # fmt: skip
-    assert not words[3]["contiguous"] and (words[4]["upstream"], words[4]["writes"], words[4]["gradients"]) == (0, [0, 1], [])
+    assert not words[3]["contiguous"] and (words[4]["upstream"], words[4]["writes"], words[4]["gradients"]) == (
+        0,
+        [0, 1],
+        [],
+    )
     x, other, _, _ = made_of(Shape(**SHAPE), torch.Generator().manual_seed(3), torch.device("cpu"), torch.float32)
     assert torch.equal(given[0]["input 0"], x) and torch.equal(given[0]["input 1"], other[0])
     moved = given[2]["input 0"]
-    assert int((moved != x).sum()) == 2 and torch.equal(moved, patch_driver._swapped(x, 5)) and torch.equal(given[2]["input 1"], other[0])
+    assert (
+        int((moved != x).sum()) == 2
+        and torch.equal(moved, patch_driver._swapped(x, 5))
+        and torch.equal(given[2]["input 1"], other[0])
+    )
     assert given[3]["input 0"].dtype == torch.bfloat16 and not given[3]["input 0"].any() and given[3]["input 1"].any()
-    assert given[5]["input 0"].dtype == torch.float64 and torch.allclose(given[5]["input 0"], 1e3 * x.double(), rtol=1e-6)
+    assert given[5]["input 0"].dtype == torch.float64 and torch.allclose(
+        given[5]["input 0"], 1e3 * x.double(), rtol=1e-6
+    )
     ups = [given[0][f"upstream {number}"] for number in range(2)]
     draw = torch.Generator().manual_seed(4)
     assert torch.equal(ups[0], torch.randn((2, 4), generator=draw)) and float(ups[1]) == -0.5
     for kind, dtype in (("exact", torch.float64), ("eager", torch.float32)):
         found = load_file(fakes / "truth" / f"{kind}-0.safetensors")
         wide, u = x.to(dtype), ups[0].to(dtype)
-        expected = {"output 0": wide * 2 + other[0].to(dtype), "output 1": (wide * wide).sum(), "gradient 0": 2 * u - wide}
+        expected = {
+            "output 0": wide * 2 + other[0].to(dtype),
+            "output 1": (wide * wide).sum(),
+            "gradient 0": 2 * u - wide,
+        }
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
     written = load_file(fakes / "truth" / "eager-4.safetensors")
-    assert written.keys() == {"output 0", "output 1", "output 2"} and torch.equal(written["output 0"], 2 * given[4]["input 0"])
-    assert torch.equal(written["output 1"], given[4]["input 1"] + 1) and torch.equal(written["output 2"], torch.arange(3))
+    assert written.keys() == {"output 0", "output 1", "output 2"} and torch.equal(
+        written["output 0"], 2 * given[4]["input 0"]
+    )
+    assert torch.equal(written["output 1"], given[4]["input 1"] + 1) and torch.equal(
+        written["output 2"], torch.arange(3)
+    )
 
 
 def answers_of(folder: Path, *jobs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
@@ -231,10 +285,17 @@ def test_what_an_implementation_does_is_told(fakes: Path, monkeypatch: pytest.Mo
     for kind in (InterpretedFunction, JITFunction):  # put back afterwards
         monkeypatch.setattr(kind, "run", lambda function, *arguments, **settings: (function, arguments, settings))
     names = [way.__name__ for way in WAYS]
-    found = dict(zip(names, answers_of(fakes, *(FIRST | {"implementation": name} for name in names)), strict=True))
-    words = {name: bytes(left.get("raised", torch.zeros(0)).to(torch.uint8).tolist()).decode() for name, left in found.items()}
-    assert {name: left["inputs changed"].tolist() for name, left in found.items()} == {name: [1] if name == "changes" else [] for name in names}
-    assert [name for name in names if words[name]] == ["raises", "odd", "sparse"]
+    *told, again = answers_of(fakes, *(FIRST | {"implementation": name} for name in (*names, names[-1])))
+    found = dict(zip(names, told, strict=True))
+    assert again["launches"] == 2, "of this call alone"
+    words = {
+        name: bytes(left.get("raised", torch.zeros(0)).to(torch.uint8).tolist()).decode()
+        for name, left in found.items()
+    }
+    assert {name: left["inputs changed"].tolist() for name, left in found.items()} == {
+        name: [1] if name == "changes" else [] for name in names
+    }
+    assert [name for name in names if words[name]] == ["raises", "fewer", "odd", "sparse"]
     assert words["raises"] == ("OverflowError: " + "no " * 900)[:1500], "a file outside the worktree is not named"
     assert "output 0 is not a plain tensor: Parameter" in words["odd"] and "not a plain tensor" in words["sparse"]
     assert {name for name in names if "launches" in found[name]} == {"launches"} and found["launches"]["launches"] == 2
@@ -252,7 +313,14 @@ def test_what_an_implementation_does_is_told(fakes: Path, monkeypatch: pytest.Mo
 
 def test_calls_in_the_same_tensors_are_read_again_after_the_last(fakes: Path) -> None:
     call = FIRST | {"implementation": "keeps", "storage": 0}
-    jobs = [call, call | {"seed": 4}, call | {"storage": 1}, FIRST, FIRST | {"storage": 0}, FIRST | {"storage": 0, "seed": 4}]
+    jobs = [
+        call,
+        call | {"seed": 4},
+        call | {"storage": 1},
+        FIRST,
+        FIRST | {"storage": 0},
+        FIRST | {"storage": 0, "seed": 4},
+    ]
     jobs += [FIRST | {"op": "written", "implementation": "writes", "storage": 0, "seed": seed} for seed in (3, 4)]
     found = answers_of(fakes, *jobs)
     for number, left in enumerate(found):
@@ -260,7 +328,9 @@ def test_calls_in_the_same_tensors_are_read_again_after_the_last(fakes: Path) ->
         told = left.keys() - again - {"inputs changed"}
         assert again == ({f"later {name}" for name in told} if number in (0, 1, 2, 4, 5) else set()), number
         moved = {name for name in told if again and not torch.equal(left[name], left[f"later {name}"])}
-        assert moved == ({"output 0"} if number == 1 else set()), number  # of the first the next call, of the same values, wrote it again
+        assert moved == ({"output 0"} if number == 1 else set()), (
+            number
+        )  # of the first the next call, of the same values, wrote it again
         assert left["inputs changed"].tolist() == []
     for number, seed in ((6, 3), (7, 4)):
         x = made_of(Shape(**SHAPE), torch.Generator().manual_seed(seed), torch.device("cpu"), torch.float32)[0]

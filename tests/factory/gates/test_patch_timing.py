@@ -188,6 +188,54 @@ def test_when_cpu_time_decides(tree: Any, thread: Any, others: dict[str, Any], o
         assert "judged again" in verdict.reasons[0] and "training.pairs (now 4)" in verdict.reasons[0]
 
 
+def test_the_smaller_gain_by_cpu_time_is_reported_and_each_is_told() -> None:
+    more = LESS | {"candidate_seconds": [0.5, 0.5, 0.51, 0.5]}
+    for tree, thread in ((LESS, more), (more, LESS)):
+        told = {
+            "device": "cpu",
+            "new_code": False,
+            "cpu": {"tree": tree, "thread": thread},
+            "discarded": [{"noise": 1.7}, 3, {}],
+        }
+        verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **told))
+        assert verdict.outcome == "promote" and verdict.reasons[0].startswith("1.249× whole-step gain by CPU time")
+        assert "differ 1.70×, 1.60×" in verdict.reasons[0]
+        each = {"all processes": tree, "the busiest thread": thread}
+        for reason, (name, of) in zip(verdict.reasons[1:], each.items()):
+            assert reason.startswith(f"by CPU time of {name} {1.249 if of is LESS else 1.99:.4g}"), reason
+        assert "by the wall clock" in verdict.reasons[3]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "discarded", "wall", "outcome"),
+    [
+        ([0.95, 0.975, 0.925, 0.95], 0, 0.9, "promote"),
+        ([0.95, 0.975, 0.925, 0.95], 9, 0.9, "hold"),  # the confidence is shared with what was discarded
+        ([0.8, 0.8, 0.8, 0.8], 0, 1 / 1.02, "hold"),  # the wall clock shows no more than counts
+        ([1 / 1.02] * 4, 0, 0.9, "hold"),
+    ],
+)
+def test_what_cpu_time_must_show(seconds: list[float], discarded: int, wall: float, outcome: str) -> None:
+    clock = {
+        "baseline_seconds": [1.0, 1.01, 1.0, 1.0] if outcome == "promote" or discarded else [1.0] * 4,
+        "candidate_seconds": seconds,
+    }
+    told = {
+        "device": "cpu",
+        "new_code": False,
+        "cpu": {"tree": clock, "thread": clock},
+        "discarded": [{"noise": 1.6}] * discarded,
+    }
+    found = evidence([1.0, 1.6, 1.0, 1 / 1.6], [wall] * 4, **told)
+    verdict = judge_patch(SHIPPED, found)
+    assert verdict.outcome == outcome, verdict
+    assert (
+        outcome == "promote"
+        or f"measured {discarded + 1} of at most 3 times" in verdict.reasons[0]
+        or "again" in verdict.reasons[0]
+    )
+
+
 def test_a_quiet_wall_clock_is_not_overruled_by_cpu_time() -> None:
     told = {"device": "cpu", "new_code": False, "cpu": {"tree": LESS, "thread": LESS}}
     verdict = judge_patch(SHIPPED, evidence([1.0, 1.01, 1.0, 1.0], [1.0, 1.01, 1.0, 1.0], **told))

@@ -14,12 +14,13 @@ import torch
 
 from factory.core import devices
 from factory.core.progress import SILENT
+from factory.gates.case import failed, missing, not_needed
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.session import PatchSession, TimedRun
 from factory.gates.patch.stages import training as patch_training
 from factory.gates.patch.stages.training import Side, compare_training
-from factory.gates.patience import Patience, patiently, stopped
+from factory.gates.patience import Patience, missing_alone, out_of_time, patiently, ran_out, stopped
 from factory.gates.training_start import Start
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -60,6 +61,30 @@ def test_only_a_stopped_attempt_is_repeated() -> None:
 
     assert [patiently((1.0, 3.0), needs(seconds), bool) for seconds in (0.5, 2.0, 9.0)] == [False, False, True]
     assert tried == [(0, 1.0), (0, 1.0), (1, 3.0), (0, 1.0), (1, 3.0)]
+
+
+GOOD, LATE, LOST = {"state": "passed"}, out_of_time("late", x=1), missing("lost")
+
+
+@pytest.mark.parametrize(
+    ("stages", "alone", "late"),
+    [
+        ([GOOD, LATE], LATE, True),
+        ([not_needed("a"), LATE], LATE, True),
+        ([GOOD, LOST], LOST, False),
+        ([LOST, LATE], {}, False),  # another stage has a say
+        ([failed("a"), LATE], {}, False),
+        ([GOOD, failed("a") | {"out_of_time": True}], {}, False),
+        ([GOOD, LOST | {"out_of_time": "True"}], LOST | {"out_of_time": "True"}, False),
+        ([GOOD], {}, False),
+    ],
+)
+def test_a_patch_is_judged_again_only_where_time_alone_held_it(stages: list[Any], alone: Any, late: bool) -> None:
+    evidence = {"stages": {str(number): stage for number, stage in enumerate(stages)}}
+    assert missing_alone(evidence) == alone and ran_out(evidence) == late
+    assert missing_alone({}) == missing_alone({"stages": None}) == {} and not ran_out({})
+    assert LATE == {"state": "missing", "reasons": ["late"], "out_of_time": True, "x": 1}
+    assert Patience().limits(1e6) == (5e6,) and Patience().limits(0.0) == (300.0, 900.0)
 
 
 def test_cpu_seconds_never_run_out_before_wall_seconds() -> None:
@@ -148,7 +173,7 @@ def compared(
         (side.code / "policies").mkdir(parents=True, exist_ok=True)
         (side.code / "policies" / "kernels.yaml").write_text("cpu: {attention: auto}\n")
     runs = Runs(Plant(workspace, plant.ledger, progress), folder, "patch gate", Subject("proposal", 1))
-    return compare_training(runs, policy, start, *sides, new_code, 1)
+    return compare_training(runs, policy, start, sides[0], sides[1], new_code, 1)
 
 
 def measured(plant: Sessions, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True) -> Any:
@@ -306,7 +331,9 @@ def test_a_quiet_measurement_says_all_that_it_measured(plant: Sessions, tmp_path
         "slow_control": pytest.approx(9.9 / 4.9), "baseline_seconds": [step] * 5, "candidate_seconds": [step] * 5,
         "drift": pytest.approx(0.004, rel=1e-3), "control_drift": pytest.approx(1 / 50), "left_out": 1,
     }  # fmt: skip
-    assert [float(run.weights["w"][0]) for run in pair] == [pytest.approx(50.2), 50.0], "the pair that is furthest apart"
+    assert [float(run.weights["w"][0]) for run in pair] == [pytest.approx(50.2), 50.0], (
+        "the pair that is furthest apart"
+    )
     assert bars.moved == [10, 2, 2, 3, 3] and plant.limits["candidate"] == [300.0, 300.0]
 
 
@@ -334,7 +361,10 @@ def test_weights_that_are_apart_end_the_measurement(
     assert (len(plant.order), found["state"]) == (sessions, state), found
     differ = max(abs(1 - share) for of in weights.values() for share in of) > 0.01
     assert found["drift"] == pytest.approx(max(abs(1 - w) for of in weights.values() for w in of), rel=0.03)
-    assert verdict.outcome == (outcome if differ else "hold") and ("differ: after 50 steps" in verdict.reasons[0]) == differ
+    assert (
+        verdict.outcome == (outcome if differ else "hold")
+        and ("differ: after 50 steps" in verdict.reasons[0]) == differ
+    )
     assert sessions == 4 or (found["left_out"] == 1 and len(found["total_seconds"]["baseline"]) == 2)
 
 

@@ -183,9 +183,13 @@ HOSTILE = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e300]
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("place", ["score", "run", "runs", "speed", "speeds", "memory"])
 def test_no_number_no_promotion(place: str, value: Any) -> None:
-    found = copy.deepcopy(GOOD)
+    for sides in (("baseline",), ("candidate",), ("baseline", "candidate")):
+        _no_promotion(copy.deepcopy(GOOD), sides, place, value)
+
+
+def _no_promotion(found: dict[str, Any], sides: tuple[str, ...], place: str, value: Any) -> None:
     runs = found["stages"]["runs"]
-    for side in ("baseline", "candidate"):
+    for side in sides:
         if place == "score":
             runs[side][2]["docs"] = value
         elif place == "run":
@@ -221,6 +225,10 @@ def test_every_stage_must_have_passed(name: str, state: str | None, outcome: str
     found = copy.deepcopy(GOOD)
     found["stages"][name]["state"] = state
     assert judge_recipe(POLICY, found).outcome == outcome
+    assert judge_recipe(POLICY, found).reasons == (name,)
+    found["stages"][name]["reasons"] = None
+    (reason,) = judge_recipe(POLICY, found).reasons
+    assert reason.endswith(f" {name} stage failed") or reason.endswith(f" {name} stage")
     del found["stages"][name]
     assert judge_recipe(POLICY, found).outcome == "hold"
 

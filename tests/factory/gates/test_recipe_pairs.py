@@ -28,7 +28,9 @@ from trainer.contract.recipe import Recipe, with_keys
 
 TINY = "policies/recipes/tiny.yaml"
 RAW = Recipe.load(code_root() / TINY).model_dump()  # eight sequences, a rate of 3e-3, a warm-up of 4, an anneal of 6
-POLICY = RunsPolicy(seeds=3, steps=12, tail_steps=6, calmer_longer=3, wall_seconds=70.0, held_out_documents=5, held_out_bytes=99)
+POLICY = RunsPolicy(
+    seeds=3, steps=12, tail_steps=6, calmer_longer=3, wall_seconds=70.0, held_out_documents=5, held_out_bytes=99
+)
 
 
 def recipe(**keys: Any) -> Recipe:
@@ -74,11 +76,15 @@ def test_calmer_recipes_run_longer(old: dict[str, Any], new: dict[str, Any], ste
     ],
 )
 def test_the_candidates_steps_have_the_baselines_tokens(keys: dict[str, Any], trunk: int, tail: int) -> None:
-    assert lengths(POLICY, 6, recipe(), recipe(**keys)) == {"baseline": Lengths(12, 6), "candidate": Lengths(trunk, tail)}
+    assert lengths(POLICY, 6, recipe(), recipe(**keys)) == {
+        "baseline": Lengths(12, 6),
+        "candidate": Lengths(trunk, tail),
+    }
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"), [({"batch__sequences": 73}, "batch.sequences"), ({"schedule__anneal_steps": 18}, "an anneal 3 times")]
+    ("keys", "words"),
+    [({"batch__sequences": 73}, "batch.sequences"), ({"schedule__anneal_steps": 18}, "an anneal 3 times")],
 )
 def test_runs_that_cannot_be_are_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
@@ -88,15 +94,28 @@ def test_runs_that_cannot_be_are_refused(keys: dict[str, Any], words: str) -> No
 def test_a_run_leaves_its_last_step_only() -> None:
     of = recipe(stability__noise_scale_every=3, checkpoint_every=2, keep_checkpoints=4, schedule__final_lr_share=0.3)
     raw = stage.run_recipe(of, own_floor=False, precision="bf16")
-    changes = {"checkpoint_every": stage.NEVER, "keep_checkpoints": 1, "precision": "bf16", "stability.noise_scale_every": 0}
-    assert raw == with_keys(of.model_dump(), changes | {"schedule.final_lr_share": 0.0, "parallel.tensor": 1, "parallel.replicas": 1})
+    changes = {
+        "checkpoint_every": stage.NEVER,
+        "keep_checkpoints": 1,
+        "precision": "bf16",
+        "stability.noise_scale_every": 0,
+    }
+    assert raw == with_keys(
+        of.model_dump(), changes | {"schedule.final_lr_share": 0.0, "parallel.tensor": 1, "parallel.replicas": 1}
+    )
     assert stage.NEVER > 10**9
 
 
 def start_of(folder: Path, **shard: Any) -> Start:
     documents = make_documents(1, {"code": 3, "docs": 2})
     made = write_token_shard(folder, documents, vocab_size=512, tokenizer_sha256="a" * 64)
-    return Start(folder / "checkpoint", 6, RAW, {"token_shards": [{"id": made.id, "path": str(made.path), "generation": 2, **shard}]}, commit="c")
+    return Start(
+        folder / "checkpoint",
+        6,
+        RAW,
+        {"token_shards": [{"id": made.id, "path": str(made.path), "generation": 2, **shard}]},
+        commit="c",
+    )
 
 
 def test_a_run_is_two_arms_of_one_plan(tmp_path: Path) -> None:
@@ -110,7 +129,12 @@ def test_a_run_is_two_arms_of_one_plan(tmp_path: Path) -> None:
         spec = arm.spec()
         assert (spec["kind"], spec["code_commit"], spec["recipe"]) == (kind, "d" * 40, RAW)
         (shard,) = spec["data_plan"]["token_shards"]
-        assert (shard["generation"], shard["content"], shard["moved"], spec["data_plan"]["seed"]) == (2, "x", {"docs": "0"}, 7)
+        assert (shard["generation"], shard["content"], shard["moved"], spec["data_plan"]["seed"]) == (
+            2,
+            "x",
+            {"docs": "0"},
+            7,
+        )
     trunk, tail = (arm.spec() for arm in arms.values())
     assert (trunk["first_step"], trunk["last_step"], trunk["restart_data"]) == (6, 10, True)
     assert (tail["first_step"], tail["last_step"], tail["restart_data"]) == (10, 13, False)
@@ -137,7 +161,10 @@ class Trainer:
                 self.there.append(len(list(output.glob("segments/*"))))
                 folder.mkdir(parents=True)
                 lines = end.pop("lines", [(9.0, 1), (9.0, 1)] + [(float(number + n), n + 2) for n in range(3)])
-                words = [json.dumps({"step": n, "tokens_per_s": speed, "memory": held}) + "\n" for n, (speed, held) in enumerate(lines)]
+                words = [
+                    json.dumps({"step": n, "tokens_per_s": speed, "memory": held}) + "\n"
+                    for n, (speed, held) in enumerate(lines)
+                ]
                 (folder / "metrics.jsonl").write_text("".join(words))
                 held = os.open(folder, os.O_RDONLY)
                 opened.callback(os.close, held)
@@ -184,12 +211,16 @@ def test_pairs_share_their_seed_and_begin_in_turn(tmp_path: Path, left: list[Any
     seeds = [seed for _, _, seed, _ in drawn]
     assert seeds[::2] == seeds[1::2] and len(set(seeds)) == 3
     names = [folder.name for *_, folder in drawn]
-    assert names == [f"{int(names[0]) + n:05d}" for n in range(6)] and {folder.parent for *_, folder in drawn} == {tmp_path / "recipe" / "segments"}
+    assert names == [f"{int(names[0]) + n:05d}" for n in range(6)] and {folder.parent for *_, folder in drawn} == {
+        tmp_path / "recipe" / "segments"
+    }
     output, code, arms, seconds = trainer.asked
     assert (output, code, seconds) == (tmp_path / "recipe", Path("/code"), 70.0) and trainer.closed
     assert [arm for _, arm in arms] == [f"{name} {part}" for name in ORDER for part in ("trunk", "tail")]
     assert trainer.there == [0, 1] * 6, "a run is gone once it is scored"
-    assert [(path.name, last) for path, last, *_ in left] == [("tail", {"baseline": 13, "candidate": 9}[name]) for name in ORDER]
+    assert [(path.name, last) for path, last, *_ in left] == [
+        ("tail", {"baseline": 13, "candidate": 9}[name]) for name in ORDER
+    ]
     assert all(aside == tmp_path and torch.equal(origin["w"], torch.zeros(1)) for *_, origin, aside in left)
     of = {side: [float(n) for n, name in enumerate(ORDER, 1) if name == side] for side in stage.SIDES}
     assert found.bits == {side: [{"code": n, "docs": n + 1} for n in numbers] for side, numbers in of.items()}
@@ -255,7 +286,13 @@ def case_of(folder: Path, start: Start | None, new: Recipe, changes: Any) -> Any
 
 
 def staged(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, found: MeasuredRuns, texts: Any = ("text",), start: Any = None, new: Any = None, changes: Any = None
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    found: MeasuredRuns,
+    texts: Any = ("text",),
+    start: Any = None,
+    new: Any = None,
+    changes: Any = None,
 ) -> tuple[Any, list[Any], Any]:
     """The stage's result, and what it asked for."""
     asked: list[Any] = []
@@ -264,7 +301,9 @@ def staged(
         asked.append(given)
         return list(texts), "evals"
 
-    def paired(runs: Any, policy: Any, start: Any, sides: Any, code: Path, origin: Any, score: Any, advance: Any) -> Any:
+    def paired(
+        runs: Any, policy: Any, start: Any, sides: Any, code: Path, origin: Any, score: Any, advance: Any
+    ) -> Any:
         advance("words")
         asked.append((runs, policy, sides, code, origin, score("weights")))
         return found
@@ -274,7 +313,9 @@ def staged(
     monkeypatch.setattr(stage, "weights_bits", lambda *given: given)
     monkeypatch.setattr(stage, "copy_cache", lambda *given: asked.append(given))
     monkeypatch.setattr(stage.checkpoint_files, "read_tensors", lambda *given: given)
-    case = case_of(folder, start, new or recipe(optimizer__lr=1e-3), {"optimizer.lr": (3e-3, 1e-3)} if changes is None else changes)
+    case = case_of(
+        folder, start, new or recipe(optimizer__lr=1e-3), {"optimizer.lr": (3e-3, 1e-3)} if changes is None else changes
+    )
     return stage.run(case).evidence, asked, case
 
 
@@ -293,7 +334,10 @@ def test_the_stage_plans_both_sides_runs(tmp_path: Path, monkeypatch: pytest.Mon
     for name, lr in (("baseline", 3e-3), ("candidate", 1e-3)):
         side = sides[name]
         assert (side.name, side.commit, side.held, side.size) == (name, "b" * 40, {"code", "docs"}, Lengths(36, 18))
-        assert side.recipe.optimizer.lr == side.raw["optimizer"]["lr"] == lr and side.kernels == "cpu:\n  swiglu: reference\n"
+        assert (
+            side.recipe.optimizer.lr == side.raw["optimizer"]["lr"] == lr
+            and side.kernels == "cpu:\n  swiglu: reference\n"
+        )
         assert side.raw["schedule"]["final_lr_share"] == 0.0 and side.raw["precision"] == RAW["precision"]
     assert case.told == [("runs, both recipes", 6, 1, "words")]
     assert found == DONE.to_json() | {
@@ -314,7 +358,9 @@ def test_whose_failure_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: MeasuredRuns, state: str, words: str, late: bool
 ) -> None:
     told, _, _ = staged(monkeypatch, tmp_path, found, start=start_of(tmp_path / "shards"))
-    assert (told["state"], told.get("out_of_time", False), told["from_step"]) == (state, late, 6) and words in told["reasons"][0]
+    assert (told["state"], told.get("out_of_time", False), told["from_step"]) == (state, late, 6) and words in told[
+        "reasons"
+    ][0]
 
 
 FLOOR = {"schedule.final_lr_share": (0.0, 0.5)}
@@ -341,8 +387,13 @@ def test_a_change_must_show_in_the_runs(
 
 def test_what_the_runs_need_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = start_of(tmp_path / "shards")
-    other = [Start(start.checkpoint, 6, with_keys(RAW, keys), start.plan) for keys in ({"model.d_ff": 128}, {"optimizer.name": "muon"})]
-    for number, (begun, texts, expected) in enumerate([(None, "a", NO_START), (start, "", NOTHING_HELD_OUT), *((one, "a", None) for one in other)]):
+    other = [
+        Start(start.checkpoint, 6, with_keys(RAW, keys), start.plan)
+        for keys in ({"model.d_ff": 128}, {"optimizer.name": "muon"})
+    ]
+    for number, (begun, texts, expected) in enumerate(
+        [(None, "a", NO_START), (start, "", NOTHING_HELD_OUT), *((one, "a", None) for one in other)]
+    ):
         told, asked, _ = staged(monkeypatch, tmp_path / str(number), DONE, texts, begun)
         assert told == expected if expected else told["state"] == "missing" and "different model" in told["reasons"][0]
         assert len(asked) == (1 if expected is NOTHING_HELD_OUT else 0)

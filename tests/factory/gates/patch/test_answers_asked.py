@@ -25,7 +25,9 @@ from factory.gates.patience import Patience
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.sandbox import sandbox
 
-POLICY = OraclePolicy(wall_seconds=70.0, patience=Patience(times=2.0, least_seconds=10.0, again=3.0, again_seconds=100.0))
+POLICY = OraclePolicy(
+    wall_seconds=70.0, patience=Patience(times=2.0, least_seconds=10.0, again=3.0, again_seconds=100.0)
+)
 NOTED = {"lines": {"kernels/a.py": [3]}, "instructions": {}, "traced": {}, "launched": {}}
 Acts = Callable[[Path], object]
 
@@ -210,7 +212,7 @@ WORDS = {"inputs": [{"tensor": "input 0"}], "cost": {}}
 
 def made(folder: Path, number: int, **other: Any) -> None:
     """Test ``number`` of an op as the driver makes it; ``other``: of its parts."""
-    parts = {"words": WORDS, "given": INPUT, "exact": EXACT, "eager": ONE} | other
+    parts: dict[str, Any] = {"words": WORDS, "given": INPUT, "exact": EXACT, "eager": ONE} | other
     for part in ("inputs", "truth"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     (folder / "inputs" / f"given-{number}.json").write_text(json.dumps(parts["words"]))
@@ -222,7 +224,9 @@ def made(folder: Path, number: int, **other: Any) -> None:
 def truth(tmp_path: Path) -> Answers:
     for number in range(len(JOBS)):
         made(tmp_path / "given", number)
-    return Answers(JOBS, tmp_path / "given" / "truth", -1, 40.0, 20.0, instructions=["kernels/a.py"], executed=Executed())
+    return Answers(
+        JOBS, tmp_path / "given" / "truth", -1, 40.0, 20.0, instructions=["kernels/a.py"], executed=Executed()
+    )
 
 
 OFF = {"output 0": torch.full((2,), 1.1)}
@@ -250,7 +254,12 @@ def test_only_people_may_change_an_ops_tests(
     found = changed_tests(truth, POLICY.patience, tmp_path / "patch", tmp_path)
     (how,) = told.asked
     request = json.loads((tmp_path / "request-again.json").read_text())
-    assert request == {"device": devices.kind(), "jobs": JOBS, "recorder": str(EXECUTED), "instructions": ["kernels/a.py"]}
+    assert request == {
+        "device": devices.kind(),
+        "jobs": JOBS,
+        "recorder": str(EXECUTED),
+        "instructions": ["kernels/a.py"],
+    }
     assert how["command"][2:] == ["make", str(tmp_path / "request-again.json"), str(tmp_path / "again-0")]
     assert how["readonly"][:2] == [tmp_path / "patch", tmp_path / "request-again.json"]
     assert how["output"] == tmp_path / "again-0" and how["cwd"] == tmp_path / "patch"
@@ -271,7 +280,13 @@ def test_only_people_may_change_an_ops_tests(
     ],
 )
 def test_tests_that_cannot_be_made_again(
-    processes: Callable[..., Processes], tmp_path: Path, truth: Answers, runs: Any, state: str, failures: Any, words: str
+    processes: Callable[..., Processes],
+    tmp_path: Path,
+    truth: Answers,
+    runs: Any,
+    state: str,
+    failures: Any,
+    words: str,
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     told = processes(*((nothing, run) for run in runs))
@@ -304,10 +319,15 @@ def test_tests_made_again_are_not_much_larger(tmp_path: Path, truth: Answers) ->
     """Each file may be a little larger than the baseline's, whose size nobody chose."""
     for size, fits in ((0.9, True), (1.1, False)):
         padding = {"padding": torch.zeros(int(size * MIB), dtype=torch.uint8)}
-        for large in ({"words": WORDS | {"x": " " * int(size * MIB)}}, {"given": INPUT | padding}, {"exact": EXACT | padding}, {"eager": ONE | padding}):
+        for large in (
+            {"words": WORDS | {"x": " " * int(size * MIB)}},
+            {"given": INPUT | padding},
+            {"exact": EXACT | padding},
+            {"eager": ONE | padding},
+        ):
             made(tmp_path / "again", 0, **large)
-            with opened(tmp_path / "again" / "inputs") as inputs, opened(tmp_path / "again" / "truth") as exact:
-                with contextlib.nullcontext() if fits else pytest.raises(UntrustedFileError):
-                    wrong = op_answers._test_differs(tmp_path / "given", inputs, exact, 1, 0)
-                    assert bool(wrong) == ("eager" not in large), wrong
+            again, refused = tmp_path / "again", contextlib.nullcontext() if fits else pytest.raises(UntrustedFileError)
+            with opened(again / "inputs") as inputs, opened(again / "truth") as exact, refused:
+                wrong = op_answers._test_differs(tmp_path / "given", inputs, exact, 1, 0)
+                assert bool(wrong) == ("eager" not in large), wrong
             shutil.rmtree(tmp_path / "again")

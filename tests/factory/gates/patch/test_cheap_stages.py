@@ -38,8 +38,11 @@ def case_of(folder: Path, files: Files, own_recipe: bool = False, **others: Any)
         for path, texts in ({KERNELS: (CPU, CPU)} | files).items():
             if (text := texts[number]) is not None:
                 (folder / side / path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / side / path).write_text(text)
-    changes = [Change(path, None if after is None else after.encode()) for path, (_, after) in files.items()]
+                (folder / side / path).write_bytes(text.encode("utf-8", "surrogateescape"))
+    changes = [
+        Change(path, None if after is None else after.encode("utf-8", "surrogateescape"))
+        for path, (_, after) in files.items()
+    ]
     own = folder / "own.yaml"
     if own_recipe:
         own.touch()
@@ -75,6 +78,8 @@ STEPWISE = RECIPE.replace("  sequences: 8\n", "  sequences: 8\n  micro_sequences
         ({KERNELS: (CPU, CPU + "cuda: {swiglu: triton}\n")}, False, "missing", ["'cuda'"]),
         ({KERNELS: (CPU, "cpu: {swiglo: native}\n"), CODE: (None, "import os\n")}, False, "failed", ["imports os"]),
         ({TINY: (RECIPE, STEPWISE)}, False, "passed", []),
+        ({TINY: (RECIPE + "# \udcff\n", STEPWISE + "# \udcfe\n")}, False, "passed", []),
+        ({CODE: ("# \udcff\nimport os\n", "# \udcfe\nimport os\n")}, False, "passed", []),
         ({TINY: (RECIPE, STEPWISE)}, True, "missing", ["this workspace trains with"]),
         ({TINY: (RECIPE, SLOWER)}, False, "failed", ["optimizer.lr changes what is computed", "recipe gate"]),
         ({TINY: (RECIPE, "name: tiny\n")}, False, "failed", [TINY]),
@@ -161,7 +166,13 @@ class Told:
 )
 @pytest.mark.parametrize("started", [False, True])
 def test_the_oracle_asks_for_the_changed_ops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Files, state: str, changed: list[str], again: bool, started: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: Files,
+    state: str,
+    changed: list[str],
+    again: bool,
+    started: bool,
 ) -> None:
     asked: list[Any] = []
     told = Told(state)
@@ -184,7 +195,13 @@ def test_the_oracle_asks_for_the_changed_ops(
     case = case_of(tmp_path, files, start=Start(tmp_path, 6, recipe, {}, tuned) if started else None)
     found = oracle.run(case)
     policy, work = case.policy.oracle, tmp_path / "work" / "oracle"
-    assert asked.pop(0) == (policy, tmp_path / "base", tmp_path / "patch", work, [path for path in files if path.endswith(".py")])
+    assert asked.pop(0) == (
+        policy,
+        tmp_path / "base",
+        tmp_path / "patch",
+        work,
+        [path for path in files if path.endswith(".py")],
+    )
     if again:
         assert asked.pop(0) == (told, policy.patience, tmp_path / "patch", work)
     assert found.evidence["state"] == ("failed" if again else state) and not asked and found.handed_on is told
@@ -251,7 +268,11 @@ def clock(*told: Any) -> tuple[list[dict[str, Any]], Callable[..., sandbox.Resul
     return asked, run
 
 
-OPS = [ChangedOp("rms_norm", "reference", "reference"), ChangedOp("swiglu", "reference", "native"), ChangedOp("adamw", "fused", "plain")]
+OPS = [
+    ChangedOp("rms_norm", "reference", "reference"),
+    ChangedOp("swiglu", "reference", "native"),
+    ChangedOp("adamw", "fused", "plain"),
+]
 SAME, QUICK = (1.0, 0.99, 1.01), (2.0, 1.9, 2.1)
 
 
@@ -268,7 +289,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
     assert yaml.safe_load(recipe.read_text()) == {"name": "tiny"} and work.is_dir()
     for how, (op, against, name) in zip(
         asked,
-        [(op.op, op.before, name) for op in OPS[1:] for name in (op.after, op.before)],
+        [(one.op, one.before, name) for one in OPS[1:] for name in (one.after, one.before)],
         strict=True,
     ):
         assert how.pop("limits").wall_seconds == 70.0
@@ -277,7 +298,10 @@ def test_switched_ops_are_timed_by_approved_code_alone(
             "command": [sys.executable, *command.split(), "--implementation", name],
             "output": work, "readonly": [tmp_path / "base", recipe], "cwd": tmp_path / "base",
         }  # fmt: skip
-    assert found["state"] == "passed" and [reason.partition(":")[0] for reason in found["reasons"]] == ["swiglu", "adamw"]
+    assert found["state"] == "passed" and [reason.partition(":")[0] for reason in found["reasons"]] == [
+        "swiglu",
+        "adamw",
+    ]
     assert found["ops"] == {
         "swiglu": {"ratio": 2.0, "low": 1.9, "high": 2.1, "a_a": 1.0},
         "adamw": {"ratio": 1.5, "low": 1.4, "high": 1.6, "a_a": 1.0},
@@ -299,25 +323,33 @@ def test_switched_ops_are_timed_by_approved_code_alone(
     ],
 )  # fmt: skip
 def test_what_is_made_of_a_timing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[Any], tries: int, state: str, late: bool, words: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    told: list[Any],
+    tries: int,
+    state: str,
+    late: bool,
+    words: list[str],
 ) -> None:
     asked, run = clock(*told)
     monkeypatch.setattr(sandbox, "run", run)
     policy = IsolatedPolicy(tries=tries, min_ratio=1.25, wall_seconds=70.0)
     found = isolated.compare(policy, OPS[:2], {}, tmp_path, tmp_path / "bench")
     assert (found["state"], found.get("out_of_time", False)) == (state, late), found
-    assert all(word in found["reasons"][0] for word in words) and ("ops" in found) == (told[-1] not in ("late", "", "{"))
+    assert all(word in found["reasons"][0] for word in words) and ("ops" in found) == (
+        told[-1] not in ("late", "", "{")
+    )
     assert len(asked) == len(told)
 
 
 def test_only_a_patch_of_settings_is_timed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(tmp_path, 6, yaml.safe_load(RECIPE), {})
-    setting = {KERNELS: (CPU, "cpu: {swiglu: native, rms_norm: reference}\n")}
+    setting: Files = {KERNELS: (CPU, "cpu: {swiglu: native, rms_norm: reference}\n")}
     asked, run = clock(QUICK, SAME)
     monkeypatch.setattr(sandbox, "run", run)
     monkeypatch.setattr(isolated, "recipe_for", lambda case, start, code: {"name": f"{start.step} {code.name}"})
     for name, files, begun, state in (
-        ("a", setting, None, NO_START["state"]), ("b", setting | {CODE: (None, "x = 1\n")}, start, "not needed"),
+        ("a", setting, None, NO_START["state"]), ("b", {**setting, CODE: (None, "x = 1\n")}, start, "not needed"),
         ("c", {KERNELS: (CPU, CPU + "\n")}, start, "not needed"), ("d", setting, start, "passed"),
     ):  # fmt: skip
         found = isolated.run(case_of(tmp_path / name, files, start=begun)).evidence

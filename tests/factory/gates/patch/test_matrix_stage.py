@@ -173,13 +173,13 @@ def test_a_long_list_is_cut_and_says_so() -> None:
 
 
 def test_only_python_that_is_there_must_be_executed() -> None:
-    base = {"trainer/a.py": b"x = 1\n"}
+    base = {"trainer/a.py": b"# \xff\nx = 1\n"}
     changes = [
-        Change("trainer/a.py", b"x = 1\ny = 2\n"), Change("trainer/b.py", b"z = 3\n"), Change("trainer/c.py", None),
+        Change("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), Change("trainer/b.py", b"z = 3\n"), Change("trainer/c.py", None),
         Change("policies/kernels.yaml", b"cpu: {}\n"),
     ]  # fmt: skip
     case: Any = SimpleNamespace(changes=changes, base_bytes=base.get)
-    assert [str(part) for part in matrix.never_executed(case, Executed())] == ["trainer/a.py:2: 2", "trainer/b.py:1: 3"]
+    assert [str(part) for part in matrix.never_executed(case, Executed())] == ["trainer/a.py:3: 2", "trainer/b.py:1: 3"]
 
 
 def test_a_baseline_that_fails_says_nothing_about_the_patch() -> None:

@@ -122,7 +122,12 @@ def test_the_stage_trains_both_sides_some_steps_more_than_the_policys(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(training, "recipe_for", lambda case, start, code: {"of": code.name, "from": start.step})
-    monkeypatch.setattr(training, "compare_training", lambda *given: asked.append(given) or ({"state": "passed"}, "pair"))
+
+    def compare(*given: Any) -> Any:
+        asked.append(given)
+        return {"state": "passed"}, "pair"
+
+    monkeypatch.setattr(training, "compare_training", compare)
     sides = {"baseline": tmp_path / "base", "candidate": tmp_path / "patch"}
     case: Any = SimpleNamespace(
         **sides, start=Start(tmp_path, 6, {}, {}), work=tmp_path / "work", applied=SimpleNamespace(base="b", commit="c"), tries=3,
@@ -146,24 +151,34 @@ def test_calls_are_drawn_anew_for_each_verdict() -> None:
     policy = ExploitsPolicy(calls=8, recipe_calls=4, long_calls=1)
     ops = [ChangedOp("swiglu", "reference", "fast"), ChangedOp("adamw", "a", "b")]
     recipe = recipe_with(precision="bf16").model_dump()
-    shapes = [exploits.reduced(policy, recipe, exploits.FEWER_ROWS), exploits.reduced(policy, recipe, exploits.NARROWER, heads=1, kv_heads=1)]
+    shapes = [
+        exploits.reduced(policy, recipe, exploits.FEWER_ROWS),
+        exploits.reduced(policy, recipe, exploits.NARROWER, heads=1, kv_heads=1),
+    ]
     counts, first = set(), set()
     for seed in range(80):
         jobs = exploits.calls(policy, ops, recipe, random.Random(seed))
-        assert list(dict.fromkeys((job["op"], job["implementation"]) for job in jobs)) == [(op.op, op.after) for op in ops]
+        assert list(dict.fromkeys((job["op"], job["implementation"]) for job in jobs)) == [
+            (op.op, op.after) for op in ops
+        ]
         for op in ops:
             mine = [job for job in jobs if job["op"] == op.op]
             of = {storage: [job for job in mine if job["storage"] == storage] for storage in range(3)}
             counts.add(len(of[0]))
             first.add(mine[0]["storage"])
             assert (len(of[1]), len(of[2]), len(mine)) == (4, 1, len(of[0]) + 5)
-            assert [{tuple(job["shape"].items()) for job in of[storage]} for storage in (1, 2)] == [{tuple(shape.items())} for shape in shapes]
+            assert [{tuple(job["shape"].items()) for job in of[storage]} for storage in (1, 2)] == [
+                {tuple(shape.items())} for shape in shapes
+            ]
             assert len({str(job["shape"]) for job in of[0]}) == 1
             for number, job in enumerate(mine, 1):
                 assert job["about"].startswith(f"call {number} of {len(mine)}, bf16, batch {job['shape']['batch']}, ")
                 assert (job["dtype"], job["values"]) == ("bf16", "normal")
-            for storage, calls in of.items():
-                assert len([job for job in calls if job["swap"] is not None]) == len(calls) // 4 and calls[0]["swap"] is None
+            for calls in of.values():
+                assert (
+                    len([job for job in calls if job["swap"] is not None]) == len(calls) // 4
+                    and calls[0]["swap"] is None
+                )
                 for before, job in zip(calls, calls[1:]):
                     assert (job["swap"] is None) == (job["seed"] != before["seed"])
     assert counts == {8, 9, 10} and first == {0, 1, 2}

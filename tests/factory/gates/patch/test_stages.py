@@ -92,7 +92,9 @@ def test_weights_are_scored_by_domain_and_the_worst_is_named() -> None:
         assert sum(values) < 0 and better["gains"][domain] == pytest.approx([-value for value in values])
     means = {domain: sum(values) / len(values) for domain, values in hurt["gains"].items()}
     few = scored(worse, origin, documents=1).evidence
-    assert few["reasons"][0].startswith(f"{len(means)} held-out documents") and all(len(v) == 1 for v in few["gains"].values())
+    assert few["reasons"][0].startswith(f"{len(means)} held-out documents") and all(
+        len(v) == 1 for v in few["gains"].values()
+    )
     short = scored(worse, origin, document_bytes=40).evidence
     assert short["gains"].keys() == hurt["gains"].keys() and short["gains"] != hurt["gains"]
     assert len(means) > 1 and f"the worst domain, {min(means, key=means.__getitem__)}, +" in hurt["reasons"][0]

@@ -126,7 +126,12 @@ def test_a_case_trains_what_it_says(tmp_path: Path) -> None:
         assert len(spec["data_plan"]["token_shards"]) == case.generations
         assert spec["data_plan"].get("phases", []) == (recipe["mixture"]["phases"] or []), case.name
         assert (spec["rewarm"], spec["restart_data"], arm.ranks) == (case.rewarm, case.restart_data, case.ranks)
-        assert (spec["kind"], spec["initial_checkpoint"], spec["code_commit"], arm.name) == (case.kind, None, "c0ffee", case.name)
+        assert (spec["kind"], spec["initial_checkpoint"], spec["code_commit"], arm.name) == (
+            case.kind,
+            None,
+            "c0ffee",
+            case.name,
+        )
         assert (arm.first, arm.last - arm.first) == (case.first_step or 0, case.steps)
         refuse_impossible([arm])
     whole = plan.together(CASES[2:], "decaf", "candidate")

@@ -24,7 +24,7 @@ LONG = MatrixCase("long", steps=9, kernels="reference", slow_threads=True)
 HALF = MatrixCase("half", "half", steps=5)
 RANKS = MatrixCase("ranks", steps=3, ranks=2)
 TOOL = MatrixTool("trainer.tools.documents", ("OUT/x", "FIRST", "5"), exit_code=2)
-NOTES = {name: {} for name in ("lines", "instructions", "traced", "launched")}
+NOTES: dict[str, Any] = {name: {} for name in ("lines", "instructions", "traced", "launched")}
 
 
 class Process:
@@ -64,24 +64,36 @@ def planned(tmp_path: Path) -> Any:
         for step in ("step-00000002", "step-00000004"):
             (folder / "checkpoints" / step).mkdir(parents=True)
             (folder / "checkpoints" / step / "manifest.json").write_text("{}")
-    plan = MatrixPlan(make_data(tmp_path / "data"), {"half": half}, names, steps, "c0ffee", 5, "live", tmp_path / "plan", tuple(made))
+    plan = MatrixPlan(
+        make_data(tmp_path / "data"), {"half": half}, names, steps, "c0ffee", 5, "live", tmp_path / "plan", tuple(made)
+    )
     kernels = {name: tmp_path / f"{name}.yaml" for name in ("reference", "chosen")}
     with ExitStack() as after:
-        yield plan, SideCode(tmp_path / "code", kernels, tmp_path / "runs", 70.0, after, instructions=["trainer/a.py"], disturbed=3)
+        yield (
+            plan,
+            SideCode(
+                tmp_path / "code", kernels, tmp_path / "runs", 70.0, after, instructions=["trainer/a.py"], disturbed=3
+            ),
+        )
 
 
 def test_long_runs_are_beside_short_ones_and_ranks_come_last(process: Process, planned: Any, tmp_path: Path) -> None:
     plan, side = planned
     found = run_cases(plan, side, [ONE, RANKS, LONG, HALF], [TOOL])
     assert not found.failed and 0 < found.seconds < 60 and list(process.asked)[-1] == "ranks"
-    segments = {name: [Path(of["folder"]).name for of in how["request"]["folders"]] for name, how in process.asked.items()}
+    segments = {
+        name: [Path(of["folder"]).name for of in how["request"]["folders"]] for name, how in process.asked.items()
+    }
     assert segments == {"0": ["00001", "00000"], "1": ["00002"], "ranks": ["00003"]}
     assert [len(process.asked[name]["request"]["tools"]) for name in ("0", "1", "ranks")] == [0, 1, 0]
     assert found.executed.lines == {"0.py": {0}, "1.py": {0}, "ranks.py": {0, 1}}
     assert list(found.folders) == list(found.opened) == ["long", "one", "half", lanes.name_of(TOOL), "ranks"]
     assert all(os.path.samestat(os.fstat(found.opened[name]), folder.stat()) for name, folder in found.folders.items())
     side.after.close()
-    assert not any(os.path.exists(f"/proc/self/fd/{held}") and Path(f"/proc/self/fd/{held}").resolve() in found.folders.values() for held in found.opened.values())
+    assert not any(
+        os.path.exists(f"/proc/self/fd/{held}") and Path(f"/proc/self/fd/{held}").resolve() in found.folders.values()
+        for held in found.opened.values()
+    )
 
 
 def test_what_a_process_is_asked(process: Process, planned: Any, tmp_path: Path) -> None:
@@ -100,7 +112,11 @@ def test_what_a_process_is_asked(process: Process, planned: Any, tmp_path: Path)
         },
     }  # fmt: skip
     other, ranks = process.asked["1"]["request"], process.asked["ranks"]["request"]
-    assert {key: other["folders"][0][key] for key in ("stop_after", "waits", "slow_threads")} == {"stop_after": 1, "waits": True, "slow_threads": False}
+    assert {key: other["folders"][0][key] for key in ("stop_after", "waits", "slow_threads")} == {
+        "stop_after": 1,
+        "waits": True,
+        "slow_threads": False,
+    }
     (tool,) = other["tools"]
     out = tmp_path / "runs" / "1" / "tools" / "0"
     first = tmp_path / "trunk" / "checkpoints" / "step-00000002"
@@ -113,7 +129,9 @@ def test_what_a_process_is_asked(process: Process, planned: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_an_interrupted_run_goes_on_unless_it_is_made_now(process: Process, planned: Any, tmp_path: Path, fresh: bool) -> None:
+def test_an_interrupted_run_goes_on_unless_it_is_made_now(
+    process: Process, planned: Any, tmp_path: Path, fresh: bool
+) -> None:
     plan, side = planned
     found = run_cases(plan, side, [HALF], fresh=fresh)
     assert (found.folders["half"] / "checkpoints").is_dir() == (not fresh) and list(process.asked) == ["0"]
@@ -152,7 +170,9 @@ def test_what_is_wrong_is_told(process: Process, planned: Any, lane: str, end: A
     assert words in found.failed and found.out_of_time == late, found.failed
     assert not words.endswith("e") or found.failed.endswith(words)
     assert len(found.failed) < 450 and ("ranks" in process.asked) == (lane == "ranks")
-    assert [name for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}").endswith("/notes")] == []
+    assert [
+        name for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}").endswith("/notes")
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -178,4 +198,6 @@ def test_of_many_libraries_a_hundred_are_copied(tmp_path: Path) -> None:
     for number in range(102):
         (tmp_path / "made" / f"{number:03d}").write_bytes(b"x")
     lanes.copy_libraries(tmp_path / "made", tmp_path / "a" / "copy")
-    assert sorted(path.name for path in (tmp_path / "a" / "copy").iterdir()) == [f"{number:03d}" for number in range(100)]
+    assert sorted(path.name for path in (tmp_path / "a" / "copy").iterdir()) == [
+        f"{number:03d}" for number in range(100)
+    ]
