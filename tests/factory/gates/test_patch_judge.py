@@ -259,7 +259,7 @@ def test_bounds_are_those_of_students_test() -> None:
         (None, [0.5, 0.5]),
         ([True, 1.0], [0.5, 0.5]),
     ):
-        assert gain(POLICY.training, *few, 1) is None
+        assert gain(POLICY.training, few[0], few[1], 1) is None
     extreme = gain(POLICY.training, [1e300, 1e300], [1e-300, 1e-300], 1)
     assert extreme is not None and extreme.ratio == extreme.lower == math.exp(700)
 

@@ -348,10 +348,11 @@ def test_only_a_patch_of_settings_is_timed_alone(tmp_path: Path, monkeypatch: py
     asked, run = clock(QUICK, SAME)
     monkeypatch.setattr(sandbox, "run", run)
     monkeypatch.setattr(isolated, "recipe_for", lambda case, start, code: {"name": f"{start.step} {code.name}"})
-    for name, files, begun, state in (
+    told: list[tuple[str, Files, Start | None, str]] = [
         ("a", setting, None, NO_START["state"]), ("b", {**setting, CODE: (None, "x = 1\n")}, start, "not needed"),
         ("c", {KERNELS: (CPU, CPU + "\n")}, start, "not needed"), ("d", setting, start, "passed"),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for name, files, begun, state in told:
         found = isolated.run(case_of(tmp_path / name, files, start=begun)).evidence
         assert found["state"] == state and len(asked) == 2 * (name == "d"), name
     folder = tmp_path / "d" / "cache"
