@@ -15,7 +15,7 @@ import yaml
 from factory.core import devices
 from factory.core.progress import SILENT, Task
 from factory.core.workspace import Workspace
-from factory.gates.patch.executed import Executed, code_objects, name_of
+from factory.gates.patch.executed import Executed, name_of
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
 from factory.gates.patch.matrix.changed import Unexecuted
@@ -149,7 +149,9 @@ def test_what_rounding_decides_is_run_on_other_data_three_times_at_most(
         return next(told)
 
     monkeypatch.setattr(matrix, "measure_rounding", measure)
-    case: Any = SimpleNamespace(paths=["kernels/a.py"], changes=[], work=tmp_path, progress=SILENT, handed_on={})
+    case: Any = SimpleNamespace(
+        paths=["kernels/a.py", "kernels/a.yaml"], changes=[], work=tmp_path, progress=SILENT, handed_on={}
+    )
     found = matrix.run(case).evidence
     assert found["state"] == state and drawn == asked and next(told, None) is None, found
     assert places == [(tmp_path / "matrix" / str(n), ["tool"] if n == 1 else []) for n in range(1, len(asked) + 1)]
@@ -361,12 +363,9 @@ def test_who_may_round(monkeypatch: pytest.MonkeyPatch, paths: list[str], messag
 def test_what_the_op_checks_executed_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of all that differs eight are told."""
     path, text = "trainer/a.py", "x = 1\ny = 2\n"
-    names = [code for code in code_objects(compile(text, path, "exec"))]
-    everything = {(name_of(code), i.offset) for code in names for i in dis.get_instructions(code)}
+    code = compile(text, path, "exec")
     at = lambda line: {
-        (name, o)
-        for name, o in everything
-        if any(i.offset == o and i.positions and i.positions.lineno == line for i in dis.get_instructions(names[0]))
+        (name_of(code), i.offset) for i in dis.get_instructions(code) if i.positions and i.positions.lineno == line
     }
     same, far = (
         compare.Compared(True, None),
