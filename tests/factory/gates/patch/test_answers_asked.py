@@ -114,6 +114,7 @@ def test_what_ended_early_is_told(
     processes: Callable[..., Processes], tmp_path: Path, runs: Any, missing: list[str], died: list[str], late: bool
 ) -> None:
     told = processes(*((notes if number == 1 else nothing, run) for number, run in enumerate(runs)))
+    (tmp_path / "work").mkdir()  # as it may be
     with answered([JOB], POLICY, tmp_path, tmp_path, tmp_path / "work") as answers:
         pass
     for said, words in ((answers.missing, missing), (answers.died, died)):
