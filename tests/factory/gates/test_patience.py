@@ -378,6 +378,16 @@ def test_moments_that_are_apart_fail_the_patch(plant: Sessions, tmp_path: Path, 
     assert found["state"] == "failed" and pair is None and "exp_avg" in found["reasons"][0] and found["drift"] == 0
 
 
+def test_the_control_is_held_against_the_run_on_its_own_data(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+    """The second half's data move weights and moments by other steps."""
+    large = {(side, 1): [2.0, 2.0] for side in ("baseline", "candidate")}
+    plant.weights, plant.moments = large, {("baseline", 1): 3.0, ("candidate", 1): 3.0}
+    found, _ = compared(plant, POLICY, tmp_path, workspace)
+    assert found["state"] == "passed" and found["control_drift"] == pytest.approx(1 / 50) and found["drift"] == 0
+    plant.limits, plant.moments = {"baseline": [], "candidate": []}, {("baseline", 1): 3.0, ("candidate", 1): 3.1}
+    assert compared(plant, POLICY, tmp_path, workspace)[0]["state"] == "failed"
+
+
 @pytest.mark.parametrize(("side", "state"), [("candidate", "failed"), ("baseline", "missing")])
 def test_a_run_that_breaks_is_told_with_its_side(
     plant: Sessions, tmp_path: Path, workspace: Any, side: str, state: str

@@ -126,6 +126,11 @@ def test_numbers_are_counted_and_summed_as_they_are() -> None:
     assert found.slower.lower == pytest.approx(2.0) and (found.domains["code"].mean, found.domains["docs"].mean) == (
         pytest.approx(0.025), pytest.approx(0.015))  # fmt: skip
     assert found.target.mean == pytest.approx(0.02)
+    bounds = lambda of: {"mean": of.mean, "lower": of.lower, "upper": of.upper}
+    assert found.to_json() == {
+        "bits_per_byte": found.target.mean, "lower": found.target.lower, "upper": found.target.upper, "noise": found.noise,
+        "domains": {name: bounds(of) for name, of in found.domains.items()}, "slower": found.slower.mean, "memory": 1.5,
+    }  # fmt: skip
     weighted = POLICY.runs.model_copy(update={"domain_weights": {"code": 3.0, "docs": 1.0}})
     shown = compare(weighted, runs, 1)
     assert shown is not None and shown.target.mean == pytest.approx(0.0225)
@@ -177,7 +182,7 @@ def test_the_target_follows_the_policys_weights() -> None:
     assert compare(of_none, found["stages"]["runs"], 1) is None
 
 
-HOSTILE = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e300]
+HOSTILE = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e18, 1e300]
 
 
 @pytest.mark.parametrize("value", HOSTILE)
