@@ -269,7 +269,8 @@ def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, t
     weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
     last = "step-00000006"
     begins = [
-        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json has not the hash", "result.json names other skipped",
+        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json has not the hash",
+        "result.json names other skipped",
         "parameters.txt", "step-00000002: model.safetensors is not what", "step-00000002: ", f"{last}, state.json: sampler: step",
         f"{last}: {weights[0]} has shape", f"{last}: {weights[1]} holds numbers of a lower", *(f"{last}: {name}" for name in weights[2:]),
     ]  # fmt: skip
