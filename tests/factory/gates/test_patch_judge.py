@@ -123,6 +123,7 @@ def test_new_code_must_gain_over_long_runs_too(long: Any, outcome: str, words: s
         ({"code": "0.0"}, "hold", "code: too few held-out documents"),
         ({}, "hold", "were not scored"),
         (None, "hold", "were not scored"),
+        ([0.1, 0.2], "hold", "were not scored"),
     ],
 )
 def test_a_faster_patch_with_worse_weights_is_not_promoted(gains: Any, outcome: str, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -139,6 +140,48 @@ def test_numbers_that_went_through_a_lower_precision_are_found_at_any_size_of_ro
     assert not compare.lost_bits(ours, ours * (1 + 1e-3)) and not compare.lost_bits(ours, ours)
     assert not compare.lost_bits(ours.to(dtype).float(), ours)  # more bits are no loss
     assert not compare.lost_bits(torch.ones(size), torch.ones(size))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "zero", "lost"), [(4, 8, True), (4, 7, False), (4, 0, False), (3, 20, False), (64, 22, True)]
+)
+def test_eight_bits_fewer_are_a_lower_precision(numbers: int, zero: int, lost: bool) -> None:
+    """``zero``: so many low bits of the fraction are zero in all numbers of the one side; of the other the lowest is not."""
+    bits = torch.arange(1, numbers + 1, dtype=torch.int32) * 2 + 1 + (127 << 23)
+    ours, theirs = bits.view(torch.float32), (((bits >> zero) | 1) << zero).view(torch.float32)
+    assert compare.lost_bits(ours, theirs) == lost and not compare.lost_bits(theirs, ours)
+    assert not compare.lost_bits(ours.double(), theirs.double())
+    whole = torch.ones(numbers)  # no bit of the fraction is used: as if the lowest were the 24th
+    assert compare.lost_bits(ours, whole) == (numbers > 3) and not compare.lost_bits(whole, whole)
+
+
+def full(*given: Any, **more: Any) -> int:
+    raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_which_checkpoints_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(UntrustedFileError):
+            compare._checkpoints(folder)
+        for name in ("step-2", "step-1", "bad-3", "other", "astep-1"):
+            (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        before = len(os.listdir("/proc/self/fd"))
+        assert (
+            compare._checkpoints(folder) == ["bad-3", "step-1", "step-2"] and len(os.listdir("/proc/self/fd")) == before
+        )
+        for number in range(200):
+            (tmp_path / "checkpoints" / f"step-{number:05d}").mkdir()
+        assert 90 <= len(compare._checkpoints(folder)) <= 100
+        (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(UntrustedFileError):
+            compare._checkpoints(folder)
+        monkeypatch.setattr(os, "open", full)
+        with pytest.raises(OSError, match="too many"):  # no fault of the candidate's
+            compare._checkpoints(folder)
+    finally:
+        os.close(folder)
 
 
 ONE, OTHER = "first steps", "resumed"
