@@ -436,6 +436,16 @@ def test_sizes_are_halved_in_order_until_a_call_is_affordable() -> None:
     assert 64 <= halved[2]["vocab_size"] < 128 and halved[1]["vocab_size"] == given["vocab_size"]
 
 
+def test_no_size_is_halved_below_its_least() -> None:
+    """Where no call is affordable every size ends there, in either order."""
+    sizes = dict.fromkeys(("d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "context"), 1 << 14)
+    of = {"model": sizes, "batch": {"sequences": 64, "micro_sequences": None}}
+    policy, whole = ExploitsPolicy(multiplications=1e-9), sizes | {"batch": 64}
+    for order in (exploits.FEWER_ROWS, exploits.NARROWER):
+        assert exploits.reduced(policy, of, order) == whole | dict(order)
+    assert exploits.reduced(policy, of, exploits.NARROWER, heads=1)["heads"] == 1
+
+
 def test_calls_of_one_storage_meet_the_same_tensors() -> None:
     storages: dict[Any, Any] = {}
     first = patch_driver._into(storages, 0, [1], [3, torch.zeros(2)], [torch.zeros(1)])

@@ -182,7 +182,7 @@ def test_the_target_follows_the_policys_weights() -> None:
     assert compare(of_none, found["stages"]["runs"], 1) is None
 
 
-HOSTILE = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e18, 1e300]
+HOSTILE: list[Any] = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e18, 1e300]
 
 
 @pytest.mark.parametrize("value", HOSTILE)

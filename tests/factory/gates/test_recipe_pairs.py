@@ -371,6 +371,8 @@ FLOOR = {"schedule.final_lr_share": (0.0, 0.5)}
     [
         (recipe(batch__sequences=4), {"batch.sequences": (8, 4)}, "passed", ""),
         (recipe(schedule__final_lr_share=0.5), FLOOR, "passed", ""),
+        (recipe(stability__grad_clip=0.3), {"stability.grad_clip": (1.0, 0.3)}, "passed", ""),
+        (recipe(optimizer__beta1=0.8), {"optimizer.beta1": (0.9, 0.8), "mixture.weights.code": (1, 2)}, "passed", ""),
         (recipe(schedule__final_lr_share=0.5), {}, "failed", "no effect"),
         (recipe(batch__sequences=4096), {"batch.sequences": (8, 4096)}, "missing", "raise runs.steps"),
     ],
@@ -381,7 +383,7 @@ def test_a_change_must_show_in_the_runs(
     told, asked, _ = staged(monkeypatch, tmp_path, DONE, start=start_of(tmp_path / "shards"), new=new, changes=changes)
     assert told["state"] == state and words in told["reasons"][0], told
     if state == "passed":
-        assert told["same_cost"] == (changes is FLOOR)
+        assert told["same_cost"] == ("batch.sequences" not in changes)
         assert asked[2][2]["candidate"].raw["schedule"]["final_lr_share"] == (0.5 if changes is FLOOR else 0.0)
 
 

@@ -17,7 +17,7 @@ import torch
 from factory.evals.tasks import EvalItem, ratio_bits
 from factory.gates.patch.executed import EXECUTED, Executed, ExecutionRecorder, code_objects, name_of
 from factory.gates.patch.held_out import gains, held_out_texts, scores, weights_bits
-from factory.gates.patch.likeness import EQUAL, differs, drift, squares
+from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.training_start import find_start
 from factory.ledger.plant import Plant
 from tests.support.factory.code_loop import make
@@ -204,6 +204,7 @@ def test_weights_are_apart_by_a_share_of_their_way(candidate: Any, baseline: Any
     assert drift(ours, theirs, moved, of_one) == pytest.approx(found, rel=1e-4)
 
 
+EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
 STATE: dict[str, Any] = dict.fromkeys(EQUAL, 1) | {
     "detector": {"a": 9.0},
     "recipe": {"compile": True, "batch": {"micro_sequences": 2, "sequences": 4}, "seed": 1},

@@ -124,6 +124,10 @@ def test_what_a_case_changes_happens_within_its_run() -> None:
         inside += [recipe["checkpoint_every"], recipe["stability"]["noise_scale_every"] or 1]
         assert all(0 < step < last for step in inside), (case.name, inside)
         assert all(one["sequences"] < batch["sequences"] for one in batch["warmup"] or [])
+        model, experts = recipe["model"], recipe["model"]["experts"]
+        assert not model["nope_every"] or model["nope_every"] <= model["layers"]
+        assert model["base_d_model"] != model["d_model"] and model["heads"] % model["kv_heads"] == 0
+        assert not experts or experts["per_token"] < experts["count"] and experts["dense_layers"] < model["layers"]
         micro = batch["micro_sequences"]
         assert micro is None or 0 < micro < batch["sequences"] and batch["sequences"] % micro == 0
         assert len({one["share"] for one in schedule["milestones"] or []} - {1.0}) == len(schedule["milestones"] or [])

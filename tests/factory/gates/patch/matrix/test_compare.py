@@ -235,8 +235,9 @@ def test_only_what_no_twin_does_is_a_difference(
         Compared(True, None),
         *(Compared(False, Difference(name, "a", share, 0.0)) for name, share in shares.items()),
     ]
-    given: Any = ("plan", SideCode(Path("code"), {}, Path("twins"), 1.0, ExitStack()), "baseline")
-    found = measure_rounding(*given, compared)
+    plan: Any = "plan"
+    baseline: Any = "baseline"
+    found = measure_rounding(plan, SideCode(Path("code"), {}, Path("twins"), 1.0, ExitStack()), baseline, compared)
     assert twins.asked == [(f"twins/{number}", number, names) for number, names in enumerate(asked, 1)]
     assert found.undecided == undecided and found.problem == ("no room" if beyond is None else "")
     assert {one.case: pytest.approx(one.allowed) for one in found.beyond} == (beyond or {})
