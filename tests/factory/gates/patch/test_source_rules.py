@@ -43,7 +43,7 @@ FOUND = {  # source, after PYTHON → the lines that are found, with a word of e
     "def fork():\n    pass\nasync def popen():\n    pass\ndef forks():\n    pass\n": [(2, "fork"), (4, "popen")],
     "class A(B, torch.Tensor): ...\nclass C(B, A): ...\nclass D: ...\nclass E(x.Parameter): ...\n": [(2, "tensor"), (5, "tensor")],
     "from torch import Tensor as T\nclass A(T): ...\n": [(3, "tensor")],
-    "type(x)\ntype('A', (), {})\nx.type(1, 2)\n": [(3, "class")],
+    "type(x)\ntype('A', (), {})\nx.type(1, 2)\ntype('A', ())\n": [(3, "class"), (5, "class")],
     "def f(x: 'eval(1)', y: 'int') -> 'open(2)':\n    z: \"list['exec(3)']\" = 0\n    return 'eval(4)'\n": [
         (2, "eval"), (2, "open"), (3, "exec")],
     "def f(x: 'not python ('):\n    return x\n": [],
