@@ -109,8 +109,7 @@ def test_survivors_are_told_and_what_is_known_is_not_run_again(tmp_path: Path) -
 
 
 def test_each_mutant_of_no_effect_has_a_reason_and_is_still_there() -> None:
-    for path, inside, change in equivalents():
-        assert (inside, change) in {(m.inside, m.change) for m in mutants(path, (ROOT / path).read_text())}, (
-            path,
-            change,
-        )
+    listed = equivalents()
+    for path in sorted({path for path, _, _ in listed}):
+        there = {(path, m.inside, m.change) for m in mutants(path, (ROOT / path).read_text())}
+        assert {row for row in listed if row[0] == path} <= there

@@ -86,7 +86,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call is made
     launches: Launches | None = None
     for number, job in enumerate(jobs):
-        if waiting and any(job.get(key) != jobs[number - 1][key] for key in ("op", "implementation")):
+        if any(job[key] != jobs[number - 1][key] for key in ("op", "implementation")):
             _look_again(waiting, storages, out)
         words = json.loads((given / f"given-{number}.json").read_text())
         loaded = load_file(given / f"given-{number}.safetensors")

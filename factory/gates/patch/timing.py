@@ -71,7 +71,7 @@ def unsteady(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int)
     totals, overhead = found["total_seconds"]["baseline"], found["overhead_seconds"]
     if min(totals) <= overhead:
         return _too_short(policy, overhead)
-    if found.get("slow_control", SLOW_CONTROL + 1) <= SLOW_CONTROL:
+    if found["slow_control"] <= SLOW_CONTROL:
         return _untrusted(found["slow_control"])
     noise = noise_of(found)
     return f"two runs of the same code differ {noise:.2f}×" if noise > policy.noise_allowed(measurement) else ""

@@ -113,15 +113,11 @@ def _costs(policy: RunsPolicy, result: RecipeComparison) -> str:
 
 def compare(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> RecipeComparison | None:
     """None when a number is missing, not finite or of the wrong kind, or there are fewer seeds than the policy's."""
-    scores = [_scores(found.get(name)) for name in ("baseline", "candidate")]
-    speeds = [_positive(found.get(f"{name}_tokens_per_s")) for name in ("baseline", "candidate")]
+    old, new = (_scores(found.get(name)) for name in ("baseline", "candidate"))
+    old_speed, new_speed = (_positive(found.get(f"{name}_tokens_per_s")) for name in ("baseline", "candidate"))
     memory = _positive([found.get(f"{name}_memory") for name in ("baseline", "candidate")])
-    if any(part is None for part in (*scores, *speeds, memory)):
+    if old is None or new is None or old_speed is None or new_speed is None or memory is None:
         return None
-    (old, new), (old_speed, new_speed) = scores, speeds
-    assert (
-        old is not None and new is not None and old_speed is not None and new_speed is not None and memory is not None
-    )
     seeds = len(old)
     if seeds < policy.seeds or {len(part) for part in (new, old_speed, new_speed)} != {seeds}:
         return None

@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 
 from factory.gates.patch import driver as patch_driver
 from factory.gates.patch.changed_ops import ChangedOp
+from factory.gates.patch.executed import EXECUTED
 from factory.gates.patch.op_answers import compare
 from factory.gates.patch.policy import ExploitsPolicy
 from factory.gates.patch.stages import exploits
+from kernels.contract import op as ops
+from kernels.contract.op import Cost, Implementation, Shape
 from kernels.contract.registry import OPS
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
@@ -28,24 +31,27 @@ RECIPE = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()
 CALLS = ExploitsPolicy(calls=4, recipe_calls=1)
 
 
-def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path) -> None:
+def asked_and_answered(jobs: list[dict[str, Any]], folder: Path) -> tuple[Path, Path]:
+    """What ``make`` and ``answer`` leave, in this process."""
+    given, answers = folder / "given", folder / "answers"
+    for made in (given, answers):
+        made.mkdir(parents=True)
+    patch_driver.make(jobs, given)
+    patch_driver.answer(jobs, given / "inputs", answers)
+    return given, answers
+
+
+def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     chosen = [*((op, "reference") for op in OPS), ("adamw", "fused")]  # as shipped
     jobs: list[dict[str, Any]] = [
         {"op": op, "implementation": implementation, "case": case, "dtype": "fp32", "values": values, "seed": 3}
-        for op, implementation in [*chosen, ("swiglu", "triton")]
+        for op, implementation in chosen
         for case, values in (("small", "outlier"), ("strided", "normal"))
     ]
     for op, implementation in chosen:
         jobs += exploits.calls(CALLS, [ChangedOp(op, "reference", implementation)], RECIPE, random.Random(7))
-    request, given, answers = tmp_path / "request.json", tmp_path / "given", tmp_path / "answers"
-    request.write_text(json.dumps({"device": "cpu", "jobs": jobs}))
-    given.mkdir()
-    answers.mkdir()
-    for arguments in (("make", request, given), ("answer", request, given / "inputs", answers)):
-        command = [sys.executable, patch_driver.__file__, *map(str, arguments)]
-        environment = os.environ | {"TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
+    given, answers = asked_and_answered(jobs, tmp_path)
     folder = os.open(answers, os.O_RDONLY)
     for number, job in enumerate(jobs):
         eager = load_file(given / "truth" / f"eager-{number}.safetensors")
@@ -53,8 +59,7 @@ def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path) -> None
         found = load_file(answers / f"answer-{number}.safetensors")
         assert "raised" not in found, (job, bytes(found["raised"].tolist()))
         assert not len(found.pop("inputs changed")), job
-        assert ("launches" in found) == (job["implementation"] == "triton")
-        assert found.pop("launches", torch.tensor(2)) == 2  # forward and backward
+        assert "launches" not in found
         again = {name.removeprefix("later "): found.pop(name) for name in list(found) if name.startswith("later ")}
         assert again.keys() == (found.keys() if "storage" in job and job["op"] != "adamw" else set())
         assert found.keys() == eager.keys() == exact.keys() and "output 0" in found
@@ -65,6 +70,286 @@ def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path) -> None
             assert name not in again or torch.equal(again[name], value), (job, name)
         assert compare(given / "truth", folder, number)[0] == []
     os.close(folder)
+
+
+def test_the_program_notes_what_it_executes_and_counts_launches(tmp_path: Path) -> None:
+    """As the sandbox starts it."""
+    job = {"op": "swiglu", "implementation": "triton", "case": "small", "dtype": "fp32", "values": "normal", "seed": 3}
+    given, answers = tmp_path / "given", tmp_path / "answers"
+    instructions = ["kernels/swiglu/__init__.py"]
+    for folder in (given, answers):
+        folder.mkdir()
+    for verb, folders in (("make", (given,)), ("answer", (given / "inputs", answers))):
+        request = tmp_path / "request.json"
+        request.write_text(
+            json.dumps({"device": "cpu", "jobs": [job, job], "recorder": str(EXECUTED), "instructions": instructions})
+        )
+        command = [sys.executable, patch_driver.__file__, verb, str(request), *map(str, folders)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    for number in range(2):
+        found = load_file(answers / f"answer-{number}.safetensors")
+        assert found["launches"] == 2 and "raised" not in found  # forward and backward
+    for left in (given / "truth", answers):
+        noted = json.loads((left / "executed.json").read_text())
+        assert noted["instructions"].keys() == {*instructions} and noted["lines"].keys() > {*instructions}
+    assert json.loads((answers / "executed.json").read_text())["launched"]
+
+
+# -- what an implementation may do wrong -----------------------------------------------------------------------------------
+def made_of(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Any:
+    draw = lambda *size: torch.randn(size, generator=generator).to(dtype)
+    return (
+        draw(shape.batch, shape.d_model),
+        [draw(shape.d_model), torch.arange(3)],
+        2.0,
+        torch.zeros(shape.d_model, dtype=dtype),
+    )
+
+
+def twice(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    return x * factor + others[0], (x * x).sum()
+
+
+def changes(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    found = twice(x, others, factor, spoilt)
+    others[1][0] += 1
+    spoilt += 1  # which it may
+    return found
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class Kept(torch.autograd.Function):
+    """Returns memory that it uses again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        KEPT.append(KEPT[0] if KEPT else torch.empty_like(x))
+        return KEPT[0].copy_(x * 2 + other).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return 2 * gradient, None
+
+
+def keeps(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    return Kept.apply(x, others[0]), (x * x).sum()
+
+
+def raises(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    raise OverflowError("no " * 900)
+
+
+def fewer(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    return x * factor + others[0], (x * x).sum().detach()
+
+
+def odd(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    return torch.nn.Parameter(x.detach()), (x * x).sum()
+
+
+def sparse(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    return x.detach().to_sparse(), (x * x).sum()
+
+
+def launches(x: Any, others: Any, factor: float, spoilt: Any) -> Any:
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    assert [kind.run("kernel", 1, warmup=warm, y=2) for kind, warm in ((JITFunction, True), (JITFunction, False), (InterpretedFunction, False))] == [
+        ("kernel", (1,), {"warmup": warm, "y": 2}) for warm in (True, False, False)
+    ]  # fmt: skip
+    return twice(x, others, factor, spoilt)
+
+
+def writes(x: Any, others: Any, factor: float, spoilt: Any) -> None:
+    x.mul_(factor)
+    others[0].add_(1)
+
+
+WAYS = (twice, changes, keeps, raises, fewer, odd, sparse, launches)
+NAMED = tuple(Implementation(way.__name__, way, "", needs_triton=way is launches) for way in WAYS)
+COST = Cost(1.0, 2.0, 3.0, 4.0)
+FAKES = {
+    "twice": ops.op(
+        "twice", twice, cost=lambda shape, size: Cost(shape.batch, size, 3.0, 4.0), make_inputs=made_of, gradients=(0,),
+        implementations=NAMED, spoils=(3,),
+    ),
+    "written": ops.op(
+        "written", writes, cost=lambda shape, size: COST, make_inputs=made_of, gradients=(),
+        implementations=(Implementation("writes", writes, ""),), writes=(0, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Ops of this file in place of the checkout's."""
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies" / "kernels.yaml").write_text("cpu: {}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(patch_driver, "OPS", FAKES)
+    monkeypatch.setattr(patch_driver, "get", FAKES.__getitem__)
+    KEPT.clear()
+    return tmp_path
+
+
+SHAPE = {"batch": 2, "context": 1, "d_model": 4, "heads": 1, "kv_heads": 1, "head_dim": 1, "d_ff": 1, "vocab_size": 1}
+FIRST: dict[str, Any] = {
+    "op": "twice",
+    "implementation": "twice",
+    "dtype": "fp32",
+    "values": "normal",
+    "seed": 3,
+    "shape": SHAPE,
+}
+
+
+def test_a_question_is_data(fakes: Path) -> None:
+    strided = FIRST | {"case": "strided", "dtype": "bf16", "values": "zero"}
+    del strided["shape"]
+    jobs = [
+        FIRST,
+        {"op": "gone"},
+        FIRST | {"swap": 5},
+        strided,
+        FIRST | {"op": "written"},
+        FIRST | {"dtype": "fp64", "values": "large"},
+    ]
+    for part in ("inputs", "truth"):
+        (fakes / part).mkdir()  # as they may be
+    patch_driver.make(jobs, fakes)
+    assert sorted(path.name for path in (fakes / "inputs").iterdir()) == sorted(
+        f"given-{n}.{end}" for n in (0, 2, 3, 4, 5) for end in ("json", "safetensors")
+    )
+    words = {n: json.loads((fakes / "inputs" / f"given-{n}.json").read_text()) for n in (0, 3, 4)}
+    given = {n: load_file(fakes / "inputs" / f"given-{n}.safetensors") for n in (0, 2, 3, 4, 5)}
+    assert words[0] == {
+        "inputs": [{"tensor": "input 0"}, [{"tensor": "input 1"}, {"tensor": "input 2"}], 2.0, {"tensor": "input 3"}],
+        "upstream": 2, "gradients": [0], "writes": [], "spoils": [3], "contiguous": True,
+        "cost": {"forward_bytes": 2, "forward_flops": 2, "backward_bytes": 3.0, "backward_flops": 4.0},
+    }  # fmt: skip
+    assert not words[3]["contiguous"] and (words[4]["upstream"], words[4]["writes"], words[4]["gradients"]) == (
+        0,
+        [0, 1],
+        [],
+    )
+    x, other, _, _ = made_of(Shape(**SHAPE), torch.Generator().manual_seed(3), torch.device("cpu"), torch.float32)
+    assert torch.equal(given[0]["input 0"], x) and torch.equal(given[0]["input 1"], other[0])
+    moved = given[2]["input 0"]
+    assert (
+        int((moved != x).sum()) == 2
+        and torch.equal(moved, patch_driver._swapped(x, 5))
+        and torch.equal(given[2]["input 1"], other[0])
+    )
+    assert given[3]["input 0"].dtype == torch.bfloat16 and not given[3]["input 0"].any() and given[3]["input 1"].any()
+    assert given[5]["input 0"].dtype == torch.float64 and torch.allclose(
+        given[5]["input 0"], 1e3 * x.double(), rtol=1e-6
+    )
+    ups = [given[0][f"upstream {number}"] for number in range(2)]
+    draw = torch.Generator().manual_seed(4)
+    assert torch.equal(ups[0], torch.randn((2, 4), generator=draw)) and float(ups[1]) == -0.5
+    for kind, dtype in (("exact", torch.float64), ("eager", torch.float32)):
+        found = load_file(fakes / "truth" / f"{kind}-0.safetensors")
+        wide, u = x.to(dtype), ups[0].to(dtype)
+        expected = {
+            "output 0": wide * 2 + other[0].to(dtype),
+            "output 1": (wide * wide).sum(),
+            "gradient 0": 2 * u - wide,
+        }
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+    written = load_file(fakes / "truth" / "eager-4.safetensors")
+    assert written.keys() == {"output 0", "output 1", "output 2"} and torch.equal(
+        written["output 0"], 2 * given[4]["input 0"]
+    )
+    assert torch.equal(written["output 1"], given[4]["input 1"] + 1) and torch.equal(
+        written["output 2"], torch.arange(3)
+    )
+
+
+def answers_of(folder: Path, *jobs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    _, answers = asked_and_answered([*jobs], folder / "asked")
+    return [load_file(answers / f"answer-{number}.safetensors") for number in range(len(jobs))]
+
+
+def test_what_an_implementation_does_is_told(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    for kind in (InterpretedFunction, JITFunction):  # put back afterwards
+        monkeypatch.setattr(kind, "run", lambda function, *arguments, **settings: (function, arguments, settings))
+    names = [way.__name__ for way in WAYS]
+    *told, again = answers_of(fakes, *(FIRST | {"implementation": name} for name in (*names, names[-1])))
+    found = dict(zip(names, told, strict=True))
+    assert again["launches"] == 2, "of this call alone"
+    words = {
+        name: bytes(left.get("raised", torch.zeros(0)).to(torch.uint8).tolist()).decode()
+        for name, left in found.items()
+    }
+    assert {name: left["inputs changed"].tolist() for name, left in found.items()} == {
+        name: [1] if name == "changes" else [] for name in names
+    }
+    assert [name for name in names if words[name]] == ["raises", "fewer", "odd", "sparse"]
+    assert words["raises"] == ("OverflowError: " + "no " * 900)[:1500], "a file outside the worktree is not named"
+    assert "output 0 is not a plain tensor: Parameter" in words["odd"] and "not a plain tensor" in words["sparse"]
+    assert {name for name in names if "launches" in found[name]} == {"launches"} and found["launches"]["launches"] == 2
+    assert not any(name.startswith("later") for left in found.values() for name in left)
+    for name in ("twice", "changes", "launches"):
+        assert found[name].keys() - {"launches"} == {"output 0", "output 1", "gradient 0", "inputs changed"}
+        assert torch.equal(found[name]["gradient 0"], found["twice"]["gradient 0"])
+    assert bytes(patch_driver._as_bytes(ValueError("\ud800")).tolist()) == b"ValueError: ?"
+    (fakes / "part.py").write_text("\n\ndef fails():\n    raise KeyError('x')\n")
+    try:
+        exec(compile((fakes / "part.py").read_text() + "\nfails()", str(fakes / "part.py"), "exec"), {})
+    except KeyError as error:
+        assert bytes(patch_driver._as_bytes(error).tolist()) == b"KeyError: 'x' (part.py, line 4)"
+
+
+def test_calls_in_the_same_tensors_are_read_again_after_the_last(fakes: Path) -> None:
+    call = FIRST | {"implementation": "keeps", "storage": 0}
+    jobs = [
+        call,
+        call | {"seed": 4},
+        call | {"storage": 1},
+        FIRST,
+        FIRST | {"storage": 0},
+        FIRST | {"storage": 0, "seed": 4},
+    ]
+    jobs += [FIRST | {"op": "written", "implementation": "writes", "storage": 0, "seed": seed} for seed in (3, 4)]
+    found = answers_of(fakes, *jobs)
+    for number, left in enumerate(found):
+        again = {name for name in left if name.startswith("later ")}
+        told = left.keys() - again - {"inputs changed"}
+        assert again == ({f"later {name}" for name in told} if number in (0, 1, 2, 4, 5) else set()), number
+        moved = {name for name in told if again and not torch.equal(left[name], left[f"later {name}"])}
+        assert moved == ({"output 0"} if number == 1 else set()), (
+            number
+        )  # of the first the next call, of the same values, wrote it again
+        assert left["inputs changed"].tolist() == []
+    for number, seed in ((6, 3), (7, 4)):
+        x = made_of(Shape(**SHAPE), torch.Generator().manual_seed(seed), torch.device("cpu"), torch.float32)[0]
+        assert torch.equal(found[number]["output 0"], 2 * x)
+
+
+def test_tensors_are_laid_out_as_the_case_says() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    wide, copy = patch_driver._strided(x), patch_driver._copy(x.T)
+    assert torch.equal(wide, x) and wide.stride() == (6, 2) and copy.stride() == x.T.stride() and torch.equal(copy, x.T)
+    assert copy.data_ptr() != x.data_ptr() and copy.dtype == x.dtype
+    words = {"inputs": [{"tensor": "input 0"}, 3], "contiguous": False, "upstream": 1}
+    for contiguous in (False, True):
+        inputs, upstream = patch_driver._read(words | {"contiguous": contiguous}, {"input 0": x, "upstream 0": x + 1})
+        assert torch.equal(inputs[0], x) and inputs[0].is_contiguous() == contiguous and inputs[1] == 3
+        assert torch.equal(upstream[0], x + 1)
+    assert patch_driver._same([x, 1], [x.clone(), 2]) and not patch_driver._same([x, x], [x, x + 1])
+    assert torch.equal(patch_driver._swapped(x[:1, :1], 3), x[:1, :1])
+    assert len({str(patch_driver._swapped(torch.arange(2.0), seed).tolist()) for seed in range(9)}) == 2
 
 
 def test_calls_are_drawn_and_some_differ_by_two_elements_alone() -> None:
@@ -149,6 +434,16 @@ def test_sizes_are_halved_in_order_until_a_call_is_affordable() -> None:
     halved = [exploits.reduced(ExploitsPolicy(multiplications=most), of, order, d_ff=7) for most in (cost, cost - 1, 1)]
     assert [shape["batch"] for shape in halved] == [8, 4, 1]
     assert 64 <= halved[2]["vocab_size"] < 128 and halved[1]["vocab_size"] == given["vocab_size"]
+
+
+def test_no_size_is_halved_below_its_least() -> None:
+    """Where no call is affordable every size ends there, in either order."""
+    sizes = dict.fromkeys(("d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size", "context"), 1 << 14)
+    of = {"model": sizes, "batch": {"sequences": 64, "micro_sequences": None}}
+    policy, whole = ExploitsPolicy(multiplications=1e-9), sizes | {"batch": 64}
+    for order in (exploits.FEWER_ROWS, exploits.NARROWER):
+        assert exploits.reduced(policy, of, order) == whole | dict(order)
+    assert exploits.reduced(policy, of, exploits.NARROWER, heads=1)["heads"] == 1
 
 
 def test_calls_of_one_storage_meet_the_same_tensors() -> None:

@@ -6,9 +6,11 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import ttest_ind
 
 from factory.core.workspace import code_root
 from factory.gates.patch.judge import STAGES, gain, judge_patch, reported_gain, t_quantile
@@ -121,6 +123,7 @@ def test_new_code_must_gain_over_long_runs_too(long: Any, outcome: str, words: s
         ({"code": "0.0"}, "hold", "code: too few held-out documents"),
         ({}, "hold", "were not scored"),
         (None, "hold", "were not scored"),
+        ([0.1, 0.2], "hold", "were not scored"),
     ],
 )
 def test_a_faster_patch_with_worse_weights_is_not_promoted(gains: Any, outcome: str, words: str) -> None:
@@ -195,6 +198,71 @@ def test_different_weights_in_the_second_measurement_are_rejected() -> None:
     found["stages"]["training"]["again"]["drift"] = 0.11
     verdict = judge_patch(POLICY, found)
     assert verdict.outcome == "reject" and "training results differ" in verdict.reasons[0]
+
+
+def test_the_reasons_of_both_measurements_are_told() -> None:
+    quiet, none = ([1.0, 1.01], [0.8, 0.81]), ([1.0, 1.01], [1.0, 1.01])
+    told = judge_patch(POLICY, evidence(*quiet, again=none)).reasons
+    begins = ("the first measurement", "1.248×", "second measurement: no gain", "1.000×")
+    assert len(told) == 4 and all(reason.startswith(begin) for reason, begin in zip(told, begins)), told
+    found = evidence(*quiet, again=([1.0, 1.01], [0.9, 0.91]), new_code=True, long=LONG)
+    found["stages"]["evals"]["gains"] = {"code": [0.0, 0.0], "docs": [-0.01, -0.012, -0.011], "chat": [0.1, 0.1]}
+    told = judge_patch(POLICY, found).reasons
+    begins = (
+        "1.111×",
+        "first measurement: 1.248×",
+        "1.200× over 80 steps",
+        "held out, the worst domain: docs +0.0110 ",
+    )
+    assert len(told) == 4 and all(reason.startswith(begin) for reason, begin in zip(told, begins)), told
+    assert "3 documents" in told[3]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_says_why_or_is_named(name: str) -> None:
+    for state, outcome in (("failed", "reject"), ("missing", "hold"), ("", "hold")):
+        for reasons, words in ((["because"], "because"), (None, f" {name} stage")):
+            found = evidence(EQUAL, [0.8, 0.8])
+            found["stages"][name] |= {"state": state, "reasons": reasons}
+            verdict = judge_patch(POLICY, found)
+            assert verdict.outcome == outcome and words in verdict.reasons[0] and len(verdict.reasons) == 1
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "outcome"),
+    [
+        ([1.0, 1.0], [0.5, 0.5], "reject"),  # just as much as is needed
+        ([1.0, 1.0], [0.4999, 0.4999], "promote"),
+        ([2.0, *[1.0] * 40], [0.49] * 40, "promote"),
+        ([2.4, *[1.0] * 40], [0.45] * 40, "hold"),  # shown, and within the noise
+        ([1.0, 1.3], [0.4, 0.62], "hold"),  # beyond the noise, and not shown
+    ],
+)
+def test_a_gain_must_be_shown_and_be_beyond_the_noise(baseline: Any, candidate: Any, outcome: str) -> None:
+    policy = POLICY.training.model_copy(update={"min_gain": 2.0, "max_noise": 3.0})
+    found = evidence(baseline, candidate)
+    assert judge_patch(POLICY.model_copy(update={"training": policy}), found).outcome == outcome
+
+
+def test_bounds_are_those_of_students_test() -> None:
+    a, b = [1.0, 1.1, 0.9, 1.05], [0.8, 0.85, 0.81]
+    for tries in (1, 3):
+        shown = gain(POLICY.training, a, b, tries)
+        between = ttest_ind(np.log(a), np.log(b)).confidence_interval(1 - 2 * (1 - POLICY.training.confidence) / tries)
+        assert shown is not None and math.log(shown.ratio) == pytest.approx(np.log(a).mean() - np.log(b).mean())
+        assert [math.log(shown.lower), math.log(shown.upper)] == pytest.approx([between.low, between.high])
+        assert shown.noise == pytest.approx(1.1 / 0.9)
+        assert shown.to_json() == {name: getattr(shown, name) for name in ("ratio", "lower", "upper", "noise")}
+    for few in (
+        ([1.0, 1.0, 1.0], [0.5]),
+        ([1.0], [0.5, 0.5, 0.5]),
+        ([1.0, 1.0], "0.5"),
+        (None, [0.5, 0.5]),
+        ([True, 1.0], [0.5, 0.5]),
+    ):
+        assert gain(POLICY.training, few[0], few[1], 1) is None
+    extreme = gain(POLICY.training, [1e300, 1e300], [1e-300, 1e-300], 1)
+    assert extreme is not None and extreme.ratio == extreme.lower == math.exp(700)
 
 
 def test_a_twentieth_try_needs_more_proof_than_the_first() -> None:

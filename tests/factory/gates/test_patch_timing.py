@@ -188,6 +188,52 @@ def test_when_cpu_time_decides(tree: Any, thread: Any, others: dict[str, Any], o
         assert "judged again" in verdict.reasons[0] and "training.pairs (now 4)" in verdict.reasons[0]
 
 
+def test_the_smaller_gain_by_cpu_time_is_reported_and_each_is_told() -> None:
+    more = LESS | {"candidate_seconds": [0.5, 0.5, 0.51, 0.5]}
+    for tree, thread in ((LESS, more), (more, LESS)):
+        told = {
+            "device": "cpu",
+            "new_code": False,
+            "cpu": {"tree": tree, "thread": thread},
+            "discarded": [{"noise": 1.7}, 3, {}],
+        }
+        verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **told))
+        assert verdict.outcome == "promote" and verdict.reasons[0].startswith("1.249× whole-step gain by CPU time")
+        assert "differ 1.70×, 1.60×" in verdict.reasons[0]
+        each = {"all processes": tree, "the busiest thread": thread}
+        for reason, (name, of) in zip(verdict.reasons[1:], each.items()):
+            assert reason.startswith(f"by CPU time of {name} {1.249 if of is LESS else 1.99:.4g}"), reason
+        assert "by the wall clock" in verdict.reasons[3]
+
+
+EVEN, ALIKE, LOWER = [1.0] * 4, [1.0, 1.01, 1.0, 1.0], [0.95, 0.975, 0.925, 0.95]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "discarded", "wall", "outcome"),
+    [
+        (ALIKE, LOWER, 0, 0.9, "promote"),
+        (ALIKE, LOWER, 9, 0.9, "hold"),  # the confidence is shared with what was discarded
+        (EVEN, [0.8] * 4, 0, 1 / 1.02, "hold"),  # the wall clock shows no more than counts
+        (EVEN, [1 / 1.02] * 4, 0, 0.9, "hold"),
+        ([1.0, 1.3, 1.0, 1.0], [0.5] * 4, 0, 0.9, "hold"),  # this clock is as noisy
+    ],
+)
+def test_what_cpu_time_must_show(
+    baseline: list[float], candidate: list[float], discarded: int, wall: float, outcome: str
+) -> None:
+    clock = {"baseline_seconds": baseline, "candidate_seconds": candidate}
+    told = {
+        "device": "cpu",
+        "new_code": False,
+        "cpu": {"tree": clock, "thread": clock},
+        "discarded": [{"noise": 1.6}] * discarded,
+    }
+    verdict = judge_patch(SHIPPED, evidence([1.0, 1.6, 1.0, 1 / 1.6], [wall] * 4, **told))
+    assert verdict.outcome == outcome, verdict
+    assert outcome == "promote" or f"measured {discarded + 1} of at most 3 times" in verdict.reasons[0]
+
+
 def test_a_quiet_wall_clock_is_not_overruled_by_cpu_time() -> None:
     told = {"device": "cpu", "new_code": False, "cpu": {"tree": LESS, "thread": LESS}}
     verdict = judge_patch(SHIPPED, evidence([1.0, 1.01, 1.0, 1.0], [1.0, 1.01, 1.0, 1.0], **told))

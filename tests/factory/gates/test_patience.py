@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from factory.core import devices
+from factory.core.progress import SILENT
+from factory.gates.case import failed, missing, not_needed
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.session import PatchSession, TimedRun
 from factory.gates.patch.stages import training as patch_training
 from factory.gates.patch.stages.training import Side, compare_training
-from factory.gates.patience import Patience, patiently, stopped
+from factory.gates.patience import Patience, missing_alone, out_of_time, patiently, ran_out, stopped
 from factory.gates.training_start import Start
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -59,6 +63,30 @@ def test_only_a_stopped_attempt_is_repeated() -> None:
     assert tried == [(0, 1.0), (0, 1.0), (1, 3.0), (0, 1.0), (1, 3.0)]
 
 
+GOOD, LATE, LOST = {"state": "passed"}, out_of_time("late", x=1), missing("lost")
+
+
+@pytest.mark.parametrize(
+    ("stages", "alone", "late"),
+    [
+        ([GOOD, LATE], LATE, True),
+        ([not_needed("a"), LATE], LATE, True),
+        ([GOOD, LOST], LOST, False),
+        ([LOST, LATE], {}, False),  # another stage has a say
+        ([failed("a"), LATE], {}, False),
+        ([GOOD, failed("a") | {"out_of_time": True}], {}, False),
+        ([GOOD, LOST | {"out_of_time": "True"}], LOST | {"out_of_time": "True"}, False),
+        ([GOOD], {}, False),
+    ],
+)
+def test_a_patch_is_judged_again_only_where_time_alone_held_it(stages: list[Any], alone: Any, late: bool) -> None:
+    evidence = {"stages": {str(number): stage for number, stage in enumerate(stages)}}
+    assert missing_alone(evidence) == alone and ran_out(evidence) == late
+    assert missing_alone({}) == missing_alone({"stages": None}) == {} and not ran_out({})
+    assert LATE == {"state": "missing", "reasons": ["late"], "out_of_time": True, "x": 1}
+    assert Patience().limits(1e6) == (5e6,) and Patience().limits(0.0) == (300.0, 900.0)
+
+
 def test_cpu_seconds_never_run_out_before_wall_seconds() -> None:
     assert Limits(wall_seconds=1000).cpu >= 1000 and Limits(wall_seconds=1000, cpu_seconds=7).cpu == 7
 
@@ -79,6 +107,14 @@ class Sessions:
         self.out_of_time: set[tuple[str, int]] = set()
         self.order: list[str] = []
         self.left_when_begun: list[int] = []  # runs of earlier sessions that are still there, a session each
+        # By side and number of the session: factors of its runs' weights; of its moments; seconds; what went wrong; one without CPU clocks.
+        self.weights: dict[tuple[str, int], list[float]] = {}
+        self.moments: dict[tuple[str, int], float] = {}
+        self.seconds: dict[tuple[str, int], float] = {}
+        self.broken: dict[tuple[str, int], str] = {}
+        self.unclocked: set[tuple[str, int]] = set()
+        self.given: list[tuple[str, list[Arm], list[int], dict[int, int]]] = []
+        self.now = 0.0  # the stage's clock
 
     def session(
         self, folder: Path, code: Path, arms: list[Arm], origin: Any, wall_seconds: float, whole: Any, early: dict[int, int]
@@ -92,8 +128,13 @@ class Sessions:
             (folder / "cache").mkdir(exist_ok=True)
             self.caches.append(sorted(path.name for path in (folder / "cache").iterdir()))
             (folder / "cache" / f"kept-{number}").touch()
+        self.given.append((side, arms, list(whole), dict(early)))
+        took = self.seconds.get((side, number), 30.0)
+        self.now += took
         if (side, number) in self.out_of_time:
             return PatchSession(failed="stopped", out_of_time=True, seconds=wall_seconds)
+        if (side, number) in self.broken:
+            return PatchSession(failed=self.broken[side, number])
         factors = self.busy.get((side, number), [])
         runs, folders = [], [folder / "warm-up"]
         for place, arm in enumerate(arms[1:], 1):
@@ -104,30 +145,39 @@ class Sessions:
             of.mkdir(parents=True)
             folders.append(of)
             (of / "metrics.jsonl").write_text("".join(json.dumps({"step": 0, "time": at}) + "\n" for at in (0.0, span)))
-            moments = {"exp_avg.w": torch.ones(2) * steps}
+            moments = {"exp_avg.w": torch.ones(2) * steps * self.moments.get((side, number), 1.0)}
             rest = Checkpoint({}, moments, {"step": arm.last, "recipe": {}})
-            weights, before = ({"w": torch.ones(2) * n} for n in (steps, early.get(place, 0) - arm.first))
+            off = dict(enumerate(self.weights.get((side, number), ()), 2)).get(place, 1.0)
+            weights, before = ({"w": torch.ones(2) * n} for n in (steps * off, early.get(place, 0) - arm.first))
             seconds = OVERHEAD + span
-            runs.append(TimedRun(seconds, weights, rest, before, CpuSeconds(2 * seconds, seconds)))
-        return PatchSession(runs, folders, seconds=30.0)
+            cpu = None if (side, number) in self.unclocked else CpuSeconds(2 * seconds, seconds)
+            runs.append(TimedRun(seconds, weights, rest, before, cpu))
+        return PatchSession(runs, folders, seconds=took)
 
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch, ledger: Ledger) -> Sessions:
     made = Sessions(ledger)
     monkeypatch.setattr(patch_training, "timed_session", made.session)
-    monkeypatch.setattr(patch_training.checkpoint_files, "read_tensors", lambda *_: {"w": torch.zeros(2)})
+    read = lambda path, part: {"w": torch.zeros(2)} if (path.name, part) == ("checkpoint", "model") else {}
+    monkeypatch.setattr(patch_training.checkpoint_files, "read_tensors", read)
     return made
 
 
-def measured(plant: Sessions, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True) -> Any:
-    start = Start(folder / "checkpoint", 6, {}, {"token_shards": []})
+def compared(
+    plant: Sessions, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True, progress: Any = SILENT
+) -> Any:
+    start = Start(folder / "checkpoint", 6, {}, {"token_shards": []}, {"attention": "native"})
     sides = [Side(folder / name, name[0] * 40, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
     for side in sides:
         (side.code / "policies").mkdir(parents=True, exist_ok=True)
         (side.code / "policies" / "kernels.yaml").write_text("cpu: {attention: auto}\n")
-    runs = Runs(Plant(workspace, plant.ledger), folder, "patch gate", Subject("proposal", 1))
-    found, _ = compare_training(runs, policy, start, *sides, new_code, 1)
+    runs = Runs(Plant(workspace, plant.ledger, progress), folder, "patch gate", Subject("proposal", 1))
+    return compare_training(runs, policy, start, sides[0], sides[1], new_code, 1)
+
+
+def measured(plant: Sessions, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True) -> Any:
+    found, _ = compared(plant, policy, folder, workspace, new_code)
     stages: dict[str, Any] = {name: {"state": "passed", "reasons": [name]} for name in STAGES}
     stages["evals"]["gains"] = {"code": [0.0, 0.0]}
     return found, judge_patch(PatchPolicy(training=policy), {"stages": stages | {"training": found}, "tries": 1})
@@ -166,6 +216,7 @@ def test_a_disturbed_baseline_is_measured_again(
     assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
     assert len(found.get("discarded", ())) == sessions // 2 - 1
+    assert ("of at most" in found["reasons"][0]) == (found["state"] == "missing"), found["reasons"]
     assert plant.left_when_begun == [0] * len(plant.order) and not list(tmp_path.rglob("segments/*")), (
         "runs stay no longer than they are read"
     )
@@ -191,6 +242,10 @@ def test_a_gain_is_measured_again_the_candidate_first(
     assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
     assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
     assert ("long" in found) == new_code and "long" not in found["again"]
+    again = found["again"]["state"]
+    assert found["state"] == again and found["again"]["device"] == devices.kind() and found["new_code"] == new_code
+    said = found["reasons"][0]
+    assert said.endswith("from step 6, and as many again") if again == "passed" else said.startswith("measured again: ")
     last = plant.order[-4:]
     assert last == ["candidate", "baseline", "candidate", "baseline"]
 
@@ -238,3 +293,194 @@ def test_a_compile_cache_moves_along_with_its_own_side(plant: Sessions, tmp_path
     plant.out_of_time = {("candidate", 1)}
     measured(plant, POLICY, tmp_path, workspace)
     assert plant.caches == [["inductor"], ["inductor", "kept-0"], ["inductor"]] and list(compiled.iterdir()) == []
+
+
+# -- what the stage's evidence says ---------------------------------------------------------------------------------------
+class Bars:
+    """Progress that counts."""
+
+    def __init__(self) -> None:
+        self.moved: list[float] = []
+
+    @contextmanager
+    def task(self, title: str, total: float | None = None) -> Iterator[Any]:
+        self.moved.append(total or 0)
+        yield SimpleNamespace(advance=lambda amount=1, note="": self.moved.append(amount))
+
+    def line(self, text: str) -> None:
+        pass
+
+
+def test_a_quiet_measurement_says_all_that_it_measured(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+    plant.seconds = {("baseline", 0): 50.0}
+    plant.weights = {("candidate", 1): [1.0, 1.004]}  # of the four pairs the last is apart
+    bars, seen = Bars(), POLICY.model_copy(update={"pairs": 5})
+    found, pair = compared(plant, seen, tmp_path, workspace, new_code=False, progress=bars)
+    both = lambda seconds: {"baseline": [seconds] * 5, "candidate": [seconds] * 5}
+    step, whole = pytest.approx(STEP), pytest.approx(OVERHEAD + 4.9)
+    cpu = {clock: told.pop("total_seconds") for clock, told in found["cpu"].items()}
+    assert cpu == {clock: both(pytest.approx(times * 5.9)) for clock, times in (("tree", 2), ("thread", 1))}
+    for clock, times in (("tree", 2), ("thread", 1)):
+        told = found["cpu"][clock]
+        assert told["overhead_seconds"] == pytest.approx(times) and told["slow_control"] == pytest.approx(9.9 / 4.9)
+        assert told["baseline_seconds"] == told["candidate_seconds"] == [pytest.approx(times * STEP)] * 5
+    del found["cpu"]
+    assert found == {
+        "state": "passed", "reasons": ["5 runs of 50 steps a side, from step 6"], "steps": 50, "new_code": False,
+        "device": devices.kind(), "session_seconds": 50.0, "total_seconds": both(whole), "overhead_seconds": pytest.approx(OVERHEAD),
+        "slow_control": pytest.approx(9.9 / 4.9), "baseline_seconds": [step] * 5, "candidate_seconds": [step] * 5,
+        "drift": pytest.approx(0.004, rel=1e-3), "control_drift": pytest.approx(1 / 50), "left_out": 1,
+    }  # fmt: skip
+    assert [float(run.weights["w"][0]) for run in pair] == [pytest.approx(50.2), 50.0], (
+        "the pair that is furthest apart"
+    )
+    assert bars.moved == [10, 2, 2, 3, 3] and plant.limits["candidate"] == [300.0, 300.0]
+
+
+def test_cpu_time_that_was_not_read_once_is_not_told(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+    plant.unclocked = {("candidate", 1)}
+    found, _ = compared(plant, POLICY, tmp_path, workspace)
+    assert found["state"] == "passed" and "cpu" not in found
+
+
+@pytest.mark.parametrize(
+    ("weights", "sessions", "state", "outcome"),
+    [
+        ({("candidate", 0): [1.0, 1.02]}, 2, "failed", "reject"),  # a pair of sessions is enough to see it
+        ({("candidate", 0): [1.0, 1.009]}, 4, "passed", "reject"),  # no gain
+        ({("candidate", 1): [1.02]}, 4, "passed", "reject"),
+        ({("baseline", 0): [0.98, 1.0]}, 2, "failed", "reject"),
+    ],
+)
+def test_weights_that_are_apart_end_the_measurement(
+    plant: Sessions, tmp_path: Path, workspace: Any, weights: Any, sessions: int, state: str, outcome: str
+) -> None:
+    plant.weights = weights
+    plant.busy = {("baseline", number): BUSY for number in range(9)}
+    found, verdict = measured(plant, POLICY.model_copy(update={"tries": 1}), tmp_path, workspace)
+    assert (len(plant.order), found["state"]) == (sessions, state), found
+    differ = max(abs(1 - share) for of in weights.values() for share in of) > 0.01
+    assert found["drift"] == pytest.approx(max(abs(1 - w) for of in weights.values() for w in of), rel=0.03)
+    assert (
+        verdict.outcome == (outcome if differ else "hold")
+        and ("differ: after 50 steps" in verdict.reasons[0]) == differ
+    )
+    assert sessions == 4 or (found["left_out"] == 1 and len(found["total_seconds"]["baseline"]) == 2)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_moments_that_are_apart_fail_the_patch(plant: Sessions, tmp_path: Path, workspace: Any, number: int) -> None:
+    """Of each half one pair's checkpoints are compared whole."""
+    plant.moments = {("candidate", number): 1.009}
+    assert compared(plant, POLICY, tmp_path, workspace)[0]["state"] == "passed"
+    plant.limits, plant.moments = {"baseline": [], "candidate": []}, {("candidate", number): 1.011}
+    found, pair = compared(plant, POLICY, tmp_path, workspace)
+    assert found["state"] == "failed" and pair is None and "exp_avg" in found["reasons"][0] and found["drift"] == 0
+
+
+def test_the_control_is_held_against_the_run_on_its_own_data(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+    """The second half's data move weights and moments by other steps."""
+    large = {(side, 1): [2.0, 2.0] for side in ("baseline", "candidate")}
+    plant.weights, plant.moments = large, {("baseline", 1): 3.0, ("candidate", 1): 3.0}
+    found, _ = compared(plant, POLICY, tmp_path, workspace)
+    assert found["state"] == "passed" and found["control_drift"] == pytest.approx(1 / 50) and found["drift"] == 0
+    plant.limits, plant.moments = {"baseline": [], "candidate": []}, {("baseline", 1): 3.0, ("candidate", 1): 3.1}
+    assert compared(plant, POLICY, tmp_path, workspace)[0]["state"] == "failed"
+
+
+@pytest.mark.parametrize(("side", "state"), [("candidate", "failed"), ("baseline", "missing")])
+def test_a_run_that_breaks_is_told_with_its_side(
+    plant: Sessions, tmp_path: Path, workspace: Any, side: str, state: str
+) -> None:
+    plant.broken = {(side, 1): "run 2: no"}
+    found, pair = compared(plant, POLICY, tmp_path, workspace)
+    assert found == {"state": state, "reasons": [f"the {side}'s training run failed: run 2: no"]} and pair is None
+    (row,) = [run for run in every_run(plant.ledger) if run["state"] != "done"]
+    assert row["arm"]["name"].startswith(f"{side}, ") and row["arm"]["code"] == side[0] * 40
+
+
+def test_limits_follow_the_session_before_and_a_long_run_has_its_share(
+    plant: Sessions, tmp_path: Path, workspace: Any
+) -> None:
+    plant.busy = FASTER
+    plant.seconds = {("baseline", number): 100.0 * (number + 1) for number in range(4)}
+    found, pair = compared(plant, POLICY.model_copy(update={"wall_seconds": 100.0}), tmp_path, workspace)
+    # by the steps of the larger half, of its control of twice the steps, and of a run of eight times the steps
+    assert plant.limits["baseline"] == [100.0, 300.0, 100.0, 100.0] and "again" in found
+    # first of the baseline's own two; when repeated, the first measurement's first, then its own
+    assert plant.limits["candidate"] == [500.0, 1000.0, 500.0, 1500.0]
+    assert found["long"] == {
+        "steps": 400, "ratio": pytest.approx(1 / 0.7), "hideable": pytest.approx(39.9 / 39.0), "drift": 0.0,
+        "control_drift": pytest.approx(8 / 400),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "second", "told"), [(1.004, 1.002, 0), (1.002, 1.004, 1), (1.002, 1.002, 0)])
+def test_of_two_measurements_the_pair_that_is_further_apart_is_scored(
+    plant: Sessions, tmp_path: Path, workspace: Any, first: float, second: float, told: int
+) -> None:
+    plant.busy = FASTER
+    plant.weights = {("candidate", 0): [first], ("candidate", 2): [second, second]}
+    found, pair = compared(plant, POLICY, tmp_path, workspace)
+    of = (first, second)[told]
+    assert float(pair[0].weights["w"][0]) == pytest.approx(50 * of) and float(pair[1].weights["w"][0]) == 50
+    runs = [run for side, arms, *_ in plant.given for run in arms if side == "candidate"]
+    assert len({arm.seed for arm in runs}) == len(runs), "all on data of their own"
+    assert found["drift"] == pytest.approx(first - 1, rel=1e-3)
+
+
+def test_what_a_session_is_asked_for(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+    plant.busy = FASTER
+    compared(plant, POLICY, tmp_path, workspace)
+    assert [(side, [arm.last - arm.first for arm in arms]) for side, arms, *_ in plant.given] == [
+        ("baseline", [20, 49, 50, 50]), ("candidate", [20, 2, 50, 50]),
+        ("baseline", [20, 100, 50, 50, 400]), ("candidate", [20, 2, 50, 50, 400]),
+        ("candidate", [20, 2, 50, 50]), ("baseline", [20, 49, 50, 50]),
+        ("candidate", [20, 2, 50, 50]), ("baseline", [20, 100, 50, 50]),
+    ]  # fmt: skip
+    for side, arms, whole, early in plant.given:
+        assert len(whole) == (2 if arms[1].last == 6 + 49 else 1) and set(whole) <= {1, 2, 3}
+        long = len(arms) == 5
+        assert early == ({4: 6 + 392} if long else {})
+        assert [arm.recipe for arm in arms] == [{}] * 4 + [{"checkpoint_every": 398, "keep_checkpoints": 2}] * long
+        for arm in arms:
+            assert (arm.code, arm.kernels) == (side[0] * 40, "cpu:\n  attention: native\n"), arm
+            spec = arm.spec()
+            assert (spec["first_step"], spec["kind"], spec["code_commit"]) == (6, "trunk", arm.code)
+            assert spec["restart_data"] and spec["initial_checkpoint"] == str(tmp_path / "checkpoint")
+    rows = [run["arm"] for run in every_run(plant.ledger)]
+    assert sorted(row["last"] for row in rows) == [56] * 5 + [106] + [406] * 2
+    assert {row["name"].partition(", the")[0] for row in rows} == {
+        "baseline, 4 runs", "candidate, 4 runs", "baseline, 5 runs", "candidate, 5 runs"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds", "rounds"),
+    [
+        (240.0, [30.0] * 9, 2),  # each takes two minutes
+        (239.0, [30.0] * 9, 1),
+        (360.0, [30.0] * 9, 3),
+        (359.0, [30.0] * 9, 2),
+        (400.0, [90.0, 90.0, 10.0, 10.0, 10.0, 10.0], 1),  # the longest so far: 240 seconds
+        (520.0, [90.0, 90.0, 10.0, 10.0, 10.0, 10.0], 2),
+    ],
+)
+def test_another_measurement_begins_only_if_the_longest_so_far_would_end_in_time(
+    plant: Sessions, tmp_path: Path, workspace: Any, monkeypatch: Any, budget: float, seconds: list[float], rounds: int
+) -> None:
+    monkeypatch.setattr(patch_training, "time", SimpleNamespace(monotonic=lambda: 1000.0 + plant.now))
+    plant.busy = {("baseline", number): BUSY for number in range(9)}
+    plant.seconds = {("baseline", number): each for number, each in enumerate(seconds)}
+    found, _ = compared(plant, POLICY.model_copy(update={"budget_seconds": budget}), tmp_path, workspace)
+    discarded = found.get("discarded", [])
+    assert len(discarded) == rounds - 1
+    for one in discarded:
+        assert one["noise"] == pytest.approx(1.6) and "differ 1.60×" in one["doubt"]
+        assert one["overhead_seconds"] == pytest.approx(OVERHEAD) and len(one["total_seconds"]["candidate"]) == 4
+
+
+def test_a_measurement_without_seconds_of_a_step_has_no_noise(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+    plant.busy = {("baseline", number): [0.0, 0.0] for number in range(9)}
+    found, pair = compared(plant, POLICY.model_copy(update={"tries": 2}), tmp_path, workspace)
+    assert [one["noise"] for one in found["discarded"]] == [None] and found["state"] == "missing" and pair is not None

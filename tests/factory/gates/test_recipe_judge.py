@@ -126,6 +126,11 @@ def test_numbers_are_counted_and_summed_as_they_are() -> None:
     assert found.slower.lower == pytest.approx(2.0) and (found.domains["code"].mean, found.domains["docs"].mean) == (
         pytest.approx(0.025), pytest.approx(0.015))  # fmt: skip
     assert found.target.mean == pytest.approx(0.02)
+    bounds = lambda of: {"mean": of.mean, "lower": of.lower, "upper": of.upper}
+    assert found.to_json() == {
+        "bits_per_byte": found.target.mean, "lower": found.target.lower, "upper": found.target.upper, "noise": found.noise,
+        "domains": {name: bounds(of) for name, of in found.domains.items()}, "slower": found.slower.mean, "memory": 1.5,
+    }  # fmt: skip
     weighted = POLICY.runs.model_copy(update={"domain_weights": {"code": 3.0, "docs": 1.0}})
     shown = compare(weighted, runs, 1)
     assert shown is not None and shown.target.mean == pytest.approx(0.0225)
@@ -177,15 +182,19 @@ def test_the_target_follows_the_policys_weights() -> None:
     assert compare(of_none, found["stages"]["runs"], 1) is None
 
 
-HOSTILE = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e300]
+HOSTILE: list[Any] = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e18, 1e300]
 
 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("place", ["score", "run", "runs", "speed", "speeds", "memory"])
 def test_no_number_no_promotion(place: str, value: Any) -> None:
-    found = copy.deepcopy(GOOD)
+    for sides in (("baseline",), ("candidate",), ("baseline", "candidate")):
+        _no_promotion(copy.deepcopy(GOOD), sides, place, value)
+
+
+def _no_promotion(found: dict[str, Any], sides: tuple[str, ...], place: str, value: Any) -> None:
     runs = found["stages"]["runs"]
-    for side in ("baseline", "candidate"):
+    for side in sides:
         if place == "score":
             runs[side][2]["docs"] = value
         elif place == "run":
@@ -221,6 +230,10 @@ def test_every_stage_must_have_passed(name: str, state: str | None, outcome: str
     found = copy.deepcopy(GOOD)
     found["stages"][name]["state"] = state
     assert judge_recipe(POLICY, found).outcome == outcome
+    assert judge_recipe(POLICY, found).reasons == (name,)
+    found["stages"][name]["reasons"] = None
+    (reason,) = judge_recipe(POLICY, found).reasons
+    assert reason.endswith((f" {name} stage failed", f" {name} stage"))
     del found["stages"][name]
     assert judge_recipe(POLICY, found).outcome == "hold"
 

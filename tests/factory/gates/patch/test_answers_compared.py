@@ -37,6 +37,9 @@ def tensors(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, tor
         # sixteen roundings of fp32 always pass
         ([1 + 16 * EPS, 1 - 16 * EPS], [1.0, 1.0], [1.0, 1.0], "", 1.0),
         ([1 + 20 * EPS, 1 - 20 * EPS], [1.0, 1.0], [1.0, 1.0], "off by", 1.25),
+        ([128 * (1 + 20 * EPS), 128 * (1 - 20 * EPS)], [128.0, 128.0], [128.0, 128.0], "off by", 1.25),  # of their size
+        ([128 * (1 + 20 * EPS), 128.0], [128.0, 128.0], [128.0, 128.0], "off by", 1.25),  # one alone
+        ([128 * (1 + 16 * EPS), 128.0], [128.0, 128.0], [128.0, 128.0], "", 1.0),
         # what is not finite in the reference is not asked for
         ([NAN, 1.0], [NAN, 1.0], [NAN, 1.0], "", 0.0),
         ([5.0, 1.0], [INF, 1.0], [1.0, 1.0], "", 0.0),
@@ -66,6 +69,18 @@ def test_each_result_is_judged_and_in_its_own_precision() -> None:
     wrong, _ = errors_of({name: x.float() for name, x in off.items()}, exact, eager)
     assert [problem.partition(" has")[0] for problem in wrong] == ["output 0", "gradient 1"]
     assert len(errors_of({"output 0": off["output 0"]}, exact, eager)[0]) == 1
+
+
+@pytest.mark.parametrize("first", [[NAN, INF], [0.0, NAN], [2.0, 2.0], [1.0]])
+def test_what_is_odd_in_one_result_hides_nothing_in_the_next(first: list[float]) -> None:
+    exact = {f"output {number}": torch.ones(2, dtype=torch.float64) for number in range(3)}
+    if first[-1] == INF:
+        exact["output 0"].fill_(NAN)
+    eager = {name: torch.ones(2) for name in exact}
+    found = {"output 0": torch.tensor(first), "output 1": torch.zeros(2), "output 2": torch.full((2,), 3.0)}
+    wrong, worst = errors_of(found, exact, eager)
+    assert [one[:8] for one in wrong] == [f"output {number}" for number in range(3)][first[-1] == INF :]
+    assert worst == pytest.approx(2 / (16 * EPS))
 
 
 @pytest.mark.parametrize(

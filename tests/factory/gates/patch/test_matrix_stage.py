@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from factory.core import devices
 from factory.core.progress import SILENT, Task
-from factory.gates.patch.executed import Executed
+from factory.core.workspace import Workspace
+from factory.gates.patch.executed import Executed, name_of
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
 from factory.gates.patch.matrix.changed import Unexecuted
 from factory.gates.patch.matrix.compare import Rounding
-from factory.gates.patch.matrix.runs import MatrixRuns
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode
+from factory.gates.patch.matrix.starts import make_data
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patch.stages import matrix
+from factory.gates.patience import Patience
 from factory.gates.staged_gate import StagedGate
+from factory.gates.training_start import Start
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, Change
+from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.running import every_run
 from tests.support.factory.code_loop import make
 from tests.support.factory.matrix import Prepared
+from tests.support.paths import ROOT
 
 SCHEDULE = "trainer/optim/schedule.py"
 RATE = "    warm = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0\n"
@@ -118,23 +127,42 @@ def test_what_rounding_decides_is_run_on_other_data_three_times_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: list[Rounding], state: str, asked: list[str]
 ) -> None:
     """The runs are told by the test: which data decide nothing cannot be chosen."""
-    cases, drawn, told = [MatrixCase(name) for name in "abc"], [], iter(draws)
+    cases, drawn, told, places = [MatrixCase(name) for name in "abc"], [], iter(draws), []
 
     def draw(case: object, work: Path, cases: list[MatrixCase], tools: Any) -> Any:
         drawn.append("".join(case.name for case in cases))
-        return None, SimpleNamespace(folder=work), MatrixRuns(seconds=2.0), MatrixRuns(seconds=3.0)
+        places.append((work, list(tools)))
+        return "plan", SimpleNamespace(folder=work), MatrixRuns(seconds=2.0), MatrixRuns(seconds=3.0)
 
     monkeypatch.setattr(matrix, "CASES", cases)
-    monkeypatch.setattr(matrix, "TOOLS", ())
+    monkeypatch.setattr(matrix, "TOOLS", ("tool",))
     monkeypatch.setattr(matrix, "_draw", draw)
-    monkeypatch.setattr(matrix, "replace", lambda side, **_: side)
+    monkeypatch.setattr(matrix, "replace", lambda side, folder: f"twins in {folder}")
     monkeypatch.setattr(
         matrix, "compare_runs", lambda _, a, b, cases, tools: [compare.Compared(False, FAR) for _ in cases]
     )
-    monkeypatch.setattr(matrix, "measure_rounding", lambda *_: next(told))
-    case: Any = SimpleNamespace(paths=["kernels/a.py"], changes=[], work=tmp_path, progress=SILENT, handed_on={})
+
+    def measure(plan: Any, side: Any, baseline: MatrixRuns, compared: Any) -> Rounding:
+        assert (plan, side, baseline.seconds) == ("plan", f"twins in {places[-1][0] / 'disturbed'}", 2.0) and len(
+            compared
+        ) == len(drawn[-1])
+        return next(told)
+
+    monkeypatch.setattr(matrix, "measure_rounding", measure)
+    case: Any = SimpleNamespace(
+        paths=["kernels/a.py", "kernels/a.yaml"], changes=[], work=tmp_path, progress=SILENT, handed_on={}
+    )
     found = matrix.run(case).evidence
     assert found["state"] == state and drawn == asked and next(told, None) is None, found
+    assert places == [(tmp_path / "matrix" / str(n), ["tool"] if n == 1 else []) for n in range(1, len(asked) + 1)]
+    last = draws[-1]
+    listed = [str(one) for one in last.beyond] + [f"run '{name}': rounding decides" for name in last.undecided]
+    if state == "failed":
+        assert len(found["differences"]) == len(listed) and found["reasons"] == found["differences"]
+        assert all(one.startswith(words) for one, words in zip(found["differences"], listed))
+        undecided = sum(len(draw.undecided) for draw in draws)
+        assert (found["runs"], found["same_bits"]) == (sum(map(len, asked)) - undecided, 0)
+    assert (last.problem in found["reasons"][0]) or not last.problem
     if state != "missing":
         seconds = len(asked)
         assert (found["draws"], found["baseline_seconds"], found["candidate_seconds"]) == (
@@ -173,13 +201,13 @@ def test_a_long_list_is_cut_and_says_so() -> None:
 
 
 def test_only_python_that_is_there_must_be_executed() -> None:
-    base = {"trainer/a.py": b"x = 1\n"}
+    base = {"trainer/a.py": b"# \xff\nx = 1\n"}
     changes = [
-        Change("trainer/a.py", b"x = 1\ny = 2\n"), Change("trainer/b.py", b"z = 3\n"), Change("trainer/c.py", None),
+        Change("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), Change("trainer/b.py", b"z = 3\n"), Change("trainer/c.py", None),
         Change("policies/kernels.yaml", b"cpu: {}\n"),
     ]  # fmt: skip
     case: Any = SimpleNamespace(changes=changes, base_bytes=base.get)
-    assert [str(part) for part in matrix.never_executed(case, Executed())] == ["trainer/a.py:2: 2", "trainer/b.py:1: 3"]
+    assert [str(part) for part in matrix.never_executed(case, Executed())] == ["trainer/a.py:3: 2", "trainer/b.py:1: 3"]
 
 
 def test_a_baseline_that_fails_says_nothing_about_the_patch() -> None:
@@ -190,3 +218,187 @@ def test_a_baseline_that_fails_says_nothing_about_the_patch() -> None:
     )
     assert failed["state"] == stopped["state"] == "missing" and "failed: no" in failed["reasons"][0]
     assert "out_of_time" not in failed and stopped["out_of_time"] and "77 s" in stopped["reasons"][0]
+
+
+# -- one draw of data, without a process -----------------------------------------------------------------------------------
+class Sides:
+    """Stands for the processes: what each side's runs left is told by the name of their folder."""
+
+    def __init__(self, ends: dict[str, MatrixRuns]) -> None:
+        self.ends, self.asked = ends, list[Any]()
+
+    def plan(self, side: SideCode, folder: Path, recipe_name: str) -> Any:
+        self.asked.append((side, folder, recipe_name))
+        names = dict.fromkeys((case.name for case in CASES), "00001")
+        plan = MatrixPlan(
+            make_data(folder), {}, names, {case.name: case.steps for case in CASES}, "c", 1, recipe_name, folder
+        )
+        return plan, self.ends.get("0", MatrixRuns())
+
+    def run(self, plan: MatrixPlan, side: SideCode, cases: Any, tools: Any) -> MatrixRuns:
+        self.asked.append((side, cases, tools))
+        return self.ends.get(side.folder.name) or MatrixRuns(seconds=100.0)
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, plant: Plant, folder: Path, start: Start | None, **ends: MatrixRuns) -> Any:
+    sides = Sides({name.strip("_"): runs for name, runs in ends.items()})
+    monkeypatch.setattr(matrix, "make_plan", sides.plan)
+    monkeypatch.setattr(matrix, "run_cases", sides.run)
+    for side, choice in (("base", "auto"), ("patch", "native")):
+        (folder / side / "policies").mkdir(parents=True)
+        (folder / side / "policies" / "kernels.yaml").write_text(f"cpu: {{swiglu: {choice}}}\n")
+    policy = MatrixPolicy(
+        wall_seconds=70.0, patience=Patience(times=2.0, least_seconds=10.0, again=3.0, again_seconds=1000.0)
+    )
+    after = ExitStack()
+    case: Any = SimpleNamespace(
+        baseline=folder / "base", candidate=folder / "patch", applied=SimpleNamespace(base="b" * 40, commit="c" * 40), plant=plant,
+        subject=Subject("proposal", 7), workspace=plant.workspace, paths=["trainer/a.py", "a.yaml"], start=start, progress=Bars(),
+        policy=PatchPolicy(matrix=policy), after_stages=after,
+    )  # fmt: skip
+    return matrix._draw(case, folder / "work", CASES[:2], TOOLS[:1]), sides.asked, case
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_the_candidate_runs_with_its_own_code_and_choice(
+    tmp_path: Path, workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    start = Start(tmp_path, 6, {"name": "mine"}, {}, {"swiglu": "fused"}, "d" * 40) if started else None
+    monkeypatch.setattr(Workspace, "recipe_path", lambda self: ROOT / "policies" / "recipes" / "tiny.yaml")
+    found, asked, case = drawn(monkeypatch, Plant(workspace, ledger), tmp_path, start)
+    begun, baseline, candidate = asked
+    plan, approved, *runs = found
+    work, compiled = tmp_path / "work", devices.compiled(workspace.root, "d" * 40) / "inductor" / "factory-kernels"
+    assert begun[1:] == (work / "plan", "mine" if started else "tiny") and plan.recipe_name == begun[2]
+    assert [one.seconds for one in runs] == [100.0, 100.0] and baseline[1:] == candidate[1:] == (CASES[:2], TOOLS[:1])
+    for side, folder in ((begun[0], "0"), (baseline[0], "1"), (approved, "")):
+        assert (side.code, side.folder, side.wall_seconds, side.instructions) == (
+            case.baseline,
+            work / folder,
+            70.0,
+            (),
+        )
+    assert approved.after is case.after_stages and approved.compiled == (compiled if started else None)
+    side = candidate[0]
+    assert (side.code, side.folder, side.wall_seconds, side.instructions) == (
+        case.candidate,
+        work / "2",
+        200.0,
+        ["trainer/a.py"],
+    )
+    assert side.compiled == approved.compiled and approved.disturbed == side.disturbed == 0
+    texts = [
+        yaml.safe_load(of.kernels[name].read_text()) for of in (approved, side) for name in ("reference", "chosen")
+    ]
+    chosen = "fused" if started else "auto"
+    assert texts == [{}, {"cpu": {"swiglu": chosen}}, {}, {"cpu": {"swiglu": "native"}}]
+    assert case.progress.bars == {"tiny runs of both sides": [3, 1, 1, 1]}
+    rows = {(run["arm"]["name"], run["arm"]["code"], run["purpose"], run["state"]) for run in every_run(ledger)}
+    assert rows == {
+        (f"{who}, 2 tiny runs", code * 40, "patch gate", "done")
+        for who, code in (("baseline", "b"), ("candidate", "c"))
+    }
+
+
+LATE, BROKEN = MatrixRuns(failed="late", out_of_time=True, seconds=9.0), MatrixRuns(failed="no", seconds=9.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "state", "words", "sides"),
+    [
+        ({"_0": BROKEN}, "missing", ["the baseline's own tiny runs failed: no"], 1),
+        ({"_0": LATE}, "missing", ["70 s with approved code", "matrix.wall_seconds"], 1),
+        ({"_1": BROKEN}, "missing", ["the baseline's own tiny runs failed: no"], 2),
+        ({"_1": LATE}, "missing", ["70 s with approved code"], 2),
+        ({"_2": BROKEN}, "failed", ["tiny training runs: no"], 3),
+        ({"_2": LATE, "_3": BROKEN}, "failed", ["tiny training runs: no"], 4),
+        ({"_2": LATE, "_3": LATE}, "missing", ["the candidate's tiny runs", "200 s, then 600 s; the baseline took 100 s", "matrix.patience"], 4),
+        ({"_2": LATE}, "", [], 4),
+    ],
+)  # fmt: skip
+def test_whose_runs_failed(
+    tmp_path: Path,
+    workspace: Workspace,
+    ledger: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: Any,
+    state: str,
+    words: list[str],
+    sides: int,
+) -> None:
+    start = Start(tmp_path, 6, {"name": "mine"}, {})
+    found, asked, _ = drawn(monkeypatch, Plant(workspace, ledger), tmp_path, start, **ends)
+    assert len(asked) == sides and [side.folder.name for side, *_ in asked] == ["0", "1", "2", "3"][:sides]
+    if not state:
+        assert found[3].failed == "" and [side.wall_seconds for side, *_ in asked[2:]] == [200.0, 600.0]
+        return
+    told = found.evidence
+    late = state == "missing" and LATE in ends.values()
+    assert (told["state"], told.get("out_of_time", False)) == (state, late) and all(
+        word in told["reasons"][0] for word in words
+    ), told
+    failed = [run for run in every_run(ledger) if run["state"] == "failed"]
+    assert len(failed) == (1 if sides > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message", "may"),
+    [
+        (["kernels/a.py"], "", True),
+        (["trainer/a.py"], "It changes Rounding.", True),
+        (["trainer/a.py"], "Surroundings", False),
+        (["trainer/kernels/a.py"], "rounded", False),
+    ],
+)
+def test_who_may_round(monkeypatch: pytest.MonkeyPatch, paths: list[str], message: str, may: bool) -> None:
+    monkeypatch.setattr(
+        repository, "message", lambda at, commit: message if (at, commit) == ("code", "c") else "rounding"
+    )
+    case: Any = SimpleNamespace(
+        paths=paths, workspace=SimpleNamespace(repository="code"), applied=SimpleNamespace(commit="c")
+    )
+    assert matrix.may_round(case) == may
+
+
+def test_what_the_op_checks_executed_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of all that differs eight are told."""
+    path, text = "trainer/a.py", "x = 1\ny = 2\n"
+    code = compile(text, path, "exec")
+    at = lambda line: {
+        (name_of(code), i.offset) for i in dis.get_instructions(code) if i.positions and i.positions.lineno == line
+    }
+    same, far = (
+        compare.Compared(True, None),
+        [compare.Compared(False, compare.Difference(str(n), "a", 9.0, 0.1)) for n in range(9)],
+    )
+    compared = [same]
+    monkeypatch.setattr(
+        matrix,
+        "_draw",
+        lambda *_: (None, None, MatrixRuns(), MatrixRuns(executed=Executed(instructions={path: at(1)}))),
+    )
+    monkeypatch.setattr(matrix, "compare_runs", lambda *_: compared)
+    monkeypatch.setattr(matrix, "may_round", lambda case: False)
+    case: Any = SimpleNamespace(
+        paths=[path],
+        changes=[Change(path, text.encode())],
+        base_bytes=lambda _: None,
+        work=tmp_path,
+        progress=SILENT,
+        handed_on={},
+    )
+    for answers, state in (
+        (None, "missing"),
+        (SimpleNamespace(executed=Executed()), "missing"),
+        (SimpleNamespace(executed=Executed(instructions={path: at(2)})), "passed"),
+    ):
+        case.handed_on = {"oracle": answers}
+        found = matrix.run(case).evidence
+        assert found["state"] == state and (found["runs"], found["same_bits"], found["draws"]) == (1, 1, 1), found
+        assert state == "passed" or found["unexecuted"] == [f"{path}:2: 2"]
+    compared += far
+    found = matrix.run(case).evidence
+    assert found["state"] == "failed" and (len(found["reasons"]), len(found["differences"])) == (8, 9)
+    compared[:] = [same, compare.Compared(False, None), compare.Compared(False, None)]
+    found = matrix.run(case).evidence
+    assert found["state"] == "failed" and found["reasons"][0].startswith("2 of 3 tiny runs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from factory.gates.case import NO_START
 from factory.gates.patch.changed_ops import ChangedOp
-from factory.gates.patch.policy import OraclePolicy, PatchPolicy, TrainingPolicy
+from factory.gates.patch.policy import ExploitsPolicy, OraclePolicy, PatchPolicy, TrainingPolicy
+from factory.gates.patch.stages import exploits, training
 from factory.gates.patch.stages.oracle import HOSTILE, oracle_jobs
 from factory.gates.patch.stages.training import BASELINE, BRIEF_STEPS, CANDIDATE, Plan, recipe_for
 from factory.gates.training_start import Start
@@ -111,3 +114,71 @@ def test_all_values_and_fp32_are_tried_on_the_first_case(precision: str, dtypes:
             ("prime", "normal", precision), ("empty", "normal", precision), ("small", "normal", "fp64"),
         ]  # fmt: skip
     assert all((job["dtype"] == "fp64") == job.get("optional", False) for job in jobs)
+
+
+@pytest.mark.parametrize(("paths", "new_code"), [(["a.yaml", "trainer/b.py"], True), (["a.yaml", "b.pyx"], False)])
+def test_the_stage_trains_both_sides_some_steps_more_than_the_policys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], new_code: bool
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(training, "recipe_for", lambda case, start, code: {"of": code.name, "from": start.step})
+
+    def compare(*given: Any) -> Any:
+        asked.append(given)
+        return {"state": "passed"}, "pair"
+
+    monkeypatch.setattr(training, "compare_training", compare)
+    sides = {"baseline": tmp_path / "base", "candidate": tmp_path / "patch"}
+    case: Any = SimpleNamespace(
+        **sides, start=Start(tmp_path, 6, {}, {}), work=tmp_path / "work", applied=SimpleNamespace(base="b", commit="c"), tries=3,
+        paths=paths, policy=PatchPolicy(training=TrainingPolicy(steps=11)), plant="plant", subject="subject",
+    )  # fmt: skip
+    for _ in range(60):
+        result = training.run(case)
+        assert (result.evidence, result.handed_on) == ({"state": "passed"}, "pair")
+    for runs, policy, start, baseline, candidate, new, tries in asked:
+        assert (start, new, tries) == (case.start, new_code, 3) and policy.pairs == TrainingPolicy().pairs
+        assert (runs.plant, runs.home, runs.purpose, runs.subject) == ("plant", case.work, "patch gate", "subject")
+        for side, name, commit in ((baseline, "baseline", "b"), (candidate, "candidate", "c")):
+            assert (side.code, side.commit, side.folder) == (sides[name], commit, case.work / name)
+            assert side.recipe == {"of": sides[name].name, "from": 6}
+    assert {given[1].steps for given in asked} == {11, 12, 13}, "a fixed number would tell a run that it is judged"
+    case.start = None
+    assert training.run(case).evidence == NO_START
+
+
+def test_calls_are_drawn_anew_for_each_verdict() -> None:
+    policy = ExploitsPolicy(calls=8, recipe_calls=4, long_calls=1)
+    ops = [ChangedOp("swiglu", "reference", "fast"), ChangedOp("adamw", "a", "b")]
+    recipe = recipe_with(precision="bf16").model_dump()
+    shapes = [
+        exploits.reduced(policy, recipe, exploits.FEWER_ROWS),
+        exploits.reduced(policy, recipe, exploits.NARROWER, heads=1, kv_heads=1),
+    ]
+    counts, first = set(), set()
+    for seed in range(80):
+        jobs = exploits.calls(policy, ops, recipe, random.Random(seed))
+        assert list(dict.fromkeys((job["op"], job["implementation"]) for job in jobs)) == [
+            (op.op, op.after) for op in ops
+        ]
+        for op in ops:
+            mine = [job for job in jobs if job["op"] == op.op]
+            of = {storage: [job for job in mine if job["storage"] == storage] for storage in range(3)}
+            counts.add(len(of[0]))
+            first.add(mine[0]["storage"])
+            assert (len(of[1]), len(of[2]), len(mine)) == (4, 1, len(of[0]) + 5)
+            assert [{tuple(job["shape"].items()) for job in of[storage]} for storage in (1, 2)] == [
+                {tuple(shape.items())} for shape in shapes
+            ]
+            assert len({str(job["shape"]) for job in of[0]}) == 1
+            for number, job in enumerate(mine, 1):
+                assert job["about"].startswith(f"call {number} of {len(mine)}, bf16, batch {job['shape']['batch']}, ")
+                assert (job["dtype"], job["values"]) == ("bf16", "normal")
+            for calls in of.values():
+                assert (
+                    len([job for job in calls if job["swap"] is not None]) == len(calls) // 4
+                    and calls[0]["swap"] is None
+                )
+                for before, job in zip(calls, calls[1:]):
+                    assert (job["swap"] is None) == (job["seed"] != before["seed"])
+    assert counts == {8, 9, 10} and first == {0, 1, 2}

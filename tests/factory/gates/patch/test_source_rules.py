@@ -43,10 +43,21 @@ FOUND = {  # source, after PYTHON → the lines that are found, with a word of e
     "def fork():\n    pass\nasync def popen():\n    pass\ndef forks():\n    pass\n": [(2, "fork"), (4, "popen")],
     "class A(B, torch.Tensor): ...\nclass C(B, A): ...\nclass D: ...\nclass E(x.Parameter): ...\n": [(2, "tensor"), (5, "tensor")],
     "from torch import Tensor as T\nclass A(T): ...\n": [(3, "tensor")],
-    "type(x)\ntype('A', (), {})\nx.type(1, 2)\n": [(3, "class")],
+    "type(x)\ntype('A', (), {})\nx.type(1, 2)\ntype('A', ())\n": [(3, "class"), (5, "class")],
     "def f(x: 'eval(1)', y: 'int') -> 'open(2)':\n    z: \"list['exec(3)']\" = 0\n    return 'eval(4)'\n": [
         (2, "eval"), (2, "open"), (3, "exec")],
     "def f(x: 'not python ('):\n    return x\n": [],
+    "def f(x: 'y = eval'):\n    return x\n": [],  # no expression: nobody evaluates it
+    "from torch.hub import a\nfrom torch.nn.hub import b\nfrom torch import hubs\n": [(2, "uses torch.hub.a")],
+    "import os.path as p, math\nimport math._os\n": [(2, "imports os"), (3, "borrows math._os")],
+    "from numpy.random import seed\nimport numpy.random.seed.x\n": [(2, "numpy.random.seed"), (3, "numpy.random.seed.x")],
+    "t = torch.nn\nt.hub\nu = t\nu.functional.relu\nf(u)\nx.u = torch\n": [(6, "hands on the module torch.nn"), (7, "hands on")],
+    "setattr(torch.nn, 'x', 1)\nhasattr(y, 'os')\nf(torch, 'load')\n": [(2, "changes torch.nn.x"), (3, ".os"), (4, "hands on")],
+    "class A(torch.nn.Module): ...\nclass B(torch.nn.Buffer): ...\n": [(3, "tensor")],
+    "try:\n    f()\nexcept BaseException:\n    pass\n": [(4, "every exception")],
+    "try:\n    f()\nexcept a.b.Exception as e:\n    raise e\n": [],
+    "from trainer.segment import os\nfrom trainer.a import _io as b\n": [(2, "borrows trainer.segment.os"), (3, "borrows trainer.a._io")],
+    "import trainer.b.sys.c\nimport math.log\nimport json.decoder\n": [(2, "borrows trainer.b.sys.c")],
     "def f(x, y: int = 1):\n    return x + y\n": [],
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,8 +47,10 @@ def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[P
 
 
 def test_a_session_returns_what_was_asked_for_of_each_run(tmp_path: Path) -> None:
+    began = time.monotonic()
     found, start = session(tmp_path / "session")
     assert not found.failed and not found.out_of_time and len(found.runs) == 2
+    assert found.seconds < time.monotonic() - began
     first, second = found.runs
     assert first.rest is not None and first.rest.state["step"] == start.step + 2 and first.early == {}
     assert second.rest is None and second.early.keys() == second.weights.keys()
@@ -69,10 +72,10 @@ def test_a_session_without_time_says_that_nothing_is_known(tmp_path: Path) -> No
     assert found.failed.startswith("run 0: ") and found.out_of_time and found.runs == []
 
 
-def scored(candidate: dict[str, torch.Tensor], baseline: dict[str, torch.Tensor], documents: int = 60) -> Any:
+def scored(candidate: dict[str, torch.Tensor], baseline: dict[str, torch.Tensor], **policy: int) -> Any:
     made, start, _ = begun()
     case: Any = SimpleNamespace(
-        policy=PatchPolicy(evals=EvalsPolicy(documents=documents)), start=start, plant=Plant(made.workspace, made.ledger),
+        policy=PatchPolicy(evals=EvalsPolicy(**policy)), start=start, plant=Plant(made.workspace, made.ledger),
         handed_on={"training": tuple(TimedRun(1.0, weights) for weights in (candidate, baseline))},
     )  # fmt: skip
     return evals.run(case)
@@ -88,6 +91,12 @@ def test_weights_are_scored_by_domain_and_the_worst_is_named() -> None:
     for domain, values in hurt["gains"].items():
         assert sum(values) < 0 and better["gains"][domain] == pytest.approx([-value for value in values])
     means = {domain: sum(values) / len(values) for domain, values in hurt["gains"].items()}
+    few = scored(worse, origin, documents=1).evidence
+    assert few["reasons"][0].startswith(f"{len(means)} held-out documents") and all(
+        len(v) == 1 for v in few["gains"].values()
+    )
+    short = scored(worse, origin, document_bytes=40).evidence
+    assert short["gains"].keys() == hurt["gains"].keys() and short["gains"] != hurt["gains"]
     assert len(means) > 1 and f"the worst domain, {min(means, key=means.__getitem__)}, +" in hurt["reasons"][0]
 
 

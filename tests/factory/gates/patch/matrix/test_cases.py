@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -99,7 +99,42 @@ def test_each_case_is_another_and_each_kind_is_there() -> None:
     }
     for flag in ("waits", "rewarm", "restart_data", "slow_threads"):
         assert [getattr(case, flag) for case in CASES].count(True) == 1, flag
+    for field in fields(MatrixCase):
+        assert len({repr(getattr(case, field.name)) for case in CASES}) > 1, field.name
+    stopped = {
+        (case.begin, bool(case.recipe()["model"]["experts"])): 0 < case.stop_after < case.steps
+        for case in CASES
+        if case.stop_after
+    }
+    assert stopped == {("trunk", False): True, ("nothing", True): True}
+    assert [(case.begin, case.exit_code) for case in CASES if case.exit_code] == [("broken", 2), *[("trunk", 2)] * 3]
     assert sorted(case.steps for case in CASES)[-4:] == [10, 48, 100, LONG_STEPS[0]]
+
+
+def test_what_a_case_changes_happens_within_its_run() -> None:
+    """A part of the schedule that begins after the last step, or was over before the first, is not executed."""
+    for case in CASES:
+        recipe, changed, last = case.recipe(), {key.partition(".")[2] for key in case.changes}, case.steps
+        schedule, batch = recipe["schedule"], recipe["batch"]
+        inside = [schedule["cosine_steps"]] if schedule["kind"] == "cosine" and case.kind == "trunk" else []
+        inside += [one["from_step"] for one in [*(schedule["milestones"] or []), *(recipe["mixture"]["phases"] or [])]]
+        inside += [one["until_step"] for one in batch["warmup"] or []] + [case.stop_after] * (case.stop_after > 0)
+        inside += [schedule["rewarmup_steps"]] if "rewarmup_steps" in changed else []
+        inside += [schedule["warmup_steps"] or 1] * (case.begin == "nothing")
+        inside += [recipe["checkpoint_every"], recipe["stability"]["noise_scale_every"] or 1]
+        assert all(0 < step < last for step in inside), (case.name, inside)
+        assert all(one["sequences"] < batch["sequences"] for one in batch["warmup"] or [])
+        model, experts = recipe["model"], recipe["model"]["experts"]
+        assert not model["nope_every"] or model["nope_every"] <= model["layers"]
+        assert model["base_d_model"] != model["d_model"] and model["heads"] % model["kv_heads"] == 0
+        assert not experts or experts["per_token"] < experts["count"] and experts["dense_layers"] < model["layers"]
+        micro = batch["micro_sequences"]
+        assert micro is None or 0 < micro < batch["sequences"] and batch["sequences"] % micro == 0
+        assert len({one["share"] for one in schedule["milestones"] or []} - {1.0}) == len(schedule["milestones"] or [])
+    removes = [
+        case for case in CASES if case.steps // case.recipe()["checkpoint_every"] > case.recipe()["keep_checkpoints"]
+    ]
+    assert removes, "a checkpoint is removed in some run"
 
 
 def test_what_rounding_may_do_grows_with_what_is_computed_in_fewer_bits() -> None:
@@ -124,5 +159,16 @@ def test_a_case_trains_what_it_says(tmp_path: Path) -> None:
         anneals = recipe["mixture"]["anneal_weights"] if case.kind == "anneal" else None
         assert spec["data_plan"]["weights"] == (anneals or recipe["mixture"]["weights"])
         assert len(spec["data_plan"]["token_shards"]) == case.generations
+        assert spec["data_plan"].get("phases", []) == (recipe["mixture"]["phases"] or []), case.name
+        assert (spec["rewarm"], spec["restart_data"], arm.ranks) == (case.rewarm, case.restart_data, case.ranks)
+        assert (spec["kind"], spec["initial_checkpoint"], spec["code_commit"], arm.name) == (
+            case.kind,
+            None,
+            "c0ffee",
+            case.name,
+        )
+        assert (arm.first, arm.last - arm.first) == (case.first_step or 0, case.steps)
         refuse_impossible([arm])
-    assert plan.together(CASES, "c0ffee", "candidate").last == sum(steps.values())
+    whole = plan.together(CASES[2:], "decaf", "candidate")
+    assert (whole.first, whole.last, whole.code) == (0, sum(case.steps for case in CASES[2:]), "decaf")
+    assert whole.name == f"candidate, {len(CASES) - 2} tiny runs" and whole.base["initial_checkpoint"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from factory.core.workspace import Workspace
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import MatrixCase
 from factory.gates.patch.matrix.compare import Compared, Difference, Discrepancy, Rounding, measure_rounding
-from factory.gates.patch.matrix.runs import copy_libraries
+from factory.gates.patch.matrix.runs import SideCode, copy_libraries
 from factory.gates.patch.stages import matrix
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -139,6 +140,115 @@ def test_numbers_that_went_through_a_lower_precision_are_found_at_any_size_of_ro
     assert not compare.lost_bits(ours, ours * (1 + 1e-3)) and not compare.lost_bits(ours, ours)
     assert not compare.lost_bits(ours.to(dtype).float(), ours)  # more bits are no loss
     assert not compare.lost_bits(torch.ones(size), torch.ones(size))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "zero", "lost"), [(4, 8, True), (4, 7, False), (4, 0, False), (3, 20, False), (64, 22, True)]
+)
+def test_eight_bits_fewer_are_a_lower_precision(numbers: int, zero: int, lost: bool) -> None:
+    """``zero``: so many low bits of the fraction are zero in all numbers of the one side; of the other the lowest is not."""
+    bits = torch.arange(1, numbers + 1, dtype=torch.int32) * 2 + 1 + (127 << 23)
+    ours, theirs = bits.view(torch.float32), (((bits >> zero) | 1) << zero).view(torch.float32)
+    assert compare.lost_bits(ours, theirs) == lost and not compare.lost_bits(theirs, ours)
+    assert not compare.lost_bits(ours.double(), theirs.double())
+    whole = torch.ones(numbers)  # no bit of the fraction is used: as if the lowest were the 24th
+    assert compare.lost_bits(ours, whole) == (numbers > 3) and not compare.lost_bits(whole, whole)
+
+
+def full(*given: Any, **more: Any) -> int:
+    raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_which_checkpoints_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(UntrustedFileError):
+            compare._checkpoints(folder)
+        for name in ("step-2", "step-1", "bad-3", "other", "astep-1"):
+            (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        before = len(os.listdir("/proc/self/fd"))
+        assert (
+            compare._checkpoints(folder) == ["bad-3", "step-1", "step-2"] and len(os.listdir("/proc/self/fd")) == before
+        )
+        for number in range(200):
+            (tmp_path / "checkpoints" / f"step-{number:05d}").mkdir()
+        assert 90 <= len(compare._checkpoints(folder)) <= 100
+        (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+        (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(UntrustedFileError):
+            compare._checkpoints(folder)
+        monkeypatch.setattr(os, "open", full)
+        with pytest.raises(OSError, match="too many"):  # no fault of the candidate's
+            compare._checkpoints(folder)
+    finally:
+        os.close(folder)
+
+
+ONE, OTHER = "first steps", "resumed"
+
+
+class Twins:
+    """Stands for disturbed runs: how far each is from the baseline is told, by case; '': it failed."""
+
+    def __init__(self, **far: list[float]) -> None:
+        self.far, self.asked = far, list[tuple[str, int, list[str]]]()
+
+    def run(self, plan: Any, side: Any, cases: list[MatrixCase]) -> Any:
+        assert plan == "plan"
+        self.asked.append((side.folder.as_posix(), side.disturbed, [case.name for case in cases]))
+        return SimpleNamespace(failed="no room" if any(not self.far[name] for name in self.asked[-1][2]) else "")
+
+    def differ(self, plan: Any, case: MatrixCase, baseline: Any, twins: Any) -> list[Discrepancy]:
+        assert (plan, baseline, twins.failed) == ("plan", "baseline", "")
+        far = self.far[case.name]
+        return [part(LOSS, far[min(len(self.asked), len(far)) - 1]), part(LOSS, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "far", "asked", "beyond", "undecided"),
+    [
+        ({ONE: 0.9}, {ONE: [0.1]}, [[ONE]] * 24, {ONE: 0.3}, []),
+        ({ONE: 0.3}, {ONE: [0.1]}, [[ONE]], {}, []),  # as far as three times the farthest twin is no difference
+        ({ONE: 0.31}, {ONE: [0.1, 0.01, 0.11]}, [[ONE]] * 3, {}, []),
+        ({ONE: 0.31}, {ONE: [0.1] * 9 + [0.11]}, [[ONE]] * 10, {}, []),
+        ({ONE: 0.9, OTHER: 3.0}, {ONE: [0.1], OTHER: [0.5]}, [[ONE, OTHER]] * 4 + [[ONE]] * 20, {ONE: 0.3, OTHER: 1.5}, []),
+        ({ONE: 0.89, OTHER: 3.0}, {ONE: [0.1, 0.3], OTHER: [0.5]}, [[ONE, OTHER]] * 2 + [[OTHER]] * 22, {OTHER: 1.5}, []),
+        ({ONE: math.inf}, {ONE: [0.1, math.inf]}, [[ONE]] * 2, {}, [ONE]),
+        ({ONE: math.inf}, {ONE: [0.1]}, [[ONE]] * 24, {ONE: 0.3}, []),
+        ({ONE: 0.9, OTHER: 0.9}, {ONE: [0.1], OTHER: []}, [[ONE, OTHER]], None, []),
+        ({"a tool": 0.9}, {}, [], {"a tool": 0.0}, []),
+        ({}, {}, [], {}, []),
+    ],
+)  # fmt: skip
+def test_only_what_no_twin_does_is_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+    shares: dict[str, float],
+    far: dict[str, list[float]],
+    asked: list[list[str]],
+    beyond: Any,
+    undecided: list[str],
+) -> None:
+    twins = Twins(**far)
+    monkeypatch.setattr(compare, "run_cases", twins.run)
+    monkeypatch.setattr(compare, "find_discrepancies", twins.differ)
+    compared = [
+        Compared(True, None),
+        *(Compared(False, Difference(name, "a", share, 0.0)) for name, share in shares.items()),
+    ]
+    plan: Any = "plan"
+    baseline: Any = "baseline"
+    found = measure_rounding(plan, SideCode(Path("code"), {}, Path("twins"), 1.0, ExitStack()), baseline, compared)
+    assert twins.asked == [(f"twins/{number}", number, names) for number, names in enumerate(asked, 1)]
+    assert found.undecided == undecided and found.problem == ("no room" if beyond is None else "")
+    assert {one.case: pytest.approx(one.allowed) for one in found.beyond} == (beyond or {})
+    assert [one.share for one in found.beyond] == [shares[name] for name in beyond or {}], (
+        "what is explained least is first"
+    )
+
+
+def test_a_difference_is_told_with_its_size_if_it_has_one() -> None:
+    told = [str(Difference("a", "loss", share, 0.25)) for share in (0.5, math.inf)]
+    assert "0.5 of its scale" in told[0] and "0.25" in told[0] and told[1] == "run 'a': loss"
 
 
 @pytest.mark.long("tiny trainings of several processes")

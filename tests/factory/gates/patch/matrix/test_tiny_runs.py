@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from factory.gates.patch.matrix.cases import CASES, DOMAINS, TOOLS, VOCABULARY, MatrixCase, name_of
-from factory.gates.patch.matrix.compare import compare_runs
+from factory.gates.patch.matrix.compare import compare_runs, find_discrepancies
 from factory.gates.patch.matrix.runs import INTERRUPTED, MatrixRuns
 from factory.gates.patch.matrix.starts import damage
 from factory.gates.patch.matrix.train_cases import train, use
@@ -81,7 +81,7 @@ def test_each_refusal_of_a_tool_is_another(
             (tmp_path / str(number)).mkdir()
             use(tmp_path / str(number), tool.module, arguments)
             said.append(capsys.readouterr().err.strip().splitlines()[-1])
-    assert len(set(said)) == len(said) == 11, said
+    assert len(set(said)) == len(said) == 11 and not any("unrecognized" in words for words in said), said
 
 
 def test_a_run_that_is_told_to_stop_goes_on_where_it_stopped(prepared: Prepared, tmp_path: Path) -> None:
@@ -241,6 +241,43 @@ def test_all_that_a_run_left_is_compared_but_clocks(
         assert found.worst is None and found.same_bits == (not words), found
     else:
         assert found.worst is not None and not found.same_bits and words in str(found.worst), found
+
+
+def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, tmp_path: Path) -> None:
+    case = CASES[0]
+    folder = shutil.copytree(prepared.baseline.folders[case.name], tmp_path / "run")
+    damage(folder / "checkpoints" / "step-00000002")
+
+    def change(model: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        names = sorted(model)
+        model[names[0]] = model[names[0]].double()
+        model[names[1]] = model[names[1]].bfloat16().float()
+        for name in names[2:]:
+            model[name].mul_(1.5)
+        state["sampler"]["step"] += 1
+
+    for of in (
+        saved(change), text("metrics.jsonl", "^.*\n", ""), anomaly('{"kind": "loss_drop", "step": 1}\n'), text("parameters.txt", "embedding", "e"),
+        text("result.json", '"last_step": 6', '"last_step": 7'), text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'),
+        text("result.json", '"skipped_checkpoints": \\[', '"skipped_checkpoints": ["x"'),
+    ):  # fmt: skip
+        of(folder)
+    candidate = MatrixRuns()
+    with ExitStack() as after:
+        candidate.hold(case.name, folder, after)
+        found = find_discrepancies(prepared.plan, case, prepared.baseline, candidate)
+    weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
+    last = "step-00000006"
+    begins = [
+        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json has not the hash",
+        "result.json names other skipped",
+        "parameters.txt", "step-00000002: model.safetensors is not what", "step-00000002: ", f"{last}, state.json: sampler: step",
+        f"{last}: {weights[0]} has shape", f"{last}: {weights[1]} holds numbers of a lower", *(f"{last}: {name}" for name in weights[2:]),
+    ]  # fmt: skip
+    found[9:] = sorted(found[9:], key=lambda one: one.what)
+    assert len(found) == len(begins) and all(one.what.startswith(begin) for one, begin in zip(found, begins)), found
+    assert {one.total for one in found[11:]} == {f"{last}: weights"} and not any(one.total for one in found[:7])
+    assert {math.isinf(one.far.apart) for one in found[:6]} == {True} and all(0 < one.share < 100 for one in found[11:])
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from textwrap import dedent
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from factory.gates.patch.matrix import train_cases
 from kernels.contract import registry
+from trainer.contract import stopping
 
 RANK = """
     import json, os, socket, sys
@@ -91,3 +93,76 @@ def test_an_op_that_is_disturbed_is_some_roundings_off_and_otherwise_for_another
             eps = torch.finfo(torch.float32).eps
             assert eps / 50 < float(off.mean()) and float(off.max()) < 2 * eps
             assert torch.equal(a, b) == (one == other)
+
+
+def test_what_an_op_writes_in_place_is_off_by_shares_and_what_it_skips_is_not() -> None:
+    op = registry.get("adamw")
+
+    def written(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(registry, "bind", registry.bind)
+            if seed:
+                train_cases.disturb_ops(seed)
+            inputs = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), list(op.inputs(op.cases[0])))
+            before = [x.clone() for x in tree_leaves([inputs[n] for n in op.writes])]
+            registry.bind({}).adamw(*inputs)
+            return before, tree_leaves([inputs[n] for n in op.writes])
+
+    (before, plain), (_, off), (_, other) = written(0), written(1), written(2)
+    eps = torch.finfo(torch.float32).eps
+    for old, exact, one, two in zip(before, plain, off, other, strict=True):
+        still = exact == old
+        assert torch.equal(one[still], old[still]) and bool(((one - exact).abs() <= 2 * eps * exact.abs()).all())
+        if not bool(still.all()):
+            assert bool((one != exact).any()) and bool((two != one).any())
+
+
+def test_numbers_that_are_no_floats_are_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "bind", registry.bind)
+    plain = registry.bind({})
+    train_cases.disturb_ops(3)
+    disturbed, ids = registry.bind({}), torch.tensor([[1, 2]])
+    assert disturbed.prepare_attention is plain.prepare_attention
+    table = torch.ones(4, 8, dtype=torch.float64)
+    assert torch.allclose(disturbed.embedding(ids, table), plain.embedding(ids, table), rtol=1e-14)
+    assert disturbed.swiglu(torch.zeros(0, 4), torch.zeros(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "ends", "code", "looks"),
+    [(0, [0], 0, 0), (0, [3], 3, 0), (3, [75, 0], 0, 4), (3, [75, 2], 2, 4), (3, [0], 1000, 4), (1, [5], 1005, 2)],
+)
+def test_a_run_is_told_to_stop_after_its_steps_and_started_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int, ends: list[int], code: int, looks: int
+) -> None:
+    seen: list[list[str]] = []
+    asked = stopping.asked
+
+    def main(words: list[str]) -> int:
+        seen.append(words)
+        if stop_after and len(seen) == 1:
+            assert [stopping.asked() for _ in range(looks + 1)] == [False] * (looks - 1) + [True] * 2
+        else:
+            assert stopping.asked is asked
+        return ends[len(seen) - 1]
+
+    monkeypatch.setattr("trainer.__main__.main", main)
+    assert train_cases.train(tmp_path, stop_after, waits=False, slow_threads=False) == code
+    assert seen == [[str(tmp_path)]] * len(ends) and stopping.asked is asked
+
+
+def test_a_run_that_waits_is_a_program_twice_and_its_worst_end_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, ends = [], iter([0, 3, 2, 0])
+    monkeypatch.setattr(train_cases, "program", lambda *given: told.append(given) or next(ends))  # type: ignore[func-returns-value]
+    assert [train_cases.train(tmp_path, 0, waits=True, slow_threads=False) for _ in "ab"] == [3, 2]
+    assert told == [("trainer", ["--wait", str(tmp_path)])] * 4
+
+
+def test_slow_threads_are_those_of_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = threading.Thread.run
+    monkeypatch.setattr(
+        "trainer.__main__.main", lambda words: 7 if threading.Thread.run is not run and words == [str(tmp_path)] else 0
+    )
+    assert train_cases.train(tmp_path, 0, waits=False, slow_threads=True) == 7 and threading.Thread.run is run

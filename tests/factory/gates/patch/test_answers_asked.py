@@ -1,0 +1,334 @@
+"""What the two processes of the op checks are asked, see and may take; and tests of ops that a patch changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from factory.core import devices
+from factory.gates.patch import op_answers
+from factory.gates.patch.executed import EXECUTED, Executed
+from factory.gates.patch.op_answers import DRIVER, Answers, answered, changed_tests, compare
+from factory.gates.patch.policy import OraclePolicy
+from factory.gates.patience import Patience
+from factory.runs.untrusted_files import UntrustedFileError
+from factory.sandbox import sandbox
+
+POLICY = OraclePolicy(
+    wall_seconds=70.0, patience=Patience(times=2.0, least_seconds=10.0, again=3.0, again_seconds=100.0)
+)
+NOTED = {"lines": {"kernels/a.py": [3]}, "instructions": {}, "traced": {}, "launched": {}}
+Acts = Callable[[Path], object]
+
+
+def ended(code: int = 0, stopped: str | None = None) -> sandbox.Result:
+    return sandbox.Result(code, "", "x" * 3000 + "\nlast words", 20.0, stopped, 0, 0)
+
+
+class Processes:
+    """Stands for the sandbox, whose processes take seconds to import torch: each acts on its output folder, and ends as it is told."""
+
+    def __init__(self, *runs: tuple[Acts, sandbox.Result]) -> None:
+        self.runs, self.asked = list(runs), list[dict[str, Any]]()
+
+    def run(self, command: list[str], **how: Any) -> sandbox.Result:
+        self.asked.append(how | {"command": command})
+        act, result = self.runs[len(self.asked) - 1]
+        act(how["output"])
+        return result
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def notes(folder: Path) -> None:
+    (folder / "executed.json").write_text(json.dumps(NOTED))
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Processes]:
+    def made(*runs: tuple[Acts, sandbox.Result]) -> Processes:
+        told = Processes(*runs)
+        monkeypatch.setattr(sandbox, "run", told.run)
+        return told
+
+    return made
+
+
+JOB = {"op": "swiglu", "implementation": "fast", "case": "small", "dtype": "fp32", "values": "normal"}
+
+
+def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[..., Processes], tmp_path: Path) -> None:
+    told = processes((nothing, ended()), (notes, ended()))
+    base, patch, work = tmp_path / "base", tmp_path / "patch", tmp_path / "deep" / "work"
+    with answered([JOB], POLICY, base, patch, work, ["kernels/a.py"]) as answers:
+        os.fstat(answers.folder)
+    with pytest.raises(OSError):
+        os.fstat(answers.folder)
+    request, question, given = work / "request.json", work / "question.json", work / "given"
+    asked = {"device": devices.kind(), "jobs": [JOB]}
+    assert json.loads(request.read_text()) == asked
+    assert json.loads(question.read_text()) == asked | {"recorder": str(EXECUTED), "instructions": ["kernels/a.py"]}
+    start, common = [sys.executable, str(DRIVER)], {"environment": {"OMP_NUM_THREADS": "1"}}
+    make, answer = told.asked
+    assert make.pop("limits").wall_seconds == 70.0 and answer.pop("limits").wall_seconds == 40.0
+    assert make == common | {
+        "command": [*start, "make", str(request), str(given)],
+        "readonly": [base, request, DRIVER, EXECUTED], "output": given, "cwd": base,
+    }  # fmt: skip
+    out = work / "answers-0"
+    assert answer == common | {
+        "command": [*start, "answer", str(question), str(given / "inputs"), str(out)],
+        "readonly": [patch, question, given / "inputs", DRIVER, EXECUTED], "output": out, "cwd": patch,
+    }  # fmt: skip
+    assert (answers.seconds, answers.baseline_seconds) == (40.0, 20.0) and answers.truth == given / "truth"
+    assert (answers.missing, answers.died, answers.log, answers.out_of_time) == ("", "", "", False)
+    assert answers.executed.lines == {"kernels/a.py": {3}} and answers.instructions == ["kernels/a.py"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "missing", "died", "late"),
+    [
+        ([ended(3)], ["could not be made", "last words"], [], False),
+        ([ended(9, "wall")], ["70 s with approved code", "oracle.wall_seconds"], [], True),
+        ([ended(), ended(5)], [], ["code 5: last words"], False),
+        ([ended(), ended(9, "memory")], [], ["memory limit"], False),
+        ([ended(), ended(9, "wall"), ended(5)], [], ["code 5"], False),
+        ([ended(), ended(9, "wall"), ended(9, "wall")], [], ["checks", "40 s, then 100 s", "20 s", "oracle.patience"], True),
+        ([ended(), ended(9, "wall"), ended()], [], [], False),
+    ],
+)  # fmt: skip
+def test_what_ended_early_is_told(
+    processes: Callable[..., Processes], tmp_path: Path, runs: Any, missing: list[str], died: list[str], late: bool
+) -> None:
+    told = processes(*((notes if number == 1 else nothing, run) for number, run in enumerate(runs)))
+    (tmp_path / "work").mkdir()  # as it may be
+    with answered([JOB], POLICY, tmp_path, tmp_path, tmp_path / "work") as answers:
+        pass
+    for said, words in ((answers.missing, missing), (answers.died, died)):
+        assert bool(said) == bool(words) and all(word in said for word in words), said
+    assert answers.out_of_time == late and len(told.asked) == len(runs)
+    assert answers.log == (("x" * 3000 + "\nlast words")[-2000:] if died else "")
+    assert (answers.seconds, answers.baseline_seconds) == (20.0 * min(len(runs), 2), 20.0)
+    assert bool(answers.executed.lines) == (len(runs) == 2), "what a stopped attempt left is not read"
+    if len(runs) == 3:
+        assert [how["output"].name for how in told.asked[1:]] == ["answers-0", "answers-1"]
+        assert [how["limits"].wall_seconds for how in told.asked[1:]] == [40.0, 100.0]
+        assert len(told.asked[1]["readonly"]) == len(told.asked[2]["readonly"])
+
+
+@pytest.mark.parametrize("left", ["{", "[]", "{}", '{"lines": 3}', "[" * 100_000, "null"])
+def test_notes_that_cannot_be_read_are_none(tmp_path: Path, left: str) -> None:
+    (tmp_path / "executed.json").write_text(left)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    assert op_answers.executed_in(folder) == Executed()
+    os.close(folder)
+
+
+def test_jobs_have_names() -> None:
+    assert op_answers.named(JOB) == "swiglu (fast; small, fp32, normal values)"
+    assert op_answers.named(JOB | {"about": "call 3"}) == "swiglu (fast; call 3)"
+
+
+# -- one answer --------------------------------------------------------------------------------------------------------
+ONE = {"output 0": torch.ones(2)}
+UNCHANGED = {"inputs changed": torch.zeros(0, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (ONE | UNCHANGED, []),
+        (ONE, ["changes its inputs"]),  # it does not say that it does not
+        (ONE | UNCHANGED | {"launches": torch.tensor([2, 0])}, ["launches none"]),
+        (ONE | UNCHANGED | {"launches": torch.tensor([2, 1])}, []),
+        (ONE | UNCHANGED | {"launches": torch.tensor(-1)}, ["launches none"]),
+        (ONE | UNCHANGED | {"launches": torch.tensor(1.0)}, ["launches none"]),
+        (ONE | UNCHANGED | {"later output 0": torch.ones(2)}, []),
+        (ONE | UNCHANGED | {"later output 0": torch.zeros(2)}, ["output 0 changed after"]),
+        (UNCHANGED | {"later output 0": torch.zeros(2)}, ["output 0 has a different"]),
+        (UNCHANGED | {"output 0": torch.ones(2).double(), "later output 0": torch.ones(2)}, ["output 0 has a different"]),
+        ({"raised": torch.tensor([list(b"Odd: \xff\n"), list(b"x" * 7)], dtype=torch.uint8)}, ["it raised Odd: "]),
+        ({"output 0": torch.zeros(2), "launches": torch.tensor(0)}, ["changes its inputs", "launches none", "off by"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_an_answer(tmp_path: Path, left: dict[str, torch.Tensor], words: list[str]) -> None:
+    save_file({"output 0": torch.ones(2, dtype=torch.float64)}, tmp_path / "exact-7.safetensors")
+    save_file(ONE, tmp_path / "eager-7.safetensors")
+    save_file(left, tmp_path / "answer-7.safetensors")
+    with opened(tmp_path) as folder:
+        wrong, share = compare(tmp_path, folder, 7)
+    assert len(wrong) == len(words) and all(word in one for word, one in zip(words, wrong)), wrong
+    assert (share == float("inf")) == ("raised" in left)
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Any:
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        yield held
+    finally:
+        os.close(held)
+
+
+def test_what_was_raised_is_cut() -> None:
+    said = op_answers._text(torch.tensor([list(b"a" * 300)] * 9, dtype=torch.int32))
+    assert said.startswith("a" * 300) and len(said) <= 400
+    assert len(op_answers._text(torch.tensor(list(b"\x01 " * 1000 + b"end")))) <= 400
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("truth", [0, 2 * MIB])
+def test_an_answer_is_at_most_twice_as_large_as_the_truth_and_a_little(tmp_path: Path, truth: int) -> None:
+    save_file({"output 0": torch.ones(2 + truth // 8, dtype=torch.float64)}, tmp_path / "exact-0.safetensors")
+    save_file({"output 0": torch.ones(2 + truth // 8)}, tmp_path / "eager-0.safetensors")
+    with opened(tmp_path) as folder:
+        for size, fits in ((0.9, True), (1.1, False)):
+            padding = torch.zeros(int(truth * 1.5 + size * MIB), dtype=torch.uint8)
+            right = {"output 0": torch.ones(2 + truth // 8), "padding": padding}
+            save_file(UNCHANGED | right, tmp_path / "answer-0.safetensors")
+            with contextlib.nullcontext() if fits else pytest.raises(UntrustedFileError):
+                assert compare(tmp_path, folder, 0)[0] == []
+
+
+# -- does the patch change an op's tests? ------------------------------------------------------------------------------
+JOBS = [JOB | {"op": op} for op in ("adamw", "rms_norm", "swiglu")]
+INPUT, EXACT = {"input 0": torch.ones(2)}, {"output 0": torch.ones(2, dtype=torch.float64)}
+WORDS = {"inputs": [{"tensor": "input 0"}], "cost": {}}
+
+
+def made(folder: Path, number: int, **other: Any) -> None:
+    """Test ``number`` of an op as the driver makes it; ``other``: of its parts."""
+    parts: dict[str, Any] = {"words": WORDS, "given": INPUT, "exact": EXACT, "eager": ONE} | other
+    for part in ("inputs", "truth"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    (folder / "inputs" / f"given-{number}.json").write_text(json.dumps(parts["words"]))
+    for part, name in (("inputs", "given"), ("truth", "exact"), ("truth", "eager")):
+        save_file(parts[name], folder / part / f"{name}-{number}.safetensors")
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> Answers:
+    for number in range(len(JOBS)):
+        made(tmp_path / "given", number)
+    return Answers(
+        JOBS, tmp_path / "given" / "truth", -1, 40.0, 20.0, instructions=["kernels/a.py"], executed=Executed()
+    )
+
+
+OFF = {"output 0": torch.full((2,), 1.1)}
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"words": WORDS | {"cost": {"forward_flops": 1}}}, "cost model"),
+    ({"given": {"input 0": torch.zeros(2)}}, "changes its inputs"),
+    ({"given": INPUT | {"input 1": torch.zeros(2)}}, "changes its inputs"),
+    ({"exact": {"output 0": torch.zeros(2, dtype=torch.float64)}}, "computes something else"),
+    ({"exact": EXACT | {"output 1": torch.zeros(2, dtype=torch.float64)}}, "computes something else"),
+    ({"eager": OFF}, "less accurate: output 0"),
+]
+
+
+@pytest.mark.parametrize(("other", "words"), CHANGES)
+def test_only_people_may_change_an_ops_tests(
+    processes: Callable[..., Processes], tmp_path: Path, truth: Answers, other: dict[str, Any], words: str
+) -> None:
+    def makes(folder: Path) -> None:
+        for number in range(len(JOBS)):
+            made(folder, number, **(other if number == 1 else {}))
+        notes(folder / "truth")
+
+    told = processes((makes, ended()))
+    found = changed_tests(truth, POLICY.patience, tmp_path / "patch", tmp_path)
+    (how,) = told.asked
+    request = json.loads((tmp_path / "request-again.json").read_text())
+    assert request == {
+        "device": devices.kind(),
+        "jobs": JOBS,
+        "recorder": str(EXECUTED),
+        "instructions": ["kernels/a.py"],
+    }
+    assert how["command"][2:] == ["make", str(tmp_path / "request-again.json"), str(tmp_path / "again-0")]
+    assert how["readonly"][:2] == [tmp_path / "patch", tmp_path / "request-again.json"]
+    assert how["output"] == tmp_path / "again-0" and how["cwd"] == tmp_path / "patch"
+    assert truth.executed.lines == {"kernels/a.py": {3}}
+    if words:
+        assert (found["state"], found["failures"]) == ("failed", 1) and words in found["reasons"][0]
+        assert found["reasons"][0].startswith("rms_norm ("), found
+    else:
+        assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("runs", "state", "failures", "words"),
+    [
+        ([ended(4)], "failed", 1, "could not make the changed ops' tests: ended with code 4"),
+        ([ended()], "failed", 1, "could not make the changed ops' tests: given-0.json"),
+        ([ended(9, "wall")] * 2, "missing", None, "40 s, then 100 s; the baseline took 20 s"),
+    ],
+)
+def test_tests_that_cannot_be_made_again(
+    processes: Callable[..., Processes],
+    tmp_path: Path,
+    truth: Answers,
+    runs: Any,
+    state: str,
+    failures: Any,
+    words: str,
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    told = processes(*((nothing, run) for run in runs))
+    found = changed_tests(truth, POLICY.patience, tmp_path, tmp_path)
+    assert (found["state"], found.get("failures")) == (state, failures) and words in found["reasons"][0], found
+    assert found.get("out_of_time", False) == (state == "missing") and len(found["reasons"]) == 1
+    assert state != "missing" or "oracle.patience" in found["reasons"][0]
+    assert [how["limits"].wall_seconds for how in told.asked] == [40.0, 100.0][: len(runs)]
+    assert len(os.listdir("/proc/self/fd")) == before, "every folder is closed"
+
+
+def test_of_many_wrong_tests_five_are_listed(
+    processes: Callable[..., Processes], tmp_path: Path, truth: Answers
+) -> None:
+    jobs = [JOB | {"op": f"op {number}"} for number in range(7)]
+    for number in range(7):
+        made(tmp_path / "given", number)
+    (tmp_path / "given" / "inputs" / "given-6.json").unlink()  # no op of the baseline's
+
+    def makes(folder: Path) -> None:
+        for number in range(7):
+            made(folder, number, given={"input 0": torch.zeros(2)})
+
+    processes((makes, ended()))
+    found = changed_tests(replace(truth, jobs=jobs), POLICY.patience, tmp_path, tmp_path)
+    assert found["failures"] == 6 and [reason[:4] for reason in found["reasons"]] == [f"op {n}" for n in range(5)]
+
+
+def test_tests_made_again_are_not_much_larger(tmp_path: Path, truth: Answers) -> None:
+    """Each file may be a little larger than the baseline's, whose size nobody chose."""
+    for size, fits in ((0.9, True), (1.1, False)):
+        padding = {"padding": torch.zeros(int(size * MIB), dtype=torch.uint8)}
+        for large in (
+            {"words": WORDS | {"x": " " * int(size * MIB)}},
+            {"given": INPUT | padding},
+            {"exact": EXACT | padding},
+            {"eager": ONE | padding},
+        ):
+            made(tmp_path / "again", 0, **large)
+            again, refused = tmp_path / "again", contextlib.nullcontext() if fits else pytest.raises(UntrustedFileError)
+            with opened(again / "inputs") as inputs, opened(again / "truth") as exact, refused:
+                wrong = op_answers._test_differs(tmp_path / "given", inputs, exact, 1, 0)
+                assert bool(wrong) == ("eager" not in large), wrong
+            shutil.rmtree(tmp_path / "again")

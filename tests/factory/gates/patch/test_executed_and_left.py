@@ -1,0 +1,298 @@
+"""What a process notes of the code that it executes; and how far what two runs left is apart, as weights, moments and scores."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+
+from factory.evals.tasks import EvalItem, ratio_bits
+from factory.gates.patch.executed import EXECUTED, Executed, ExecutionRecorder, code_objects, name_of
+from factory.gates.patch.held_out import gains, held_out_texts, scores, weights_bits
+from factory.gates.patch.likeness import differs, drift, squares
+from factory.gates.training_start import find_start
+from factory.ledger.plant import Plant
+from tests.support.factory.code_loop import make
+from tests.support.trainer.segments import recipe_with
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint
+
+# -- what was executed -----------------------------------------------------------------------------------------------------
+CODE = """\
+def double(x):
+    if x > 5:
+        return 0
+    return x * 2
+
+
+def other(): return 1
+"""
+
+
+def written(folder: Path, *names: str, text: str = CODE) -> dict[str, dict[str, Any]]:
+    """Files, executed as modules."""
+    made: dict[str, dict[str, Any]] = {}
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        made[name] = {"code": compile(text, str(path), "exec", dont_inherit=True), "names": {}}
+        exec(made[name]["code"], made[name]["names"])
+    return made
+
+
+NAMES = ("trainer/a.py", "kernels/b.py", "policies/c.py", "trainers/d.py")
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_lines_of_the_trainer_and_the_kernels_are_noted(tmp_path: Path, thread: bool) -> None:
+    files = written(tmp_path, *NAMES)
+    recorder = ExecutionRecorder(str(tmp_path), ["trainer/a.py", "trainer/gone.py"])
+    run = lambda: [files[name]["names"]["double"](1) for name in NAMES]
+    before = sys.gettrace()
+    recorder.start()
+    if thread:
+        sys.settrace(before)
+        started = threading.Thread(target=run)
+        started.start()
+        started.join()
+    else:
+        run()
+    recorder.stop()
+    for late in (run, threading.Thread(target=run).run):
+        late()
+    late_thread = threading.Thread(target=lambda: files["kernels/b.py"]["names"]["other"]())
+    late_thread.start()
+    late_thread.join()
+    sys.settrace(before)
+    found = recorder.to_json()
+    assert found["lines"] == {"trainer/a.py": [1, 2, 4], "kernels/b.py": [1, 2, 4]}
+    assert found["traced"] == found["launched"] == {} and found["instructions"].keys() == {"trainer/a.py"}
+    (double,) = (code for code in code_objects(files["trainer/a.py"]["code"]) if code.co_name == "double")
+    assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {name_of(double)}
+    assert found["instructions"]["trainer/a.py"] == sorted(found["instructions"]["trainer/a.py"])
+    assert json.loads(json.dumps(found))["instructions"]["trainer/a.py"], "no set and no tuple in it"
+
+
+def test_code_that_is_not_the_files_is_not_noted_as_the_files(tmp_path: Path) -> None:
+    """torch.compile makes functions of its own, under a file's name."""
+    made = written(tmp_path, "trainer/a.py")["trainer/a.py"]["names"]
+    other: dict[str, Any] = {}
+    exec(compile(CODE.replace("* 2", "+ 2"), str(tmp_path / "trainer" / "a.py"), "exec"), other)
+    recorder = ExecutionRecorder(str(tmp_path), ["trainer/a.py"])
+    recorder.start()
+    other["double"](1), other["double"](1)
+    recorder.stop()
+    assert recorder.to_json()["lines"] == recorder.to_json()["instructions"] == {}
+    recorder.start()
+    made["double"](1), made["double"](9)
+    recorder.stop()
+    assert recorder.to_json()["lines"] == {"trainer/a.py": [1, 2, 3, 4]}
+
+
+def test_a_file_that_is_no_python_has_no_code(tmp_path: Path) -> None:
+    for name, text in (("a", "x = = 1"), ("b", "x = 1\0"), ("c", "x = 1")):
+        (tmp_path / name).write_text(text)
+    found = ExecutionRecorder(str(tmp_path), ["a", "b", "c", "d"]).precise
+    assert [len(found[f"{tmp_path}/{name}"]) for name in "abcd"] == [0, 0, 1, 0]
+
+
+def test_names_tell_functions_of_one_line_apart() -> None:
+    lines = "f, g = (lambda x: x), (lambda x: x)\n"
+    names = [name_of(code) for code in code_objects(compile(lines, "a", "exec"))]
+    assert len(set(names)) == 3 and [name.split(":")[:2] for name in names[1:]] == [["<lambda>", "1"]] * 2
+    assert all(len(name.rpartition(":")[2]) == 8 for name in names)
+    assert names == [name_of(code) for code in code_objects(compile(lines, "b", "exec"))]
+
+
+def test_what_several_processes_executed_is_added() -> None:
+    left = {
+        "lines": {"a": [1, 2]}, "instructions": {"a": [["f", 1]]}, "traced": {"a": [[1, 2, 3, 4]]}, "launched": {"a": [[1, 9]]}
+    }  # fmt: skip
+    found, other = Executed(), Executed()
+    found.add(left)
+    other.add(
+        {
+            "lines": {"a": [2, 3], "b": [4]},
+            "instructions": {"a": [["f", 2]]},
+            "traced": {"b": [[5, 6, 7, 8]]},
+            "launched": {"a": [[2, 3]]},
+        }
+    )
+    found.merge(other)
+    assert found == Executed(
+        {"a": {1, 2, 3}, "b": {4}}, {"a": {("f", 1), ("f", 2)}}, {"a": {(1, 2, 3, 4)}, "b": {(5, 6, 7, 8)}}, {"a": {(1, 9), (2, 3)}}
+    )  # fmt: skip
+
+
+COMPILED = """
+    import json, runpy, sys, torch
+    from types import SimpleNamespace
+
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def run(function, *arguments, **settings):
+        return function.fn, arguments, settings
+
+    InterpretedFunction.run = JITFunction.run = run
+    recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](sys.argv[2], ["kernels/c.py"])
+    recorder.watch_compiler()
+    spaces = [runpy.run_path(f"{sys.argv[2]}/{name}") for name in ("kernels/a.py", "kernels/b.py", "elsewhere/c.py")]
+    for kind, space, settings in zip((InterpretedFunction, JITFunction, JITFunction), spaces, ({}, {"warmup": True}, {"warmup": False})):
+        held = SimpleNamespace(fn=space["double"])
+        assert kind.run(held, 1, 2, **settings) == (held.fn, (1, 2), settings)
+    JITFunction.run(SimpleNamespace(fn=spaces[0]["other"]))
+    for name in ("c", "d"):
+        double = torch.compile(runpy.run_path(f"{sys.argv[2]}/kernels/{name}.py")["double"], backend="eager")
+        assert double(torch.ones(3), 1).tolist() == [2, 2, 2]
+    print(json.dumps(recorder.to_json()))
+"""
+
+
+def test_what_is_launched_and_what_is_traced_is_noted_in_place_of_lines(tmp_path: Path) -> None:
+    """In a process of its own: the recorder changes the compilers."""
+    pytest.importorskip("triton")
+    written(tmp_path, "kernels/a.py", "kernels/b.py", "elsewhere/c.py")
+    text = CODE.replace("(x):", "(x, y):").replace("x >", "y >")
+    written(tmp_path, "kernels/c.py", "kernels/d.py", text=text)
+    command = [sys.executable, "-c", dedent(COMPILED), str(EXECUTED), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["launched"] == {"kernels/a.py": [[1, 4], [7, 7]]}
+    assert found["traced"].keys() == {"kernels/c.py"} and set(found["lines"]["kernels/c.py"]) - {1} == {2, 4}
+    (product,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.BinOp))
+    place = [product.lineno, product.col_offset, product.end_lineno, product.end_col_offset]
+    assert place in found["traced"]["kernels/c.py"] and not any(
+        first == 3 for first, *_ in found["traced"]["kernels/c.py"]
+    )
+
+
+# -- what was left ---------------------------------------------------------------------------------------------------------
+def weights(**values: list[float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("candidate", "baseline", "of_one", "found"),
+    [
+        ({"a": [3.0, 4.0]}, {"a": [3.0, 4.0]}, True, 0.0),
+        ({"a": [3.0, 5.0]}, {"a": [3.0, 4.0]}, True, 0.2),
+        ({"a": [3.0, 4.0], "b": [2.0]}, {"a": [3.0, 4.0], "b": [1.0]}, True, 0.5),  # half that of the worst
+        ({"a": [3.0, 4.0], "b": [2.0]}, {"a": [3.0, 4.0], "b": [1.0]}, False, 26**-0.5),
+        ({"a": [0.1]}, {"a": [0.0]}, True, 1e9),  # it did not move
+        ({"a": [0.1]}, {"a": [0.0]}, False, 1e9),
+        ({}, {}, True, 0.0),
+    ],
+)
+def test_weights_are_apart_by_a_share_of_their_way(candidate: Any, baseline: Any, of_one: bool, found: float) -> None:
+    origin = {name: torch.zeros(len(value)) for name, value in baseline.items()}
+    assert drift(weights(**candidate), weights(**baseline), origin, of_one) == pytest.approx(found)
+    if of_one:
+        assert drift(weights(**candidate), weights(**baseline), origin) == pytest.approx(found)
+    moved = {name: tensor + 7 for name, tensor in origin.items()}
+    ours, theirs = ({name: tensor + 7 for name, tensor in weights(**side).items()} for side in (candidate, baseline))
+    assert drift(ours, theirs, moved, of_one) == pytest.approx(found, rel=1e-4)
+
+
+EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
+STATE: dict[str, Any] = dict.fromkeys(EQUAL, 1) | {
+    "detector": {"a": 9.0},
+    "recipe": {"compile": True, "batch": {"micro_sequences": 2, "sequences": 4}, "seed": 1},
+}
+MOMENTS = weights(**{"exp_avg.w": [1.0, 1.0], "exp_avg.v": [1.0], "exp_avg_sq.w": [1.0, 1.0], "step.w": [3.0]})
+
+
+def test_moments_are_apart_by_kind() -> None:
+    other = weights(**{"exp_avg.w": [1.0, 3.0], "exp_avg.v": [0.0], "exp_avg_sq.w": [1.0, 1.5], "step.w": [3.0]})
+    found = squares(Checkpoint({}, MOMENTS, {}), Checkpoint({}, other, {}))
+    assert found == {"exp_avg": pytest.approx(5.0), "exp_avg_sq": pytest.approx(0.25), "step": 0.0}
+
+
+AWAY = {"exp_avg": 4.0, "exp_avg_sq": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "moments", "words"),
+    [
+        ({}, {}, ""),
+        ({"more": 1}, {}, ""),
+        *(({key: 2}, {}, f"state.json has a different {key}") for key in EQUAL),
+        *(({key: None}, {}, f"state.json has no {key}") for key in ("step", "detector", "recipe")),
+        ({"detector": {"a": 10.0}}, {}, ""),
+        ({"detector": {"a": 10.1}}, {}, "a different detector"),
+        ({"detector": {"b": 9.0}}, {}, "a different detector"),
+        ({"recipe": STATE["recipe"] | {"compile": False}}, {}, ""),
+        ({"recipe": STATE["recipe"] | {"batch": {"micro_sequences": 1, "sequences": 4}}}, {}, ""),
+        ({"recipe": STATE["recipe"] | {"batch": {"micro_sequences": 2, "sequences": 8}}}, {}, "a different recipe"),
+        ({"recipe": STATE["recipe"] | {"batch": 3}}, {}, "a different recipe"),
+        ({"recipe": STATE["recipe"] | {"seed": 2}}, {}, "a different recipe"),
+        ({}, {"exp_avg.w": [2.0, 1.0]}, ""),  # half of what leaving out steps causes
+        ({}, {"exp_avg.w": [2.01, 1.0]}, "exp_avg differs by 0.5"),
+        ({}, {"exp_avg.v": [2.5]}, "exp_avg differs by 0.75"),
+        ({}, {"exp_avg_sq.w": [1.0, 1.6]}, "exp_avg_sq differs by 0.6"),
+        ({}, {"step.w": [4.0]}, "step.w differs"),
+        ({}, {"exp_avg.v": [1.0, 1.0]}, "exp_avg.v is missing"),
+        ({}, {"exp_avg.v": None}, "exp_avg.v is missing"),
+        ({}, {"more.w": [1.0]}, "more differs by inf"),
+    ],
+)
+def test_how_a_checkpoint_may_not_differ(state: dict[str, Any], moments: dict[str, Any], words: str) -> None:
+    ours = {key: value for key, value in (STATE | state).items() if value is not None}
+    kept = MOMENTS | {name: value if value is None else torch.tensor(value) for name, value in moments.items()}
+    candidate = Checkpoint({}, {name: value for name, value in kept.items() if value is not None}, ours)
+    found = differs(candidate, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
+    assert words in found and bool(found) == bool(words), found
+    double = Checkpoint({}, MOMENTS | {"exp_avg.v": MOMENTS["exp_avg.v"].double()}, STATE)
+    assert "dtype" in differs(double, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
+
+
+def item(domain: str, cluster: str, value: float, weight: float) -> EvalItem:
+    return EvalItem("bits", f"{domain} {cluster} {weight}", domain, cluster, value, weight)
+
+
+def test_a_source_document_counts_once() -> None:
+    nat = 0.6931471805599453  # of a bit
+    theirs = [
+        item("docs", "b", 9 * nat, 2.0),
+        item("docs", "a", 4 * nat, 4.0),
+        item("docs", "a", 4 * nat, 8.0),
+        item("code", "a", nat, 1.0),
+    ]
+    theirs += [item("chat", "a", 1.0, 0.0)]
+    ours = [
+        EvalItem(one.task, one.item, one.domain, one.cluster, one.value - more * nat, one.weight)
+        for one, more in zip(theirs, (1, 2, 4, -3, 1))
+    ]
+    assert gains(ours, theirs) == {"code": [pytest.approx(-3.0)], "docs": [pytest.approx(0.5), pytest.approx(0.5)]}
+    for other in (theirs[:-1], [*theirs[:-1], item("chat", "a", 1.0, 1.0)], [*theirs[:-1], theirs[0]]):
+        with pytest.raises((ValueError, AssertionError)):
+            gains(ours, other)
+
+
+def test_held_out_texts_are_few_short_and_of_the_dev_half(tmp_path: Path) -> None:
+    made = make()
+    plant, start = Plant(made.workspace, made.ledger), find_start(made.ledger)
+    assert start is not None
+    many, policy = held_out_texts(60, 2048, plant)
+    few, short = held_out_texts(1, 2048, plant)[0], held_out_texts(60, 40, plant)[0]
+    sealed = {row["key"] for row in made.ledger.read("SELECT key FROM held_out WHERE sealed")}
+    keys = {text.document.key for text in many}
+    assert keys and not keys & sealed and len(keys) == len(many) == len(short)
+    domains = [text.document.domain for text in few]
+    assert sorted(domains) == sorted({text.document.domain for text in many}) and len(few) <= len(many)
+    assert all(text.bytes <= 40 < 1000 < other.bytes <= 2048 for text, other in zip(short, many, strict=True))
+    origin = checkpoints.read_tensors(start.checkpoint, "model")
+    found = scores(origin, start.recipe, short, policy)
+    assert [one.weight for one in found] == [text.bytes for text in short]
+    assert weights_bits(origin, start.recipe, short, policy) == ratio_bits(found)
+    assert recipe_with().model.vocab_size == start.recipe["model"]["vocab_size"]
