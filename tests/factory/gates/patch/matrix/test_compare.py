@@ -114,6 +114,24 @@ def test_a_manifest_that_lists_no_files_is_a_difference(tmp_path: Path, files: o
         os.close(folder)
 
 
+def test_a_checkpoints_state_is_told_apart_but_for_what_is_the_machines(tmp_path: Path) -> None:
+    states = {
+        "old": {"step": 5, "skipped": [1], "throughput": 2.0},
+        "new": {"step": 6, "skipped": [], "throughput": 3.0},
+    }
+    with ExitStack() as opened:
+        folders = []
+        for side, state in states.items():
+            folder = tmp_path / side / "checkpoints" / "whole"
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").write_text('{"files": {}}')
+            (folder / "state.json").write_text(json.dumps(state))
+            folders.append(os.open(tmp_path / side, os.O_RDONLY))
+            opened.callback(os.close, folders[-1])
+        found = [one.what for one in compare._checkpoint("whole", *folders, None)]
+    assert found == ["whole, state.json: step: 6 where the baseline has 5"]
+
+
 def test_libraries_are_copied_without_following_links_or_waiting_for_pipes(tmp_path: Path) -> None:
     source = tmp_path / "factory-kernels"
     source.mkdir()
