@@ -188,8 +188,8 @@ def in_order(op: Op, number: int, device: str) -> list[Rival]:
     return sorted(every, key=rank)
 
 
-def first(rival: Rival, op: Op) -> bool:
-    """Is it what ``auto`` runs here, or eager? Without the two nothing is told, so they are tried whatever became of them."""
+def always_tried(rival: Rival, op: Op) -> bool:
+    """Is it what ``auto`` runs here, or eager? All others are compared with these two, so they are timed even if they did not compile in time."""
     return rival.name == "eager" or rival.implementation == names_in(untuned(op.name, here().name))[0]
 
 
@@ -223,7 +223,7 @@ def run(item: str, context: Context) -> None:
                 continue
             ours = rival.side == "ours"
             what = f"{name}/{rival.name} at {shape.d_model}"
-            if what in settings.hung and not first(rival, op):
+            if what in settings.hung and not always_tried(rival, op):
                 context.not_run(f"{name} by {rival.name} at width {shape.d_model}", "it did not compile in its time")
                 continue
             context.at(what, ours)

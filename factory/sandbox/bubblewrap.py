@@ -27,7 +27,7 @@ from factory.sandbox.view import (
     LAUNCHER_INSIDE,
     SYSTEM,
     USER,
-    proc_of_no_process,
+    shared_proc_entries,
     system_files,
 )
 
@@ -60,7 +60,7 @@ def command(
     while the sandbox is there. Raises: IsolationError.
     """
     arguments = [
-        *apart(bool(nodes)),
+        *private_mounts(bool(nodes)),
         choose()[0],
         *NAMESPACES,
         "--new-session",
@@ -88,7 +88,7 @@ def command(
     for path in map(str, writable):
         arguments += ["--bind", path, path]
     if nodes:
-        for path in proc_of_no_process():
+        for path in shared_proc_entries():
             arguments += ["--ro-bind-try", HIDDEN_IN_PROC.get(path, path), path]
         arguments += ["--tmpfs", INIT]
     for path in (INIT if nodes else "/proc", "/dev", "/"):
@@ -99,11 +99,12 @@ def command(
     return [*arguments, "--", *words]
 
 
-def apart(gpu: bool) -> list[str]:
-    """The words before bubblewrap's by which nothing that is mounted while the sandbox is there appears in it: a mount namespace without peers.
+def private_mounts(gpu: bool) -> list[str]:
+    """The words before bubblewrap's that give it a mount namespace without peers: no later mount of the host appears in the sandbox.
 
-    For root alone: what is mounted later is writable inside, and only to user 0. Where mounts have no peers, as in most containers, nothing
-    is needed. Raises: IsolationError for a ``gpu``, where it is needed and cannot be made; without one less of the machine is seen inside.
+    Needed when root starts it, because a later mount would be writable inside to user 0. Empty for other users, and where no mount has peers,
+    as in most containers. Raises: IsolationError where it is needed for a ``gpu`` and cannot be made. A sandbox without a GPU starts anyway: of the
+    host it shows ``/usr``, the interpreter and what the caller names, where mounts are rare.
     """
     if os.geteuid() or not _have_peers():
         return []

@@ -45,8 +45,8 @@ def writable_system(nodes: Sequence[str]) -> list[str]:
     return ["/tmp", "/dev", *(["/proc"] if nodes else [])]
 
 
-def proc_of_no_process() -> list[str]:
-    """What lies in ``/proc`` beside the folders of processes, and links."""
+def shared_proc_entries() -> list[str]:
+    """The entries of ``/proc`` that belong to no process, without links (``/proc/self``, ``/proc/net``)."""
     return sorted(entry.path for entry in os.scandir("/proc") if not entry.name.isdigit() and not entry.is_symlink())
 
 
