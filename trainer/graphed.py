@@ -55,14 +55,14 @@ class OnDevice:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.beside = torch.cuda.Stream()
+        self.side_stream = torch.cuda.Stream()
 
     def warm_up(self, function: Callable[[], Left]) -> Left:
         usual = torch.cuda.current_stream()
-        self.beside.wait_stream(usual)
-        with torch.cuda.stream(self.beside):
+        self.side_stream.wait_stream(usual)
+        with torch.cuda.stream(self.side_stream):
             left = function()
-        usual.wait_stream(self.beside)
+        usual.wait_stream(self.side_stream)
         return left
 
     def record(self, function: Callable[[], Left]) -> Callable[[], Left]:

@@ -151,7 +151,7 @@ class _Loop:
                 left = self.policy.rounds - update["rounds"]
                 text = prompts.TAKEN if update["taken"] else f"{update['problem']}\n{prompts.AGAIN.format(left=left)}"
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": text})
-        answers = answers or [{"role": "user", "content": prompts.NUDGE}]
+        answers = answers or [{"role": "user", "content": prompts.CALL_A_TOOL}]
         update["messages"] = [*state["messages"], *answers]
         if not update.get("taken"):
             update |= self.spent(update.get("rounds", state["rounds"]), state["exchanges"], update, state)  # type: ignore[typeddict-item]

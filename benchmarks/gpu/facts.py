@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from benchmarks.gpu import needs, timing, watch
+from benchmarks.gpu import card_state, needs, timing
 from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.worker import Context
 from kernels.contract.machine import here
@@ -124,8 +124,8 @@ def busy_with(free: int, total: int, uuid: str) -> str:
     found = []
     if total - free > OWN:
         found.append(f"{(total - free) / 1e9:.1f} GB of its memory are taken")
-    look = watch.look(uuid)
-    if (used := look.get("utilisation")) and used > watch.IDLE:
+    look = card_state.look(uuid)
+    if (used := look.get("utilisation")) and used > card_state.IDLE:
         found.append(f"{used:.0f} % utilisation before anything ran")
     return ", ".join(found)
 

@@ -172,7 +172,7 @@ class Pool:
                 self._listen(deadline)
         finally:
             for worker in self.workers:
-                self._bury(worker)
+                self._kill_and_wait(worker)
             self.selector.close()
 
     def _start(self) -> Worker:
@@ -181,13 +181,13 @@ class Pool:
         self.selector.register(worker.out, selectors.EVENT_READ, worker)
         return worker
 
-    def _bury(self, worker: Worker) -> int:
+    def _kill_and_wait(self, worker: Worker) -> int:
         self.selector.unregister(worker.out)
         return worker.end()
 
     def _drop(self, worker: Worker) -> int:
         self.workers.remove(worker)
-        return self._bury(worker)
+        return self._kill_and_wait(worker)
 
     def _fill(self, deadline: float) -> Outcome | None:
         """Give items to idle workers, and start workers; an outcome where nothing is left to do."""

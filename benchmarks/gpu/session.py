@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.gpu import watch
+from benchmarks.gpu import card_state
 from benchmarks.gpu.headline import status
 from benchmarks.gpu.parts import NAMES, PARTS, PLANT, Part, Settings
 from benchmarks.gpu.pool import ROOT, Outcome, Pool
@@ -153,7 +153,7 @@ class Session:
 
     def _look(self, part: Part, when: str) -> None:
         """At the card, while nothing of this run is on it; which card it is, 'facts' tells."""
-        if self._uuid and (seen := watch.look(self._uuid)):
+        if self._uuid and (seen := card_state.look(self._uuid)):
             self.records.add("look", part=part.name, when=when, **seen)
 
     def _ended(self, part: Part, outcome: Outcome, seconds: float, limit: float) -> None:

@@ -212,7 +212,7 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
         except NotWhole as error:
             (aside / MLFLOW).unlink(missing_ok=True)
             said.append(
-                f"MLflow's database is not in it: {error}; 'factory doctor --repair' (stop 'factory run' first) makes it again"
+                f"MLflow's database is not in it: {error}; 'factory check --repair' (stop 'factory run' first) makes it again"
             )
     shutil.copyfile(plant.workspace.root / "factory.yaml", aside / "factory.yaml")
     if (policies := plant.workspace.root / "policies").is_dir():

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from factory.bundles.documents.following import following
+from factory.bundles.documents.generated import generate_document
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, BundleFolder, difference, json_object, shown
 from factory.core.exports import files_sha256
@@ -126,7 +126,7 @@ def document_problems(folder: BundleFolder, path: str) -> list[str]:
     """Is a document that follows from the other files what they say?"""
     if path not in folder.names:
         return [f"{path} is missing"]
-    again = following(folder, path)
+    again = generate_document(folder, path)
     if isinstance(again, str):
         lines, wanted = folder.read(path).decode(errors="replace").split("\n"), again.split("\n")
         words = (

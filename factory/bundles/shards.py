@@ -99,7 +99,7 @@ def releasable_documents(
     for number, place in planned_shards(ledger, segment).items():
         if fault := token_shard_fault(root / place["path"], deep=True):
             raise InputError(
-                f"{fault}: its documents cannot be handed on; 'factory doctor --repair' (stop 'factory run' first) makes it again"
+                f"{fault}: its documents cannot be handed on; 'factory check --repair' (stop 'factory run' first) makes it again"
             )
         shard = TokenShard(root / place["path"])
         sql = "SELECT key, domain, source, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"

@@ -14,7 +14,7 @@ from typing import Any
 
 from factory.bundles import signing
 from factory.bundles.checking import make_fixture
-from factory.bundles.documents.following import following
+from factory.bundles.documents.generated import generate_document
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.files.manifest import manifest
@@ -79,7 +79,7 @@ LICENCE = re.compile(r"[A-Za-z0-9.+:() -]{1,200}")
 
 
 @dataclass(frozen=True)
-class Wish:
+class BundleOptions:
     """What a person asked for."""
 
     out: Path | None = None
@@ -95,21 +95,21 @@ class Written:
     signer: str  # fingerprint of the public key
 
 
-def write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
+def write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
     """Make the bundle of a release.
 
     Raises: InputError, and leaves nothing, when there is something at the place, when the export is not what was judged, when the licences
     of the training data do not allow it, or when what was written does not verify.
     """
     with plant.workspace.lock("bundle"):
-        return _write_bundle(plant, number, wish)
+        return _write_bundle(plant, number, options)
 
 
-def _write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
+def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
     release = ReleaseRow.get(plant.ledger, number)
-    if not LICENCE.fullmatch(wish.licence):
-        raise InputError(f"{wish.licence!r} is no SPDX expression, such as Apache-2.0")
-    out = (wish.out or plant.workspace.root / BUNDLES / f"release-{number:05d}").absolute()
+    if not LICENCE.fullmatch(options.licence):
+        raise InputError(f"{options.licence!r} is no SPDX expression, such as Apache-2.0")
+    out = (options.out or plant.workspace.root / BUNDLES / f"release-{number:05d}").absolute()
     if out.is_symlink() or out.exists():
         raise InputError(f"{out} is there already: name another folder (--out), or remove it")
     if release.state != PUBLISHED:
@@ -119,8 +119,8 @@ def _write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
             f"release {number} is not handed on: its training went wrong, segment {spoiled[0]} was rewound"
         )
     check_export(plant.ledger, release.candidate)
-    files = gather(plant, release, wish.licence, wish.data)
-    private = wish.key or signing.own_key(plant.workspace.root)
+    files = gather(plant, release, options.licence, options.data)
+    private = options.key or signing.own_key(plant.workspace.root)
     public = signing.public_pem(private)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -134,11 +134,11 @@ def _write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
         _copy_export(release, aside)
         for path, value in files.items():
             _write(aside, path, value)
-        if wish.data:
+        if options.data:
             rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
             known = plant.workspace.root, plant.ledger, Tokenizer.load(plant.workspace.tokenizer)
             _write_lines(aside / layout.DOCUMENTS, releasable_documents(*known, release.segment, rules))
-        if wish.traces:
+        if options.traces:
             copy_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
         plant.progress.line(f"  release {number}: its parity fixture is made")
         _write(aside, layout.FIXTURE, make_fixture(aside / layout.MODEL))
@@ -146,8 +146,8 @@ def _write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
         shards = files[layout.SHARDS]
         _write(aside, layout.PROVENANCE, statement(plant.ledger, release, BundleFolder.open(aside).hashes, shards))
         folder = BundleFolder.open(aside)
-        for path in layout.FOLLOWING:
-            _write(aside, path, following(folder, path))
+        for path in layout.GENERATED:
+            _write(aside, path, generate_document(folder, path))
         _write(aside, layout.MANIFEST, manifest(f"release {number}", BundleFolder.open(aside).hashes))
         signing.sign(aside, private)
         plant.progress.line(f"  release {number}: what was written is verified")
@@ -163,7 +163,7 @@ def _write_bundle(plant: Plant, number: int, wish: Wish) -> Written:
             tx,
             "bundled",
             Subject("release", number),
-            {"folder": plant.ledger.inside(out), "signer": signer, "data": wish.data},
+            {"folder": plant.ledger.inside(out), "signer": signer, "data": options.data},
         )
     return Written(out, signer)
 

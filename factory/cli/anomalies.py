@@ -28,7 +28,7 @@ def diagnose(
 
     The daemon does this by itself after a segment that had one; while it runs, it does this in its next pass.
     """
-    from factory.cli.core.beside_daemon import hold_or_ask
+    from factory.cli.core.ask_daemon import hold_or_ask
     from factory.diagnosis.diagnosing import diagnose_and_act
     from factory.diagnosis.wording import word_waiting
     from factory.gates.release.anomaly_policy import AnomalyPolicy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Annotated
@@ -12,6 +13,7 @@ from factory.cli.core.options import DEFAULT, AsJson, Say, Where, command, open_
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
 from factory.core.faults import fault_of
+from kernels.contract.message import plain, titled
 
 __all__ = ["DEFAULT", "AsJson", "Say", "Where", "app", "command", "main", "open_plant", "person", "print_json"]
 
@@ -71,7 +73,8 @@ def main() -> None:
 def exit_code(error: BaseException) -> int | None:
     """Of an error that a user can correct, whose message is printed; None for any other."""
     if isinstance(error, FactoryError):
-        print(f"factory: {error}", file=sys.stderr)
+        as_json = "--json" in sys.argv[1:]
+        print(json.dumps({"error": plain(error.message)}) if as_json else f"factory: {titled(error)}", file=sys.stderr)
         return error.exit_code
     if isinstance(error, BrokenPipeError):
         return 141

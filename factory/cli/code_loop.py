@@ -216,7 +216,7 @@ def audit(
     from factory.audit.auditing import audit
     from factory.audit.drawing import every_audit, waiting
     from factory.audit.policy import AuditPolicy
-    from factory.cli.core.beside_daemon import hold_or_ask
+    from factory.cli.core.ask_daemon import hold_or_ask
     from factory.code_loop.reverting import open_reverts
     from factory.ledger.rows import SegmentRow
     from factory.show.catching_up import catch_up

@@ -1,4 +1,4 @@
-"""Commands that look: ``status``, ``ui``, ``doctor``; and ``demo``, which shows it all."""
+"""Commands that look: ``status``, ``ui``, ``check``; and ``demo``, which shows it all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def status(
 ) -> None:
     """What is in the factory right now, and what waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
     from factory.core.moments import with_iso
-    from factory.watching.status import facts, screen
+    from factory.status.status import facts, screen
 
     workspace = Workspace.open(where)
     while True:
@@ -64,7 +64,7 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """What the daemon said and did: logs/daemon.log. Tracebacks are in logs/errors.log, trainers' words in logs/segment-N.log."""
-    from factory.watching import log as daemon_log
+    from factory.status import log as daemon_log
 
     workspace = Workspace.open(where)
     show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.describe
@@ -128,7 +128,7 @@ def ui(
 
 
 @app.command()
-def doctor(
+def check(
     where: Where = DEFAULT,
     deep: Annotated[bool, typer.Option("--deep", help="Hash all of the workspace's work, not a sample of it.")] = False,
     mend: Annotated[
@@ -145,7 +145,7 @@ def doctor(
     """
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
-    from factory.doctor import examine
+    from factory.machine_check import examine
 
     try:
         workspace: Workspace | None = Workspace.open(where)

@@ -84,10 +84,10 @@ def run(
 ) -> None:
     """The daemon: ingest what lands in the inbox, train, evaluate, gate, release; again and again. Stop it with Ctrl-C, kill it at will."""
     from factory.core.console import Terminal
+    from factory.duties.back_off import with_retries
     from factory.duties.runner import run as run_daemon
-    from factory.duties.steady import patiently
-    from factory.watching.log import LoggedProgress
-    from factory.watching.metrics import serving
+    from factory.status.log import LoggedProgress
+    from factory.status.metrics import serving
 
     def start() -> None:
         plant, terminal = open_plant(where)
@@ -101,7 +101,7 @@ def run(
     if once:
         start()
     else:
-        patiently(start, Terminal().line)
+        with_retries(start, Terminal().line)
 
 
 @app.command()
@@ -225,7 +225,7 @@ def evaluate(
     candidate: Annotated[int | None, typer.Argument(help="Candidate number (default: the newest).")] = None,
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion. While the daemon runs, it does so in its next pass."""
-    from factory.cli.core.beside_daemon import hold_or_ask
+    from factory.cli.core.ask_daemon import hold_or_ask
     from factory.duties.releasing import judge
     from factory.ledger.rows import EvaluationRow, VerdictRow
     from factory.show.catching_up import catch_up
@@ -283,10 +283,10 @@ def release(
     # Releases have a lock of their own: this works while the daemon runs.
     plant, terminal = open_plant(where)
     if bundle is not None:
-        from factory.bundles.writing import Wish
+        from factory.bundles.writing import BundleOptions
         from factory.cli.releases.bundle import write as write_bundle
 
-        write_bundle(plant, bundle, Wish(out, data, traces, key, licence or Wish.licence))
+        write_bundle(plant, bundle, BundleOptions(out, data, traces, key, licence or BundleOptions.licence))
         return
     if rollback is not None:
         roll_back(plant, rollback)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from kernels.contract.message import CodedError
 
-class FactoryError(Exception):
+
+class FactoryError(CodedError):
     """The root of everything a user can cause."""
 
     exit_code = 1
@@ -52,7 +54,7 @@ class DamagedExportError(FactoryError):
     def __init__(self, candidate: int, why: str) -> None:
         super().__init__(
             f"the export of candidate {candidate} cannot be measured: {why}. The daemon makes it again from its checkpoint; "
-            "'factory doctor --repair' does so where none runs"
+            "'factory check --repair' does so where none runs"
         )
         self.candidate, self.why = candidate, why
 

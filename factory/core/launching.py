@@ -130,7 +130,7 @@ def run_python(
 
 
 @contextmanager
-def beside(
+def background_process(
     command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that works in ``folder`` and writes to ``log``. It ends with the block, or the factory; what it started, with the block."""

@@ -357,7 +357,7 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
         try:
             keys = TokenShard(row["path"]).documents["key"].to_pylist()
         except (TokenShardError, OSError) as error:
-            raise InputError(f"{error}: 'factory doctor --repair' makes it again; nothing was changed") from error
+            raise InputError(f"{error}: 'factory check --repair' makes it again; nothing was changed") from error
         now = {number: name for name, text in (row["moved"] or {}).items() for number in rows_of(text)}
         now |= {number: str(domain) for number, key in enumerate(keys) if key in of[row["id"]]}
         found[row["id"]] = {

@@ -78,12 +78,12 @@ class Duty:
     recurs: bool = False  # the same subject may be due again at once, as a file of the same name: it is no sign that nothing was done
     # Done once in each pass, before all else; or before whatever follows it in the list.
     each: Literal["", "pass", "look"] = ""
-    beside: float = 0.0  # done every so many seconds, in a thread of its own, whatever else is done or paused
+    in_background: float = 0.0  # done every so many seconds, in a thread of its own, whatever else is done or paused
     at_end: bool = False  # of one beside: also before 'factory run --once' ends
 
     def held(self, look: Look) -> str:
         """Why it waits whatever is due, in a few words; empty: it does not."""
-        if not self.beside and look.pause and (self.trains or look.pause.what == EVERYTHING):
+        if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
             return str(look.pause)
         if self.fills_disk and look.low_on_disk:
             return "the disk is below its floor"
@@ -116,7 +116,7 @@ class Errand:
     def parse(cls, words: str, duties: Iterable[Duty]) -> Errand:
         """What a person asked for, as an errand prints itself. Raises: InputError for a duty or a number that is none."""
         name, _, number = words.partition(" ")
-        duty = next((one for one in duties if one.name == name and not one.beside), None)
+        duty = next((one for one in duties if one.name == name and not one.in_background), None)
         if duty is None:
             raise InputError(f"{words!r} was asked for, and no duty is called {name!r}: 'factory duties' lists them")
         if number and not number.isdecimal():

@@ -20,7 +20,7 @@ from factory.duties.table import DUTIES
 from factory.ledger.files import low_disk
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Resting
-from factory.watching.waiting import failing
+from factory.status.waiting import failing
 from kernels.contract.files import write_atomically
 
 NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {errand: {"until", "failures"}}}
@@ -80,13 +80,13 @@ def facts(plant: Plant) -> list[dict[str, Any]]:
 
 
 def _when(duty: Duty) -> str:
-    if duty.beside:
-        return f"every {duty.beside:g} s, beside the others"
+    if duty.in_background:
+        return f"every {duty.in_background:g} s, beside the others"
     return {"pass": "once in each pass", "look": "before whatever follows", "": "when it is due"}[duty.each]
 
 
 def _due(duty: Duty, look: Look) -> list[str]:
-    if duty.beside or duty.each:
+    if duty.in_background or duty.each:
         return []
     try:
         found = list(islice(duty.due(look), MOST_SHOWN))

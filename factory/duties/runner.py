@@ -2,7 +2,7 @@
 
 It holds no state but what rests after a failure: each pass reads the ledger and the inbox, does the first duty that is due and not held, and
 lets the duty's own transaction record it, until nothing is due. Killed at any instruction, the next pass finishes or redoes. What fails rests,
-longer each time, and the rest goes on (``steady``): only a signal ends the daemon.
+longer each time, and the rest goes on (``back_off``): only a signal ends the daemon.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from functools import partial
 from factory.core.errors import FactoryError, InputError, SegmentError
 from factory.core.faults import is_of_no_file
 from factory.core.workspace import MODEL_LOOP
+from factory.duties.back_off import Attempts, BackOff, in_background
 from factory.duties.duty import Duty, Errand, Look, always
 from factory.duties.listing import note
-from factory.duties.steady import Attempts, Steady, beside
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.mending import with_mending
-from factory.retention.watching import filled, make_room, training_waits
+from factory.retention.low_disk import filled, make_room, training_waits
 from factory.retrying.asking import PausedError, answer, asked
 from factory.retrying.tries import describe_parked
 from factory.training.certifying import NotCertified, certificate_of, next_steps
@@ -37,7 +37,7 @@ def next_errands(look: Look) -> list[Errand]:
     """The first errand that is due, not resting and not held, after what is done before it; without one, only people are waited for."""
     found: list[Errand] = []
     for duty in look.duties:
-        if duty.beside or duty.each == "pass":
+        if duty.in_background or duty.each == "pass":
             continue
         if errand := _first(duty, look):
             found.append(errand)
@@ -114,7 +114,7 @@ def work(
 def _do(plant: Plant, errand: Errand, repeats: int) -> None:
     """Raises: FactoryError for an errand that comes up again and again without effect."""
     if repeats >= MOST_REPEATS:
-        raise FactoryError(f"no progress on {errand}: run 'factory doctor'")
+        raise FactoryError(f"no progress on {errand}: run 'factory check'")
     wanted = asked(plant.ledger).get(str(errand), {})
     how = {key: value for key, value in wanted.items() if key not in ASKED_BY and value is not None}
     try:
@@ -149,7 +149,7 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
 
     Nothing that fails ends it: only ``once`` raises.
     """
-    threads = [duty for duty in DUTIES if duty.beside]
+    threads = [duty for duty in DUTIES if duty.in_background]
     with plant.workspace.lock(MODEL_LOOP), ExitStack() as stack:
         if once:
             for duty in threads:
@@ -161,15 +161,15 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
             return
         for duty in threads:  # each has connections of its own
             own = replace(plant, ledger=Ledger.open(plant.workspace.ledger_url, plant.workspace.root))
-            stack.enter_context(beside(plant, duty.name, duty.beside, partial(duty.do, own, None)))
-        steady = Steady(plant)
+            stack.enter_context(in_background(plant, duty.name, duty.in_background, partial(duty.do, own, None)))
+        back_off = BackOff(plant)
         while True:
-            if not steady.too_early():
+            if not back_off.too_early():
                 try:
-                    work(plant, endless=True, attempts=steady)
-                    steady.passed()
+                    work(plant, endless=True, attempts=back_off)
+                    back_off.passed()
                 except Exception as error:
-                    steady.pass_failed(error)
+                    back_off.pass_failed(error)
                     if filled(plant.workspace, error):
                         with suppress(Exception):  # what it meets, the next pass does
                             make_room(plant)

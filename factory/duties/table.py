@@ -29,7 +29,7 @@ from factory.duties.upkeep import (
     PUBLISH,
     REPORT_RELEASABLE,
     SHOW,
-    TEND_INBOX,
+    UPDATE_INBOX,
 )
 
 DUTIES: tuple[Duty, ...] = (
@@ -37,7 +37,7 @@ DUTIES: tuple[Duty, ...] = (
     ANSWER_APPROVALS,
     BACK_UP,  # once in each pass
     FINISH_REMOVALS,
-    TEND_INBOX,
+    UPDATE_INBOX,
     PUBLISH,
     OPEN_REVERTS,
     FOLLOW_APPROVALS,

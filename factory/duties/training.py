@@ -21,10 +21,10 @@ from factory.repairs.mending import mend_inputs
 from factory.replicas.replicating import replicate, waits
 from factory.retention.cleaning import tidy
 from factory.show.mlflow.runs import Tracking
+from factory.status.status import AHEAD
 from factory.training.planning import Trunk, next_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from factory.training.tuning import tune_if_new
-from factory.watching.status import AHEAD
 
 _computed: dict[Path, tuple[Any, Trunk]] = {}
 

@@ -12,7 +12,7 @@ from factory.core.errors import FactoryError
 from factory.core.faults import LOCKED, fault_of
 from factory.duties.duty import Duty, always
 from factory.erasing.erasing import finish_removals
-from factory.ingest.inbox import arrived, take, tend
+from factory.ingest.inbox import arrived, take, update_inbox
 from factory.ledger.plant import Plant
 from factory.releasable.recorded import refresh
 from factory.release.releases import reconcile
@@ -20,11 +20,11 @@ from factory.show.catching_up import catch_up
 from factory.show.mlflow.answering import ApprovalAnswers
 from factory.show.telling.delivery import Notifier
 
-TEND_INBOX = Duty(
-    "tend_inbox",
+UPDATE_INBOX = Duty(
+    "update_inbox",
     "return to the inbox what may be readable by now, and say what waits there and why",
     due=lambda look: (look.settle,),
-    do=tend,
+    do=update_inbox,
     each="pass",
 )
 INGEST = Duty(
@@ -62,8 +62,8 @@ SHOW = Duty(
     "show", "show in MLflow and in reports/ what they do not show yet", always, lambda plant, _: catch_up(plant), each="look"
 )  # fmt: skip
 NOTIFY = Duty(
-    "notify", "tell the receivers of notifications", always, lambda plant, _: _notifier(plant).look(), beside=2.0, at_end=True
+    "notify", "tell the receivers of notifications", always, lambda plant, _: _notifier(plant).look(), in_background=2.0, at_end=True
 )  # fmt: skip
 ANSWER_APPROVALS = Duty(
-    "answer_approvals", "hear what people say of candidates in MLflow", always, lambda plant, _: _answers(plant).look_and_ask(), beside=15.0
+    "answer_approvals", "hear what people say of candidates in MLflow", always, lambda plant, _: _answers(plant).look_and_ask(), in_background=15.0
 )  # fmt: skip

@@ -84,14 +84,14 @@ def ingest_shard(
     *,
     workers: int | None = None,
     again: bool = False,
-    beside: Sequence[Path] = (),
+    other_files: Sequence[Path] = (),
     whole: Callable[[], Iterator[RawRow]] | None = None,
     quarantines: bool = True,
 ) -> ShardReport:
     """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned. One that was quarantined is
     tried again when its name, the data policy or the code that reads it is another, or where ``again`` says so.
 
-    ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard. ``beside``: files that are
+    ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard. ``other_files``: files that are
     to be ingested after this one: the tokenizer, which the first ingest trains, is trained on text of them too. ``whole``: of a part, all rows
     of its file, where a mapped column is looked for that the part lacks. Without ``quarantines`` a file that is unusable as a whole leaves no
     trace, and ShardProblem is raised.
@@ -118,7 +118,7 @@ def ingest_shard(
         if before.st_size < _WORTH_WORKERS and workers is None:
             workers = 0
         with Pool(workers, spool, RetryPolicy.load(plant.workspace.policy("retries.yaml"))) as pool:
-            found = _run(plant, path, sha256, policy, index, spool, pool, beside, whole)
+            found = _run(plant, path, sha256, policy, index, spool, pool, other_files, whole)
         _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
             if not quarantines:
@@ -190,7 +190,7 @@ def _run(
     index: Index,
     spool: Path,
     pool: Pool,
-    beside: Sequence[Path],
+    other_files: Sequence[Path],
     whole: Callable[[], Iterator[RawRow]] | None,
 ) -> Ingested | ShardProblem:
     job = IngestJob(policy, spool, sha256[:16], path.name, not shows_calls(plant.workspace.tokenizer))
@@ -216,7 +216,7 @@ def _run(
     decided = decide(analysed, index, policy, spool)
     if not any(decided.tasks):
         return Ingested(rows, decided, {}, None, None, told, {})
-    tokenizer = frozen_tokenizer(plant, policy, decided.tasks, spool, path, beside)
+    tokenizer = frozen_tokenizer(plant, policy, decided.tasks, spool, path, other_files)
 
     by_key = {row.key: row for row in rows}
     finished: dict[str, Finished] = {}

@@ -106,7 +106,7 @@ def read_hashes(root: Path, subject: str) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         what = f"is damaged: {str(error)[:200]}"
     raise WorkspaceError(
-        f"{path} {what}; later documents are compared with it: put it back, or 'factory doctor --repair' (stop 'factory run' "
+        f"{path} {what}; later documents are compared with it: put it back, or 'factory check --repair' (stop 'factory run' "
         "first) makes it again from its raw shard"
     )
 

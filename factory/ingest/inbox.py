@@ -1,6 +1,6 @@
 """The inbox: files that people put there are ingested once they are whole, and then moved away.
 
-``arrived`` lists what can be taken, ``take`` takes one of them, and ``tend``, once a pass, says what has to wait and why. What keeps a file
+``arrived`` lists what can be taken, ``take`` takes one of them, and ``update_inbox``, once a pass, says what has to wait and why. What keeps a file
 out is an event ``file_held`` of the ledger: it is tried again once the file, the data policy or the code that reads it is another.
 """
 
@@ -75,7 +75,7 @@ def arrived(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
     return (file.path for file in _look(plant, settle) if not file.why)
 
 
-def tend(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
+def update_inbox(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
     """Return to the inbox what changed since it was filed, or may be readable by now; say what waits there and why, once."""
     return_changed(plant)
     return_quarantined(plant)
@@ -209,10 +209,10 @@ def ingest_path(
     again: bool = False,
     workers: int | None = None,
     ingested: Callable[[ShardReport], object] = lambda report: None,
-    beside: Sequence[Path] = (),
+    other_files: Sequence[Path] = (),
 ) -> list[ShardReport]:
     """Ingest a file, wherever it lies. One of the inbox or of ``quarantine/`` is filed then, once ``ingested`` was called with each report; any
-    other stays. ``beside``: files that are to be ingested after it.
+    other stays. ``other_files``: files that are to be ingested after it.
 
     Raises: as ``ingest_shard``.
     """
@@ -237,12 +237,12 @@ def ingest_path(
             again=again,
             workers=workers,
             ingested=ingested,
-            beside=beside,
+            other_files=other_files,
         )
         if folder == plant.workspace.inbox.resolve():
             file_original(plant, path, {report.sha256 for report in reports})
         return reports
-    report = ingest_shard(plant, path, again=again, workers=workers, beside=beside)
+    report = ingest_shard(plant, path, again=again, workers=workers, other_files=other_files)
     ingested(report)
     if folder == plant.workspace.inbox.resolve() and report.sha256 in erased_shards(plant.ledger):
         path.unlink()  # its text would be back

@@ -139,7 +139,7 @@ def ingest_pack(
     again: bool = False,
     workers: int | None = None,
     ingested: Callable[[ShardReport], object] = lambda report: None,
-    beside: Sequence[Path] = (),
+    other_files: Sequence[Path] = (),
     unread: set[Path] | None = None,
 ) -> list[ShardReport]:
     """Ingest what a pack holds, part by part; ``ingested`` is called with the report of each. What was packed stays where it is.
@@ -180,7 +180,7 @@ def ingest_pack(
         for part in _parts(rows_of(pack, limits, left), folder, pack.name, limits, len(done), skip):
             _refuse_changed(pack, before)
             whole = None if part.first == 0 and part.last else lambda: rows_of(pack, limits)
-            how: dict[str, Any] = {"again": again, "workers": workers, "beside": beside, "whole": whole}
+            how: dict[str, Any] = {"again": again, "workers": workers, "other_files": other_files, "whole": whole}
             how["quarantines"] = not together
             one = ingest_shard(plant, part.path, **how)
             if together and one.state == "quarantined":  # in a time when such a part was
@@ -208,7 +208,13 @@ def ingest_pack(
                     spoilt(name, f"unusable, {bad[name]}")
                     left.files.add(path)
             plant.progress.line(f"  {pack.name}: {spoilt.words()}")
-            how = {"again": again, "workers": workers, "ingested": ingested, "beside": beside, "unread": left.files}
+            how = {
+                "again": again,
+                "workers": workers,
+                "ingested": ingested,
+                "other_files": other_files,
+                "unread": left.files,
+            }
             return [*reports, *ingest_pack(plant, rest, **how)]
         stored = [*done, *reports]
         if stored:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from factory.ingest.reading.archives import read_tar, read_zip
 from factory.ingest.reading.columns import is_dataset, read_arrow, read_dataset, read_parquet
 from factory.ingest.reading.json_values import is_lines, read_json
-from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, instead, kind_of
+from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, conversion_hint, kind_of
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
 from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
 from factory.ingest.reading.streams import Readable, as_text, blocks, lines, open_file, whole
@@ -59,7 +59,7 @@ def read_source(source: Readable) -> Iterator[RawRow]:
     read = READERS.get(kind_of(source.name)[0])
     if read is None:
         raise ShardProblem(
-            f"not a kind of file that can be ingested: {source.name}{instead(source.name) or f'; supported: {SUPPORTED}'}"
+            f"not a kind of file that can be ingested: {source.name}{conversion_hint(source.name) or f'; supported: {SUPPORTED}'}"
         )
     yield from read(source)
 

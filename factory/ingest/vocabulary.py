@@ -44,9 +44,9 @@ def frozen_tokenizer(
     tasks: Sequence[Sequence[FinishTask]],
     spool: Path,
     path: Path,
-    beside: Sequence[Path],
+    other_files: Sequence[Path],
 ) -> Tokenizer:
-    """``beside``: files that are to be ingested after ``path``.
+    """``other_files``: files that are to be ingested after ``path``.
 
     Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; ConfigError before a shard is made of more
     entries than the recipe's model has room for; LittleTextError where all text that waits is short and gives fewer tokens than
@@ -55,7 +55,7 @@ def frozen_tokenizer(
     refuse_vocabulary_to_be(plant.workspace)
     recorded = plant.ledger.one(sa.select(tokenizers))
     if recorded:
-        advice = "the daemon puts it back from a backup or an export; 'factory doctor --repair' does so where none runs"
+        advice = "the daemon puts it back from a backup or an export; 'factory check --repair' does so where none runs"
         try:
             tokenizer = Tokenizer.load(plant.workspace.tokenizer)
         except InputError as error:
@@ -66,7 +66,7 @@ def frozen_tokenizer(
                 f"(SHA-256 {recorded['sha256'][:16]}…): {advice}"
             )
         return tokenizer
-    others = _other_shards(plant.workspace, path, beside)
+    others = _other_shards(plant.workspace, path, other_files)
     share = policy.tokenizer.sample_bytes // (len(others) + 1)
     with plant.progress.task("train the tokenizer") as bar:
         sample = list(_sample_spool(tasks, spool, share))
@@ -114,9 +114,9 @@ def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: in
             number += 1
 
 
-def _other_shards(workspace: Workspace, path: Path, beside: Sequence[Path]) -> list[Path]:
+def _other_shards(workspace: Workspace, path: Path, other_files: Sequence[Path]) -> list[Path]:
     waiting = sorted(workspace.inbox.glob("[!.]*")) if workspace.inbox.is_dir() else []
-    files = {file.resolve(): file for file in (*beside, *waiting) if file.is_file()}
+    files = {file.resolve(): file for file in (*other_files, *waiting) if file.is_file()}
     files.pop(path.resolve(), None)
     return sorted(files.values())[:_OTHER_SHARDS]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, Self
 
 from factory.core.errors import InputError
+from kernels.contract.message import Message
 
 JSON_COLUMNS = frozenset(
     {
@@ -35,6 +36,8 @@ def decoded(row: dict[str, Any]) -> dict[str, Any]:
     for key in JSON_COLUMNS & row.keys():
         if isinstance(row[key], str) and (row[key][:1] in ("{", "[") or row[key] == "null"):
             row[key] = json.loads(row[key])
+    if isinstance(row.get("reasons"), list):
+        row["reasons"] = [Message.from_json(reason) for reason in row["reasons"]]
     return row
 
 

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from factory.ledger.ledger import Ledger, record, verdicts
 from factory.ledger.rows import Subject
+from kernels.contract.message import Message
 
 
 def insert(tx: sa.Connection, table: sa.Table, **values: Any) -> int:
@@ -39,7 +40,11 @@ def record_verdict(
 ) -> int:
     """Add a verdict; returns its id. The table documents each value."""
     hashes = {"policy_sha256": policy_sha256, "subject_sha256": subject_sha256}
-    judged = {"outcome": outcome, "reasons": list(reasons), "evidence": evidence}
+    judged = {
+        "outcome": outcome,
+        "reasons": [Message.from_json(reason).to_json() for reason in reasons],
+        "evidence": evidence,
+    }
     return insert(tx, verdicts, gate=gate, subject=subject, against=against, **hashes, **judged, created_at=time.time())
 
 

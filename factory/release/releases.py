@@ -66,11 +66,11 @@ def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[st
     if (known := decision_on(plant.ledger, verdict)) and known.word == REJECTED:
         raise InputError(f"{name} was {known}; no override of it counts; nothing was released")
     if verdict.outcome != "hold":
-        instead = {
+        reasons = {
             "promote": f"'factory releases approve {verdict.number}' releases it",
             "reject": "it was shown to be worse or broken, and no person overrides that",
         }
-        raise InputError(f"{name} is {verdict.outcome!r}, not 'hold': {instead[verdict.outcome]}; nothing was released")
+        raise InputError(f"{name} is {verdict.outcome!r}, not 'hold': {reasons[verdict.outcome]}; nothing was released")
     stored = verdict.evidence(plant.ledger)
     held = held_by(stored, verdict.policy_sha256, name)
     if words := not_overridable(held):

@@ -30,7 +30,7 @@ from trainer.contract.data.token_shard import file_sha256
 
 DRAWN = 3  # of each kind, besides the newest
 Row = TypeVar("Row")
-REPAIR = "'factory doctor --repair' (stop 'factory run' first) "
+REPAIR = "'factory check --repair' (stop 'factory run' first) "
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Damage:
     subject: str  # number or hash, as the ledger has it
     what: str  # a sentence's beginning: what is wrong with which file
     remedy: str  # what to do
-    mends: bool = False  # 'factory doctor --repair' does
+    mends: bool = False  # 'factory check --repair' does
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Mends what ``examining`` found, and goes on: the daemon's way out of a damaged input, and ``factory doctor --repair``."""
+"""Mends what ``examining`` found, and goes on: the daemon's way out of a damaged input, and ``factory check --repair``."""
 
 from __future__ import annotations
 

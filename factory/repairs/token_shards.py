@@ -82,7 +82,7 @@ class HashedShards:
     """How the files of each token shard were when they were last hashed and found whole: a note in ``cache/hashed.json``.
 
     A file whose size and times are the same is taken to be the same, so that a segment's start hashes what is new or was touched, not the
-    corpus. What a disk changes by itself leaves no trace there: ``factory doctor`` finds it, which hashes a few of all and, with ``--deep``, all.
+    corpus. What a disk changes by itself leaves no trace there: ``factory check`` finds it, which hashes a few of all and, with ``--deep``, all.
     """
 
     def __init__(self, workspace: Workspace) -> None:

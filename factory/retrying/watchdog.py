@@ -77,7 +77,7 @@ class Watchdog:
         self.policy, self.usual, self.process, self.folder = policy, usual, process, folder
         self.starts_often, self.first_counts, self.unit, self.clock = starts_often, first_counts, unit, clock
         self.steps: int | None = None  # made since the start, as told; None: none yet
-        self.quiet = 0.0  # seconds without a step in which it could have run
+        self.idle_seconds = 0.0  # seconds without a step in which it could have run
         self.started = self._looked = self._moved = clock()
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._longest = 0.0
@@ -112,22 +112,22 @@ class Watchdog:
                 made = steps - (self.steps or 0)
                 self._took.extend([took / made] * min(made, REMEMBERED))
                 self._longest = max(self._longest, took)
-            self.steps, self.quiet, self._moved, self._wrote = steps, 0.0, now, None
+            self.steps, self.idle_seconds, self._moved, self._wrote = steps, 0.0, now, None
             return ""
-        self.quiet += max(0.0, passed - self._waited_for_a_core())
-        if self.quiet < self.limit / 2:
+        self.idle_seconds += max(0.0, passed - self._waited_for_a_core())
+        if self.idle_seconds < self.limit / 2:
             return ""
         wrote = size_of(self.folder)
         if self._wrote is None:
             self._wrote = wrote
         elif wrote != self._wrote:
-            self._wrote, self.quiet = wrote, 0.0
-        return self._hung() if self.quiet >= self.limit else ""
+            self._wrote, self.idle_seconds = wrote, 0.0
+        return self._hung() if self.idle_seconds >= self.limit else ""
 
     def _hung(self) -> str:
         usual = f"{self.step:.3g} s is usual" if self.step else "none was timed yet"
         what = f"no first {self.unit}" if self.steps is None else f"no {self.unit}"
-        return f"{what} for {span(self.quiet)} ({usual}, the limit is {span(self.limit)})"
+        return f"{what} for {span(self.idle_seconds)} ({usual}, the limit is {span(self.limit)})"
 
     def _waited_for_a_core(self) -> float:
         """Seconds that the thread which waited longest waited for one, since the last call."""
@@ -162,22 +162,22 @@ def size_of(folder: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def killed_when_quiet(process: int, seconds: float) -> Iterator[list[str]]:
+def idle_timeout(process: int, seconds: float) -> Iterator[list[str]]:
     """Kill ``process`` and all that it started once they did nothing for so many seconds. Yields a list: what is in it then says so."""
     over, said = threading.Event(), list[str]()
 
     def watch() -> None:
-        pause, quiet = min(POLL_SECONDS, seconds / 4), 0.0
+        pause, idle_seconds = min(POLL_SECONDS, seconds / 4), 0.0
         before: tuple[int, ...] = ()
         while not over.wait(pause):
             now = activity(process)
-            quiet, before = quiet + pause if now == before else 0.0, now
-            if quiet >= seconds and not over.is_set():
-                said.append(f"killed: it used no processor and wrote nothing for {span(quiet)} (hung_seconds)")
+            idle_seconds, before = idle_seconds + pause if now == before else 0.0, now
+            if idle_seconds >= seconds and not over.is_set():
+                said.append(f"killed: it used no processor and wrote nothing for {span(idle_seconds)} (hung_seconds)")
                 stopping.kill([process])
                 return
 
-    thread = threading.Thread(target=watch, name="quiet", daemon=True)
+    thread = threading.Thread(target=watch, name="idle timeout", daemon=True)
     thread.start()
     try:
         yield said

@@ -4,7 +4,7 @@
     distance(a, b, begun=c)            of weights ‖(b − c) − (a − c)‖ beside how far a moved from c, ‖a − c‖
     distance(a, b, begun=c, other=d)   as before, where b began with d: (b − d) − (a − c)
 
-What rounding alone does is measured beside it: ``nudged`` copies a checkpoint with each weight one rounding larger or smaller, and the
+What rounding alone does is measured beside it: ``perturbed`` copies a checkpoint with each weight one rounding larger or smaller, and the
 distance of a run that goes on from the copy is the least that another distance means anything by.
 """
 
@@ -186,7 +186,7 @@ def shares_of(values: Sequence[float | None], others: Sequence[float | None]) ->
 
 
 # -- what rounding does ------------------------------------------------------------------------------------------------
-def nudged(checkpoint: Path, target: Path, unit: float, seed: int) -> Path:
+def perturbed(checkpoint: Path, target: Path, unit: float, seed: int) -> Path:
     """Save a copy of a checkpoint in ``target`` whose weights are each ``unit`` of themselves larger or smaller, by a coin; once."""
     made = target / checkpoint.name
     if not made.exists():

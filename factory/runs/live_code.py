@@ -27,7 +27,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.watchdog import killed_when_quiet
+from factory.retrying.watchdog import idle_timeout
 from factory.runs.compile_cache import begin_cache
 from factory.sandbox import live
 from factory.sandbox.live import Running
@@ -120,7 +120,7 @@ class LiveCode:
             )
             errors = []
             try:
-                with killed_when_quiet(process.pid, self.hung_seconds) as killed:
+                with idle_timeout(process.pid, self.hung_seconds) as killed:
                     for line in process.errors():
                         on_line(line)
                         errors.append(line)
@@ -147,7 +147,7 @@ def isolation(plant: Plant) -> tuple[bool, str]:
         why = live.refusal()
     if not why:
         return True, ""
-    advice = f"'factory doctor' shows what is missing; 'training_sandbox: off' in {where} trains without, on this machine's trust in all merged code"
+    advice = f"'factory check' shows what is missing; 'training_sandbox: off' in {where} trains without, on this machine's trust in all merged code"
     if chosen == "required":
         raise IsolationError(f"nothing is trained: training_sandbox is 'required', and {why}. {advice}")
     if number := merged_by_agent(plant.ledger):

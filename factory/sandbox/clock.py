@@ -10,7 +10,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from factory.sandbox.watch import tree
+from factory.sandbox.usage import tree
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PROCESS_CLOCK = 2  # CPUCLOCK_SCHED, of the whole process: include/linux/posix-timers.h

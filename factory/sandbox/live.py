@@ -21,7 +21,7 @@ from typing import IO
 
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
-from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
+from factory.sandbox.pipes import Opening, StatusPipe, kill_and_wait, launched
 from factory.sandbox.together import together
 from factory.sandbox.view import cache_variables, clean_environment, writable_system
 from trainer.contract import stopping
@@ -172,7 +172,7 @@ def start(
             opening.go_on()
         except BaseException:
             opening.close_inherited()
-            bury(events)
+            kill_and_wait(events)
             if process is not None:
                 process.kill()
                 process.wait()

@@ -105,7 +105,7 @@ def launched(command: Sequence[str], rules: Mapping[str, object], opening: Openi
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
 
 
-def bury(events: StatusPipe) -> None:
+def kill_and_wait(events: StatusPipe) -> None:
     """Kill a starting or running sandbox and wait until the kernel has ended every process in it.
 
     It is not enough to kill bubblewrap: while it sets up, its child waits for it and does not yet die with it; and an interrupt inside Popen

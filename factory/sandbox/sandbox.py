@@ -37,10 +37,10 @@ from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
-from factory.sandbox.pipes import Opening, StatusPipe, bury, launched
+from factory.sandbox.pipes import Opening, StatusPipe, kill_and_wait, launched
 from factory.sandbox.together import together
+from factory.sandbox.usage import folder_size, free_space, tree, unlinked
 from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system
-from factory.sandbox.watch import folder_size, free_space, tree, unlinked
 
 WATCH_SECONDS = 0.1
 TAIL_BYTES = 64 * 1024
@@ -161,7 +161,7 @@ def run(
             finally:
                 # The tree is alive here only when this process is interrupted.
                 opening.close_inherited()
-                bury(events)
+                kill_and_wait(events)
                 if process is not None:
                     process.kill()
                     process.wait()
@@ -297,7 +297,7 @@ class _Held:
 
 
 def describe() -> dict[str, str]:
-    """What is in force here, for ``factory doctor``. ``"isolation"`` starts with 'none' when ``run`` would refuse."""
+    """What is in force here, for ``factory check``. ``"isolation"`` starts with 'none' when ``run`` would refuse."""
     try:
         program, refused = bubblewrap.choose()
         with tempfile.TemporaryDirectory() as folder:

@@ -151,11 +151,11 @@ class Supervisor:
             changed: bool = await asyncio.to_thread(watch.look)
             if changed:
                 self._say(watch.problem)
-        await self._tend("mend", self.serving if self.current is None else None)
-        await self._tend("swap", self.wanted if self.wanted != self.serving else None)
+        await self._retarget("mend", self.serving if self.current is None else None)
+        await self._retarget("swap", self.wanted if self.wanted != self.serving else None)
         self._looked.set()
 
-    async def _tend(self, name: str, target: Champion | None) -> None:
+    async def _retarget(self, name: str, target: Champion | None) -> None:
         """Let the task of that name work on ``target``, and on nothing else."""
         attempt = self._attempts.get(name)
         if attempt and attempt.champion != target:
@@ -271,7 +271,7 @@ class Supervisor:
             self._attempts["mend"] = _Attempt(self.serving, next_at=time.monotonic() + pause)
         self._start(self._record("serving_failed", engine.champion.release, {"why": engine.problem}))
         self._start(self._discard(engine))
-        await self._tend("mend", self.serving)  # at once, as requests wait for it, unless engine after engine ends
+        await self._retarget("mend", self.serving)  # at once, as requests wait for it, unless engine after engine ends
         self._wake.set()
 
     async def _discard(self, engine: Engine) -> None:

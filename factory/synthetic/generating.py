@@ -101,7 +101,7 @@ LEFT_OUT = {"taken out", "refused", "empty"}
 
 
 @dataclass(frozen=True)
-class GenerationWish:
+class GenerationRequest:
     """What a person asks for. ``release`` None and no ``endpoint``: the champion. ``count`` None: a document for each prompt of the file."""
 
     release: int | None = None
@@ -189,55 +189,60 @@ class Generated:
         return asdict(self) | {"path": str(self.path)}
 
 
-def plan(plant: Plant, wish: GenerationWish) -> GenerationPlan:
+def plan(plant: Plant, request: GenerationRequest) -> GenerationPlan:
     """What a run would do, or what one that was cut off goes on with. Changes nothing. Raises: InputError; ConfigError."""
     policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
-    wish.check(policy)
-    key = wish.key()
+    request.check(policy)
+    key = request.key()
     if (found := _read_plan(plant.workspace.root / FOLDER / f".{key}", plant.ledger)) is not None:
         return found
-    if wish.endpoint:
+    if request.endpoint:
         writer = endpoint_writer(
-            wish.endpoint, wish.model, AgentsPolicy.load(plant.workspace.policy("agents.yaml")).llm
+            request.endpoint, request.model, AgentsPolicy.load(plant.workspace.policy("agents.yaml")).llm
         )
     else:
-        writer = release_writer(plant.ledger, wish.release)
-    if wish.prompts:
-        prompts = read_prompts(wish.prompts, policy.default_domain, wish.count)
-        count = wish.count or len(prompts)
+        writer = release_writer(plant.ledger, request.release)
+    if request.prompts:
+        prompts = read_prompts(request.prompts, policy.default_domain, request.count)
+        count = request.count or len(prompts)
     else:
-        count = wish.count or OF_OPENINGS
-        _refuse_long(writer, wish)
+        count = request.count or OF_OPENINGS
+        _refuse_long(writer, request)
         tokenizer = Tokenizer.load(plant.workspace.tokenizer)
-        prompts = openings(plant.ledger, tokenizer, count, wish.opening_tokens, wish.domain, wish.seed, policy.licences)
+        prompts = openings(
+            plant.ledger, tokenizer, count, request.opening_tokens, request.domain, request.seed, policy.licences
+        )
     named = [
-        Prompt(**{**vars(prompt), "license": licence_of(prompt, wish.licence, policy.licences)}) for prompt in prompts
+        Prompt(**{**vars(prompt), "license": licence_of(prompt, request.licence, policy.licences)})
+        for prompt in prompts
     ]
     return GenerationPlan(f"synthetic-{writer.slug}-{key}", writer, named, count)
 
 
-def _refuse_long(writer: TextWriter, wish: GenerationWish) -> None:
-    if writer.export and wish.opening_tokens + 1 + wish.tokens > (context := read_config(Path(writer.export)).context):
+def _refuse_long(writer: TextWriter, request: GenerationRequest) -> None:
+    if writer.export and request.opening_tokens + 1 + request.tokens > (
+        context := read_config(Path(writer.export)).context
+    ):
         raise InputError(
-            f"--opening-tokens {wish.opening_tokens} and --tokens {wish.tokens} do not fit the {context} tokens that {writer.name} can read: "
+            f"--opening-tokens {request.opening_tokens} and --tokens {request.tokens} do not fit the {context} tokens that {writer.name} can read: "
             "name fewer"
         )
 
 
-def generate(plant: Plant, wish: GenerationWish, *, inbox: bool = False) -> Generated:
+def generate(plant: Plant, request: GenerationRequest, *, inbox: bool = False) -> Generated:
     """Write the shard, or go on with it; one that is there already is not written again. ``inbox``: put a copy there.
 
     Raises: InputError; WorkspaceError while another run writes here; WriterError, and what was written is kept.
     """
     with plant.workspace.lock(LOCK):
-        what = plan(plant, wish)
+        what = plan(plant, request)
         place = plant.workspace.root / FOLDER / f"{what.name}.jsonl"
-        aside = plant.workspace.root / FOLDER / f".{wish.key()}"
+        aside = plant.workspace.root / FOLDER / f".{request.key()}"
         ends: dict[str, int] = {}
         if not place.is_file():
             if not what.began:
                 _begin(aside, what)
-            ends = _write(plant, wish, what, aside, place)
+            ends = _write(plant, request, what, aside, place)
         _delete(aside)
         with open(place, "rb") as rows:
             made = Generated(place, file_sha256(place), what.writer.name, sum(1 for _ in rows), ends)
@@ -280,7 +285,7 @@ def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
 
 def _write(
     plant: Plant,
-    wish: GenerationWish,
+    request: GenerationRequest,
     what: GenerationPlan,
     aside: Path,
     place: Path,
@@ -290,7 +295,7 @@ def _write(
     try:
         if len(journal) < what.count:
             try:
-                asyncio.run(_answer_all(plant.workspace, wish, what, journal, plant.progress))
+                asyncio.run(_answer_all(plant.workspace, request, what, journal, plant.progress))
             except WriterError as error:
                 kept = f"{len(journal):,} of {what.count:,} answers are kept: the same command goes on"
                 raise WriterError(f"{error}; {kept}" if len(journal) else str(error)) from None
@@ -342,7 +347,7 @@ def _why(ends: Counter[str], what: GenerationPlan, journal: AnswerJournal) -> st
 
 
 async def _answer_all(
-    workspace: Workspace, wish: GenerationWish, what: GenerationPlan, journal: AnswerJournal, progress: Progress
+    workspace: Workspace, request: GenerationRequest, what: GenerationPlan, journal: AnswerJournal, progress: Progress
 ) -> None:
     policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
     async with opened(what.writer, workspace, policy, progress.line) as asking:
@@ -352,7 +357,7 @@ async def _answer_all(
             every = (range(first, min(first + size, what.count)) for first in range(0, what.count, size))
             left = (numbers for numbers in every if any(number not in journal for number in numbers))
             workers = [
-                asyncio.ensure_future(_answer_some(asking, wish, what, journal, left, task)) for _ in range(requests)
+                asyncio.ensure_future(_answer_some(asking, request, what, journal, left, task)) for _ in range(requests)
             ]
             try:
                 await asyncio.gather(*workers)
@@ -364,7 +369,7 @@ async def _answer_all(
 
 async def _answer_some(
     asking: WriterClient,
-    wish: GenerationWish,
+    request: GenerationRequest,
     what: GenerationPlan,
     journal: AnswerJournal,
     left: Iterator[range],
@@ -372,7 +377,7 @@ async def _answer_some(
 ) -> None:
     for numbers in left:  # whole requests, also where some of their answers are there: the same ones are written again
         prompts = [what.prompt(number).content for number in numbers]
-        answers = await asking.answers(prompts, wish.tokens, wish.temperature, seed_of(wish.seed, numbers[0]))
+        answers = await asking.answers(prompts, request.tokens, request.temperature, seed_of(request.seed, numbers[0]))
         for number, answer in zip(numbers, answers, strict=True):
             if number not in journal:
                 journal.add(number, answer)

@@ -107,7 +107,7 @@ def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, An
                     found[one["key"]] = opening
         except (TrainerError, OSError, ValueError) as error:
             raise InputError(
-                f"token shard {row['path']} cannot be read: {error}; 'factory doctor --repair' (stop 'factory run' first) makes it again"
+                f"token shard {row['path']} cannot be read: {error}; 'factory check --repair' (stop 'factory run' first) makes it again"
             ) from error
     return found
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factory.tasks.units import NOTHING, UNITS, Beside, beside
+from factory.tasks.units import NOTHING, UNITS, NumberWords, number_words
 
 LONGEST = 200  # characters of an answer; no digits are counted beyond
 LARGEST_POWER = 1000  # of ten, in a number that is counted
@@ -25,7 +25,7 @@ class Number:
 
     figure: Fraction
     percent: bool = False
-    beside: Beside = NOTHING
+    number_words: NumberWords = NOTHING
 
     @property
     def value(self) -> Fraction:
@@ -120,7 +120,7 @@ def same(gold: Value, said: Value, library: Library) -> bool:
     if isinstance(gold, Number):
         return isinstance(said, Number) and _same_number(gold, said)
     if isinstance(gold, Formula) and isinstance(said, Formula | Number):
-        if isinstance(said, Number) and said.beside.unit:
+        if isinstance(said, Number) and said.number_words.unit:
             return False
         ours, theirs = _tex(gold), _tex(said)
         return ours.replace(" ", "") == theirs.replace(" ", "") or library(ours, theirs)
@@ -133,7 +133,7 @@ def is_words(value: Value | None) -> bool:
 
 
 def _same_number(gold: Number, said: Number) -> bool:
-    one, other = gold.beside, said.beside
+    one, other = gold.number_words, said.number_words
     if one.unit and other.unit:
         if one.unit != other.unit:
             return False
@@ -189,7 +189,7 @@ def _tex(value: Value) -> str:
     if isinstance(value, Formula):
         return value.tex
     if isinstance(value, Number):
-        exact = value.value * value.beside.times
+        exact = value.value * value.number_words.times
         return str(exact) if exact.denominator == 1 else rf"\frac{{{exact.numerator}}}{{{exact.denominator}}}"
     return ""
 
@@ -332,7 +332,7 @@ def _number(text: str) -> Number | None:
     figure = _figure(found)
     if figure is None:
         return None
-    words = beside(before + (" " + found["money"] if found["money"] else ""), after)
+    words = number_words(before + (" " + found["money"] if found["money"] else ""), after)
     if words is None:
         return None
     if found["sign"] and found["inner"]:

@@ -282,8 +282,8 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         keys: dict[str, Any] = said if isinstance(said, dict) else {}
         benchmark = BENCHMARKS.get(str(keys.get("published") or ""))
         ours = parse(TaskFile, {**_keys(benchmark), **keys} if benchmark else said, str(path), TaskError)
-        items = read_items(beside(path, "items", ours.items))
-        shown = read_items(beside(path, "examples", ours.examples)) if ours.examples else None
+        items = read_items(data_file(path, "items", ours.items))
+        shown = read_items(data_file(path, "examples", ours.examples)) if ours.examples else None
         if benchmark:
             return _published(path, benchmark, ours, items, shown, policy, "shots" in keys)
         found = in_one_way(read_records(ours.kind, items.records, str(items.path)), str(items.path))
@@ -373,7 +373,7 @@ def _told(item: TaskItem, later: tuple[str, ...]) -> dict[str, Any]:
     return item.model_dump(exclude={key for key in later if not getattr(item, key, None)})
 
 
-def beside(path: Path, key: str, name: str) -> Path:
+def data_file(path: Path, key: str, name: str) -> Path:
     """A data file that a task file names. Raises: TaskError when it lies outside the folder, or is none."""
     folder, found = path.parent.resolve(), (path.parent / name).resolve()
     if "://" in name or not found.is_relative_to(folder):

@@ -38,7 +38,7 @@ _ALTERS = {
 
 
 @dataclass(frozen=True)
-class Beside:
+class NumberWords:
     """What the words beside a number say."""
 
     unit: str = ""  # what is measured, "length", "length^2", "length/time"; "": no unit
@@ -47,13 +47,13 @@ class Beside:
     nouns: frozenset[str] = frozenset()
 
 
-NOTHING = Beside()
+NOTHING = NumberWords()
 
 
-def beside(before: str, after: str) -> Beside | None:
+def number_words(before: str, after: str) -> NumberWords | None:
     """What stands before and after a number, in words; None when it is not that number that is said (``not 18``, ``18 and a half``).
 
-    >>> beside("", "cm^2").unit, beside("", "million dollars").times, sorted(beside("She has", "red apples").nouns), beside("not", "")
+    >>> beside("", "cm^2").unit, beside("", "million dollars").times, sorted(beside("She has", "red apples").nouns), number_words("not", "")
     ('length^2', 1000000, ['apple', 'red'], None)
     """
     words = _words(before) + _words(after)
@@ -70,7 +70,7 @@ def beside(before: str, after: str) -> Beside | None:
         if last in "$€£¥₹":
             unit, size, before = *UNITS[last], before.rstrip()[: -len(last)]
     nouns = {_singular(word.casefold()) for word in _words(rest)} - _SILENT
-    return Beside(unit, size, times, frozenset(nouns))
+    return NumberWords(unit, size, times, frozenset(nouns))
 
 
 def _unit(text: str) -> tuple[str, Fraction, str]:

@@ -64,7 +64,9 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
     if parent and (parent.code_commit != row.code_commit or changed(parent, row)):
         _allow(plant.ledger, row, _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy))
     if policy.preflight.parts and _flies(plant.workspace, parent, row):
-        _allow(plant.ledger, row, _newest(plant.ledger, PREFLIGHT, row.id) or _fly(plant, row, policy.preflight))
+        _allow(
+            plant.ledger, row, _newest(plant.ledger, PREFLIGHT, row.id) or _run_preflight(plant, row, policy.preflight)
+        )
 
 
 def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow) -> None:
@@ -237,11 +239,11 @@ def _trained_by(row: SegmentRow) -> dict[str, Any]:
     }
 
 
-def _fly(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> VerdictRow:
+def _run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> VerdictRow:
     def measure() -> tuple[Judgement, dict[str, Any]]:
-        from factory.training.preflight_runs import fly
+        from factory.training.preflight_runs import run_preflight
 
-        evidence = fly(plant, row, policy)
+        evidence = run_preflight(plant, row, policy)
         return judge_preflight(policy, evidence), asdict(evidence)
 
     parts = [policy.model_dump(), _trained_by(row), row.recipe_json["model"], row.data_plan]

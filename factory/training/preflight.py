@@ -10,7 +10,7 @@ by itself, copies of weights that drift apart, a kernel whose backward pass is w
     kernels                  └─ every op's reference ──────►  rounding, and no more than that
     compile                  └─ compiled blocks ───────────►
     2 ranks                  └─ weights, matrices, batch split ►
-    rounded                  └─ weights nudged by rounding ►  what rounding may do: the bound
+    rounded                  └─ weights moved by rounding ►  what rounding may do: the bound
     first weights 0 ► 1         1 and 2 ranks, at a rate that moves nothing: the same to the bit
 
 Bounds are measured and not assumed: some runs go on from weights each of which is changed by one rounding, and no other run may be more
@@ -28,10 +28,10 @@ from typing import Any
 from factory.training.certificate import Judgement, PreflightPolicy
 
 LEAD = 10  # steps before the runs part, so that moments are warm
-NUDGED = ("rounded 1", "rounded 2")  # runs that measure what rounding does
+PERTURBED = ("rounded 1", "rounded 2")  # runs that measure what rounding does
 LEAST = 1e-6  # share of a value that is never held against a run
 # Of a weight. Weights are kept in fp32, where the smallest change is a unit in the last place; to compute in bf16 they are rounded.
-# In fp8 the same nudge shows how far roundings to eight bits spread it.
+# In fp8 the same perturbation shows how far roundings to eight bits spread it.
 ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-9, "fp8": 2.0**-9}
 MICRO_BATCHES = 4
 SEQUENCES = 8  # rows of a batch: two for each micro-batch, four for each rank
@@ -122,7 +122,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
     for name, line in evidence.failed.items():
         wrong.append(f"Preflight: the run {name!r} failed: {line}.")
     asked = [way for way in WAYS if way.part in policy.parts and way.name not in evidence.left_out]
-    if len(evidence.rounding) < len(NUDGED) and not wrong:
+    if len(evidence.rounding) < len(PERTURBED) and not wrong:
         missing.append("Preflight: it was not measured what rounding does.")
     for way in asked if not wrong and not missing else ():
         born, copies = evidence.born_apart.get(way.name, ()), evidence.replicas_apart.get(way.name, ())

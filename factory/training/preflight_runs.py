@@ -19,14 +19,23 @@ from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm
-from factory.runs.distance import distance, nudged, shares_of, weights_apart
+from factory.runs.distance import distance, perturbed, shares_of, weights_apart
 from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import Series, Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
 from factory.training.planning import plan_of
-from factory.training.preflight import LEAD, NUDGED, ROUNDING, WAYS, FromStraight, PreflightEvidence, Way, small_recipe
+from factory.training.preflight import (
+    LEAD,
+    PERTURBED,
+    ROUNDING,
+    WAYS,
+    FromStraight,
+    PreflightEvidence,
+    Way,
+    small_recipe,
+)
 from trainer.contract.checkpoint.format import name_of
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe, with_keys
@@ -37,7 +46,7 @@ BORN = "first weights of "  # a run of one step, which is too small to move a we
 STILL = {"optimizer.lr": 1e-30, "checkpoint_every": 1}
 
 
-def fly(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> PreflightEvidence:
+def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> PreflightEvidence:
     """Run all that the policy asks for under a segment's code. Raises: SegmentError when a trainer was stopped or the disk is full, CheckoutError,
     and what a fault of the machine makes of it: begin again then."""
     began = time.monotonic()
@@ -81,7 +90,7 @@ class Flight:
     @property
     def steps(self) -> int:
         """Of all runs."""
-        return LEAD + (1 + len(NUDGED) + len(self.ways)) * (self.last - LEAD)
+        return LEAD + (1 + len(PERTURBED) + len(self.ways)) * (self.last - LEAD)
 
     def _impossible(self, way: Way) -> str:
         """Why a way cannot be run here; empty: it can."""
@@ -108,7 +117,7 @@ class Flight:
         yield "straight", [self.arm("straight")]
         ranks = [way.name for way in self.ways if way.ranks > 1]
         alone = [way.name for way in self.ways if way.ranks == 1]
-        yield "one rank", [self.arm(name) for name in (*alone, *NUDGED, *([BORN + "1 rank"] if ranks else []))]
+        yield "one rank", [self.arm(name) for name in (*alone, *PERTURBED, *([BORN + "1 rank"] if ranks else []))]
         if ranks:
             yield f"{RANKS} ranks", [self.arm(name) for way in ranks for name in (BORN + way, way)]
 
@@ -133,11 +142,11 @@ class Flight:
         return self.runs.folder(self.arm("straight")) / "checkpoints" / name_of(LEAD)
 
     def began(self, name: str) -> Path:
-        """What an arm goes on from: that checkpoint, or a nudged copy of it."""
-        if name not in NUDGED:
+        """What an arm goes on from: that checkpoint, or a perturbed copy of it."""
+        if name not in PERTURBED:
             return self.parted
-        target = self.runs.home / "nudged" / name.replace(" ", "-")
-        return nudged(self.parted, target, ROUNDING[self.recipe["precision"]], NUDGED.index(name))
+        target = self.runs.home / "perturbed" / name.replace(" ", "-")
+        return perturbed(self.parted, target, ROUNDING[self.recipe["precision"]], PERTURBED.index(name))
 
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
@@ -157,8 +166,8 @@ def compare(
     try:
         begun, straight = read_checkpoint(parted).model, trace(run)
         series, apart = values_of(straight), {}
-        for run in (*NUDGED, *(way.name for way in ways)):
-            other, left = trace(run), read_checkpoint(began(run)).model if run in NUDGED else None
+        for run in (*PERTURBED, *(way.name for way in ways)):
+            other, left = trace(run), read_checkpoint(began(run)).model if run in PERTURBED else None
             values = values_of(other)
             shares = {name: shares_of(series[name], values[name]) for name in SERIES}
             apart[run] = FromStraight(shares, distance(straight.left, other.left, begun, left).shares())
@@ -169,7 +178,7 @@ def compare(
         copies = {run: trace(run).replicas_apart for run in ranks}
     except (UntrustedFileError, SegmentError) as error:
         return replace(found, failed={run: f"what it left cannot be read: {error}"})
-    rounding = [apart.pop(run) for run in NUDGED]
+    rounding = [apart.pop(run) for run in PERTURBED]
     return replace(found, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
 
 

@@ -150,7 +150,7 @@ OP = op(
     gradients=(),
     hostile=(1,),
     writes=(0, 2, 3, 4),
-    spoils=(1,),  # torch's kernel leaves the divided gradients in place
+    clobbers=(1,),  # torch's kernel leaves the divided gradients in place
     in_block=False,
     implementations=(COMPILED, FUSED, TRITON),
 )

@@ -139,7 +139,7 @@ def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) 
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
 
 
-def native_instead(shape: Shape, dtype: torch.dtype) -> str:
+def native_fallback(shape: Shape, dtype: torch.dtype) -> str:
     """What ``native`` takes in its own place. Raises: KernelError where its C++ cannot be compiled."""
     if dtype != torch.bfloat16:
         return f"recompute, uncompiled: the C++ is for bf16, not {str(dtype).removeprefix('torch.')}"
@@ -153,7 +153,7 @@ NATIVE = Implementation(
     native,
     "C++: a key head's rows stay in cache, blocks of other documents are left out",
     devices=("cpu",),
-    instead=native_instead,
+    fallback=native_fallback,
 )
 
 
@@ -165,7 +165,7 @@ def taken(head_dim: int, dtype: torch.dtype) -> bool:
     return head_dim <= MOST_HEAD_DIM and dtype == torch.bfloat16
 
 
-def varlen_instead(shape: Shape, dtype: torch.dtype) -> str:
+def varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
     if taken(shape.head_dim, dtype):
         return ""
     given = f"{shape.head_dim} in {str(dtype).removeprefix('torch.')}"
@@ -177,7 +177,7 @@ VARLEN = Implementation(
     AtFirstCall("kernels.attention.varlen", "varlen"),
     "FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
-    instead=varlen_instead,
+    fallback=varlen_fallback,
     prepare=AtFirstCall("kernels.attention.varlen", "stretch_bounds"),
 )
 FLEX = Implementation(

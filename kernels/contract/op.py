@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from kernels.contract.message import CodedError
 
-class KernelError(Exception):
+
+class KernelError(CodedError):
     """An unknown op or implementation, or one that cannot run here. Says what there is."""
 
 
@@ -82,7 +84,7 @@ class Implementation:
     # Of attention: makes of the documents what the function takes in their place, once a batch (``Ops.prepare_attention``).
     prepare: Callable[[Tensor, int], Any] | None = None
     # "NAME: reason" where another implementation computes instead on this machine, for this shape and dtype; else "".
-    instead: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
+    fallback: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
 
     def prepared(self, inputs: Inputs) -> Inputs:
         """An op's arguments as a layer of the model passes them: of attention, with what is made of the documents once a batch."""
@@ -104,7 +106,7 @@ class Op:
     """``make_inputs(shape, generator, device, dtype)`` returns the positional arguments: tensors, lists of tensors, numbers.
 
     ``gradients``: positions that get a gradient, none for an op of the optimiser. ``writes``: positions that the op changes
-    in place; they are its outputs, and it returns None. ``spoils``: positions that it may overwrite, because they are not
+    in place; they are its outputs, and it returns None. ``clobbers``: positions that it may overwrite, because they are not
     read afterwards.
     """
 
@@ -117,7 +119,7 @@ class Op:
     in_block: bool = True  # part of a layer: compiled with it where the recipe compiles its blocks
     hostile: tuple[int, ...] = ()  # positions that hostile values replace; empty: those that get a gradient
     writes: tuple[int, ...] = ()
-    spoils: tuple[int, ...] = ()
+    clobbers: tuple[int, ...] = ()
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -219,12 +221,12 @@ def op(
     in_block: bool = True,
     hostile: tuple[int, ...] = (),
     writes: tuple[int, ...] = (),
-    spoils: tuple[int, ...] = (),
+    clobbers: tuple[int, ...] = (),
 ) -> Op:
     """Every op has its reference as the implementation ``reference``."""
     everything = (Implementation("reference", reference, "the plain eager expression"), *implementations)
     by_name = {i.name: i for i in everything}
-    return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes, spoils)
+    return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes, clobbers)
 
 
 _SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)

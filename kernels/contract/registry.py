@@ -199,8 +199,8 @@ def _working(
             check(name, one, device_class)
         if not found.runs_on(device_class):
             problem: str | None = "it does not run there"
-        elif one != names[-1] and (instead := found.instead(CASES[0].shape, dtype)):
-            problem = instead  # in its place another of the choice is better
+        elif one != names[-1] and (fallback := found.fallback(CASES[0].shape, dtype)):
+            problem = fallback  # in its place another of the choice is better
         else:
             problem = None if one == "reference" else failure(name, one, device_class, dtype, compile)
         if problem is None:
@@ -244,7 +244,7 @@ def computing(
         if implementation is None:
             found.append(Computing(name, chosen, "reference" if fallback == "reference" else "", why))
             continue
-        by, _, reason = implementation.instead(shape, dtype).partition(": ")
+        by, _, reason = implementation.fallback(shape, dtype).partition(": ")
         if not by and implementation.eager is not None and not compile:
             by, reason = f"{implementation.name}, uncompiled", "the recipe says compile: false"
         first = names_in(chosen)[0]

@@ -137,8 +137,8 @@ def _time(op: Op, implementation: Implementation, setting: Setting, device: str,
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
         return Timed(op.name, name, why="not timed: the seconds left for tuning are too few")
-    if instead := implementation.instead(setting.shape, dtype):
-        return Timed(op.name, name, why=f"not timed: {instead.partition(': ')[2] or instead}")
+    if fallback := implementation.fallback(setting.shape, dtype):
+        return Timed(op.name, name, why=f"not timed: {fallback.partition(': ')[2] or fallback}")
     try:
         checked = judge(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:

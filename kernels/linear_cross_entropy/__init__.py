@@ -241,7 +241,7 @@ NATIVE = Implementation(
     native,
     "chunks of tokens, gradients made forward in the logits' place, in C++",
     devices=("cpu",),
-    instead=native_library.instead("saved_logits"),
+    fallback=native_library.fallback("saved_logits"),
 )
 CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made forward, tokens without loss left out")
 CHUNKED_COMPILED = Implementation(

@@ -161,7 +161,7 @@ def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
     return code
 
 
-def instead(other: str) -> Callable[[Shape, torch.dtype], str]:
+def fallback(other: str) -> Callable[[Shape, torch.dtype], str]:
     """For ``Implementation.instead`` of C++ that leaves dtypes other than those of NAMES to another implementation."""
 
     def say(shape: Shape, dtype: torch.dtype) -> str:

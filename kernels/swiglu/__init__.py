@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, in_triton, normal, op
-from kernels.native import NAMES, instead
+from kernels.native import NAMES, fallback
 from kernels.swiglu import cpp as swiglu_native
 
 
@@ -37,7 +37,7 @@ def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
 
 
 NATIVE = Implementation(
-    "native", native, "C++: one pass forward, one backward", devices=("cpu",), instead=instead("reference")
+    "native", native, "C++: one pass forward, one backward", devices=("cpu",), fallback=fallback("reference")
 )
 OP = op(
     "swiglu",

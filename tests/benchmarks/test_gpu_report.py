@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import facts, fast, needs, page, pool, records, shapes, watch, winners
+from benchmarks.gpu import card_state, facts, fast, needs, page, pool, records, shapes, winners
 from benchmarks.gpu.fast import floor
 from benchmarks.gpu.parts import PARTS, Settings
 from kernels.contract.registry import OPS
 
 
-@pytest.mark.parametrize("module", [fast, page, pool, watch, winners], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [fast, page, pool, card_state, winners], ids=lambda module: module.__name__)
 def test_examples_hold(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted and not found.failed

@@ -49,13 +49,13 @@ class Mutant:
     path: str
     line: str  # that holds the call, once in the file
     notices: Cut | str  # a test's node id
-    instead: str = ""  # else the line is deleted
+    replacement: str = ""  # else the line is deleted
 
 
 # Call sites that no mutant need show: what they keep is made again, at the cost of time alone.
 ONLY_TIME = {
-    ("factory/watching/log.py", "os.replace(newer, older)"): "a log",
-    ("factory/watching/log.py", "os.replace(aside, self.note)"): "what the daemon does now",
+    ("factory/status/log.py", "os.replace(newer, older)"): "a log",
+    ("factory/status/log.py", "os.replace(aside, self.note)"): "what the daemon does now",
     ("factory/retention/disk.py", "os.replace(aside, path)"): "samples of free room",
     ("factory/gates/patch/stages/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
@@ -117,7 +117,7 @@ MUTANTS = (
         "factory/show/mlflow/store.py",
         'return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0',
         SEGMENT,
-        instead="return True",
+        replacement="return True",
     ),
     Mutant(
         "factory/show/mlflow/store.py",
@@ -142,7 +142,7 @@ MUTANTS = (
         "os.rename(aside, target)",
         "tests/factory/demo/test_demo_code.py::test_a_fork_is_a_repository_of_its_own_with_one_file_edited",
     ),
-    Mutant("factory/ledger/engine.py", '"synchronous=FULL", ', INGEST, instead='"synchronous=OFF", '),
+    Mutant("factory/ledger/engine.py", '"synchronous=FULL", ', INGEST, replacement='"synchronous=OFF", '),
     Mutant(FILES, "sync_folder(made)", PLACED),
     Mutant(FILES, "os.replace(made, place)", PLACED),
     Mutant(FILES, "sync_folder(place.parent)", PLACED),
@@ -224,9 +224,9 @@ MUTANTS = (
 def mutated(text: str, mutant: Mutant) -> str:
     """The file without the line, or with another. Raises: AssertionError when it does not hold the line once."""
     lines = text.splitlines(keepends=True)
-    if mutant.instead:
+    if mutant.replacement:
         assert text.count(mutant.line) == 1, f"{mutant.path} holds {mutant.line!r} {text.count(mutant.line)} times"
-        return text.replace(mutant.line, mutant.instead)
+        return text.replace(mutant.line, mutant.replacement)
     found = [number for number, line in enumerate(lines) if line.strip() == mutant.line]
     assert len(found) == 1, f"{mutant.path} holds {mutant.line!r} {len(found)} times"
     indent = lines[found[0]][: len(lines[found[0]]) - len(lines[found[0]].lstrip())]

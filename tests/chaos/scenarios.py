@@ -25,7 +25,7 @@ Commands = tuple[tuple[str, ...], ...]
 RUN: tuple[str, ...] = ("run", "--once")
 IMPORTED = (
     "cli", "duties", "audit", "backups", "code_loop", "core", "data", "diagnosis", "erasing", "gates.release", "git", "ingest",
-    "ledger", "release", "repairs", "retention", "retrying", "show", "training", "watching",
+    "ledger", "release", "repairs", "retention", "retrying", "show", "status", "training",
 )  # fmt: skip
 DECISIONS = frozenset({"proposals", "releases"})  # commands that carry out a person's decision
 

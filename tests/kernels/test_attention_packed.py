@@ -101,9 +101,9 @@ def test_blocks_are_made_compiled() -> None:
 def test_a_head_too_large_for_flash_attention_is_said() -> None:
     varlen_here = ATTENTION.implementations["varlen"]
     shape = CASES[0].shape
-    assert varlen_here.instead(shape, torch.bfloat16) == ""
-    assert "in bf16, not 320 in bfloat16" in varlen_here.instead(replace(shape, head_dim=320), torch.bfloat16)
-    assert "in bf16, not 16 in float32" in varlen_here.instead(shape, torch.float32)
+    assert varlen_here.fallback(shape, torch.bfloat16) == ""
+    assert "in bf16, not 320 in bfloat16" in varlen_here.fallback(replace(shape, head_dim=320), torch.bfloat16)
+    assert "in bf16, not 16 in float32" in varlen_here.fallback(shape, torch.float32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

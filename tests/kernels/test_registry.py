@@ -178,8 +178,8 @@ def test_a_replacement_implementation_is_reported(monkeypatch: pytest.MonkeyPatc
         for units in (True, False):
             monkeypatch.setattr(attention_native, "usable", lambda head_dim, units=units: units)
             attention.native(*OPS["attention"].inputs(CASES[0], dtype=dtype))
-            instead = attention.native_instead(Shape(), dtype)
-            assert ran.pop() == (instead.split(",")[0] or "native"), (dtype, units)
+            fallback = attention.native_fallback(Shape(), dtype)
+            assert ran.pop() == (fallback.split(",")[0] or "native"), (dtype, units)
 
 
 def test_the_table_shows_what_computes() -> None:

@@ -26,13 +26,13 @@ from trainer.__main__ import main as train
 
 
 def wrong_in_the_morning(night: Night) -> list[str]:
-    """After ``factory run --once`` and ``factory doctor --deep --repair``: a line for each thing that is not as it should be; [] when all is well."""
+    """After ``factory run --once`` and ``factory check --deep --repair``: a line for each thing that is not as it should be; [] when all is well."""
     finished = night.command("run", "--once")
     if finished.returncode:
         return [f"factory run --once: exit {finished.returncode}: {(finished.stdout + finished.stderr)[-1500:]}"]
-    repaired = night.command("doctor", "--deep", "--repair")  # what was damaged, and nothing needed since
+    repaired = night.command("check", "--deep", "--repair")  # what was damaged, and nothing needed since
     if repaired.returncode:
-        return [f"factory doctor --deep --repair: exit {repaired.returncode}: {repaired.stdout[-1500:]}"]
+        return [f"factory check --deep --repair: exit {repaired.returncode}: {repaired.stdout[-1500:]}"]
     ledger = Ledger.open(night.workspace.ledger_url)
     return [
         *_documents(night, ledger),
@@ -151,6 +151,6 @@ def _left(night: Night, ledger: Ledger) -> Iterator[str]:
     running = night.tree()
     if running:
         yield f"{len(running)} processes are left"
-    examined = night.command("doctor", "--deep")
+    examined = night.command("check", "--deep")
     if examined.returncode:
-        yield f"factory doctor --deep: {examined.stdout[-1500:]}"
+        yield f"factory check --deep: {examined.stdout[-1500:]}"

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from kernels.contract.message import CodedError, titled
+
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of an OSError: the disk is full
 NOT_OF_A_FILE = {
     errno.EMFILE,
@@ -19,7 +21,7 @@ NOT_OF_A_FILE = {
 EXIT_WRONG, EXIT_FULL, EXIT_STOPPED = 2, 74, 75
 
 
-class TrainerError(Exception):
+class TrainerError(CodedError):
     """The base class of errors that a user can cause here."""
 
     exit_code = EXIT_WRONG
@@ -61,10 +63,10 @@ def exit_code_of(
     try:
         work()
     except TrainerError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {titled(error)}", file=sys.stderr)
         return error.exit_code
     except wrong as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {titled(error)}", file=sys.stderr)
         return EXIT_WRONG
     except OSError as error:
         if error.errno not in FULL:

@@ -44,7 +44,7 @@ class Facts:
     @classmethod
     def read(cls, folder: BundleFolder) -> Facts:
         """Raises: BundleError."""
-        apart = (*layout.FOLLOWING, layout.MANIFEST, layout.SIGNATURE)
+        apart = (*layout.GENERATED, layout.MANIFEST, layout.SIGNATURE)
         return cls(
             folder.object(layout.VERDICT),
             folder.object(layout.EVIDENCE),

@@ -24,7 +24,7 @@ PUBLIC_KEY = "signing_key.pem"
 CARD = "README.md"
 CROISSANT = "croissant.json"
 SPDX = "spdx.json"
-FOLLOWING = (CARD, CROISSANT, SPDX)
+GENERATED = (CARD, CROISSANT, SPDX)
 # The manifest names every file but itself and the signature; the signature is of every file but itself.
 MANIFEST = "manifest.json"
 SIGNATURE = "model.sig"

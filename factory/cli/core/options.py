@@ -25,6 +25,7 @@ import typer
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
+from kernels.contract.message import plain
 
 if TYPE_CHECKING:
     from factory.core.console import Terminal
@@ -87,14 +88,14 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
     return register
 
 
-def open_plant(where: Path, quiet: bool = False) -> tuple[Plant, Terminal]:
-    """A factory, and the terminal: long work reports there, unless ``quiet``, as for ``--json``."""
+def open_plant(where: Path, silent: bool = False) -> tuple[Plant, Terminal]:
+    """A factory, and the terminal: long work reports there, unless ``silent``, as for ``--json``."""
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
     from factory.ledger.ledger import Ledger
 
     workspace, terminal = Workspace.open(where), Terminal()
-    return Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), SILENT if quiet else terminal), terminal
+    return Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), SILENT if silent else terminal), terminal
 
 
 def person() -> str:
@@ -104,4 +105,5 @@ def person() -> str:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+    """For programs: a message is {"code", "text", "data"}."""
+    print(json.dumps(plain(value), indent=2, ensure_ascii=False))

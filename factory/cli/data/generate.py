@@ -61,18 +61,18 @@ def generate(
     The shard lies in generated/ of the workspace. Nothing trains on it until it is ingested: 'factory generate … --inbox', or 'factory
     ingest FILE', which deduplicates it, drops what quotes held-out documents, and filters it as any other shard.
     """
-    from factory.synthetic.generating import GenerationWish, plan
+    from factory.synthetic.generating import GenerationRequest, plan
     from factory.synthetic.generating import generate as write
 
-    wish = GenerationWish(
+    request = GenerationRequest(
         release, endpoint, model, prompts, domain, opening_tokens, count, tokens, temperature, seed, licence or None
     )
     if dry_run:
-        what = plan(plant, wish)
+        what = plan(plant, request)
         said = what.says() | {"goes_on": what.began}
         say(said, _planned(said))
         return
-    made = write(plant, wish, inbox=inbox)
+    made = write(plant, request, inbox=inbox)
     say(made.to_json())
     ends = ", ".join(f"{n} {ENDS[end]}" for end, n in sorted(made.ends.items()) if end in ENDS)
     say.line(f"  {made.documents:,} documents by {made.written_by} in {made.path}{f' ({ends})' if ends else ''}")

@@ -197,18 +197,22 @@ def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None
         if address := found.addresses.get(path):
             settle(plant, path, address, reports)
 
-    def file(path: Path, beside: list[Path]) -> None:
-        how: dict[str, Any] = {"again": again, "ingested": partial(done.ingested, path.name), "beside": beside}
+    def file(path: Path, other_files: list[Path]) -> None:
+        how: dict[str, Any] = {
+            "again": again,
+            "ingested": partial(done.ingested, path.name),
+            "other_files": other_files,
+        }
         settled(path, ingest_path(plant, path, **how))
 
-    def pack(number: int, beside: list[Path]) -> None:
+    def pack(number: int, other_files: list[Path]) -> None:
         say = partial(done.ingested, found.packs[number].name)
         unread: set[Path] = set()
-        how: dict[str, Any] = {"again": again, "ingested": say, "beside": beside, "unread": unread}
+        how: dict[str, Any] = {"again": again, "ingested": say, "other_files": other_files, "unread": unread}
         reports = ingest_pack(plant, found.packs[number], **how)
         for path in (path for _, path in found.packs[number].files if path in found.addresses):
             if path in unread:  # it is not fetched again: it is kept, in quarantine/
-                file(path, beside)
+                file(path, other_files)
             else:
                 settled(path, reports)
 

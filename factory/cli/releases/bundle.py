@@ -11,7 +11,7 @@ import typer
 from factory.ledger.plant import Plant
 
 if TYPE_CHECKING:
-    from factory.bundles.writing import Wish
+    from factory.bundles.writing import BundleOptions
 
 
 def verify(
@@ -46,12 +46,12 @@ def verify(
         raise typer.Exit(1)
 
 
-def write(plant: Plant, number: int, wish: Wish) -> None:
+def write(plant: Plant, number: int, options: BundleOptions) -> None:
     """Write the bundle of a release and say where it lies and who signed it."""
     from factory.bundles.writing import write_bundle
     from factory.show.catching_up import catch_up
 
-    written = write_bundle(plant, number, wish)
+    written = write_bundle(plant, number, options)
     plant.say(f"  release {number} is bundled in {written.folder}")
     catch_up(plant)
     plant.say(f"  signed by {written.signer}")

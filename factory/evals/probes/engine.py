@@ -29,7 +29,7 @@ from factory.evals.probes.conversations import (
 from factory.ingest.tokenizer import SPECIAL, Tokenizer
 
 CONTINUED = 16  # tokens
-TODO = "the engine is not the model that was judged: do not serve with it; 'factory doctor' says what this machine has"
+TODO = "the engine is not the model that was judged: do not serve with it; 'factory check' says what this machine has"
 Fixture = dict[str, Any]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from factory.core.launching import beside
+from factory.core.launching import background_process
 from factory.core.left_files import read_tail
 from factory.core.workspace import code_root
 from factory.evals.probes.checks import OF_ENGINE, Check
@@ -102,7 +102,7 @@ def engine_process(module: str, export: Path) -> Iterator[EngineProcess]:
     try:
         command = [sys.executable, "-m", module, str(export), str(folder / "socket")]
         environment = os.environ | {"PYTHONPATH": str(code_root())} | kept
-        with beside(command, folder, folder / "log", environment) as process:
+        with background_process(command, folder, folder / "log", environment) as process:
             yield EngineProcess(module, folder, process)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from factory.core.launching import beside
+from factory.core.launching import background_process
 from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 PROBE = Path(__file__).with_name("server_probe.py")
@@ -50,7 +50,7 @@ def _attempt(request: dict[str, Any], seconds: int) -> Served:
         asked.write_text(json.dumps(request | {"cpu_seconds": cpu_seconds, "classes": classes}), encoding="utf-8")
         environment = ENVIRONMENT | {"HOME": name, "HF_HOME": name, "TMPDIR": name}
         command = [sys.executable, "-I", str(PROBE), str(asked), str(answered)]
-        with beside(command, folder, folder / "log", environment) as process:
+        with background_process(command, folder, folder / "log", environment) as process:
             try:
                 process.wait(timeout=seconds)
             except subprocess.TimeoutExpired:

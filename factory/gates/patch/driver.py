@@ -73,7 +73,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
             "upstream": len(upstream),
             "gradients": op.gradients,
             "writes": op.writes,
-            "spoils": op.spoils,
+            "clobbers": op.clobbers,
             "contiguous": case.contiguous,
             "cost": asdict(op.cost(case.shape, 2)),
         }
@@ -94,7 +94,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
         shared = job.get("storage") is not None
         if shared:
             inputs, upstream = _into(storages, job["storage"], words["gradients"], inputs, upstream)
-        may_change = [*words["spoils"], *(words["writes"] if shared else ())]
+        may_change = [*words["clobbers"], *(words["writes"] if shared else ())]
         before = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
         implementation = get(job["op"]).implementation(job["implementation"])
         if implementation.needs_triton:

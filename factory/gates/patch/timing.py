@@ -63,7 +63,7 @@ def cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float
     return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
 
 
-def unsteady(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> str:
+def too_noisy(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> str:
     """Why the baseline's own runs differ too much to compare with; '': they do not. ``measurement``: its number, from 1.
 
     The candidate's runs are not considered: to repeat a measurement because of them would be to choose among outcomes.

@@ -26,8 +26,8 @@ from factory.gates.release.memorising import TASK, fresh_keys, gap_between, look
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded import evidence_sha256
 from factory.gates.release.replicas import newest_noise
+from factory.gates.release.reward_hacking import watched
 from factory.gates.release.training_now import training_now
-from factory.gates.release.watch import watched
 from factory.ledger.anomalies import DEV_ALONE
 from factory.ledger.ledger import Ledger, anomalies, record, segments, verdicts
 from factory.ledger.plant import Plant

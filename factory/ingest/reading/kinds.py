@@ -36,7 +36,7 @@ CODE, CODE_NAMES = tuple(_CODE.split()), frozenset(_CODE_NAMES.split())
 
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 _PACKED = (*ARCHIVES, ".7z", ".rar", ".jar", ".whl", ".egg", ".apk", ".iso", ".cab", ".ar", ".deb", ".rpm", ".cpio")
-_INSTEAD = {
+_CONVERSION_HINTS = {
     **dict.fromkeys((".pdf", ".ps", ".djvu"), "extract its text first, for example with pdftotext"),
     **dict.fromkeys(
         (".docx", ".doc", ".odt", ".rtf", ".epub", ".mobi", ".pptx", ".ppt", ".odp", ".pages", ".fb2"),
@@ -88,11 +88,11 @@ def is_archive(name: str) -> bool:
     return kind_of(name)[0] in _PACKED
 
 
-def instead(name: str) -> str:
+def conversion_hint(name: str) -> str:
     """What to do with a file that is not read, after a colon; '': nothing is known of its kind.
 
-    >>> instead("a.pdf"), instead("b.unheard")
+    >>> instead("a.pdf"), conversion_hint("b.unheard")
     (': extract its text first, for example with pdftotext', '')
     """
-    known = _INSTEAD.get(PurePath(name).suffix.lower()) or _INSTEAD.get(kind_of(name)[0])
+    known = _CONVERSION_HINTS.get(PurePath(name).suffix.lower()) or _CONVERSION_HINTS.get(kind_of(name)[0])
     return f": {known}" if known else ""

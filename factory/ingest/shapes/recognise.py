@@ -203,7 +203,7 @@ def _is_zero(label: Any) -> bool:
 def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
     """Only where nothing else may belong to the question: choices, or a passage that it is about."""
     words = {"question", "answer"}
-    beside = {
+    other_files = {
         "choices",
         "options",
         "context",
@@ -215,7 +215,7 @@ def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: Not
         "contexts",
         "distractors",
     }
-    if not all(isinstance(row.get(name), str) for name in words) or beside & row.keys():
+    if not all(isinstance(row.get(name), str) for name in words) or other_files & row.keys():
         return None
     notes.said.add("read as questions and answers: question → user, answer → assistant")
     return _with_row_system(row, _asked_and_answered(row["question"], row["answer"]), words)

@@ -24,7 +24,7 @@ REST = 10.0  # times what a failure took, until MLflow is asked again
 LIMITS = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")  # read at each request
 NO_ANSWER = ("API request to", "timed out", "Max retries exceeded")  # of MlflowException's text
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-REPAIR = "'factory doctor --repair' (stop 'factory run' first) puts its backup back and sends again what is missing"
+REPAIR = "'factory check --repair' (stop 'factory run' first) puts its backup back and sends again what is missing"
 
 
 class TrackingError(FactoryError):

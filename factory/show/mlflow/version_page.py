@@ -27,7 +27,7 @@ class Place:
     def link(self, part: str = "") -> str:
         return f"#/experiments/{self.experiment}/runs/{self.run}{part}?{MODE}"
 
-    def beside(self, other: Place) -> str:
+    def model_page(self, other: Place) -> str:
         """Both runs, side by side."""
         runs, experiments = json.dumps([self.run, other.run]), json.dumps([self.experiment])
         return f"#/compare-runs?runs={quote(runs)}&experiments={quote(experiments)}&{MODE}"
@@ -84,7 +84,9 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: Places) -> list[str
         f"[report]({own.link('/artifacts/report.html')})",
         f"[pictures]({own.link(f'/artifacts/{PICTURES}')})",
         f"[evaluation and samples]({own.link()})",
-        f"[beside {verdict.against.replace(':', ' ')}]({own.beside(champion)})" if champion and verdict.against else "",
+        f"[beside {verdict.against.replace(':', ' ')}]({own.model_page(champion)})"
+        if champion and verdict.against
+        else "",
         (f"[{made}]({training.link('/model-metrics')})" if training else made) + f", code `{segment.code_commit[:12]}`",
     ]
     if places.release:

@@ -16,7 +16,7 @@ from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
 from factory.show.telling.messages import message_of
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
-from factory.watching.notified import FILE, read_positions
+from factory.status.notified import FILE, read_positions
 from kernels.contract.files import write_atomically
 
 EVENTS_AT_ONCE = 200

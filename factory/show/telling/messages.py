@@ -17,7 +17,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import how_to_answer, waits
 from factory.retrying.tries import FAILED, STUMBLED, ways_on, why_parked
-from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
+from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 
 LONGEST = 4000  # characters of a text
 

@@ -13,7 +13,7 @@ import pytest
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.verifying import ask, verify
-from factory.bundles.writing import Wish, write_bundle
+from factory.bundles.writing import BundleOptions, write_bundle
 from factory.gates.release.gate import decide
 from factory.gates.release.recorded import evidence_sha256
 from factory.ledger.plant import Plant
@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     verdict = VerdictRow.get(plant.ledger, decide(Plant(plant.workspace, plant.ledger), candidate))
     assert verdict.outcome == "hold" and "Not shown to be better" in " ".join(verdict.reasons)
     number = override(Plant(plant.workspace, plant.ledger), candidate, "ada", WHY)
-    return write_bundle(Plant(plant.workspace, plant.ledger), number, Wish()).folder
+    return write_bundle(Plant(plant.workspace, plant.ledger), number, BundleOptions()).folder
 
 
 @pytest.fixture

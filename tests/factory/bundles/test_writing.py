@@ -18,7 +18,7 @@ from factory.bundles.files.folder import BundleFolder
 from factory.bundles.shards import releasable_documents, shard_rows
 from factory.bundles.signing import fingerprint
 from factory.bundles.verifying import CHECKS
-from factory.bundles.writing import Wish, Written, copy_traces, write_bundle
+from factory.bundles.writing import BundleOptions, Written, copy_traces, write_bundle
 from factory.core.errors import InputError
 from factory.gates.release.licences import tokens_by_licence
 from factory.ingest.document import written_by
@@ -52,10 +52,10 @@ def changed(plant: FilledPlant, table: sa.Table, where: Any, **values: Any) -> I
         tx.execute(table.update().where(where).values(before))
 
 
-def refused(plant: FilledPlant, out: Path, words: str, number: int = 2, **wish: Any) -> None:
+def refused(plant: FilledPlant, out: Path, words: str, number: int = 2, **options: Any) -> None:
     there = sorted(out.parent.iterdir())
     with pytest.raises(InputError, match=words):
-        write_bundle(plant, number, Wish(out=out, **wish))
+        write_bundle(plant, number, BundleOptions(out=out, **options))
     assert sorted(out.parent.iterdir()) == there
 
 
@@ -87,7 +87,7 @@ def test_documents_of_a_damaged_shard_are_not_handed_on(released: FilledPlant, t
     tokens.write_bytes(bytes([before[0] ^ 1]) + before[1:])
     (tmp_path / ".out.0123456789ab.part").mkdir()  # of a bundle whose writing was killed
     with pytest.raises(InputError, match=r"tokens.bin is damaged.*doctor --repair"):
-        write_bundle(Plant(released.workspace, released.ledger), 2, Wish(out=tmp_path / "out", data=True))
+        write_bundle(Plant(released.workspace, released.ledger), 2, BundleOptions(out=tmp_path / "out", data=True))
     tokens.write_bytes(before)
     assert list(tmp_path.iterdir()) == []
 
@@ -196,7 +196,9 @@ def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path:
         changed(released, documents, documents.c.key == first, detail=f"synthetic, by {ours}; replaced: 1 email"),
         changed(released, documents, documents.c.key == second, detail="synthetic, by judge-1 at https://x/v1"),
     ):
-        folder = write_bundle(Plant(released.workspace, released.ledger), 2, Wish(tmp_path / "out", data=True)).folder
+        folder = write_bundle(
+            Plant(released.workspace, released.ledger), 2, BundleOptions(tmp_path / "out", data=True)
+        ).folder
         card = (folder / layout.CARD).read_text()
         found = of_release(released.ledger, 2)
         said = command_here("provenance", "--release", "2", home=released.workspace).stdout

@@ -18,10 +18,10 @@ from agents.llm.policy import Budget, LlmPolicy
 from factory.code_loop.agent_runs import DAY, ExchangeBooks
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, code_root
-from factory.doctor import _ledger
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
+from factory.machine_check import _ledger
 from factory.show.catching_up import catch_up
 from factory.show.mlflow.runs import EXCHANGES, Tracking
 from tests.support.replay_server import RecordedSession, ReplayServer

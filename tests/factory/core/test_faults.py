@@ -22,13 +22,13 @@ from factory.core.errors import ConfigError, DiskFullError, SegmentError, Worksp
 from factory.core.faults import Fault, fault_of, is_of_no_file, is_of_the_machine
 from factory.core.left_files import open_file
 from factory.core.workspace import Workspace, load_yaml
-from factory.doctor import examine
 from factory.duties import steady
-from factory.duties.steady import words_of
+from factory.duties.back_off import words_of
 from factory.git.git_store import RepositoryError
 from factory.git.git_store import git as factory_git
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.reader import Reader
+from factory.machine_check import examine
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles

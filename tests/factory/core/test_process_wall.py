@@ -41,7 +41,7 @@ STARTS = [
     *(("status", inside) for inside in PLACES),
     ("proposals list", "kernels"),
     ("config show agents", ""),
-    ("doctor", ""),
+    ("check", ""),
 ]
 
 
@@ -53,11 +53,11 @@ def test_a_command_started_in_a_checkout_loads_nothing_of_it(
 ) -> None:
     command = [sys.executable, "-m", "factory", *words.split(), "--workspace", str(workspace.root)]
     # Nothing was tuned yet.
-    ours, *others = noted(command, target / inside, tmp_path / "noted", succeeds=words != "doctor")
+    ours, *others = noted(command, target / inside, tmp_path / "noted", succeeds=words != "check")
     assert ours.below(ROOT / "factory") and ours.below(ROOT / "kernels" / "contract")  # it was heard
     for process in (ours, *others):
         assert not process.below(target, workspace.root), process
-    if words != "doctor":  # which tells people what the live code does here
+    if words != "check":  # which tells people what the live code does here
         assert not ours.patchable(ROOT)
 
 

@@ -23,7 +23,7 @@ from factory.data.removing import look, remove, undo
 from factory.data.selecting import by_name, fates_of
 from factory.erasing import erasing
 from factory.erasing.erasing import finish_removals, rewrite_without
-from factory.ingest.inbox import ingest_arrived, tend
+from factory.ingest.inbox import ingest_arrived, update_inbox
 from factory.ingest.readers import read_rows
 from factory.ingest.rules.policy import Licence, Licences, ShardLimits
 from factory.ingest.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     for check in ("token shards", "raw shards", "orphans"):
         assert CHECKS[check](Plant(workspace, ledger), True).faults == []
     os.utime(workspace.shards / "raw" / name)  # copied from another disk, say
-    tend(Plant(workspace, ledger), settle=0)
+    update_inbox(Plant(workspace, ledger), settle=0)
     assert list(workspace.inbox.iterdir()) == [], "the shard that was made again is not taken for a new one"
     number = plan_trunk(Plant(workspace, ledger), 5)
     run_segment(Plant(workspace, ledger), number)  # its cursors count in the shard that was replaced
@@ -189,7 +189,7 @@ def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeyp
     with pytest.raises(Killed):
         finish_removals(Plant(workspace, ledger))
     monkeypatch.setattr(erasing, name, real)
-    tend(Plant(workspace, ledger), settle=0)  # the daemon's pass looks at filed shards too
+    update_inbox(Plant(workspace, ledger), settle=0)  # the daemon's pass looks at filed shards too
     assert list(workspace.inbox.iterdir()) == []
     finish_removals(Plant(workspace, ledger))
     ended = state(workspace, ledger)
@@ -214,7 +214,7 @@ def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, mo
                 with pytest.raises(Killed):
                     finish_removals(Plant(workspace, ledger))
                 monkeypatch.setattr(erasing, name, real)
-                tend(Plant(workspace, ledger), settle=0)
+                update_inbox(Plant(workspace, ledger), settle=0)
                 assert list(workspace.inbox.iterdir()) == []
         assert finish_removals(Plant(workspace, ledger))[-1].endswith("the text of 1 rows is erased")
     named = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}

@@ -220,7 +220,7 @@ def test_a_file_is_put_into_the_inbox_in_place_of_ingest(workspace: Workspace, l
 
 def test_a_command_that_is_refused_says_how_to_run_it(workspace: Workspace, ledger: Ledger) -> None:
     with at_work(workspace) as process:
-        for words in (["train"], ["anneal"], ["average"], ["clean"], ["doctor", "--repair"], ["restore"], ["upgrade"]):
+        for words in (["train"], ["anneal"], ["average"], ["clean"], ["check", "--repair"], ["restore"], ["upgrade"]):
             said = command_here(*words, home=workspace)
             assert f"process {process} holds model-loop.lock" in str(said.exception), said.output
             assert HOW in str(said.exception), words

@@ -15,7 +15,7 @@ from factory.duties.runner import work
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.watching.status import facts
+from factory.status.status import facts
 from tests.support.factory.made_up_text import prose, use_small_vocabulary
 
 opened: list[str] = []

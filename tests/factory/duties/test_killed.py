@@ -83,7 +83,7 @@ def released(plant: Plant) -> None:
 SCENES: dict[str, tuple[Callable[[Plant], object], int]] = {
     "back_up": (lambda plant: None, 3),
     "finish_removals": (taken_out, 4),
-    "tend_inbox": (changed, 3),
+    "update_inbox": (changed, 3),
     "ingest": (arrives, 4),
     "plan_anneal": (lambda plant: None, 3),
     "plan_trunk": (ingested, 3),

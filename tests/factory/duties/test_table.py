@@ -126,7 +126,9 @@ def test_the_first_errand(due: dict[str, object], state: dict[str, object], erra
     assert chosen(due, **state) == errand
 
 
-NAMES = sorted({duty.name for duty in DUTIES if not duty.each and not duty.beside} - {"train", "asked", "ingest"})
+NAMES = sorted(
+    {duty.name for duty in DUTIES if not duty.each and not duty.in_background} - {"train", "asked", "ingest"}
+)
 
 
 @given(st.sets(st.sampled_from([*NAMES, "overdue_audit"])), st.none() | st.just(9))
@@ -145,7 +147,7 @@ def test_work_is_never_left_while_nothing_holds_it(names: set[str], segment: int
 def test_the_list_can_be_read() -> None:
     """Each has a line for people; what each pass begins with is at its begin; a name means one thing."""
     assert all(duty.does and duty.name.isidentifier() for duty in DUTIES)
-    kinds = ["beside" if duty.beside else duty.each for duty in DUTIES]
+    kinds = ["in_background" if duty.in_background else duty.each for duty in DUTIES]
     assert (
         kinds[: kinds.index("look") - 1] == sorted(kinds[: kinds.index("look") - 1])
         and "pass" not in kinds[kinds.index("look") :]

@@ -177,7 +177,7 @@ COST = Cost(1.0, 2.0, 3.0, 4.0)
 FAKES = {
     "twice": ops.op(
         "twice", twice, cost=lambda shape, size: Cost(shape.batch, size, 3.0, 4.0), make_inputs=made_of, gradients=(0,),
-        implementations=NAMED, spoils=(3,),
+        implementations=NAMED, clobbers=(3,),
     ),
     "written": ops.op(
         "written", writes, cost=lambda shape, size: COST, make_inputs=made_of, gradients=(),
@@ -230,7 +230,7 @@ def test_a_question_is_data(fakes: Path) -> None:
     given = {n: load_file(fakes / "inputs" / f"given-{n}.safetensors") for n in (0, 2, 3, 4, 5)}
     assert words[0] == {
         "inputs": [{"tensor": "input 0"}, [{"tensor": "input 1"}, {"tensor": "input 2"}], 2.0, {"tensor": "input 3"}],
-        "upstream": 2, "gradients": [0], "writes": [], "spoils": [3], "contiguous": True,
+        "upstream": 2, "gradients": [0], "writes": [], "clobbers": [3], "contiguous": True,
         "cost": {"forward_bytes": 2, "forward_flops": 2, "backward_bytes": 3.0, "backward_flops": 4.0},
     }  # fmt: skip
     assert not words[3]["contiguous"] and (words[4]["upstream"], words[4]["writes"], words[4]["gradients"]) == (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from factory.core.workspace import code_root
 from factory.gates.patch.judge import gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, noise_of, timing, unsteady
+from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, noise_of, timing, too_noisy
 from tests.support.gates.patch_evidence import evidence
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
@@ -56,7 +56,7 @@ def test_what_counts_as_a_gain(measured: RunSeconds, ratio: float) -> None:
     found = timing(POLICY, measured)
     shown = gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     assert shown is not None and shown.ratio == pytest.approx(ratio, rel=0.02) and shown.noise == pytest.approx(1)
-    assert found["slow_control"] == pytest.approx(199 / 99) and "doubt" not in found and not unsteady(POLICY, found, 1)
+    assert found["slow_control"] == pytest.approx(199 / 99) and "doubt" not in found and not too_noisy(POLICY, found, 1)
 
 
 @pytest.mark.parametrize("steps", [200, 800, 3200])
@@ -84,7 +84,7 @@ def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps:
 )
 def test_when_the_baseline_is_no_measure(measured: RunSeconds, doubt: str) -> None:
     found = timing(POLICY, measured)
-    said = unsteady(POLICY, found, 1)
+    said = too_noisy(POLICY, found, 1)
     assert doubt in said and bool(doubt) == bool(said)
     assert not found.get("doubt") or found["doubt"] == said  # what it holds the patch back for is tried again
 
@@ -113,11 +113,13 @@ def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
     assert found["baseline_seconds"] == [pytest.approx(0.2), pytest.approx(0.1)] and found["slow_control"] == 2.0
     # of the candidate the longer of: all but the overhead; all but a brief run, for as many steps as that has not
     assert found["candidate_seconds"] == [pytest.approx(0.05), pytest.approx(max(0.15, 1.25 / 9))]
-    assert noise_of(found) == 2.0 and unsteady(SHORT, found, 1)
+    assert noise_of(found) == 2.0 and too_noisy(SHORT, found, 1)
     found = timing(SHORT, RunSeconds([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0))
     assert found["candidate_seconds"] == [pytest.approx(0.75 / 9), pytest.approx(1.75 / 9)]
-    assert not unsteady(SHORT, found, 1) and unsteady(SHORT, found, 2)  # a later measurement needs less noise
-    assert unsteady(SHORT, found | {"slow_control": 1.5}, 1) and not unsteady(SHORT, found | {"slow_control": 1.51}, 1)
+    assert not too_noisy(SHORT, found, 1) and too_noisy(SHORT, found, 2)  # a later measurement needs less noise
+    assert too_noisy(SHORT, found | {"slow_control": 1.5}, 1) and not too_noisy(
+        SHORT, found | {"slow_control": 1.51}, 1
+    )
 
 
 def test_what_a_quicker_start_could_hide() -> None:
@@ -136,7 +138,7 @@ def test_the_candidates_runs_never_cause_a_repetition(
 ) -> None:
     """Else lucky outcomes could be waited for."""
     said = {
-        unsteady(POLICY, timing(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1)
+        too_noisy(POLICY, timing(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1)
         for ours in (candidate, other, [0.1, 0.1])
     }
     assert len(said) == 1

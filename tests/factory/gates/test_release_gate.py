@@ -285,7 +285,7 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPl
             DamagedExportError, match=f"candidate {candidate} cannot be measured: .* has changed since"
         ) as caught:
             decide(plant, judged)
-        assert caught.value.candidate == candidate and "factory doctor --repair" in str(caught.value)
+        assert caught.value.candidate == candidate and "factory check --repair" in str(caught.value)
         assert not plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
         stray.unlink()
         decide(plant, measured_alone(plant, judged))

@@ -18,7 +18,7 @@ from factory.gates.release.gate import decide
 from factory.gates.release.judge import dev_alone
 from factory.gates.release.line import look_at, lost_since_best
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.watch import Point, rise_since, watched
+from factory.gates.release.reward_hacking import Point, rise_since, watched
 from factory.ledger.anomalies import DEV_ALONE, every_anomaly
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
 from factory.ledger.plant import Plant

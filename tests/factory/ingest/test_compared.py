@@ -113,7 +113,7 @@ def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
     subject = sources(ledger)[0][1]
     harm(hashes_file(workspace.root, subject))
     (workspace.root / INDEX).unlink()
-    with pytest.raises(WorkspaceError, match="compared with it: put it back, or 'factory doctor --repair'"):
+    with pytest.raises(WorkspaceError, match="compared with it: put it back, or 'factory check --repair'"):
         ingest(texts(400, 5), "later.jsonl")
     assert CHECKS["hashes"](Plant(workspace, ledger), True).faults
     said = repair_all(workspace, True, SILENT)

@@ -19,7 +19,7 @@ from factory.ingest.held_tasks import hold_task_items
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.ledger.plant import Plant
 from factory.repairs.token_shards import rebuild_token_shard
-from factory.watching.waiting import waiting
+from factory.status.waiting import waiting
 from tests.support.factory import published_files as published
 from tests.support.factory.made_up_text import MIT, prose, texts
 

@@ -25,7 +25,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import retry
-from factory.watching.waiting import waiting
+from factory.status.waiting import waiting
 from tests.support.factory.inbox import exactly, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.said import Said

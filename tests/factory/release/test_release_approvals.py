@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.duties.steady import beside
+from factory.duties.back_off import beside
 from factory.ledger.decisions import undecided
 from factory.ledger.ledger import Ledger, candidates
 from factory.ledger.plant import Plant
@@ -21,7 +21,7 @@ from factory.show.mlflow.answering import ApprovalAnswers
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
-from factory.watching.waiting import waiting
+from factory.status.waiting import waiting
 from tests.support.factory.errands import due_of
 from tests.support.factory.shown import reconcile, release
 from tests.support.patience import PATIENCE_S

@@ -18,12 +18,12 @@ from factory.backups.backups import KEPT, back_up_daily, make_backup, make_ledge
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.doctor import _backups as looked_at_backups
 from factory.ingest.inbox import ingest_arrived
 from factory.ledger.journal import ABOUT, BACKUPS, NAME, about, backups_of, damage_of, folders_of, next_name
 from factory.ledger.ledger import Ledger, metadata, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
+from factory.machine_check import _backups as looked_at_backups
 from factory.repairs.lost_ledger import restore
 from kernels.contract.files import put_in_place
 from tests.support.factory.command import factory

@@ -213,11 +213,11 @@ def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
     flip(workspace.root / "ledger.db", 4096 * 3)
     ledger.engine.dispose()
     (workspace.root / "ledger.db").write_bytes((workspace.root / "ledger.db").read_bytes()[:20_000])
-    words = ("doctor", "--deep", "--json", "-w", str(workspace.root))
+    words = ("check", "--deep", "--json", "-w", str(workspace.root))
     found = {row["check"]: row for row in json.loads(factory(*words).stdout)}
     assert (
         not found["ledger"]["ok"]
-        and "'factory doctor --repair' (stop 'factory run' first) makes it again" in found["ledger"]["detail"]
+        and "'factory check --repair' (stop 'factory run' first) makes it again" in found["ledger"]["detail"]
     )
     done = factory(*words, "--repair")
     repaired = "\n".join(json.loads(done.stdout)["repaired"])

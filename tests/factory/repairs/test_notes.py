@@ -73,7 +73,7 @@ def test_a_damaged_note_stops_nothing(copied: Copy, damage: Callable[[Path], Non
     before = ledger.read(COUNTED)
     for note in NOTES:
         damage(sorted(workspace.root.glob(note))[-1])
-    for words in (("run", "--once"), ("status",), ("doctor",), ("run", "--once")):
+    for words in (("run", "--once"), ("status",), ("check",), ("run", "--once")):
         error = run(*words).exception
         assert error is None or isinstance(error, SystemExit) or exit_code(error) is not None, (
             f"{words}: no message for {error!r}"

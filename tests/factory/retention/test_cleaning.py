@@ -31,9 +31,9 @@ from factory.ledger.files import RETIRED, retired
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
-from factory.retention import cleaning, watching
+from factory.retention import cleaning, low_disk
 from factory.retention.cleaning import REMOVED, clean, examine
-from factory.retention.watching import filled
+from factory.retention.low_disk import filled
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import spec_of
 from tests.support.factory.command import factory
@@ -273,7 +273,7 @@ def test_only_a_full_disk_of_its_own_is_filled(
     """And nothing that fails ends the daemon, its workspace's mount among it."""
     full = OSError(errno.ENOSPC, "No space left on device")
     for free, here in ((1, True), (60, False)):
-        monkeypatch.setattr(watching, "disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=100))
+        monkeypatch.setattr(low_disk, "disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=100))
         assert filled(workspace, full) == here and not filled(workspace, FileNotFoundError("it is away"))
     monkeypatch.undo()
     workspace.root.rename(tmp_path / "away")

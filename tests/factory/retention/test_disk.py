@@ -12,7 +12,7 @@ from factory.ledger.files import low_disk
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, hours_left, note, samples
-from factory.retention.watching import training_waits
+from factory.retention.low_disk import training_waits
 from tests.support.said import Said
 
 

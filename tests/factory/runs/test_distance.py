@@ -14,7 +14,7 @@ from factory.runs.distance import (
     apart,
     by_kind,
     distance,
-    nudged,
+    perturbed,
     same_bits,
     sizes,
     together,
@@ -81,9 +81,9 @@ def test_not_a_number_is_never_near() -> None:
     assert not distance(one, two).weights["a"].share <= 1e9 and not same_bits(two, two)
 
 
-def test_nudged_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Path) -> None:
+def test_perturbed_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Path) -> None:
     straight = save(tmp_path / "straight", left(0))
-    one, two = (nudged(straight, tmp_path / str(seed), 2.0**-9, seed) for seed in (1, 2))
+    one, two = (perturbed(straight, tmp_path / str(seed), 2.0**-9, seed) for seed in (1, 2))
     held, made = load(straight), load(one)
     shares = ((made.model["a"] - held.model["a"]) / held.model["a"]).abs()
     assert torch.allclose(shares, torch.full_like(shares, 2.0**-9), rtol=1e-3)
@@ -92,7 +92,9 @@ def test_nudged_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Path)
     )
     assert weights_apart(made.model, load(two).model) == ["a", "b"]
     before = (one / "manifest.json").stat().st_mtime_ns
-    assert nudged(straight, tmp_path / "1", 2.0**-9, 1) == one and (one / "manifest.json").stat().st_mtime_ns == before
+    assert (
+        perturbed(straight, tmp_path / "1", 2.0**-9, 1) == one and (one / "manifest.json").stat().st_mtime_ns == before
+    )
 
 
 def test_a_share_of_nothing() -> None:

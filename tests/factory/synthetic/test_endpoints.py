@@ -16,7 +16,7 @@ import yaml
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.synthetic.generating import Generated, GenerationWish, generate
+from factory.synthetic.generating import Generated, GenerationRequest, generate
 from factory.synthetic.writers import WriterError
 
 GOOD = {"choices": [{"text": " flows to the sea.", "finish_reason": "stop"}]}
@@ -85,7 +85,7 @@ def asked(
     prompts.write_text("".join(f"{word} river\n" for word in answers))
     server.answers = answers
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    return generate(Plant(workspace, ledger), GenerationWish(endpoint=url, model="m", prompts=prompts))
+    return generate(Plant(workspace, ledger), GenerationRequest(endpoint=url, model="m", prompts=prompts))
 
 
 def test_what_never_ends_is_cut_off_and_the_rest_is_kept(

@@ -23,14 +23,14 @@ from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
 from factory.release.serving import MODEL_NAME
-from factory.synthetic.generating import LOCK, AnswerJournal, Generated, GenerationWish, generate, plan
+from factory.synthetic.generating import LOCK, AnswerJournal, Generated, GenerationRequest, generate, plan
 from factory.synthetic.openings import openings
 from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import Running, command_here
 from tests.support.serving.served import add_release, serving
 
 Copy = Callable[..., tuple[Workspace, Ledger]]
-SMALL = GenerationWish(count=9, tokens=12, opening_tokens=10)
+SMALL = GenerationRequest(count=9, tokens=12, opening_tokens=10)
 PATIENCE = 600.0  # a bug's, not a machine's
 
 
@@ -73,7 +73,7 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     elsewhere, other = copied("again")
     again = generate(Plant(elsewhere, other), SMALL)
     assert again.sha256 == said["sha256"] and again.path != Path(said["path"])
-    reseeded = plan(Plant(elsewhere, other), GenerationWish(**{**vars(SMALL), "seed": 1}))
+    reseeded = plan(Plant(elsewhere, other), GenerationRequest(**{**vars(SMALL), "seed": 1}))
     assert {prompt.opening_of for prompt in reseeded.prompts} != {prompt.opening_of for prompt in planned}
     assert not list((elsewhere.root / "generated").glob(".*"))
 
@@ -123,11 +123,11 @@ def test_no_held_out_document_is_an_opening_nor_one_that_was_taken_out(copied: C
 
 @pytest.mark.slow("an engine comes up three times")
 def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> None:
-    wish = GenerationWish(count=60, tokens=60, opening_tokens=10, temperature=1.0)
-    undisturbed = generate(Plant(*copied("undisturbed")), wish)
+    request = GenerationRequest(count=60, tokens=60, opening_tokens=10, temperature=1.0)
+    undisturbed = generate(Plant(*copied("undisturbed")), request)
     workspace, ledger = copied()
     words = ["--count", "60", "--tokens", "60", "--opening-tokens", "10", "--temperature", "1"]
-    folder = workspace.root / "generated" / f".{wish.key()}"
+    folder = workspace.root / "generated" / f".{request.key()}"
     answers = folder / "answers.jsonl"
     run = Running("generate", *words, "-w", str(workspace.root), log=workspace.logs / "said.log")
     deadline = time.monotonic() + PATIENCE
@@ -141,13 +141,13 @@ def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> Non
     assert 3 <= before < 60, "it was killed before its end"
     first = b"".join(whole.splitlines(keepends=True)[:3])
     answers.write_bytes(first + b'{"number": 59, "text": "torn')  # in the midst of what one request answered
-    assert plan(Plant(workspace, ledger), wish).began
+    assert plan(Plant(workspace, ledger), request).began
     assert "go on" in command_here("generate", *words, "--dry-run", home=workspace).stdout
-    done = generate(Plant(workspace, ledger), wish)
+    done = generate(Plant(workspace, ledger), request)
     assert done.sha256 == undisturbed.sha256 and done.ends == undisturbed.ends
     assert 50 < done.documents == len({row["id"] for row in rows_of(done.path)})
     assert not folder.exists()
-    once_more = generate(Plant(workspace, ledger), wish)
+    once_more = generate(Plant(workspace, ledger), request)
     assert (once_more.sha256, once_more.ends) == (done.sha256, {})
 
 
@@ -208,12 +208,12 @@ def test_a_run_is_not_gone_on_with_by_other_weights(copied: Copy) -> None:
         generate(Plant(workspace, ledger), SMALL)
 
 
-def generate_without_engine(workspace: Workspace, ledger: Ledger, wish: GenerationWish) -> Generated:
+def generate_without_engine(workspace: Workspace, ledger: Ledger, request: GenerationRequest) -> Generated:
     """A run that is cut off before its first answer: something is in the way of the engine's log."""
     log = workspace.logs / "generate" / "serve-native-release-1.log"
     log.mkdir(parents=True)
     try:
-        return generate(Plant(workspace, ledger), wish)
+        return generate(Plant(workspace, ledger), request)
     finally:
         log.rmdir()
 
@@ -265,22 +265,22 @@ def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, t
     with ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
         tx.execute(documents.update().where(documents.c.domain == "code").values(license="MIT"))
-    named = lambda wish: {(p.domain, p.license) for p in plan(Plant(workspace, ledger), wish).prompts}
+    named = lambda request: {(p.domain, p.license) for p in plan(Plant(workspace, ledger), request).prompts}
     own = {("docs", "CC-BY-NC-4.0"), ("code", "MIT"), ("chat", None)}
-    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10)) == own
+    assert named(GenerationRequest(count=60, tokens=9, opening_tokens=10)) == own
     # who names a licence cannot make a stricter one laxer, nor give one to a text that has none
-    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10, licence="Apache-2.0")) == own - {
+    assert named(GenerationRequest(count=60, tokens=9, opening_tokens=10, licence="Apache-2.0")) == own - {
         ("code", "MIT")
     } | {("code", "Apache-2.0")}
     strict = {("docs", "CC-BY-NC-4.0"), ("code", "CC-BY-NC-4.0"), ("chat", "CC-BY-NC-4.0")}
-    assert named(GenerationWish(count=60, tokens=9, opening_tokens=10, licence="CC-BY-NC-4.0")) == strict
+    assert named(GenerationRequest(count=60, tokens=9, opening_tokens=10, licence="CC-BY-NC-4.0")) == strict
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One", "license": "MIT"}\n{"prompt": "Two"}\n')
-    licences = lambda wish: [p.license for p in plan(Plant(workspace, ledger), wish).prompts]
-    assert licences(GenerationWish(prompts=path)) == ["MIT", None]
-    assert licences(GenerationWish(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
+    licences = lambda request: [p.license for p in plan(Plant(workspace, ledger), request).prompts]
+    assert licences(GenerationRequest(prompts=path)) == ["MIT", None]
+    assert licences(GenerationRequest(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
     with pytest.raises(InputError, match="does not allow training"):
-        plan(Plant(workspace, ledger), GenerationWish(licence="proprietary"))
+        plan(Plant(workspace, ledger), GenerationRequest(licence="proprietary"))
 
 
 @pytest.mark.slow("a router and its engine come up, and the judge's model beside them")
@@ -300,16 +300,16 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
         async with serving(workspace, ledger, key="sesame") as here:
             await here.until(1)
             url = f"{here.client.base_url}/v1"
-            wish = GenerationWish(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
+            request = GenerationRequest(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
             with pytest.raises(WriterError, match="401.*OPENAI_API_KEY"):
-                await asyncio.to_thread(generate, Plant(workspace, ledger), wish)
+                await asyncio.to_thread(generate, Plant(workspace, ledger), request)
             monkeypatch.setenv("OPENAI_API_KEY", "sesame")
             texts = tmp_path / "texts.jsonl"  # all are asked at once, and what is said of a chat has no advice
             texts.write_text(json.dumps(prompts[0]) + "\n")
-            unknown = GenerationWish(endpoint=url, model="gpt", prompts=texts)
+            unknown = GenerationRequest(endpoint=url, model="gpt", prompts=texts)
             with pytest.raises(WriterError, match="404.*there is no model 'gpt'.*answer chats alone"):
                 await asyncio.to_thread(generate, Plant(workspace, ledger), unknown)
-            return await asyncio.to_thread(generate, Plant(workspace, ledger), wish)
+            return await asyncio.to_thread(generate, Plant(workspace, ledger), request)
 
     made = asyncio.run(scene())
     one, two = rows_of(made.path)
@@ -375,7 +375,7 @@ def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
     with pytest.raises(InputError, match="is not what was released"):
         generate(Plant(workspace, ledger), SMALL)
     with pytest.raises(FactoryError, match="cannot be started: Is a directory"):  # the other release would write
-        generate_without_engine(workspace, ledger, GenerationWish(**{**vars(SMALL), "release": 1}))
+        generate_without_engine(workspace, ledger, GenerationRequest(**{**vars(SMALL), "release": 1}))
 
 
 def test_two_at_once_do_not_write_the_same(copied: Copy) -> None:

@@ -150,7 +150,7 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
     policy = lambda name: replace(workspace, config=replace(workspace.config, training_sandbox=name))
     assert isolation(Plant(workspace, ledger)) == (True, "")
     without_a_sandbox(monkeypatch)
-    with pytest.raises(IsolationError, match="training_sandbox is 'required'.*none-such.*factory doctor"):
+    with pytest.raises(IsolationError, match="training_sandbox is 'required'.*none-such.*factory check"):
         isolation(Plant(policy("required"), ledger))
     assert isolation(Plant(workspace, ledger))[0] is False
     merged = {

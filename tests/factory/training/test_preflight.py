@@ -146,10 +146,10 @@ class Hangar:
     def plan(self) -> SegmentRow:
         return SegmentRow.get(self.ledger, plan_trunk(Plant(self.workspace, self.ledger), 4))
 
-    def fly(self, *parts: Any) -> tuple[str, str]:
+    def run_preflight(self, *parts: Any) -> tuple[str, str]:
         """(outcome, first reason) of a preflight of the live commit."""
         policy = PreflightPolicy(parts=list(parts), steps=STEPS)
-        evidence = preflight_runs.fly(Plant(self.workspace, self.ledger), self.plan(), policy)
+        evidence = preflight_runs.run_preflight(Plant(self.workspace, self.ledger), self.plan(), policy)
         found = judge_preflight(policy, evidence)
         return found.outcome, found.reasons[0]
 
@@ -213,7 +213,7 @@ DRIFT = (
 def test_an_honest_commit_flies_through_all_parts(hangar: Hangar) -> None:
     text = (hangar.code / "policies" / "kernels.yaml").read_text()
     hangar.edit("policies/kernels.yaml", text, text.replace("swiglu: reference", "swiglu: native", 1))
-    outcome, reason = hangar.fly("resume", "accumulation", "kernels", "compile", "ranks")
+    outcome, reason = hangar.run_preflight("resume", "accumulation", "kernels", "compile", "ranks")
     assert outcome == "promote" and "6 ways to train" in reason, reason
 
 
@@ -224,7 +224,7 @@ def test_fp8_flies_through_all_parts(hangar: Hangar) -> None:
     before = recipe.read_text()
     try:
         recipe.write_text(before.replace("precision: fp32", "precision: fp8"))
-        outcome, reason = hangar.fly("resume", "accumulation", "kernels", "compile", "ranks")
+        outcome, reason = hangar.run_preflight("resume", "accumulation", "kernels", "compile", "ranks")
     finally:
         recipe.write_text(before)
     assert outcome == "promote", reason
@@ -232,7 +232,7 @@ def test_fp8_flies_through_all_parts(hangar: Hangar) -> None:
 
 def test_a_denominator_that_depends_on_the_accumulation_is_found(hangar: Hangar) -> None:
     hangar.edit(*DENOMINATOR)
-    outcome, reason = hangar.fly("accumulation")
+    outcome, reason = hangar.run_preflight("accumulation")
     assert outcome == "reject" and "accumulation of 4 micro-batches and of 1 differ" in reason, reason
     assert f"at step {LEAD} " in reason, "the first step whose gradient is another"
 
@@ -241,7 +241,7 @@ def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
     text = (hangar.code / "policies" / "kernels.yaml").read_text()
     hangar.edit("policies/kernels.yaml", text, text.replace("attention: reference", "attention: recompute", 1))
     hangar.edit(*BACKWARD)
-    outcome, reason = hangar.fly("kernels")
+    outcome, reason = hangar.run_preflight("kernels")
     assert outcome == "reject" and "reference kernels and the chosen ones differ" in reason, reason
 
 
@@ -250,7 +250,7 @@ def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
 @pytest.mark.parametrize("fault", [REPEATED, FORGOTTEN], ids=["data that are read again", "moments"])
 def test_what_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
     hangar.edit(*fault)
-    outcome, reason = hangar.fly("resume")
+    outcome, reason = hangar.run_preflight("resume")
     assert outcome == "reject" and "a resumed run and a straight one differ" in reason, reason
 
 
@@ -267,7 +267,7 @@ def test_what_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, s
 def test_what_ranks_do_wrong_is_found(hangar: Hangar, fault: tuple[str, str, str], words: str) -> None:
     hangar.edit(*fault)
     policy = PreflightPolicy(parts=["ranks"], steps=STEPS)
-    evidence = preflight_runs.fly(Plant(hangar.workspace, hangar.ledger), hangar.plan(), policy)
+    evidence = preflight_runs.run_preflight(Plant(hangar.workspace, hangar.ledger), hangar.plan(), policy)
     found = judge_preflight(policy, evidence)
     assert found.outcome == "reject" and any(words in reason for reason in found.reasons), found.reasons
 
@@ -324,7 +324,7 @@ def test_another_layout_or_environment_is_preflighted_once(hangar: Hangar, monke
     assert first is not None and (first.gate, first.outcome) == ("preflight", "promote"), first
     facts = first.evidence(hangar.ledger)
     assert set(facts["apart"]) == {"resumed"} and facts["seconds"] > 0
-    monkeypatch.setattr(preflight_runs, "fly", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(preflight_runs, "run_preflight", lambda *_: pytest.fail("measured again"))
     again = certify(changed(ranks=2))
     assert again is not None and again.outcome == "promote" and again.id != first.id
     with pytest.raises(pytest.fail.Exception, match="measured again"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import arrived, take, tend
+from factory.ingest.inbox import arrived, take, update_inbox
 from factory.ledger.ledger import Ledger, documents
 from factory.ledger.plant import Plant
 from tests.support.factory.made_up_text import prose
@@ -43,7 +43,7 @@ def exactly(count: int) -> Counter[str]:
 def one_pass(workspace: Workspace, ledger: Ledger, said: Said | None = None, settle: float = 2.0) -> Said:
     """As the daemon makes one, of the inbox alone."""
     said = said or Said()
-    tend(Plant(workspace, ledger, said), settle)
+    update_inbox(Plant(workspace, ledger, said), settle)
     while path := next(arrived(Plant(workspace, ledger), settle), None):
         take(Plant(workspace, ledger, said), path)
     return said

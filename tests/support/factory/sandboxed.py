@@ -62,7 +62,7 @@ def timed_out(run: Callable[[Limits], Result], began: Callable[[Result], bool]) 
 
 
 def processes_naming(word: str, patience: float = PATIENCE) -> list[int]:
-    """Processes of the whole machine whose command line holds ``word``, once the kernel has had time to bury the dead."""
+    """Processes of the whole machine whose command line holds ``word``, once the kernel has had time to remove those that ended."""
     deadline = time.monotonic() + patience
     while (found := _processes_naming(word)) and time.monotonic() < deadline:
         time.sleep(0.05)

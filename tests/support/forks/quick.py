@@ -86,8 +86,8 @@ def _start_by_forks(quick: bool) -> None:
     # A name that is gone raises: processes would start anew, and no test would notice but by its seconds.
     for module, name, ours in (
         (checking, "subprocess", _Subprocess()),
-        (engine_process, "beside", _beside),
-        (server_probe, "beside", _beside),
+        (engine_process, "background_process", _background_process),
+        (server_probe, "background_process", _background_process),
         (engines, "asyncio", _Asyncio()),
         (fixture, "asyncio", _Asyncio()),
     ):
@@ -141,11 +141,11 @@ class _Asyncio:
         )
 
 
-def _beside(
+def _background_process(
     command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
 ) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """Of an engine, and of a model of transformers."""
-    return launching.beside([*forked(environment, SERVERS), *command], folder, log, environment)
+    return launching.background_process([*forked(environment, SERVERS), *command], folder, log, environment)
 
 
 def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) -> Sequence[str]:

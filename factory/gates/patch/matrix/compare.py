@@ -133,8 +133,8 @@ def find_discrepancies(
 
 def farthest(case: MatrixCase, found: Sequence[Discrepancy]) -> Discrepancy:
     """What differs most, as the case is judged. An anomaly's onset is a step, which rounding moves or not: it counts where nothing else differs."""
-    steady = [part for part in found if ": onset: " not in part.what] or found
-    weighed = _weighed(steady, case.rounding)
+    lasting = [part for part in found if ": onset: " not in part.what] or found
+    weighed = _weighed(lasting, case.rounding)
     judged = _totals(weighed) if case.totals else weighed
     return _worst(judged)
 

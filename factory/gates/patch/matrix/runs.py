@@ -204,9 +204,9 @@ def run_cases(
     single.sort(key=lambda case: -case.steps)  # the longest run is beside many short ones
     lanes = [single[number::LANES] for number in range(LANES)]
     found, began = MatrixRuns(), time.monotonic()
-    with ThreadPoolExecutor(LANES) as beside:
+    with ThreadPoolExecutor(LANES) as pool:
         jobs = [
-            beside.submit(_run_lane, plan, side, fresh, lane, tools if n == LANES - 1 else (), f"{n}")
+            pool.submit(_run_lane, plan, side, fresh, lane, tools if n == LANES - 1 else (), f"{n}")
             for n, lane in enumerate(lanes)
             if lane or (tools and n == LANES - 1)
         ]

@@ -55,18 +55,18 @@ def derived(trunk: Path, folder: Path) -> dict[str, Path]:
     late["step"] = late["sampler"]["step"] = int(draw.integers(*LATE_STEPS))
     outliers = json.loads(json.dumps(whole.state))
     outliers["detector"]["grad_norm"] = [1e-6] * 8
-    quiet = json.loads(json.dumps(whole.state))
-    quiet["detector"] |= {
+    calm = json.loads(json.dumps(whole.state))
+    calm["detector"] |= {
         "grad_norm": [FAR_BELOW] * 8,
-        "course": quiet["detector"]["course"] | {"blocks": [FAR_BELOW] * 4},
+        "course": calm["detector"]["course"] | {"blocks": [FAR_BELOW] * 4},
     }
-    for turns in quiet.get("signals", {"turns": {}})["turns"].values():  # code from before there were signals has none
+    for turns in calm.get("signals", {"turns": {}})["turns"].values():  # code from before there were signals has none
         turns |= {"past": {f"blocks.{layer}": [FAR_BELOW] * 8 for layer in range(2)}, "changes": [1.0] * 8}
     poisoned = {name: tensor.clone() for name, tensor in whole.model.items()}
     embedding = next(name for name in poisoned if "embed" in name)
     poisoned[embedding][POISONED_TOKEN] = float("nan")
     changed = {
-        "quiet": replace(whole, state=quiet),
+        "quiet": replace(whole, state=calm),
         "late": replace(whole, state=late),
         "outliers": replace(whole, state=outliers),
         "poisoned": replace(whole, model=poisoned),

@@ -35,7 +35,7 @@ from factory.gates.patch.judge import CPU_CLOCKS, judge_measurement, training_di
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.session import PatchSession, TimedRun, timed_session
-from factory.gates.patch.timing import BRIEF_STEPS, RunSeconds, cpu_overhead, long_timing, noise_of, timing, unsteady
+from factory.gates.patch.timing import BRIEF_STEPS, RunSeconds, cpu_overhead, long_timing, noise_of, timing, too_noisy
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.gates.recipe_changes import used_recipe
 from factory.gates.release.judge import PROMOTE
@@ -218,7 +218,7 @@ class _Comparison:
             round_began = time.monotonic()
             found, pair = self.measure()
             decided = pair is None or training_differs(policy, found)  # whatever its clock says
-            doubt = "" if decided else unsteady(policy, found, 1 + len(discarded))
+            doubt = "" if decided else too_noisy(policy, found, 1 + len(discarded))
             if discarded:
                 found["discarded"] = discarded
             now = time.monotonic()

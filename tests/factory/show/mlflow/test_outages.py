@@ -96,7 +96,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     outage = [line for line in said.lines if "Training and releases go on" in line]
     assert (
         len(outage) == 1
-        and "its database is damaged: 'factory doctor --repair' (stop 'factory run' first) puts its backup back"
+        and "its database is damaged: 'factory check --repair' (stop 'factory run' first) puts its backup back"
         in outage[0]
     )
     assert reconcile(Plant(workspace, ledger, said)) == []

@@ -30,7 +30,7 @@ from factory.ledger.rows import Subject
 from factory.release.approvals import reject
 from factory.show.telling.delivery import Notifier
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
-from factory.watching.waiting import ACTION_FAILED, waiting
+from factory.status.waiting import ACTION_FAILED, waiting
 from tests.support.factory.command import FORKS
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval
 from tests.support.said import Said

@@ -13,7 +13,7 @@ import pytest
 
 from factory.core.errors import SegmentError
 from factory.ledger.plant import Plant
-from factory.retrying.watchdog import activity, killed_when_quiet
+from factory.retrying.watchdog import activity, idle_timeout
 from factory.runs.live_code import LiveCode
 from factory.training.exporting import export_candidate
 from tests.support.git import git
@@ -57,7 +57,7 @@ def test_activity_counts_what_a_tree_does() -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     ) as process:  # fmt: skip
         assert process.stdin and process.stdout
-        with killed_when_quiet(process.pid, 600.0) as killed:
+        with idle_timeout(process.pid, 600.0) as killed:
             before = activity(process.pid)
             print(file=process.stdin, flush=True)
             process.stdout.readline()

@@ -11,7 +11,7 @@ from typing import Any
 
 from factory.core.errors import ConfigError, FactoryError
 from factory.core.workspace import Workspace
-from factory.watching.status import facts
+from factory.status.status import facts
 
 ADDRESS = "127.0.0.1"
 FORMAT = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,7 +38,7 @@ def text(found: dict[str, Any]) -> str:
     one("training", "1 while a segment is planned and not done.", int(bool(row)))
     for key, about in (
         ("step", "Steps done of the trunk's count."), ("last_step", "Step after which the segment ends."), ("loss", "Of the newest step."),
-        ("tokens_per_s", "Median of the newest steps."), ("eta_seconds", "Until the segment ends."), ("quiet_seconds", "Since the newest step."),
+        ("tokens_per_s", "Median of the newest steps."), ("eta_seconds", "Until the segment ends."), ("seconds_since_step", "Since the newest step."),
         ("mfu", "Median of the newest steps: share of the data sheets' peak, of known GPUs alone."),
         ("attempts", "Deaths of the trainer since its newest checkpoint."),
     ):  # fmt: skip

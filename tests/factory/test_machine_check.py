@@ -1,4 +1,4 @@
-"""``factory doctor`` says which kernel computes each op here, and what stands in for one that cannot."""
+"""``factory check`` says which kernel computes each op here, and what stands in for one that cannot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from factory import doctor
+from factory import machine_check
 from factory.core.workspace import Config, Workspace
 from factory.training.planning import load_recipe
 from kernels import native as native_library
@@ -35,7 +35,7 @@ def _kernels(workspace: Workspace, kernels: str, precision: str = "bf16") -> tup
     (workspace.repository / "policies" / "kernels.yaml").write_text(kernels)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {precision}"))
-    ok, said = doctor._kernels(workspace, load_recipe(workspace), {"precision": precision, "warning": ""})
+    ok, said = machine_check._kernels(workspace, load_recipe(workspace), {"precision": precision, "warning": ""})
     return ok, said.splitlines()
 
 
@@ -80,14 +80,14 @@ def test_an_unknown_kernel_is_named(workspace: Workspace) -> None:
 def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ok, said = doctor._precision(*doctor._measured(workspace))
+    ok, said = machine_check._precision(*machine_check._measured(workspace))
     assert ok and "GFLOP/s" in said and "has precision auto" in said
     rates = {name: {"products": 1e9, "attention": 1e9, "loss head": 1e9} for name in ("fp32", "bf16")}
     slow = precision.Probe("cpu", {"fp32": 0.1, "bf16": 4.0}, rates)
     monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: slow)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", "precision: bf16"))
-    ok, said = doctor._precision(*doctor._measured(workspace))
+    ok, said = machine_check._precision(*machine_check._measured(workspace))
     assert ok is False and said.endswith(
         "precision: bf16 is used as the recipe says, but fp32 is 40.0x as fast on this machine; 'precision: auto' would choose it"
     )
@@ -110,10 +110,10 @@ def test_the_kernels_are_those_of_the_live_commit_which_is_what_trains(workspace
 
 
 def test_too_little_room_is_told_by_the_floor_of_retention(workspace: Workspace) -> None:
-    ok, said = doctor._workspace(workspace)
+    ok, said = machine_check._workspace(workspace)
     assert ok and said.endswith(" GB free")
     (workspace.root / "policies" / "retention.yaml").write_text("floor_share: 1.0\n")
-    ok, said = doctor._workspace(workspace)
+    ok, said = machine_check._workspace(workspace)
     assert ok is False and "below which training waits" in said
 
 
@@ -132,7 +132,7 @@ def test_each_gpu_is_told_with_its_sheet_and_what_it_reaches(monkeypatch: pytest
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(rates, "matmul_rate", lambda device, dtype: 7e14 if dtype == torch.bfloat16 else 0.0)
     monkeypatch.setattr(rates, "memory_rate", lambda device: 2.9e12)
-    ok, said = doctor._torch()
+    ok, said = machine_check._torch()
     assert ok and said.splitlines()[1:] == [
         "GPU 0: NVIDIA H100 80GB HBM3, capability 9.0, 80 GiB; bf16: data sheet 989 TFLOP/s, products reach 700 TFLOP/s now; copies 2.90 TB/s",
         "GPU 1: NVIDIA H100 80GB HBM3 MIG 1g.10gb, capability 9.0, 80 GiB; bf16: data sheet not known: no MFU, products reach 700 TFLOP/s now; "

@@ -19,7 +19,7 @@ from factory.core.left_files import read_tail
 from factory.core.moments import iso, local, span
 from factory.core.progress import Progress, Task
 from factory.core.workspace import Workspace
-from factory.watching.running import DOING
+from factory.status.running import DOING
 
 NAME = "daemon.log"
 FILE_BYTES = 4 << 20

@@ -16,16 +16,16 @@ import pytest
 
 from factory.core.errors import ConfigError, DiskFullError
 from factory.core.workspace import Workspace
+from factory.duties.back_off import BackOff
 from factory.duties.duty import Duty, always
 from factory.duties.runner import run, work
-from factory.duties.steady import Steady
 from factory.ingest.inbox import arrived, take
 from factory.ledger.files import SMALL_VOCABULARY, held
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import Backoff
 from factory.retrying.tries import retry
-from factory.watching.waiting import failing
+from factory.status.waiting import failing
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 
@@ -96,21 +96,21 @@ def test_an_action_that_meets_a_lasting_fault_leaves_the_others_their_turn(
 ) -> None:
     """Its trainer says, pass after pass, that the disk is full. It comes first in each pass, and ends it."""
     now = [0.0]
-    steady, turns = Steady(Plant(workspace, ledger)), []
-    steady.backoff = Backoff(1.0, 600.0, lambda: now[0])
+    back_off, turns = BackOff(Plant(workspace, ledger)), []
+    back_off.backoff = Backoff(1.0, 600.0, lambda: now[0])
 
     def train() -> None:
         raise DiskFullError("segment 1: the disk is full")
 
     while now[0] < 3600:
         now[0] += 5.0
-        if not steady.too_early():
+        if not back_off.too_early():
             try:
-                steady.attempt("train 1", train)
-                steady.attempt("judge 1", lambda: turns.append(now[0]))
-                steady.passed()
+                back_off.attempt("train 1", train)
+                back_off.attempt("judge 1", lambda: turns.append(now[0]))
+                back_off.passed()
             except DiskFullError as error:
-                steady.pass_failed(error)
+                back_off.pass_failed(error)
     assert len(turns) > 10, turns
 
 
@@ -120,8 +120,8 @@ def test_what_an_earlier_daemon_said_to_fail_is_known_to_work_again(workspace: W
     first.on[f"export {number} failed"] = enough
     run_until(workspace, ledger, first)
     assert [one["what"] for one in failing(ledger)] == [f"export {number}"]
-    steady = Steady(Plant(workspace, ledger, second := Listener()))
-    assert steady.attempt(f"export {number}", lambda: None) and not failing(ledger)
+    back_off = BackOff(Plant(workspace, ledger, second := Listener()))
+    assert back_off.attempt(f"export {number}", lambda: None) and not failing(ledger)
     assert second.lines[-1] == f"  export {number} works again"
 
 
@@ -178,13 +178,13 @@ def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_other
         once_a_pass("serve"),
     )
     now = [0.0]
-    steady = Steady(Plant(workspace, ledger, listener := Listener()))
-    steady.backoff = Backoff(10.0, 600.0, lambda: now[0])
+    back_off = BackOff(Plant(workspace, ledger, listener := Listener()))
+    back_off.backoff = Backoff(10.0, 600.0, lambda: now[0])
     for _ in range(12):
         now[0] += 5.0
         passes[0] += 1
-        assert work(Plant(workspace, ledger), attempts=steady, duties=table) == 2
-        steady.passed()
+        assert work(Plant(workspace, ledger), attempts=back_off, duties=table) == 2
+        back_off.passed()
     assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
     names = ["tidy", "looking what is due of sort", "wash 1", "wash 2"]
     assert [line.partition(" failed: ")[0].strip() for line in listener.lines] == names, "each is said once"
@@ -293,5 +293,5 @@ def test_what_recurs_is_no_errand_without_effect(
     taken: list[object] = []
     due = lambda look: [workspace.inbox / "new.jsonl"] if len(taken) < 6 else []
     duty = Duty("take", "", due, lambda plant, path: taken.append(path), recurs=recurs)
-    work(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=Steady(Plant(workspace, ledger)))
+    work(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=BackOff(Plant(workspace, ledger)))
     assert len(taken) == times

@@ -36,10 +36,10 @@ from factory.ledger.ledger import (
 )
 from factory.ledger.rows import Subject
 from factory.retention.disk import EVERY_SECONDS, SAMPLES
-from factory.watching.metrics import serving, text
-from factory.watching.running import daemon
-from factory.watching.status import facts, screen
-from factory.watching.waiting import waiting
+from factory.status.metrics import serving, text
+from factory.status.running import daemon
+from factory.status.status import facts, screen
+from factory.status.waiting import waiting
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
@@ -80,7 +80,7 @@ import sys, time
 from pathlib import Path
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.watching.log import LoggedProgress
+from factory.status.log import LoggedProgress
 workspace = Workspace.open(Path(sys.argv[1]))
 with workspace.lock("model-loop"):
     with LoggedProgress(workspace, SILENT).task("trunk 100–200", 100):
@@ -130,7 +130,7 @@ def test_the_segment_that_trains_shows_step_loss_rate_and_what_is_left(plant: tu
     row = facts(workspace)["training"]
     assert row["step"] == 150 and row["loss"] == pytest.approx(3.851) and row["step_seconds"] == pytest.approx(2.0)
     assert row["eta_seconds"] == pytest.approx(100.0) and row["tokens_per_s"] == pytest.approx(1134.0, abs=1.0)
-    assert 30 <= row["quiet_seconds"] < 300
+    assert 30 <= row["seconds_since_step"] < 300
     assert "step 150 of 200, loss 3.851, 1,13" in shown(workspace) and " tokens/s, 2 min left, newest step " in shown(
         workspace
     )

@@ -68,7 +68,7 @@ def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
     """The planned segment with the numbers of its newest step; None: there is none.
 
     ``step`` done of ``last_step``, ``loss``, ``tokens_per_s``, ``mfu`` (of known GPUs) and ``step_seconds`` of the newest steps, ``eta_seconds``,
-    ``age_seconds`` since it was planned, ``quiet_seconds`` since its newest step.
+    ``age_seconds`` since it was planned, ``seconds_since_step`` since its newest step.
     """
     row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
     if row is None:
@@ -76,13 +76,13 @@ def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
     now = time.time() if now is None else now
     facts: dict[str, Any] = row.only("id kind first_step last_step attempts created_at") | {
         "step": row.first_step, "loss": None, "tokens_per_s": None, "mfu": None, "step_seconds": None, "eta_seconds": None,
-        "age_seconds": now - row.created_at, "quiet_seconds": None,
+        "age_seconds": now - row.created_at, "seconds_since_step": None,
     }  # fmt: skip
     lines = newest_lines(Path(row.folder) / "metrics.jsonl")
     if not lines:
         return facts
     newest = lines[-1]
-    facts |= {"step": newest["step"] + 1, "loss": _number(newest, "loss"), "quiet_seconds": now - newest["time"]}
+    facts |= {"step": newest["step"] + 1, "loss": _number(newest, "loss"), "seconds_since_step": now - newest["time"]}
     seconds = [b["time"] - a["time"] for a, b in zip(lines, lines[1:]) if b["step"] == a["step"] + 1]
     for key in ("tokens_per_s", "mfu"):
         if rates := [rate for line in lines[-RATE_STEPS:] if (rate := _number(line, key))]:

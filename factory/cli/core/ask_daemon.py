@@ -19,7 +19,7 @@ def hold_or_ask(held: ExitStack, plant: Plant, errands: Sequence[str], **how: An
     ``how``: what the errands are done with, as ``factory.retrying.asking.asked`` gives it.
     """
     from factory.retrying.asking import ask
-    from factory.watching.running import daemon
+    from factory.status.running import daemon
 
     try:
         held.enter_context(plant.workspace.lock(MODEL_LOOP))

@@ -1,4 +1,4 @@
-"""``factory doctor``: what this machine offers, what is in force, what is missing and what to do about it."""
+"""``factory check``: what this machine offers, what is in force, what is missing and what to do about it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from factory.bundles.files.folder import BundleError, BundleFolder, shown
 MADE_BY: dict[str, Callable[[Facts], Any]] = {layout.CARD: card, layout.CROISSANT: croissant, layout.SPDX: spdx}
 
 
-def following(folder: BundleFolder, path: str) -> Any:
+def generate_document(folder: BundleFolder, path: str) -> Any:
     """The text or the JSON object that ``path`` has to hold. Raises: BundleError when the other files do not say."""
     facts = Facts.read(folder)
     try:

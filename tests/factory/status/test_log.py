@@ -13,9 +13,9 @@ import pytest
 
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.watching import log
-from factory.watching.log import FILES, NAME, LoggedProgress, describe, entries
-from factory.watching.running import DOING
+from factory.status import log
+from factory.status.log import FILES, NAME, LoggedProgress, describe, entries
+from factory.status.running import DOING
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S

@@ -3,7 +3,7 @@
 What failed is said once and recorded as an event, again when its words change, and when it works again. An exception that nobody expected
 leaves its traceback in ``logs/errors.log``. Waits are kept in memory: a daemon that was started again tries at once.
 
-Things that the daemon does beside its work (``beside``) and its start (``patiently``) go on likewise.
+Things that the daemon does beside its work (``in_background``) and its start (``with_retries``) go on likewise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from factory.retrying.asking import RewoundError
 from factory.retrying.backoff import Backoff, Resting, keep_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import ASKED, TrainerDiedError
-from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
+from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
 
 PASS = "a pass"  # as a whole, among the keys
 FAULT_SECONDS = 60.0  # at most, between two passes while a fault of the machine lasts
@@ -66,7 +66,7 @@ class Attempts:
             raise why
 
 
-class Steady(Attempts):
+class BackOff(Attempts):
     """For the daemon."""
 
     def __init__(self, plant: Plant) -> None:
@@ -214,7 +214,7 @@ def _unexpected(workspace: Workspace, what: str, error: Exception) -> str:
 
 
 @contextmanager
-def beside(plant: Plant, name: str, every: float, act: Callable[[], object]) -> Iterator[None]:
+def in_background(plant: Plant, name: str, every: float, act: Callable[[], object]) -> Iterator[None]:
     """Call ``act`` in a thread, at once and then every so many seconds, while the block runs: neither waits for the other.
 
     What it raises is said once, until it works again, and ends nothing; what nobody expected leaves its traceback in ``logs/errors.log``.
@@ -253,7 +253,7 @@ def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
     return ""
 
 
-def patiently(act: Callable[[], T], say: Callable[[str], object]) -> T:
+def with_retries(act: Callable[[], T], say: Callable[[str], object]) -> T:
     """``act()``, again and again while a fault of the machine makes it fail: one that was just started may lack a disk. Each fault is said once.
 
     Raises: whatever else ``act`` does; ConfigError and InputError, too, where what is set caused the fault: a port that only root may listen

@@ -17,8 +17,8 @@ from factory.ledger.reader import Reader
 from factory.ledger.rows import Reads
 from factory.releasable.recorded import newest
 from factory.retention.disk import FLOOR_BYTES, hours_left, samples
-from factory.watching.running import daemon, segment_now
-from factory.watching.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
+from factory.status.running import daemon, segment_now
+from factory.status.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
 
 AHEAD = "trunk_ahead"  # {steps, new_shards, wanted, missing_tokens}: what the data allows, whenever that changes
 DAY = 86_400
@@ -118,7 +118,7 @@ def _training_lines(found: dict[str, Any]) -> list[str]:
         words += [f"{row['tokens_per_s']:,.0f} tokens/s"] if row["tokens_per_s"] else []
         words += [f"MFU {100 * row['mfu']:.1f} %"] if row["mfu"] else []
         words += [f"{span(row['eta_seconds'])} left"] if row["eta_seconds"] is not None else []
-        words += [f"newest step {span(row['quiet_seconds'])} ago"] if row["quiet_seconds"] is not None else []
+        words += [f"newest step {span(row['seconds_since_step'])} ago"] if row["seconds_since_step"] is not None else []
         words += [f"planned {span(row['age_seconds'])} ago"]
         words += [f"{row['attempts']} tries failed since its newest checkpoint"] if row["attempts"] else []
         lines.append(f"training  segment {row['id']} ({row['kind']}): {', '.join(words)}")

@@ -16,7 +16,7 @@ from factory.ledger.files import held, low_disk
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.retrying.asking import Pause, asked, pause_of
 from factory.retrying.tries import describe_parked, parked, ways_on, why_parked
-from factory.watching.notified import FILE, read_positions
+from factory.status.notified import FILE, read_positions
 
 ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works_again"
 

@@ -1,0 +1,221 @@
+"""Messages in tests: what an error, a line or a verdict says is compared by code and data, not by its text.
+
+    with refused("ingest.no_column", column="text"):
+        ingest(...)
+    assert codes(verdict.reasons) == ["release.not_better", "release.to_do"]
+    assert the(lines, "status.disk").data["free"] == 5_000
+
+``python -m tests.support.messages factory/ingest`` lists what a folder says without a code, and codes that break a rule.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.contract.message import CodedError
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("factory", "agents", "trainer", "kernels")
+CODE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+")
+LONG_WORDS = 4  # a text of so many words, and so many characters, is prose
+LONG_CHARACTERS = 24
+NOT_MESSAGES = {
+    "factory/set_up/": "it runs before anything is installed: standard library only",
+    "factory/sandbox/launch.py": "it runs inside the sandbox: standard library only",
+}
+SQL = re.compile(
+    r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP)\b|\(SELECT"
+)
+HELP = frozenset({"help", "description", "epilog", "metavar", "short_help", "prompt"})
+BUILTIN_ERRORS = frozenset(
+    {
+        "ValueError",
+        "TypeError",
+        "KeyError",
+        "RuntimeError",
+        "AssertionError",
+        "NotImplementedError",
+        "IndexError",
+        "OSError",
+    }
+)  # what a bug causes, or what the caller turns into a coded error
+
+
+# -- for tests ---------------------------------------------------------------------------------------------------------
+def codes(said: Iterable[Any]) -> list[str]:
+    """The codes of messages, in order; '' for text without one."""
+    return [getattr(one, "code", "") or (one.get("code", "") if isinstance(one, dict) else "") for one in said]
+
+
+def the(said: Iterable[Any], code: str) -> Any:
+    """The only message with that code."""
+    said = list(said)
+    found = [one for one, its in zip(said, codes(said), strict=True) if its == code]
+    assert len(found) == 1, f"{len(found)} messages with code {code!r} in {codes(said)}: {[str(one) for one in said]}"
+    return found[0]
+
+
+@contextmanager
+def refused(code: str, error: type[Exception] = CodedError, /, **data: Any) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """The block raises an error with this code, and at least this data."""
+    with pytest.raises(error) as found:
+        yield found
+    said = found.value
+    assert getattr(said, "code", "") == code, f"{getattr(said, 'code', '')!r}, not {code!r}: {said}"
+    shown = {name: said.data.get(name) for name in data}  # type: ignore[attr-defined]
+    assert shown == data, f"{code}: {shown}, not {data}: {said}"
+
+
+# -- what is said in the source ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Site:
+    """A place that makes a message. ``data``: the names given; None: not known before it runs (``**data``)."""
+
+    file: str
+    line: int
+    code: str
+    template: str
+    data: frozenset[str] | None
+
+    @property
+    def names(self) -> set[str]:
+        return {name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None}
+
+    def wrong(self) -> list[str]:
+        where = f"{self.file}:{self.line}: {self.code}"
+        found = (
+            []
+            if CODE.fullmatch(self.code)
+            else [f"{where}: a code is lower-case words with dots between: 'ingest.no_column'"]
+        )
+        if self.code.partition(".")[0] not in {*Path(self.file).parent.parts, Path(self.file).stem}:
+            found.append(f"{where}: the code begins with the name of the file or of a folder above it")
+        if not self.template.strip():
+            found.append(f"{where}: a code without a text")
+        try:
+            names = self.names
+        except ValueError as error:
+            return [*found, f"{where}: {error}"]
+        if odd := sorted(name for name in names if not name.isidentifier()):
+            found.append(f"{where}: a template has plain names, not {odd}")
+        if self.data is not None and (missing := names - self.data):
+            found.append(f"{where}: no data for {sorted(missing)}")
+        return found
+
+
+@dataclass(frozen=True)
+class Prose:
+    """Text of several words that is not a message's template."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: a text without a code: {self.text[:110]!r}"
+
+
+def files(*below: str) -> list[Path]:
+    """The Python files below folders of the repository; of all packages when none is named."""
+    found = [ROOT / one for one in below or ROOMS]
+    return sorted(file for one in found for file in ([one] if one.is_file() else one.rglob("*.py")))
+
+
+def sites_and_prose(paths: Iterable[Path]) -> tuple[list[Site], list[Prose]]:
+    """Every message made in these files, and every other text of several words."""
+    sites: list[Site] = []
+    prose: list[Prose] = []
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix()
+        reader = _Reader(name)
+        reader.visit(ast.parse(path.read_text()))
+        sites += reader.sites
+        if not any(name.startswith(exempt) for exempt in NOT_MESSAGES):
+            prose += reader.prose
+    return sites, prose
+
+
+class _Reader(ast.NodeVisitor):
+    def __init__(self, file: str) -> None:
+        self.file, self.sites, self.prose = file, list[Site](), list[Prose]()
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        first, second = ([*node.args, None, None])[:2]
+        code, template = _constant(first), _constant(second)
+        if (code is not None and CODE.fullmatch(code) and template is not None) or (
+            called == "Message" and code is not None
+        ):
+            names = {word.arg for word in node.keywords}
+            data = None if None in names else frozenset(name for name in names if name)
+            self.sites.append(Site(self.file, node.lineno, code or "", template or "", data))
+            for word in node.keywords:
+                self.visit(word.value)
+            return
+        if called in BUILTIN_ERRORS:
+            return
+        for child in (node.func, *node.args, *(word.value for word in node.keywords if word.arg not in HELP)):
+            if not (called == "Option" and isinstance(child, ast.Constant)):
+                self.visit(child)
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        self.visit(node.test)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # else a docstring
+            self.visit(node.value)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        self._text(node, "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values))
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                self.visit(part.value)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self._text(node, node.value)
+
+    def _text(self, node: ast.expr, text: str) -> None:
+        words = re.findall(r"[A-Za-z]{2,}", text)
+        if (
+            len(text) >= LONG_CHARACTERS
+            and len(words) >= LONG_WORDS
+            and text.count(" ") >= LONG_WORDS - 1
+            and not SQL.match(text)
+        ):
+            self.prose.append(Prose(self.file, node.lineno, text))
+
+
+def _constant(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def wrong(sites: Iterable[Site]) -> list[str]:
+    """Messages that break a rule: those of each alone, and codes with two texts."""
+    found, places = list[str](), defaultdict[str, list[Site]](list)
+    for site in sites:
+        found += site.wrong()
+        places[site.code].append(site)
+    for code, known in places.items():
+        if len(known) > 1:
+            found.append(
+                f"{code}: said at {len(known)} places ({', '.join(f'{one.file}:{one.line}' for one in known)}): make one function of it"
+            )
+    return found
+
+
+if __name__ == "__main__":
+    shown, rest = sites_and_prose(files(*sys.argv[1:]))
+    print(*wrong(shown), *rest, sep="\n")
+    print(f"{len(shown)} messages, {len(rest)} texts without a code")
