@@ -137,7 +137,8 @@ def wrong_of(name: str, text: str) -> list[str]:
     for line in code_of(text):
         if wrong := wrong_command(line):
             found.append(f"{name}: {line.strip()!r}: {wrong}")
-        for word in re.split(r"[\s,()\[\]'\"=]+", line):
+        foreign = re.match(r"[\w.-]+/[\w.-]+: ", line)  # a file of another project: 'owner/repository: path'
+        for word in [] if foreign else re.split(r"[\s,()\[\]'\"=]+", line):
             if wrong := wrong_path(word):
                 found.append(f"{name}: {wrong}")
         for target in re.findall(r"(?:^|&& )make ([a-z][a-z-]+)", line):
