@@ -1,0 +1,314 @@
+"""Two models of one shape on the same tokens: the factory's trainer's, and one that plain PyTorch trains with ``transformers``.
+
+Both see the same batches in the same order, the same rates, AdamW with the same decay, the same clipping, the same precision. Documents of one row
+do not see one another in either. One evaluator measures both, on the same held-out documents. What differs is what this repository adds: the
+initialisation, z-loss, the kernels, and all that the trainer watches. ``start`` takes the first of these away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from factory.backups.backups import make_ledger
+from factory.core.progress import Progress
+from factory.core.workspace import Config, Workspace
+from factory.corpus import write_corpus
+from factory.demo.demo import _write_data_policy
+from factory.evals.baselines import baselines
+from factory.evals.policy import EvalPolicy
+from factory.evals.reference_model import ReferenceModel
+from factory.evals.suite import build_suite
+from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_documents
+from factory.evals.token_bytes import TokenBytes
+from factory.ingest.inbox import arrived, ingest_arrived
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.plant import Plant
+from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.strict_yaml import read_yaml
+from trainer.batch import Batch, make_batch
+from trainer.contract.checkpoint.export import export, hf_config, hf_tensors
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.token_shard import TokenShard
+from trainer.contract.errors import RecipeError
+from trainer.contract.json_lines import read_lines
+from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.plan.spec import SegmentSpec
+from trainer.contract.recipe import Recipe
+from trainer.optim.schedule import lr_share
+from trainer.parallel.ranks import Ranks
+from trainer.run import Run
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {"layers": 4, "head_dim": 64}
+ANNEAL = 0.25  # of all steps
+POLICY = EvalPolicy(dev_documents_per_domain=60)
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both models train on and are measured on."""
+
+    recipe: Recipe
+    plans: dict[str, DataPlan]  # by kind of segment
+    shards: list[TokenShard]
+    texts: list[ScoredText]  # of the dev half: only the release gate reads the sealed one
+    token_bytes: TokenBytes
+
+    @property
+    def segments(self) -> list[tuple[str, int, int]]:
+        """(kind, first step, last step) of the trunk and of the anneal off it."""
+        trunk = self.recipe.schedule.trunk_steps.first
+        return [("trunk", 0, trunk), ("anneal", trunk, trunk + self.recipe.schedule.anneal_steps)]
+
+    def batches(self) -> Iterator[tuple[Batch, float]]:
+        """Each step's batch, as the trainer makes it, and its learning rate."""
+        state = None
+        for kind, first, last in self.segments:
+            model, batch = self.recipe.model, self.recipe.batch
+            order = DataOrder(
+                self.plans[kind], context=model.context, batch=batch, vocab_size=model.vocab_size, state=state
+            )
+            for step in range(first, last):
+                share = lr_share(self.recipe, kind, step, first, last)  # type: ignore[arg-type]
+                yield make_batch(order), self.recipe.optimizer.lr * share
+            state = order.state_dict()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model's training, and where its weights lie in Hugging Face's format."""
+
+    export: Path
+    tokens: int
+    supervised: int  # of them, those that carry loss
+    losses: list[float]  # nats a token that carries loss, by step
+    tokens_per_s: float  # of the median step, without the first, which compiles
+    seconds: float  # from start to export
+    core_seconds: float  # of all its threads
+
+
+def recipe_of(steps: int, width: int, compile: bool = True) -> Recipe:
+    """The demo's recipe with a model of this width, in the precision that is fastest here."""
+    path = ROOT / "policies" / "recipes" / "demo.yaml"
+    raw: Any = read_yaml(path.read_text("utf-8"), str(path), RecipeError)
+    heads, anneal = width // SHAPE["head_dim"], max(1, round(ANNEAL * steps))
+    sizes = {"d_model": width, "heads": heads, "kv_heads": max(1, heads // 2), "d_ff": 3 * width}
+    raw |= {"name": "headline", "compile": compile, "checkpoint_every": steps, "model": raw["model"] | SHAPE | sizes}
+    trunk = {"first": steps - anneal, "later": 1}
+    warm_up = min(raw["schedule"]["warmup_steps"], steps - anneal)
+    raw["schedule"] |= {"trunk_steps": trunk, "anneal_steps": anneal, "warmup_steps": warm_up}
+    raw["stability"] = {"noise_scale_every": 0}  # it would split a batch of each 32 steps in two, and compile halves
+    return resolved(Recipe.parse(raw), device_here())
+
+
+def ingest_library(root: Path, progress: Progress, share: float = 1.0) -> Plant:
+    """A workspace with the standard library's documents in its ledger, as the demo ingests them."""
+    workspace = Workspace.create(root, Config())
+    _write_data_policy(workspace)
+    plant = Plant(workspace, make_ledger(workspace), progress)
+    write_corpus(workspace.inbox, progress, share)
+    for path in arrived(plant, settle=0.0):
+        ingest_arrived(plant, path)
+    return plant
+
+
+def task_of(plant: Plant, recipe: Recipe) -> Task:
+    """Everything ingested, in the recipe's mixture, and the dev half of what is held out."""
+    rows = plant.ledger.read("SELECT id, path FROM token_shards WHERE tokens > 0 ORDER BY created_at, id")
+    shards = [(row["id"], str(plant.workspace.root / row["path"]), 0) for row in rows]
+    plans = {
+        kind: DataPlan.make(recipe.mixture, kind, shards, recipe.seed).model_copy(  # type: ignore[arg-type]
+            update={"targets_in_every_batch": True}
+        )
+        for kind in ("trunk", "anneal")
+    }
+    tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
+    suite = build_suite(plant.ledger, POLICY, tokenizer.sha256)
+    texts = encode_documents(suite.dev, tokenizer, token_bytes, POLICY.document_bytes)
+    return Task(recipe, plans, [TokenShard(Path(path)) for _, path, _ in shards], texts, token_bytes)
+
+
+def train_ours(task: Task, folder: Path, kernels: Path) -> Trained:
+    """By ``python -m trainer``, a process a segment, as the factory starts it; without its sandbox.
+
+    Raises: subprocess.CalledProcessError.
+    """
+    began, before = time.perf_counter(), os.times()
+    checkpoint: str | None = None
+    results, lines = [], []
+    for kind, first, last in task.segments:
+        spec = SegmentSpec(
+            kind=kind,  # type: ignore[arg-type]
+            recipe=task.recipe,
+            data_plan=task.plans[kind],
+            first_step=first,
+            last_step=last,
+            initial_checkpoint=checkpoint,
+            kernels=str(kernels),
+        )
+        path = folder / kind
+        path.mkdir(parents=True)
+        (path / "segment.json").write_text(spec.model_dump_json())
+        subprocess.run([sys.executable, "-m", "trainer", str(path)], cwd=ROOT, check=True, stdout=sys.stderr)
+        results.append(json.loads((path / "result.json").read_text()))
+        lines += read_lines(path / "metrics.jsonl")
+        checkpoint = results[-1]["checkpoint"]
+    assert checkpoint is not None
+    export(Path(checkpoint), folder / "export")
+    after = os.times()
+    rates = [line["tokens_per_s"] for line in lines if "first_step_s" not in line]
+    return Trained(
+        folder / "export",
+        sum(result["tokens"] for result in results),
+        sum(result["supervised_tokens"] for result in results),
+        [line["loss"] for line in lines],
+        statistics.median(rates or [line["tokens_per_s"] for line in lines]),
+        time.perf_counter() - began,
+        after.children_user + after.children_system - before.children_user - before.children_system,
+    )
+
+
+def first_weights(task: Task, kernels: Path) -> dict[str, Tensor]:
+    """The weights that our trainer begins with, in transformers' names."""
+    recipe = task.recipe.model_copy(update={"compile": False})
+    _, first, last = task.segments[0]
+    plan = task.plans["trunk"]
+    spec = SegmentSpec(
+        kind="trunk", recipe=recipe, data_plan=plan, first_step=first, last_step=last, kernels=str(kernels)
+    )
+    ranks = Ranks.join(recipe.parallel, recipe.model)
+    try:
+        state = Run(spec, ranks, None).model.state_dict()
+        return {name: tensor.clone() for name, tensor in hf_tensors(state, recipe.model).items()}
+    finally:
+        ranks.leave()
+
+
+def their_model(recipe: Recipe, start: Mapping[str, Tensor] | None = None) -> Qwen3ForCausalLM:
+    """``start``: weights to begin with; None: transformers' own initialisation."""
+    model = Qwen3ForCausalLM(Qwen3Config(**hf_config(recipe.model, "float32"), attn_implementation="sdpa"))
+    if start is not None:
+        missing = model.load_state_dict(dict(start), strict=False).missing_keys
+        assert missing == ["lm_head.weight"], missing  # which is the embedding
+    return model
+
+
+def their_loss(model: Any, batch: Batch, recipe: Recipe) -> Tensor:
+    """The mean over the batch's tokens that carry loss, by transformers' own loss function."""
+    targets_BT = torch.where(batch.weights_BT > 0, batch.targets_BT, -100)
+    with torch.autocast("cpu", torch.bfloat16, enabled=DTYPES[recipe.precision] == torch.bfloat16):
+        return model(
+            input_ids=batch.tokens_BT,
+            position_ids=batch.positions_BT,  # they begin again in each document, which hides those before it
+            labels=targets_BT,
+            shift_labels=targets_BT,
+            use_cache=False,
+        ).loss
+
+
+def first_loss(task: Task, start: Mapping[str, Tensor]) -> float:
+    """Of transformers' model with these weights on the first batch."""
+    batch, _ = next(task.batches())
+    with torch.no_grad():
+        return float(their_loss(their_model(task.recipe, start), batch, task.recipe))
+
+
+def train_theirs(task: Task, folder: Path, start: Mapping[str, Tensor] | None = None) -> Trained:
+    """``transformers``' Qwen3 with its own loss, in a loop of plain PyTorch: fused AdamW, clipping, autocast, and compiled where ours is.
+
+    ``start``: weights to begin with; None: transformers' own initialisation.
+    """
+    began, before = time.perf_counter(), os.times()
+    recipe = task.recipe
+    keep_freed_memory()  # as our trainer does: without it, a step waits for the kernel's zeroed pages
+    torch.manual_seed(recipe.seed)
+    model = their_model(recipe, start)
+    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
+    chosen = recipe.optimizer
+    groups = [{"params": decayed, "weight_decay": chosen.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, chosen.lr, (chosen.beta1, chosen.beta2), chosen.eps, fused=True)
+    run: Any = torch.compile(model) if recipe.compile else model
+    tokens = supervised = 0
+    losses: list[float] = []
+    seconds: list[float] = []
+    for batch, lr in task.batches():
+        started = time.perf_counter()
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        loss = their_loss(run, batch, recipe)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.stability.grad_clip)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))
+        seconds.append(time.perf_counter() - started)
+        tokens += batch.used
+        supervised += int((batch.weights_BT > 0).sum())
+    folder.mkdir(parents=True)
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    save_file({name: weights[name] for name in weights if name != "lm_head.weight"}, folder / WEIGHTS, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(recipe.model, "float32")))
+    after = os.times()
+    return Trained(
+        folder,
+        tokens,
+        supervised,
+        losses,
+        recipe.tokens_per_step / statistics.median(seconds[1:] or seconds),
+        time.perf_counter() - began,
+        after.user + after.system - before.user - before.system,
+    )
+
+
+def measured(task: Task, export: Path, progress: Progress) -> list[EvalItem]:
+    """Nats and bytes of each held-out document, by the release gate's evaluator."""
+    with progress.task(f"bits per byte of {export.parent.name}/{export.name}", None) as bar:
+        return bits_per_byte(ReferenceModel.load(export), task.texts, POLICY, bar.advance)
+
+
+def trigram(task: Task, progress: Progress) -> dict[str, float]:
+    """Bits per byte of the byte trigram, by domain: fitted on the training text of that domain alone, as much as the evaluator gives it."""
+    with progress.task("the byte trigram", None) as bar:
+        found = baselines(task.shards, task.texts, task.token_bytes, POLICY.baseline_bytes_per_domain, bar)
+    return {domain: values["trigram"] for domain, values in found.items()}
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    """Do two exports hold tensors of the same names and shapes?"""
+    shapes = [{name: tuple(t.shape) for name, t in load_file(folder / WEIGHTS).items()} for folder in (one, other)]
+    return shapes[0] == shapes[1]
+
+
+def scored_bytes(task: Task) -> dict[str, int]:
+    """By domain, the bytes of the held-out documents that are predicted."""
+    found: dict[str, int] = {}
+    for text in task.texts:
+        found[text.document.domain] = found.get(text.document.domain, 0) + text.bytes
+    return found
+
+
+def pooled(bits: Mapping[str, float], sizes: Mapping[str, int]) -> float:
+    """Bits per byte of all domains together: each domain counts by its bytes.
+
+    >>> pooled({"code": 2.0, "chat": 3.0}, {"code": 300, "chat": 100})
+    2.25
+    """
+    return float(np.average([bits[domain] for domain in sizes], weights=[sizes[domain] for domain in sizes]))
