@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,10 +23,12 @@ from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
+SECONDS = 30.0  # of timed steps
+SAME = 0.01  # share by which a first loss may differ: other kernels round otherwise in bf16
 HEAD = 64  # of attention: a width is a multiple of it
 MORE = """
 what is measured
-  speed      tokens a second of the trainer's median step, and its share of what matrix products alone reach here in bf16 and in fp32
+  speed      tokens a second of the trainer's fastest step, and its share of what matrix products alone reach here in bf16 and in fp32
   quality    bits per byte on held-out documents, beside a byte trigram and a model of the same shape that a loop of plain PyTorch trains
              with Hugging Face transformers: the same tokens in the same order, the same batch, rates and AdamW, one evaluator for both
   delay      seconds from a shard's ingest to the release gate's verdict, from the ledger of a demo
@@ -153,13 +156,13 @@ def main(words: list[str] | None = None) -> int:
 def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """All of it, as JSON values. Raises: FactoryError, subprocess.CalledProcessError."""
     from benchmarks.headline import facts, models
-    from benchmarks.headline.page import OURS, THEIRS, TRIGRAM
+    from benchmarks.headline.page import FROM_OURS, OURS, THEIRS, TRIGRAM
     from benchmarks.support.best_here import tuned_kernels
-    from factory.evals.statistics import compare
     from factory.evals.tasks import ratio_bits
     from kernels.contract.machine import here
 
     terminal = Terminal(Console(highlight=False, stderr=True))
+    load = os.getloadavg()[0]
     judged, why = judged_here(chosen.workspace)
     recipe = models.recipe_of(chosen.steps, chosen.width)
     with tempfile.TemporaryDirectory(prefix="headline-") as name:
@@ -170,26 +173,25 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         with terminal.task("tuning kernels"), contextlib.redirect_stdout(sys.stderr):
             kernels = tuned_kernels(recipe)
         ours = models.train_ours(task, folder / OURS, kernels)
-        terminal.heading("What matrix products alone reach here")
+        terminal.heading("The same tokens with transformers: from its own first weights, and from the factory's")
+        others = {}
+        for name, start in ((THEIRS, None), (FROM_OURS, models.first_weights(task, kernels))):
+            with terminal.task(f"{chosen.steps} steps, {name} (the first compiles)"):
+                others[name] = models.train_theirs(task, folder / name, start)
+        trained = {OURS: ours, **others}
+        refuse_unequal(trained)
+        terminal.heading("Steps of both in turn, and what matrix products alone reach here")
+        with terminal.task("steps in turn (the first compile)"):
+            seconds = dict(zip((OURS, THEIRS), models.step_seconds(task, kernels, SECONDS)))
         peaks = facts.matmul_peaks()
-        terminal.heading("The same with transformers")
-        with terminal.task(f"{chosen.steps} steps, the first compiles"):
-            theirs = models.train_theirs(task, folder / THEIRS)
-        with terminal.task("the first loss, from the factory's first weights"):
-            first = models.first_loss(task, models.first_weights(task, kernels))
-        refuse_unequal(ours, theirs, first)
-        terminal.heading("Both on documents that neither has seen")
-        items = {name: models.measured(task, one.export, terminal) for name, one in ((OURS, ours), (THEIRS, theirs))}
+        terminal.heading("All on documents that none has seen")
+        items = {name: models.measured(task, one.export, terminal) for name, one in trained.items()}
         bits = {name: ratio_bits(one) for name, one in items.items()} | {TRIGRAM: models.trigram(task, terminal)}
         sizes = models.scored_bytes(task)
         bits = {name: {**one, "all": models.pooled(one, sizes)} for name, one in bits.items()}
         documents = {domain: sum(text.document.domain == domain for text in task.texts) for domain in sizes}
     terminal.heading("Disk")
     clone = facts.clone_bytes()
-    compared = compare(items[OURS], items[THEIRS], {})
-    assert compared is not None and compared[0].gain is not None
-    gain = compared[0]
-    low, high = gain.bound(0.025, above=True), gain.bound(0.025)
     model = recipe.model
     return {
         "command": shlex.join(["python", "-m", "benchmarks.headline", *words]),
@@ -205,16 +207,13 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             "precision": recipe.precision,
             "flops_per_token": model.flops_per_token(),
         },
-        "trained": {name: told(one) for name, one in ((OURS, ours), (THEIRS, theirs))},
-        "first_loss": {OURS: ours.losses[0], THEIRS: first},
+        "trained": {name: told(one) for name, one in trained.items()},
+        "step_seconds": seconds,
+        "load_before": load,
         "matmul_flops_per_s": peaks,
         "held_out": {domain: {"documents": documents[domain], "bytes": size} for domain, size in sorted(sizes.items())},
         "bits_per_byte": bits,
-        "difference": {
-            "bits": -gain.gain,
-            "low": None if low is None else -low,
-            "high": None if high is None else -high,
-        },
+        "difference": {name: difference(items[OURS], items[name]) for name in others},
         "shard_to_verdict": [asdict(one) for one in judged],
         "no_verdict": why,
         "disk": {
@@ -237,14 +236,33 @@ def judged_here(named: Path | None) -> tuple[list[Any], str]:
     return found, "" if found else "not measured: the workspace has no verdict yet."
 
 
-def refuse_unequal(ours: Any, theirs: Any, first: float) -> None:
-    """Raises: FactoryError unless both saw as many tokens, and the same weights have the same first loss."""
-    if (ours.tokens, ours.supervised) != (theirs.tokens, theirs.supervised):
-        raise FactoryError(f"the models saw other tokens: {ours.tokens:,} and {theirs.tokens:,}; nothing is compared")
-    if abs(ours.losses[0] - first) > 0.01 * first:  # bf16 rounds otherwise in other kernels
+def refuse_unequal(trained: dict[str, Any]) -> None:
+    """Raises: FactoryError unless all saw as many tokens, and the same weights have the same first loss."""
+    from benchmarks.headline.page import FROM_OURS, OURS
+
+    ours = trained[OURS]
+    for name, one in trained.items():
+        if (one.tokens, one.supervised) != (ours.tokens, ours.supervised):
+            raise FactoryError(f"{name} saw {one.tokens:,} tokens, the factory {ours.tokens:,}; nothing is compared")
+    first, other = ours.losses[0], trained[FROM_OURS].losses[0]
+    if abs(first - other) > SAME * first:
         raise FactoryError(
-            f"the same weights have a first loss of {ours.losses[0]:.4f} and of {first:.4f}: these are two models, and nothing is compared"
+            f"the same weights have a first loss of {first:.4f} and of {other:.4f}: these are two models, and nothing is compared"
         )
+
+
+def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, float | None]:
+    """Bits per byte of ours less theirs, the mean of the domains, with the ends of its 95 % interval over other documents."""
+    from factory.evals.statistics import compare
+
+    compared = compare(ours, theirs, {})
+    assert compared is not None and compared[0].gain is not None
+    low, high = compared[0].bound(0.025), compared[0].bound(0.025, above=True)
+    return {
+        "bits": -compared[0].gain,
+        "low": None if high is None else -high,
+        "high": None if low is None else -low,
+    }
 
 
 def told(trained: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ initialisation, z-loss, the kernels, and all that the trainer watches. ``start``
 from __future__ import annotations
 
 import json
+import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -39,6 +39,7 @@ from factory.ingest.inbox import arrived, ingest_arrived
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
 from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.precision import bf16_matmul
 from kernels.contract.strict_yaml import read_yaml
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint.export import export, hf_config, hf_tensors
@@ -59,6 +60,9 @@ SHAPE = {"layers": 4, "head_dim": 64}
 ANNEAL = 0.25  # of all steps
 POLICY = EvalPolicy(dev_documents_per_domain=60)
 WEIGHTS = "model.safetensors"
+STDERR = 2  # where progress goes
+LEAST_ROUNDS = 5
+WARM_UP = 2  # steps of each that are not timed: the first compiles
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,6 @@ class Trained:
     tokens: int
     supervised: int  # of them, those that carry loss
     losses: list[float]  # nats a token that carries loss, by step
-    tokens_per_s: float  # of the median step, without the first, which compiles
     seconds: float  # from start to export
     core_seconds: float  # of all its threads
 
@@ -166,116 +169,131 @@ def train_ours(task: Task, folder: Path, kernels: Path) -> Trained:
         path = folder / kind
         path.mkdir(parents=True)
         (path / "segment.json").write_text(spec.model_dump_json())
-        subprocess.run([sys.executable, "-m", "trainer", str(path)], cwd=ROOT, check=True, stdout=sys.stderr)
+        subprocess.run([sys.executable, "-m", "trainer", str(path)], cwd=ROOT, check=True, stdout=STDERR)
         results.append(json.loads((path / "result.json").read_text()))
         lines += read_lines(path / "metrics.jsonl")
         checkpoint = results[-1]["checkpoint"]
     assert checkpoint is not None
     export(Path(checkpoint), folder / "export")
     after = os.times()
-    rates = [line["tokens_per_s"] for line in lines if "first_step_s" not in line]
     return Trained(
         folder / "export",
         sum(result["tokens"] for result in results),
         sum(result["supervised_tokens"] for result in results),
         [line["loss"] for line in lines],
-        statistics.median(rates or [line["tokens_per_s"] for line in lines]),
         time.perf_counter() - began,
         after.children_user + after.children_system - before.children_user - before.children_system,
     )
 
 
-def first_weights(task: Task, kernels: Path) -> dict[str, Tensor]:
-    """The weights that our trainer begins with, in transformers' names."""
-    recipe = task.recipe.model_copy(update={"compile": False})
+def our_run(task: Task, kernels: Path, compile: bool) -> Run:
+    """Our trainer before its first step, in this process."""
+    recipe = task.recipe.model_copy(update={"compile": compile})
     _, first, last = task.segments[0]
     plan = task.plans["trunk"]
     spec = SegmentSpec(
         kind="trunk", recipe=recipe, data_plan=plan, first_step=first, last_step=last, kernels=str(kernels)
     )
-    ranks = Ranks.join(recipe.parallel, recipe.model)
-    try:
-        state = Run(spec, ranks, None).model.state_dict()
-        return {name: tensor.clone() for name, tensor in hf_tensors(state, recipe.model).items()}
-    finally:
-        ranks.leave()
+    return Run(spec, Ranks.join(recipe.parallel, recipe.model), None)
 
 
-def their_model(recipe: Recipe, start: Mapping[str, Tensor] | None = None) -> Qwen3ForCausalLM:
-    """``start``: weights to begin with; None: transformers' own initialisation."""
-    model = Qwen3ForCausalLM(Qwen3Config(**hf_config(recipe.model, "float32"), attn_implementation="sdpa"))
-    if start is not None:
-        missing = model.load_state_dict(dict(start), strict=False).missing_keys
-        assert missing == ["lm_head.weight"], missing  # which is the embedding
-    return model
+def first_weights(task: Task, kernels: Path) -> dict[str, Tensor]:
+    """The weights that our trainer begins with, in transformers' names."""
+    state = our_run(task, kernels, compile=False).model.state_dict()
+    return {name: tensor.clone() for name, tensor in hf_tensors(state, task.recipe.model).items()}
 
 
-def their_loss(model: Any, batch: Batch, recipe: Recipe) -> Tensor:
-    """The mean over the batch's tokens that carry loss, by transformers' own loss function."""
-    targets_BT = torch.where(batch.weights_BT > 0, batch.targets_BT, -100)
-    with torch.autocast("cpu", torch.bfloat16, enabled=DTYPES[recipe.precision] == torch.bfloat16):
-        return model(
-            input_ids=batch.tokens_BT,
-            position_ids=batch.positions_BT,  # they begin again in each document, which hides those before it
-            labels=targets_BT,
-            shift_labels=targets_BT,
-            use_cache=False,
-        ).loss
-
-
-def first_loss(task: Task, start: Mapping[str, Tensor]) -> float:
-    """Of transformers' model with these weights on the first batch."""
-    batch, _ = next(task.batches())
-    with torch.no_grad():
-        return float(their_loss(their_model(task.recipe, start), batch, task.recipe))
-
-
-def train_theirs(task: Task, folder: Path, start: Mapping[str, Tensor] | None = None) -> Trained:
+class Theirs:
     """``transformers``' Qwen3 with its own loss, in a loop of plain PyTorch: fused AdamW, clipping, autocast, and compiled where ours is.
 
     ``start``: weights to begin with; None: transformers' own initialisation.
     """
+
+    def __init__(self, recipe: Recipe, start: Mapping[str, Tensor] | None = None) -> None:
+        keep_freed_memory()  # as our trainer does: without it, a step waits for the kernel's zeroed pages
+        torch.manual_seed(recipe.seed)
+        self.recipe = recipe
+        self.model = Qwen3ForCausalLM(Qwen3Config(**hf_config(recipe.model, "float32"), attn_implementation="sdpa"))
+        if start is not None:
+            missing = self.model.load_state_dict(dict(start), strict=False).missing_keys
+            assert missing == ["lm_head.weight"], missing  # which is the embedding
+        decayed = [p for name, p in self.model.named_parameters() if p.ndim >= 2 and "embed" not in name]
+        others = [p for name, p in self.model.named_parameters() if p.ndim < 2 or "embed" in name]
+        chosen = recipe.optimizer
+        groups = [{"params": decayed, "weight_decay": chosen.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(groups, chosen.lr, (chosen.beta1, chosen.beta2), chosen.eps, fused=True)
+        self.run: Any = torch.compile(self.model) if recipe.compile else self.model
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean over the batch's tokens that carry loss."""
+        targets_BT = torch.where(batch.weights_BT > 0, batch.targets_BT, -100)
+        with torch.autocast("cpu", torch.bfloat16, enabled=DTYPES[self.recipe.precision] == torch.bfloat16):
+            found = self.run(
+                input_ids=batch.tokens_BT,
+                position_ids=batch.positions_BT,  # they begin again in each document, which hides those before it
+                labels=targets_BT,
+                shift_labels=targets_BT,
+                use_cache=False,
+            )
+        return found.loss  # type: ignore[no-any-return]
+
+    def step(self, batch: Batch, lr: float) -> float:
+        """One update. Returns the loss before it."""
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        loss = self.loss(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.stability.grad_clip)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def save(self, folder: Path) -> None:
+        """In the format of our exports."""
+        folder.mkdir(parents=True)
+        held = {
+            name: t.detach().contiguous() for name, t in self.model.state_dict().items() if name != "lm_head.weight"
+        }
+        save_file(held, folder / WEIGHTS, {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(hf_config(self.recipe.model, "float32")))
+
+
+def train_theirs(task: Task, folder: Path, start: Mapping[str, Tensor] | None = None) -> Trained:
+    """All steps of the task."""
     began, before = time.perf_counter(), os.times()
-    recipe = task.recipe
-    keep_freed_memory()  # as our trainer does: without it, a step waits for the kernel's zeroed pages
-    torch.manual_seed(recipe.seed)
-    model = their_model(recipe, start)
-    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
-    chosen = recipe.optimizer
-    groups = [{"params": decayed, "weight_decay": chosen.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, chosen.lr, (chosen.beta1, chosen.beta2), chosen.eps, fused=True)
-    run: Any = torch.compile(model) if recipe.compile else model
+    theirs = Theirs(task.recipe, start)
     tokens = supervised = 0
     losses: list[float] = []
-    seconds: list[float] = []
     for batch, lr in task.batches():
-        started = time.perf_counter()
-        for group in adamw.param_groups:
-            group["lr"] = lr
-        loss = their_loss(run, batch, recipe)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.stability.grad_clip)
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
-        losses.append(float(loss.detach()))
-        seconds.append(time.perf_counter() - started)
+        losses.append(theirs.step(batch, lr))
         tokens += batch.used
         supervised += int((batch.weights_BT > 0).sum())
-    folder.mkdir(parents=True)
-    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    save_file({name: weights[name] for name in weights if name != "lm_head.weight"}, folder / WEIGHTS, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(recipe.model, "float32")))
+    theirs.save(folder)
     after = os.times()
-    return Trained(
-        folder,
-        tokens,
-        supervised,
-        losses,
-        recipe.tokens_per_step / statistics.median(seconds[1:] or seconds),
-        time.perf_counter() - began,
-        after.user + after.system - before.user - before.system,
-    )
+    core_seconds = after.user + after.system - before.user - before.system
+    return Trained(folder, tokens, supervised, losses, time.perf_counter() - began, core_seconds)
+
+
+def step_seconds(task: Task, kernels: Path, seconds: float) -> tuple[list[float], list[float]]:
+    """Of our steps and of transformers', which take turns, so that what disturbs the machine disturbs both: as many as fit into ``seconds``."""
+    run, theirs = our_run(task, kernels, task.recipe.compile), Theirs(task.recipe)
+    found: tuple[list[float], list[float]] = ([], [])
+    ends = math.inf
+    for number, (batch, lr) in enumerate(task.batches()):
+        began = time.perf_counter()
+        if began > ends and len(found[0]) >= LEAST_ROUNDS:
+            break
+        with bf16_matmul(DTYPES[task.recipe.precision]):
+            run.train_step(batch)
+        between = time.perf_counter()
+        theirs.step(batch, lr)
+        ended = time.perf_counter()
+        if number >= WARM_UP:
+            found[0].append(between - began)
+            found[1].append(ended - between)
+        elif number == WARM_UP - 1:
+            ends = ended + seconds
+    return found
 
 
 def measured(task: Task, export: Path, progress: Progress) -> list[EvalItem]:

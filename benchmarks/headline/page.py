@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
 NONE = "–"
-OURS, THEIRS, TRIGRAM = "factory", "transformers", "byte trigram"
+OURS, THEIRS, FROM_OURS, TRIGRAM = "factory", "transformers", "transformers from the factory's weights", "byte trigram"
+MEASURED = (OURS, THEIRS, FROM_OURS, TRIGRAM)
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -16,8 +18,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"{machine['name']} ({machine['processor']}, {machine['threads']} threads), torch {machine['torch']}, commit `{found['commit']}`: "
         f"`{found['command']}`",
         "",
-        f"| what | {OURS} | {THEIRS} | {TRIGRAM} |",
-        "|---|--:|--:|--:|",
+        f"| what | {' | '.join(MEASURED)} |",
+        "|---|--:|--:|--:|--:|",
         *(f"| {' | '.join(row)} |" for row in rows(found)),
         "",
     ]
@@ -31,71 +33,62 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """A list of four cells a row: what, the factory's, transformers', the trigram's."""
-    model, both = found["model"], [found["trained"][name] for name in (OURS, THEIRS)]
-    made = [
-        [f"training step, tokens/s in {model['precision']}", *(f"{one['tokens_per_s']:,.0f}" for one in both), NONE]
-    ]
+    """Cells, a list a row: what it is, and what it is of each of ``MEASURED``."""
+    model, price, disk = found["model"], found["price"], found["disk"]
+    rates = {name: model["tokens_per_step"] / min(seconds) for name, seconds in found["step_seconds"].items()}
+
+    def row(what: str, **cells: str) -> list[str]:
+        return [what, *(cells.get(name, NONE) for name in ("ours", "theirs", "from_ours", "trigram"))]
+
+    def of_rates(what: str, form: str, times: float, inverse: bool = False) -> list[str]:
+        ours, theirs = (format(times / rates[n] if inverse else times * rates[n], form) for n in (OURS, THEIRS))
+        return row(what, ours=ours, theirs=theirs)
+
+    made = [of_rates(f"training step, tokens/s in {model['precision']}", ",.0f", 1)]
     for name, peak in found["matmul_flops_per_s"].items():
-        shares = [one["tokens_per_s"] * model["flops_per_token"] / peak for one in both]
-        made.append(
-            [
-                f"its share of this machine's {name} matmul, {peak / 1e9:,.0f} GFLOP/s",
-                *(f"{share:.1%}" for share in shares),
-                NONE,
-            ]
-        )
+        what = f"its share of what {name} matrix products alone reach here, {peak / 1e9:,.0f} GFLOP/s"
+        made.append(of_rates(what, ".1%", model["flops_per_token"] / peak))
     bits = found["bits_per_byte"]
-    for domain, size in found["held_out"].items():
-        what = f"held-out bits per byte, {domain} ({size['documents']} documents)"
-        made.append([what, *(f"{bits[name][domain]:.3f}" for name in (OURS, THEIRS, TRIGRAM))])
-    made.append(
-        ["held-out bits per byte, all bytes", *(f"{bits[name]['all']:.3f}" for name in (OURS, THEIRS, TRIGRAM))]
-    )
-    made.append(["training, from its start to an export, s", *(f"{one['seconds']:.0f}" for one in both), NONE])
-    made.append(["training, core-hours", *(f"{one['core_seconds'] / 3600:.3f}" for one in both), NONE])
-    hours = [1e9 / one["tokens_per_s"] / 3600 for one in both]
-    made.append(
-        [
-            "a billion tokens at that rate, core-hours",
-            *(f"{one * found['machine']['threads']:,.0f}" for one in hours),
-            NONE,
-        ]
-    )
-    price = found["price"]
+    for domain, size in [*found["held_out"].items(), ("all", None)]:
+        what = f"held-out bits per byte, {domain} " + (f"({size['documents']} documents)" if size else "bytes together")
+        made.append([what, *(f"{bits[name][domain]:.3f}" for name in MEASURED)])
+    hours = 1e9 / 3600
+    made.append(of_rates("a billion tokens, core-hours", ",.0f", hours * found["machine"]["threads"], inverse=True))
     if price:
-        cells = [f"{one * price['per_hour']:,.2f}" for one in hours]
-        made.append([f"a billion tokens, at {price['per_hour']:g} an hour ({price['source']})", *cells, NONE])
+        what = f"a billion tokens, at {price['per_hour']:g} an hour ({price['source']})"
+        made.append(of_rates(what, ",.2f", hours * price["per_hour"], inverse=True))
     seconds = [one["seconds"] for one in found["shard_to_verdict"]]
-    made.append(["from a shard's ingest to its verdict, s", between(seconds), NONE, NONE])
-    sizes = found["disk"]
-    made.append(["disk: packages of `make setup`, GB", f"{sizes['setup_bytes'] / 1e9:.2f}", NONE, NONE])
-    clone = sizes["clone"]
-    said = f"{(clone['files_bytes'] + clone['history_bytes']) / 1e6:.1f}" if clone else NONE
-    made.append(["disk: a clone with its history, MB", said, NONE, NONE])
+    made.append(row("from a shard's ingest to its verdict, s", ours=between(seconds)))
+    made.append(row("disk: packages of `make setup`, GB", ours=f"{disk['setup_bytes'] / 1e9:.2f}"))
+    if disk["clone"]:
+        whole = sum(disk["clone"].values())
+        made.append(row("disk: a clone with its history, MB", ours=f"{whole / 1e6:.1f}"))
     return made
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
     """What a reader must know of the rows, a sentence or two each."""
-    ours, check, gap = found["trained"][OURS], found["first_loss"], found["difference"]
+    trained, seconds, judged = found["trained"], found["step_seconds"], found["shard_to_verdict"]
+    ours, size = trained[OURS], found["model"]["tokens_per_step"]
+    middle = " and ".join(f"{size / statistics.median(seconds[name]):,.0f} ({name})" for name in (OURS, THEIRS))
     said = [
-        f"Both models trained on the same {ours['tokens']:,} tokens ({ours['supervised']:,} carry loss) in the same order, at the same rates, "
-        f"with AdamW. Each has its own initialisation. From the same weights the first loss is {check[OURS]:.6f} here and {check[THEIRS]:.6f} "
-        f"in {THEIRS}.",
-        f"{OURS} − {THEIRS}: {signed(gap['bits'])} bits per byte, mean of the domains"
-        + (
-            f", 95 % between {signed(gap['low'])} and {signed(gap['high'])} over other documents"
-            if gap["low"] is not None
-            else ""
+        f"Speed: the fastest of {len(seconds[OURS])} steps of each, which took turns. At the median step it was {middle}. The load of the machine "
+        f"was {found['load_before']:.1f} before the start: other work makes steps slower, and the matrix products, in CPU time, hardly. A share "
+        "counts 6 FLOPs a weight and token, and attention's causal half.",
+        f"Both hide documents of a row from one another. {THEIRS} is compiled, and does so by a mask; its fastest way, without one, is timed in "
+        "`benchmarks/training/test_training_step.py`.",
+        f"Quality: all trained on the same {ours['tokens']:,} tokens ({ours['supervised']:,} carry loss) in the same order, at the same rates, with "
+        f"AdamW; the first two from their own initialisation. From the factory's weights the first loss is {ours['losses'][0]:.5f} there and "
+        f"{trained[FROM_OURS]['losses'][0]:.5f} in {THEIRS}. One evaluator measured all, on the dev half of what is held out.",
+        *(f"{OURS} − {name}: {gap_in_words(gap)}" for name, gap in found["difference"].items()),
+        "One training each: nothing is known of other seeds.",
+        "Training to an export took "
+        + ", ".join(
+            f"{one['seconds']:.0f} s and {one['core_seconds'] / 3600:.3f} core-hours ({name})"
+            for name, one in trained.items()
         )
-        + ". That is of one training each, and says nothing of other seeds. One evaluator measured both, on the dev half of what is held out.",
-        f"{THEIRS}' step hides documents from one another by a mask, as the factory's does. "
-        "`benchmarks/training/test_training_step.py` times it without one, which is its fastest way.",
-        "A share counts 6 FLOPs a weight and token and attention's causal half. The matmul rate is that of threads that wait for nothing; "
-        "steps are wall-clock time, so that other work on the machine lowers the share.",
+        + ", with compiling, one after the other. Energy was not measured.",
     ]
-    judged = found["shard_to_verdict"]
     if judged:
         names = ", ".join(f"{one['shard']} {one['seconds']:.0f} s" for one in judged)
         said.append(
@@ -106,8 +99,22 @@ def notes(found: Mapping[str, Any]) -> list[str]:
         said.append(f"Shard to verdict: {found['no_verdict']}")
     if not found["price"]:
         said.append("Price: not stated; `--price-per-hour` with `--price-source` adds it.")
-    said.append("Energy: not measured. Core-hours are CPU time of all threads, with compiling.")
     return said
+
+
+def gap_in_words(gap: Mapping[str, float | None]) -> str:
+    """
+    >>> gap_in_words({"bits": 0.024, "low": 0.01, "high": 0.037})
+    '+0.024 bits per byte, mean of the domains; 95 % between +0.010 and +0.037 over other documents.'
+    """
+    bits, low, high = gap["bits"], gap["low"], gap["high"]
+    assert bits is not None
+    sure = (
+        f"; 95 % between {signed(low)} and {signed(high)} over other documents"
+        if low is not None and high is not None
+        else ""
+    )
+    return f"{signed(bits)} bits per byte, mean of the domains{sure}."
 
 
 def between(seconds: list[float]) -> str:
