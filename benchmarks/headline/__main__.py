@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +29,8 @@ MORE = """
 what is measured
   speed      tokens a second of the trainer's fastest step, and its share of what matrix products alone reach here in bf16 and in fp32
   quality    bits per byte on held-out documents, beside a byte trigram and a model of the same shape that a loop of plain PyTorch trains
-             with Hugging Face transformers: the same tokens in the same order, the same batch, rates and AdamW, one evaluator for both
+             with Hugging Face transformers: the same tokens in the same order, the same batch, rates and AdamW, one evaluator for both;
+             the mean of some seeds
   delay      seconds from a shard's ingest to the release gate's verdict, from the ledger of a demo
   disk       bytes of the packages that 'make setup' installs, and of a clone
   cost       core-hours, and the price of a billion tokens at the hourly price that you state
@@ -44,8 +44,8 @@ exit codes
   0  done    1  a training failed, or the two models are not comparable    2  a word of the command line is wrong    130  Ctrl-C
 
 examples
-  python -m benchmarks.headline                     four to six minutes on two cores
-  python -m benchmarks.headline --steps 20 --out /tmp/look
+  python -m benchmarks.headline                     five to seven minutes on two idle cores
+  python -m benchmarks.headline --steps 20 --seeds 1 --out /tmp/look
   python -m benchmarks.headline --price-per-hour 0.10 --price-source "our cluster's internal price of two cores"
 """
 
@@ -72,13 +72,13 @@ def whole(least: int, multiple: int = 1) -> Any:
     return read
 
 
-def price(word: str) -> float:
+def positive(word: str) -> float:
     try:
         value = float(word)
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"expected a price above zero; got {word!r}")
+        raise argparse.ArgumentTypeError(f"expected a number above zero; got {word!r}")
     return value
 
 
@@ -91,9 +91,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--steps", type=whole(4), default=130, help="of training, of each model (default: 130)")
     made.add_argument("--width", type=whole(HEAD, HEAD), default=128, help="of both models (default: 128)")
+    made.add_argument("--seeds", type=whole(1), default=3, help="how often each model is trained (default: 3)")
+    made.add_argument("--lr", type=positive, default=2e-3, help="peak of the learning rate of all (default: 0.002)")
     made.add_argument("--workspace", type=Path, help="in which a demo has run (default: workspace, where there is one)")
     made.add_argument(
-        "--price-per-hour", type=price, metavar="PRICE", help="of a machine like this one, in any currency"
+        "--price-per-hour", type=positive, metavar="PRICE", help="of a machine like this one, in any currency"
     )
     made.add_argument("--price-source", metavar="WORDS", help="whose price that is; it stands in the table")
     made.add_argument(
@@ -158,38 +160,42 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from benchmarks.headline import facts, models
     from benchmarks.headline.page import FROM_OURS, OURS, THEIRS, TRIGRAM
     from benchmarks.support.best_here import tuned_kernels
-    from factory.evals.tasks import ratio_bits
     from kernels.contract.machine import here
 
     terminal = Terminal(Console(highlight=False, stderr=True))
     load = os.getloadavg()[0]
     judged, why = judged_here(chosen.workspace)
-    recipe = models.recipe_of(chosen.steps, chosen.width)
+    recipe = models.recipe_of(chosen.steps, chosen.width, chosen.lr)
     with tempfile.TemporaryDirectory(prefix="headline-") as name:
         folder = Path(name)
         terminal.heading("The standard library as text, and a tokenizer made of it")
-        task = models.task_of(models.ingest_library(folder / "workspace", terminal), recipe)
-        terminal.heading("The factory's trainer: kernels are tuned, then a trunk and an anneal")
+        plant = models.ingest_library(folder / "workspace", terminal)
+        terminal.heading("The factory's kernels are tuned")
         with terminal.task("tuning kernels"), contextlib.redirect_stdout(sys.stderr):
             kernels = tuned_kernels(recipe)
-        ours = models.train_ours(task, folder / OURS, kernels)
-        terminal.heading("The same tokens with transformers: from its own first weights, and from the factory's")
-        others = {}
-        for name, start in ((THEIRS, None), (FROM_OURS, models.first_weights(task, kernels))):
-            with terminal.task(f"{chosen.steps} steps, {name} (the first compiles)"):
-                others[name] = models.train_theirs(task, folder / name, start)
-        trained = {OURS: ours, **others}
-        refuse_unequal(trained)
+        trained: dict[str, list[models.Trained]] = {OURS: [], THEIRS: [], FROM_OURS: []}
+        bits: dict[str, list[dict[str, float]]] = {name: [] for name in trained}
+        for seed in range(1, chosen.seeds + 1):
+            terminal.heading(f"Seed {seed} of {chosen.seeds}: the same tokens to each model")
+            task = models.task_of(plant, recipe, seed)
+            one = folder / f"seed-{seed}"
+            with terminal.task(f"{OURS}: {chosen.steps} steps by its trainer (the first compiles)"):
+                trained[OURS].append(models.train_ours(task, one / OURS, kernels))
+            for name, start in ((THEIRS, None), (FROM_OURS, models.first_weights(task, kernels))):
+                with terminal.task(f"{name}: {chosen.steps} steps (the first compiles)"):
+                    trained[name].append(models.train_theirs(task, one / name, start))
+            refuse_unequal({name: models_of[-1] for name, models_of in trained.items()})
+            for name, models_of in trained.items():
+                bits[name].append(models.bits_of(task, models_of[-1].export, terminal))
         terminal.heading("Steps of both in turn, and what matrix products alone reach here")
         with terminal.task("steps in turn (the first compile)"):
             seconds = dict(zip((OURS, THEIRS), models.step_seconds(task, kernels, SECONDS)))
         peaks = facts.matmul_peaks()
-        terminal.heading("All on documents that none has seen")
-        items = {name: models.measured(task, one.export, terminal) for name, one in trained.items()}
-        bits = {name: ratio_bits(one) for name, one in items.items()} | {TRIGRAM: models.trigram(task, terminal)}
+        bits[TRIGRAM] = [models.trigram(task, terminal)]
         sizes = models.scored_bytes(task)
-        bits = {name: {**one, "all": models.pooled(one, sizes)} for name, one in bits.items()}
         documents = {domain: sum(text.document.domain == domain for text in task.texts) for domain in sizes}
+    for found in (found for of_seeds in bits.values() for found in of_seeds):
+        found["all"] = models.pooled(found, sizes)
     terminal.heading("Disk")
     clone = facts.clone_bytes()
     model = recipe.model
@@ -203,17 +209,17 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             "width": model.d_model,
             "vocabulary": model.vocab_size,
             "steps": chosen.steps,
+            "lr": chosen.lr,
             "tokens_per_step": recipe.tokens_per_step,
             "precision": recipe.precision,
             "flops_per_token": model.flops_per_token(),
         },
-        "trained": {name: told(one) for name, one in trained.items()},
+        "trained": {name: [told(one) for one in models_of] for name, models_of in trained.items()},
         "step_seconds": seconds,
         "load_before": load,
         "matmul_flops_per_s": peaks,
         "held_out": {domain: {"documents": documents[domain], "bytes": size} for domain, size in sorted(sizes.items())},
         "bits_per_byte": bits,
-        "difference": {name: difference(items[OURS], items[name]) for name in others},
         "shard_to_verdict": [asdict(one) for one in judged],
         "no_verdict": why,
         "disk": {
@@ -249,20 +255,6 @@ def refuse_unequal(trained: dict[str, Any]) -> None:
         raise FactoryError(
             f"the same weights have a first loss of {first:.4f} and of {other:.4f}: these are two models, and nothing is compared"
         )
-
-
-def difference(ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, float | None]:
-    """Bits per byte of ours less theirs, the mean of the domains, with the ends of its 95 % interval over other documents."""
-    from factory.evals.statistics import compare
-
-    compared = compare(ours, theirs, {})
-    assert compared is not None and compared[0].gain is not None
-    low, high = compared[0].bound(0.025), compared[0].bound(0.025, above=True)
-    return {
-        "bits": -compared[0].gain,
-        "low": None if high is None else -high,
-        "high": None if low is None else -low,
-    }
 
 
 def told(trained: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NONE = "–"
@@ -51,7 +51,7 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
     bits = found["bits_per_byte"]
     for domain, size in [*found["held_out"].items(), ("all", None)]:
         what = f"held-out bits per byte, {domain} " + (f"({size['documents']} documents)" if size else "bytes together")
-        made.append([what, *(f"{bits[name][domain]:.3f}" for name in MEASURED)])
+        made.append([what, *(f"{mean(bits[name], domain):.3f}" for name in MEASURED)])
     hours = 1e9 / 3600
     made.append(of_rates("a billion tokens, core-hours", ",.0f", hours * found["machine"]["threads"], inverse=True))
     if price:
@@ -69,26 +69,30 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
 def notes(found: Mapping[str, Any]) -> list[str]:
     """What a reader must know of the rows, a sentence or two each."""
     trained, seconds, judged = found["trained"], found["step_seconds"], found["shard_to_verdict"]
-    ours, size = trained[OURS], found["model"]["tokens_per_step"]
+    ours, bits, size = trained[OURS], found["bits_per_byte"], found["model"]["tokens_per_step"]
     middle = " and ".join(f"{size / statistics.median(seconds[name]):,.0f} ({name})" for name in (OURS, THEIRS))
+    pairs = ", ".join(f"{a['losses'][0]:.4f} and {b['losses'][0]:.4f}" for a, b in zip(ours, trained[FROM_OURS]))
+    count = f"{len(ours)} seeds" if len(ours) > 1 else "one seed, so that nothing is known of others"
     said = [
         f"Speed: the fastest of {len(seconds[OURS])} steps of each, which took turns. At the median step it was {middle}. The load of the machine "
         f"was {found['load_before']:.1f} before the start: other work makes steps slower, and the matrix products, in CPU time, hardly. A share "
         "counts 6 FLOPs a weight and token, and attention's causal half.",
         f"Both hide documents of a row from one another. {THEIRS} is compiled, and does so by a mask; its fastest way, without one, is timed in "
         "`benchmarks/training/test_training_step.py`.",
-        f"Quality: all trained on the same {ours['tokens']:,} tokens ({ours['supervised']:,} carry loss) in the same order, at the same rates, with "
-        f"AdamW; the first two from their own initialisation. From the factory's weights the first loss is {ours['losses'][0]:.5f} there and "
-        f"{trained[FROM_OURS]['losses'][0]:.5f} in {THEIRS}. One evaluator measured all, on the dev half of what is held out.",
-        *(f"{OURS} − {name}: {gap_in_words(gap)}" for name, gap in found["difference"].items()),
-        "One training each: nothing is known of other seeds.",
-        "Training to an export took "
-        + ", ".join(
-            f"{one['seconds']:.0f} s and {one['core_seconds'] / 3600:.3f} core-hours ({name})"
-            for name, one in trained.items()
-        )
-        + ", with compiling, one after the other. Energy was not measured.",
+        f"Quality: the mean of {count}. Of a seed all trained on the same {ours[0]['tokens']:,} tokens ({ours[0]['supervised']:,} carry loss) in the "
+        f"same order, at the same rates (peak {found['model']['lr']:g}), with AdamW; the first two from their own initialisation. One evaluator "
+        "measured all, on the dev half of what is held out.",
+        f"The factory's first weights have the same first loss in both: {pairs}.",
     ]
+    for name in (THEIRS, FROM_OURS):
+        gaps = [one["all"] - other["all"] for one, other in zip(bits[OURS], bits[name])]
+        said.append(f"{OURS} − {name}, all bytes together, by seed: {', '.join(map(signed, gaps))} bits per byte.")
+    each = lambda ones, key: statistics.mean(one[key] for one in ones)
+    spent = ", ".join(
+        f"{each(ones, 'seconds'):.0f} s and {each(ones, 'core_seconds') / 3600:.3f} core-hours ({name})"
+        for name, ones in trained.items()
+    )
+    said.append(f"One training to its export took {spent}, with compiling. Energy was not measured.")
     if judged:
         names = ", ".join(f"{one['shard']} {one['seconds']:.0f} s" for one in judged)
         said.append(
@@ -102,19 +106,8 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def gap_in_words(gap: Mapping[str, float | None]) -> str:
-    """
-    >>> gap_in_words({"bits": 0.024, "low": 0.01, "high": 0.037})
-    '+0.024 bits per byte, mean of the domains; 95 % between +0.010 and +0.037 over other documents.'
-    """
-    bits, low, high = gap["bits"], gap["low"], gap["high"]
-    assert bits is not None
-    sure = (
-        f"; 95 % between {signed(low)} and {signed(high)} over other documents"
-        if low is not None and high is not None
-        else ""
-    )
-    return f"{signed(bits)} bits per byte, mean of the domains{sure}."
+def mean(of_seeds: Sequence[Mapping[str, float]], domain: str) -> float:
+    return statistics.mean(one[domain] for one in of_seeds)
 
 
 def between(seconds: list[float]) -> str:

@@ -18,7 +18,6 @@ from benchmarks.headline import facts, models, page
 from benchmarks.support import best_here
 from factory.core.errors import FactoryError
 from factory.core.progress import SILENT
-from factory.evals.tasks import ratio_bits
 from tests.support.paths import ROOT
 from tests.support.text.library import write_library
 from trainer.contract.json_lines import read_lines
@@ -34,8 +33,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> models.Task:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sysconfig, "get_paths", lambda *_: {"stdlib": str(write_library(root / "library"))})
         plant = models.ingest_library(root / "workspace", SILENT)
-    recipe = models.recipe_of(STEPS, 64, compile=False).model_copy(update={"precision": "fp32"})
-    return models.task_of(plant, recipe)
+    recipe = models.recipe_of(STEPS, 64, 4e-3, compile=False).model_copy(update={"precision": "fp32"})
+    return models.task_of(plant, recipe, 1)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_from_the_same_weights_they_learn_the_same(
     """A healthy control: nothing but z-loss and the order of sums is between them."""
     assert same.losses == pytest.approx(ours.losses, abs=2e-3)
     assert models.same_tensors(ours.export, same.export)
-    bits = [ratio_bits(models.measured(task, one.export, SILENT)) for one in (ours, same)]
+    bits = [models.bits_of(task, one.export, SILENT) for one in (ours, same)]
     assert bits[0] == pytest.approx(bits[1], abs=2e-3)
     assert ours.losses[-1] < ours.losses[0] - 0.1, "and they do learn"
 
@@ -140,20 +139,20 @@ FOUND: dict[str, Any] = {
         "width": 128,
         "vocabulary": 4096,
         "steps": 130,
+        "lr": 0.002,
         "tokens_per_step": 4096,
         "precision": "bf16",
         "flops_per_token": 8e6,
     },
     "trained": {
-        name: {"tokens": 9, "supervised": 8, "losses": [8.3], "seconds": 40.0, "core_seconds": 72.0}
+        name: [{"tokens": 9, "supervised": 8, "losses": [8.3], "seconds": 40.0, "core_seconds": 72.0}] * 2
         for name in (page.OURS, page.THEIRS, page.FROM_OURS)
     },
     "step_seconds": {page.OURS: [0.2, 0.1, 0.3], page.THEIRS: [0.4, 0.2, 0.5]},
     "load_before": 0.1,
     "matmul_flops_per_s": {"bf16": 1e12, "fp32": 2e11},
     "held_out": {"code": {"documents": 23, "bytes": 9}},
-    "bits_per_byte": {name: {"code": 2.5, "all": 2.5} for name in page.MEASURED},
-    "difference": {page.THEIRS: {"bits": 0.024, "low": 0.010, "high": 0.037}},
+    "bits_per_byte": {name: [{"code": 2.5, "all": 2.5}, {"code": 2.7, "all": 2.6}] for name in page.MEASURED},
     "shard_to_verdict": [{"shard": "a.jsonl", "candidate": 2, "outcome": "promote", "seconds": 64.0}],
     "no_verdict": "",
     "disk": {"setup_bytes": 2.2e9, "venv_bytes": 3e9, "clone": {"files_bytes": 1.1e7, "history_bytes": 8e6}},
@@ -169,6 +168,7 @@ def test_the_table_says_machine_and_command_first_and_each_number_once() -> None
     found = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:3] for line in table}
     assert found["training step, tokens/s in bf16"] == ["40,960", "20,480"]  # of the fastest of each
     assert found["its share of what bf16 matrix products alone reach here, 1,000 GFLOP/s"] == ["32.8%", "16.4%"]
+    assert found["held-out bits per byte, code (23 documents)"][0] == "2.600", "the mean of two seeds"
     assert found["a billion tokens, core-hours"] == ["14", "27"]  # 1e9 / 40,960 / 3,600 × 2
     assert found["a billion tokens, at 0.1 an hour (ours)"] == ["0.68", "1.36"]
     assert found["from a shard's ingest to its verdict, s"][0] == "64"
@@ -187,7 +187,7 @@ def test_the_table_says_what_was_not_measured() -> None:
         (["--width", "100"], "--width: expected a multiple of 64, at least 64; got '100'"),
         (
             ["--price-per-hour", "nan", "--price-source", "x"],
-            "--price-per-hour: expected a price above zero; got 'nan'",
+            "--price-per-hour: expected a number above zero; got 'nan'",
         ),
         (["--price-per-hour", "0.1"], "a price needs the words that say whose it is"),
         (
@@ -221,22 +221,24 @@ def test_examples_of_the_docstrings_are_true() -> None:
         assert found.attempted and not found.failed
 
 
-@pytest.mark.slow("trains three small models and times a fourth: half a minute of a core")
+@pytest.mark.slow("trains six small models and times two more: half a minute of a core")
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     library = str(write_library(tmp_path / "library"))
     monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"stdlib": library})
     monkeypatch.setattr(best_here, "tuned_kernels", lambda _: KERNELS)
     whole = models.recipe_of
-    monkeypatch.setattr(models, "recipe_of", lambda steps, width: whole(steps, width, compile=False))
+    monkeypatch.setattr(models, "recipe_of", lambda *sizes: whole(*sizes, compile=False))
     monkeypatch.setattr(command, "SECONDS", 0.5)
     out = tmp_path / "out"
-    words = ["--steps", "8", "--width", "64", "--price-per-hour", "0.5", "--price-source", "a test"]
+    words = ["--steps", "8", "--width", "64", "--seeds", "2", "--price-per-hour", "0.5", "--price-source", "a test"]
     assert command.main([*words, "--out", str(out)]) == 0
     said = capsys.readouterr()
     (table,), (document,) = out.glob("headline-cpu-*.md"), out.glob("headline-cpu-*.json")
-    assert said.out == table.read_text() and "The same tokens with transformers" in said.err
+    assert said.out == table.read_text() and "Seed 2 of 2: the same tokens to each model" in said.err
     found = json.loads(document.read_text())
     assert page.markdown(found) == table.read_text()
     assert str(tmp_path) not in table.read_text() + document.read_text()
     assert set(found["bits_per_byte"]) == set(page.MEASURED)
-    assert found["trained"][page.OURS]["tokens"] == found["trained"][page.THEIRS]["tokens"]
+    one, other = found["trained"][page.OURS]
+    assert one["losses"] != other["losses"], "each seed has its own weights and order"
+    assert [one["tokens"], other["tokens"]] == [theirs["tokens"] for theirs in found["trained"][page.THEIRS]]
