@@ -169,9 +169,9 @@ def judged_shards(db: Reads) -> list[Judged]:
         for planned in row["plan"]["token_shards"]:
             first.setdefault(shard_of.get(planned["id"], ""), verdict)
     return [
-        Judged(row["name"], verdict.number, verdict.outcome, verdict.created_at - row["ingested_at"])
+        Judged(row["name"], judged.number, judged.outcome, judged.created_at - row["ingested_at"])
         for row in shards
-        if (verdict := first.get(row["sha256"]))
+        if (judged := first.get(row["sha256"]))
     ]
 
 
