@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
+from factory.ledger.reader import Reader
+from factory.ledger.rows import CandidateRow, Reads, SegmentRow, VerdictRow
 from factory.ledger.status import describe_average
 
 
@@ -23,8 +27,9 @@ def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list
     asked += [f"{factory} proposals show {facts['proposals'][-1]['number']}{where}"] if facts["proposals"] else []
     asked += [f"{factory} provenance --release {facts['releases'][-1]['number']}{where}"] if facts["releases"] else []
     lines = [*_data(facts), "", *_training(facts), "", *_releases(facts), "", *_proposals(facts), ""]
+    lines += [*_numbers(Reader(workspace), facts, seconds), ""]
     lines += [
-        f"  This run took {seconds / 60:.1f} minutes. Every number above was read back from {workspace.root / 'ledger.db'}.",
+        f"  Every number above, but those of the cost, was read back from {workspace.root / 'ledger.db'}.",
         "",
         f"  Look at it:  {factory} ui{where}    (MLflow: runs, the model's versions, verdicts, reports)",
         "  Ask:         " + "\n               ".join(asked),
@@ -141,3 +146,83 @@ def _proposals(facts: dict[str, Any]) -> list[str]:
         lines.append(f"      {(proposal['outcome'] or proposal['state']).upper()}")
         lines += [f"      {reason}" for reason in proposal["reasons"] or []]
     return lines if facts["proposals"] else [*lines, "    nothing"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A shard's way to the first verdict of the release gate on a candidate that was trained on it."""
+
+    shard: str
+    candidate: int
+    outcome: str
+    seconds: float  # from the moment that its ingest was recorded
+
+
+def judged_shards(db: Reads) -> list[Judged]:
+    """Of every ingested shard that has one, in the order in which they came."""
+    shards = db.read("SELECT sha256, name, ingested_at FROM shards WHERE state = 'ingested' ORDER BY ingested_at")
+    shard_of = {row["id"]: row["shard"] for row in db.read("SELECT id, shard FROM token_shards")}
+    first: dict[str, VerdictRow] = {}
+    for verdict in VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id"):
+        segment = SegmentRow.get(db, CandidateRow.get(db, verdict.number).segment)
+        (row,) = db.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
+        for planned in row["plan"]["token_shards"]:
+            first.setdefault(shard_of.get(planned["id"], ""), verdict)
+    return [
+        Judged(row["name"], judged.number, judged.outcome, judged.created_at - row["ingested_at"])
+        for row in shards
+        if (judged := first.get(row["sha256"]))
+    ]
+
+
+def _numbers(db: Reads, facts: dict[str, Any], seconds: float) -> list[str]:
+    """What another system can be compared by. ``python -m benchmarks.headline`` measures the same with more care."""
+    lines = ["  IN NUMBERS"]
+    timed = [one for one in facts["segments"] if isinstance(_tokens_per_s(one), float)]
+    if timed:
+        lines.append(
+            f"    speed      {_tokens_per_s(timed[-1]):,.0f} tokens/s of training in {timed[-1]['precision']} (segment {timed[-1]['id']})"
+            + _share_of_products(SegmentRow.get(db, timed[-1]["id"]), _tokens_per_s(timed[-1]))
+        )
+    measured = [one for one in facts["candidates"] if (one["summary"] or {}).get("bpb")]
+    if measured:
+        own, baselines = measured[-1]["summary"]["bpb"], measured[-1]["summary"].get("baselines") or {}
+        pairs = [
+            f"{domain}{_cell(bits)} ({_cell((baselines.get(domain) or {}).get('trigram')).strip()})"
+            for domain, bits in sorted(own.items())
+        ]
+        words = " ".join(", ".join(pairs).split())
+        lines.append(
+            f"    quality    held-out bits per byte of candidate {measured[-1]['id']} (of the byte trigram): {words}"
+        )
+    judged = judged_shards(db)
+    if judged:
+        newest = [one for one in judged if one.candidate == judged[-1].candidate]
+        least, most = (f"{end(one.seconds for one in newest):.0f}" for end in (min, max))
+        lines.append(
+            f"    delay      {least if least == most else f'{least} to {most}'} s from the ingest of a shard "
+            f"({', '.join(one.shard for one in newest)}) to the verdict on candidate {judged[-1].candidate}"
+        )
+    spent = os.times()
+    core_hours = (spent.user + spent.system + spent.children_user + spent.children_system) / 3600
+    lines.append(f"    cost       {seconds / 60:.1f} minutes and {core_hours:.2f} core-hours of this run")
+    return lines
+
+
+def _tokens_per_s(segment: dict[str, Any]) -> Any:
+    """Of a segment's median step, as its trainer left it."""
+    return ((segment["result"] or {}).get("speed") or {}).get("tokens_per_s")
+
+
+def _share_of_products(segment: SegmentRow, tokens_per_s: float) -> str:
+    """The model's FLOP/s as a share of what the probe measured of its matrix products alone, when the segment was planned."""
+    from trainer.contract.recipe import Recipe
+
+    computing = segment.computing or {}
+    probe = (computing.get("precision") or {}).get("probe") or {}
+    rate = (probe.get("rates") or {}).get(segment.recipe_json["precision"], {}).get("products")
+    threads = max(1, (computing.get("machine") or {}).get("threads") or 0)
+    if not isinstance(rate, float) or rate <= 0:
+        return ""
+    share = tokens_per_s * Recipe.parse(segment.recipe_json).model.flops_per_token() / (rate * threads)
+    return f", {share:.0%} of the FLOP/s that its matrix products alone reach here"
