@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from factory.evals.statistics import Gain
+from kernels.contract.message import Message
 
 POWER = 0.8
 TAILS = 6.0  # κ: of a Student t with 5 degrees of freedom, as the calibration draws items
@@ -121,14 +122,19 @@ class ScoredGuard:
         return self.groups > 1 and self.lost_by_chance <= MOST_FAILED
 
     @property
-    def still(self) -> str:
-        """What it still does where it is set aside, in words."""
+    def still(self) -> Message:
+        """The effect that the guard still has after it is set aside."""
         if not self.tells:
-            return f"It informs, and rejects where a loss of more than {self.margin:.3f} is shown."
-        return (
-            f"It holds only where a loss of more than {self.margin:.3f} is measured, as of {100 * self.lost_by_chance:.0f} in 100 such models, and "
-            "rejects where one is shown."
-        )
+            return Message(
+                "power.only_rejects", "It cannot hold a release. It rejects a release that shows a loss of more than {margin:.3f}.",
+                margin=self.margin,
+            )  # fmt: skip
+        return Message(
+            "power.holds_measured_loss",
+            "It holds a release only if the measured loss is more than {margin:.3f}. {chance:.0f} of 100 equally good models have such a loss. "
+            "It rejects a release that shows such a loss.",
+            margin=self.margin, chance=100 * self.lost_by_chance,
+        )  # fmt: skip
 
     def needed(self) -> int | None:
         """The items with which it stands, as many to a group as now; None: no number is enough."""

@@ -37,12 +37,12 @@ class Check:
     detail: str  # one line for a person: what differs and what to do; a ``Message`` without a full stop
 
 
-def joined(parts: Sequence[Message]) -> Message:
+def joined(parts: Sequence[str]) -> Message:
     """Several sentences as one message. Its data has the sentences.
 
     >>> joined([Message("data.lost", "A file is lost"), Message("data.late", "A file is late")])
     'A file is lost. A file is late'
     """
-    return (
-        parts[0] if len(parts) == 1 else Message("checks.several", "{text}", text=". ".join(parts), parts=list(parts))
-    )
+    if len(parts) == 1:
+        return Message.from_json(parts[0])
+    return Message("checks.several", "{text}", text=". ".join(parts), parts=list(parts))
