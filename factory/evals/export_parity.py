@@ -152,7 +152,7 @@ def checkpoint_checks(ledger: Ledger, candidate: CandidateRow, vocabulary: int) 
     export = Path(candidate.export_path)
     here, where = read_json(export / "config.json"), export / "config.json"
     found = asdict(parse_config(here, where))
-    expected = asdict(parse_config(made.config, f"candidate {candidate.id}'s recorded config.json"))
+    expected = asdict(parse_config(made.config, f"candidate {candidate.id}, recorded"))
     wrong: dict[str, list[Message]] = {name: [] for name in OF_CHECKPOINT}
     for key in found:
         if found[key] != expected[key]:

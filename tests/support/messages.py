@@ -35,6 +35,10 @@ NOT_MESSAGES = {
     "factory/bundles/documents/croissant.py": "values of a JSON-LD file: part of the bundle's format",
     "factory/bundles/documents/spdx.py": "values of a JSON-LD file: part of the bundle's format",
     "factory/evals/probes/conversations.py": "texts and chats that engines are asked",
+    "factory/tasks/program_texts.py": "Python programs and empty replies that prove tasks",
+    "factory/tasks/published/choices.py": "a benchmark's prompt",
+    "factory/tasks/published/programs.py": "benchmarks' prompts and programs",
+    "factory/tasks/inside/": "it runs inside the sandbox: standard library only",
     "factory/set_up/": "it runs before anything is installed: standard library only",
     "factory/sandbox/launch.py": "it runs inside the sandbox: standard library only",
 }
