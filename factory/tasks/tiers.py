@@ -59,7 +59,7 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
         never = policy.setting(name, "tier", "never")
         todo = Message(
             "tiers.repair",
-            "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. To stop measuring the task: '{never}'.",
+            "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. To stop measuring it: '{never}'.",
             task=name, candidate=candidate, never=never or "tier: never",
         )  # fmt: skip
         reason = Message.restored(error.code, str(error).removesuffix("."), error.data)
