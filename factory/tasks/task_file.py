@@ -399,10 +399,15 @@ def _enough_shown(file: TaskFile, examples: Sequence[TaskItem], items: Sequence[
     for subject in dict.fromkeys(item.subject for item in items):
         count = sum(one.subject == subject for one in examples)
         if count < file.shots:
-            raise TaskError(
-                "task_file.few_examples", "{file}: subject {subject!r} has {count:,|example|examples}, but {shots} are needed (shots)",
-                file=where, subject=subject, count=count, shots=file.shots,
-            )  # fmt: skip
+            data = {"file": where, "count": count, "shots": file.shots}
+            if subject:
+                raise TaskError(
+                    "task_file.few_examples_of_subject",
+                    "{file}: subject {subject!r} has {count:,|example|examples}, but {shots} are needed (shots)",
+                    subject=subject,
+                    **data,
+                )
+            raise TaskError("task_file.few_examples", "{file} has {count:,|example|examples}, but {shots} are needed (shots)", **data)
 
 
 def _file_sha256(file: TaskFile) -> str:
