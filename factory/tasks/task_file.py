@@ -407,7 +407,11 @@ def _enough_shown(file: TaskFile, examples: Sequence[TaskItem], items: Sequence[
                     subject=subject,
                     **data,
                 )
-            raise TaskError("task_file.few_examples", "{file} has {count:,|example|examples}, but {shots} are needed (shots)", **data)
+            raise TaskError(
+                "task_file.few_examples",
+                "{file} has {count:,|example|examples}, but {shots} are needed (shots)",
+                **data,
+            )
 
 
 def _file_sha256(file: TaskFile) -> str:

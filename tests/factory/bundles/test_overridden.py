@@ -98,7 +98,9 @@ def test_an_invalid_override_fails_the_check_of_the_verdict(bundle: Path, what: 
         (lambda e: e.update(anomalies=["loss_spike"]), "loss_spike"),
     ],
 )
-def test_a_forged_override_of_a_reason_that_nobody_can_override_is_found(bundle: Path, change: Change, mark: str) -> None:
+def test_a_forged_override_of_a_reason_that_nobody_can_override_is_found(
+    bundle: Path, change: Change, mark: str
+) -> None:
     """The forger signed and hashed the bundle again, with the judge's own words."""
     stored = json.loads((bundle / layout.EVIDENCE).read_text())
     change(stored)

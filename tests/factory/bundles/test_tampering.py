@@ -275,7 +275,9 @@ def test_a_huge_file_is_not_read(bundle: Path) -> None:
         with open(bundle / name, "wb") as file:
             file.truncate(limit + 1)
     folder = BundleFolder.open(bundle)
-    assert says(ask("evidence", folder).detail, ("bundles.too_large", {"file": layout.EVIDENCE, "limit": layout.JSON_BYTES}))
+    assert says(
+        ask("evidence", folder).detail, ("bundles.too_large", {"file": layout.EVIDENCE, "limit": layout.JSON_BYTES})
+    )
     with refused("bundles.too_large", BundleError, file=f"{layout.ITEMS}, line 1", limit=layout.LINE_BYTES):
         list(folder.rows(layout.ITEMS))
     with refused("bundles.too_large", BundleError, file=layout.SHARDS, limit=10):

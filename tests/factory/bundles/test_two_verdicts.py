@@ -84,7 +84,9 @@ def test_the_same_judge_is_held_to_its_words(bundle: Path) -> None:
         (forge, ("two_verdicts.other_judge", {"recorded": "llm-factory 9, sha256 ffffffffffff"})),
     ],
 )
-def test_another_judge_may_give_reasons_in_other_words(bundle: Path, record: Change, judges: tuple[str, dict[str, Any]]) -> None:
+def test_another_judge_may_give_reasons_in_other_words(
+    bundle: Path, record: Change, judges: tuple[str, dict[str, Any]]
+) -> None:
     found = judged(changed(bundle, layout.VERDICT, record))
     assert found.ok and codes([found.detail]) == ["two_verdicts.same_by_other_judge"] and says(found.detail, judges)
     reasons = json.loads((bundle / layout.VERDICT).read_text())["reasons"]

@@ -73,7 +73,11 @@ def test_a_time_limit_is_not_held_against_the_export(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(server, "PROBE", endless)
     monkeypatch.setattr(server, "AGAIN", 2)
     served = probe({}, 1)
-    assert served.out_of_time and says(served.problem, ("server.late", {"seconds": 2})) and "probe_seconds" in served.problem
+    assert (
+        served.out_of_time
+        and says(served.problem, ("server.late", {"seconds": 2}))
+        and "probe_seconds" in served.problem
+    )
     nothing: Any = None
     checks = [*_server(nothing, nothing, [], served), _smoke(served)]
     assert [check.ok for check in checks] == [None] * 9 and says(checks[-1].detail, ("server.late", {"seconds": 2}))

@@ -152,7 +152,9 @@ def test_a_model_without_finite_numbers_is_not_recorded(plant: FilledPlant, tmp_
     for path in tasks:
         with refused("measuring.failed", TaskError, task=path.stem) as found:
             measure(plant, overflow, load_task(path, POLICY), POLICY)
-        assert found.value.data["problem"].code == ("model.not_finite" if path.stem == "asked" else "model.logits_not_finite")
+        assert found.value.data["problem"].code == (
+            "model.not_finite" if path.stem == "asked" else "model.logits_not_finite"
+        )
     assert recorded(plant) == before
 
 
@@ -163,7 +165,9 @@ def test_what_cannot_be_measured_is_named_and_not_recorded(plant: FilledPlant, c
         measure(plant, candidate, load_task(write_task(plant.workspace, "long", long), POLICY), POLICY)
     assert says(found.value.message, ("model.long_answer", {"context": 256}))
     path = published.write(plant.workspace.root / "policies" / "tasks" / "HumanEval.jsonl", published.human_eval())
-    with refused("measuring.no_room", TaskError, task="HumanEval", published="humaneval", items="HumanEval.jsonl") as found:
+    with refused(
+        "measuring.no_room", TaskError, task="HumanEval", published="humaneval", items="HumanEval.jsonl"
+    ) as found:
         measure(plant, candidate, load_task(path, POLICY), POLICY)
     assert says(found.value.message, ("model.no_room", {"max_tokens": 1024, "context": 256}))
     with refused("measuring.failed", TaskError, task="room") as found:

@@ -152,7 +152,9 @@ def test_a_record_of_lm_eval_that_could_be_shown_to_itself_is_refused(plant: Fil
         "fewshot_split": "train",
     }
     path = write_lm_eval_task(plant.workspace, "asked", items, num_fewshot=2, **split)
-    with refused("file_rules.same_record", TaskError, record="record 1 of train.jsonl", other="record 4 of asked.jsonl"):
+    with refused(
+        "file_rules.same_record", TaskError, record="record 1 of train.jsonl", other="record 4 of asked.jsonl"
+    ):
         load_task(path, POLICY)
     assert load_task(write_lm_eval_task(plant.workspace, "asked", items, **split), POLICY).records
 

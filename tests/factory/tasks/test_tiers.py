@@ -104,7 +104,10 @@ def test_dear_tasks_are_measured_only_before_a_promotion_and_each_holds_what_it_
     write_policy(plant.workspace, tasks=tiers | {"dear": {"margin": 0.0}})
     informed = verdict(plant, better)
     assert informed.outcome in ("promote", "reject")
-    assert any(says(one, ("comparing.no_guard", {"items": 24})) and says(one, ("comparing.no_size", {})) for one in informed.reasons)
+    assert any(
+        says(one, ("comparing.no_guard", {"items": 24})) and says(one, ("comparing.no_size", {}))
+        for one in informed.reasons
+    )
 
 
 def test_a_task_that_cannot_be_measured_holds_by_name(plant: FilledPlant, line: tuple[int, int]) -> None:
