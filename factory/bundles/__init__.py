@@ -1,5 +1,5 @@
-"""A release as a folder that another team can check without us (docs/BUNDLE.md).
+"""A bundle: a release as a folder that another team can check without the factory that made it (docs/BUNDLE.md).
 
-``writing`` gathers it from the ledger (``gathering``, ``provenance``, ``shards``), adds what follows from that (``documents``: card, Croissant,
-SPDX) and signs it (``signing``); ``verifying`` checks a folder that anyone may have written, with nothing but what lies in it.
+``writing`` reads a release from the ledger (``gathering``, ``provenance``, ``shards``), derives documents from it (``documents``: model card,
+Croissant, SPDX) and signs the folder (``signing``). ``verifying`` checks a bundle. It reads only the folder and trusts nothing in it.
 """

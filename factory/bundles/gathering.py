@@ -1,5 +1,7 @@
-"""What the ledger knows of a release, as the files of a bundle: policy, evidence, items, verdict, licences, anomalies. No text of a held-out
-document is among it."""
+"""Reads a release from the ledger as files of a bundle: policy, evidence, items, verdict, licences, anomalies.
+
+No file holds text of a held-out document.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,24 @@ from factory.ledger.rows import EvaluationRow, ReleaseRow, SegmentRow, VerdictRo
 from trainer.contract.strict import parse
 
 Files = dict[str, Any]  # path → a text, a JSON object, or the rows of JSON Lines
-NOT_TOLD = ("samples", "seconds", "baselines_key")  # of a summary; samples hold held-out questions
+NOT_TOLD = (
+    "samples",
+    "seconds",
+    "baselines_key",
+)  # keys of a summary that are left out; samples hold held-out questions
+VERDICT_COLUMNS = " ".join(("outcome", "reasons", "against", "policy_sha256", "subject", "subject_sha256"))
 
 
 def gather(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool) -> Files:
-    """Raises: InputError when the release is not to be bundled: its licences, its policy or its evidence do not allow it."""
+    """The files of a release's bundle. Raises: InputError if licences, policy or evidence do not allow a bundle."""
     verdict = VerdictRow.get(plant.ledger, release.verdict)
     evidence = verdict.evidence(plant.ledger)
     evaluated = evidence.get("evaluations") or {}
     if not isinstance(evaluated.get(layout.CANDIDATE), int):
-        raise InputError(f"release {release.number}: verdict {verdict.id} does not say which evaluations it judged")
+        raise InputError(
+            "gathering.no_evaluations", "Release {release}: verdict {verdict} does not name the evaluations that it judged",
+            release=release.number, verdict=verdict.id,
+        )  # fmt: skip
     policy = _policy(verdict, evidence)
     licences = _licences(plant, release, policy, licence)
     summaries, items = {}, []
@@ -66,7 +76,7 @@ def gather(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool
 
 
 def _task_items(ledger: Ledger, evidence: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The items of the tasks that were judged; ``cost``: less of it is better."""
+    """The items of the judged tasks. ``cost``: a lower value is better."""
     found = []
     for task, sides in ((evidence.get("tasks") or {}).get("evaluations") or {}).items():
         for who, number in zip((layout.CANDIDATE, layout.CHAMPION), sides, strict=True):
@@ -78,11 +88,14 @@ def _task_items(ledger: Ledger, evidence: Mapping[str, Any]) -> list[dict[str, A
 
 
 def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
-    """The policy that the verdict was given under, as it was recorded with it."""
+    """The policy of the verdict, as it was recorded with the verdict."""
     policy = parse(ReleasePolicy, evidence.get("policy") or {}, "its policy", InputError)
     if policy_sha256(policy) != verdict.policy_sha256:
-        words = f"verdict {verdict.id} was given under a policy (sha256 {verdict.policy_sha256[:12]}…) that was not recorded"
-        raise InputError(f"{words}: no bundle was made; make one of a later release")
+        raise InputError(
+            "gathering.no_policy",
+            "The policy of verdict {verdict} (sha256 {policy_sha256:.12}…) was not recorded. No bundle was made. Make a bundle of a later release",
+            verdict=verdict.id, policy_sha256=verdict.policy_sha256,
+        )  # fmt: skip
     return policy
 
 
@@ -92,13 +105,19 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
     other = not_releasable(rules, tokens)
     if not any(tokens.values()):
         raise InputError(
-            f"release {release.number}: which licences its training data have is not known; no bundle was made"
+            "gathering.unknown_licences",
+            "Release {release}: the licences of its training data are not known. No bundle was made",
+            release=release.number,
         )
     if sum(other.values()) > policy.not_releasable_max:
-        named = ", ".join(f"{name} ({share:.0%})" for name, share in list(other.items())[:5])
         raise InputError(
-            f"release {release.number} may not be handed on: {sum(other.values()):.1%} of its supervised tokens have licences that do not "
-            f"allow it, at most {policy.not_releasable_max:.1%} is allowed: {named}; no bundle was made (licences in data.yaml)"
+            "gathering.not_releasable",
+            "Release {release} may not be passed on. {share:.1%} of its supervised tokens have licences that do not allow a release: {named}. "
+            "At most {limit:.1%} is allowed. No bundle was made. The rules of licences are in data.yaml",
+            release=release.number,
+            share=sum(other.values()),
+            limit=policy.not_releasable_max,
+            named=[f"{name} ({share:.0%})" for name, share in list(other.items())[:5]],
         )
     written = written_in(plant.ledger, planned_shards(plant.ledger, release.segment))
     synthetic = Counter({one.maker: one.supervised_tokens for one in written})
@@ -116,8 +135,8 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
 
 
 def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[str, Any]:
-    """``judge`` tells which code judged; a verdict that an older factory recorded has none."""
-    told = verdict.only("outcome reasons against policy_sha256 subject subject_sha256")
+    """``judge`` names the code that judged. The verdict of an older factory has no such key."""
+    told = verdict.only(VERDICT_COLUMNS)
     sql = "SELECT detail FROM events WHERE kind = 'judged' AND subject = :subject ORDER BY id DESC"
     events = (row["detail"] or {} for row in ledger.read(sql, subject=verdict.subject))
     judge = next((event.get("judge") for event in events if event.get("verdict") == verdict.id), None)
@@ -136,7 +155,7 @@ def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[s
 
 
 def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], suite: str | None) -> dict[str, Any]:
-    """What names the held-out documents; with what makes up the suite's own hash, where that can be had again."""
+    """Hashes of the held-out documents, and the parts of the suite's hash if the hash can still be computed."""
     halves = {}
     for name, task in (("items", TASK), ("dev", DEV)):
         documents = documents_of(plant.ledger, sorted({item.item for item in items if item.task == task}))
@@ -151,7 +170,7 @@ def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], 
 
 
 def _anomalies(ledger: Ledger, segment: int) -> dict[str, Any]:
-    """Of the training that it comes from; what was masked or taken out of the data that it saw."""
+    """The anomalies of the segments that trained the model, and the documents that were quarantined from its data."""
     lineage = {row.id for row in SegmentRow.lineage(ledger, segment)}
     used = planned_shards(ledger, segment)
     sql = "SELECT key, id, token_shard, detail FROM documents WHERE fate = 'quarantined' ORDER BY key"

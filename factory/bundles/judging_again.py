@@ -1,7 +1,6 @@
-"""Judges a release again from what its bundle holds: from the items to the numbers, from the numbers to the verdict.
+"""Judges a release again from its bundle: computes the evidence from the items, and the verdict from the evidence.
 
-Taken as they are recorded: the noise floor, what replicas showed, the baselines, the checks, how often the champion was challenged, what
-releases before lost.
+``RECORDED`` values cannot be computed from a bundle and are taken as recorded, for example the checks and the replicas' noise.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleError, BundleFolder, difference, shown
+from factory.bundles.files.folder import BundleError, BundleFolder, difference, not_an_object, shown, unexpected_key
 from factory.bundles.two_verdicts import TwoVerdicts
 from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
@@ -27,11 +26,12 @@ from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded import evidence_of, evidence_sha256, judged_again
 from factory.tasks.comparing import TaskEvidence, gains, scores
 from kernels.contract.files import finite
+from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
-TOLERANCE = 1e-9  # relative: sums in another order, or on another machine
+TOLERANCE = 1e-9  # relative: sums in another order or on another machine
 _ITEMS = TypeAdapter(EvalItem)
-# Of the ledger, which a bundle does not have: taken as recorded, and signed.
+# Fields of the evidence that come from the ledger, which a bundle lacks. They are taken as recorded; the signature covers them.
 RECORDED = (
     "look", "lost", "releasable", "not_releasable", "disputed", "anomalies", "sealed_looks", "fresh_documents", "older_documents", "on_fresh",
     "fresh_gap", "replicas", "replica_noise", "replica_target", "watched", "rise_since", "rise_dev", "rise_sealed", "rise_gap",
@@ -39,29 +39,44 @@ RECORDED = (
 )  # fmt: skip
 
 
-def policy_problems(folder: BundleFolder) -> list[str]:
-    """Is the policy the one that the verdict was given under? Raises: BundleError."""
+def policy_problems(folder: BundleFolder) -> list[Message]:
+    """Is this the policy of the verdict? Raises: BundleError."""
     raw = folder.read(layout.POLICY)
     _policy(folder)
     wanted = folder.object(layout.VERDICT).get("policy_sha256")
     if hashlib.sha256(raw).hexdigest() != wanted:
-        return [f"the verdict was given under another policy (sha256 {shown(str(wanted), 12)})"]
+        return [
+            Message(
+                "judging_again.other_policy",
+                "The verdict names another policy (sha256 {sha256})",
+                sha256=shown(str(wanted), 12),
+            )
+        ]
     return []
 
 
-def evidence_problems(folder: BundleFolder) -> list[str]:
-    """Do the numbers that were judged follow from the items and measurements? Raises: BundleError."""
+def evidence_problems(folder: BundleFolder) -> list[Message]:
+    """Do items and measurements give the recorded evidence? Raises: BundleError."""
     stored = folder.object(layout.EVIDENCE)
     if stored.get("sha256") != evidence_sha256(stored):
-        return ["the evidence does not have the hash that was recorded with it"]
+        return [
+            Message(
+                "judging_again.other_hash", "{file} does not have the hash that is recorded in it", file=layout.EVIDENCE
+            )
+        ]
     evidence, tasks = _evidence(stored)
     summaries, items = folder.object(layout.MEASUREMENTS), _items(folder)
     first = evidence.against == FIRST_RELEASE
     wanted = {layout.CANDIDATE} if first else {layout.CANDIDATE, layout.CHAMPION}
     if set(summaries) != wanted or set(items) - wanted:
-        return [f"{layout.MEASUREMENTS}, {layout.ITEMS}: expected those of {' and '.join(sorted(wanted))}"]
+        return [
+            Message(
+                "judging_again.other_models", "{files}: expected only values of these models: {models}",
+                files=[layout.MEASUREMENTS, layout.ITEMS], models=sorted(wanted),
+            )
+        ]  # fmt: skip
     sides = {who: (_mapping(summaries[who], who), items.get(who, [])) for who in wanted}
-    found = [words for who, side in sides.items() if (words := _summary_problem(who, *side))]
+    found = [problem for who, side in sides.items() if (problem := _summary_problem(who, *side))]
     try:
         again = measured(
             _policy(folder),
@@ -71,85 +86,140 @@ def evidence_problems(folder: BundleFolder) -> list[str]:
             sides.get(layout.CHAMPION),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return [*found, f"{layout.MEASUREMENTS} cannot be read: {shown(repr(error))}"]
+        return [
+            *found,
+            Message(
+                "judging_again.odd_measurements",
+                "{file} cannot be evaluated: {reason}",
+                file=layout.MEASUREMENTS,
+                reason=shown(repr(error)),
+            ),
+        ]
     values, recorded = finite(asdict(again)), finite(asdict(evidence))
     for name in RECORDED:
         del values[name], recorded[name]
-    if words := difference(recorded, values, TOLERANCE):
-        found.append(f"the evidence does not follow from the items and measurements: {words}")
-    if words := _task_problem(folder, tasks):
-        found.append(f"the evidence of tasks does not follow from their items: {words}")
+    if problem := difference(recorded, values, TOLERANCE):
+        found.append(
+            Message(
+                "judging_again.other_evidence",
+                "Items and measurements do not give the recorded evidence: {problem}",
+                problem=problem,
+            )
+        )
+    if problem := _task_problem(folder, tasks):
+        found.append(
+            Message(
+                "judging_again.other_task_evidence",
+                "Task items do not give the recorded evidence of tasks: {problem}",
+                problem=problem,
+            )
+        )
     return found
 
 
 def two_verdicts(folder: BundleFolder) -> TwoVerdicts:
-    """What the verdict says, and what the judge says of this policy and evidence. Raises: BundleError."""
+    """The recorded verdict, and this judge's verdict on the same policy and evidence. Raises: BundleError."""
     stored = folder.object(layout.EVIDENCE)
     evidence, _ = _evidence(stored)
     try:
         verdict = judged_again(_policy(folder), stored, layout.EVIDENCE)
     except InputError as error:
-        raise BundleError(shown(str(error), 300)) from None
+        raise BundleError(_shown_error(error)) from None
     against = None if evidence.against == FIRST_RELEASE else evidence.against
     return TwoVerdicts(folder.object(layout.VERDICT), verdict, against, str(stored.get("sha256")))
 
 
-def held_out_problems(folder: BundleFolder) -> list[str]:
-    """Are the items those of the suite that the evidence names? Raises: BundleError."""
+def held_out_problems(folder: BundleFolder) -> list[Message]:
+    """Do the items belong to the suite that the evidence names? Raises: BundleError."""
     stored, evidence = folder.object(layout.HELD_OUT), folder.object(layout.EVIDENCE)
     if stored.get("suite_sha256") != evidence.get("suite_sha256"):
-        return [f"it is of another suite than {layout.EVIDENCE}"]
+        return [
+            Message(
+                "judging_again.other_suite", "{files} name different suites", files=[layout.HELD_OUT, layout.EVIDENCE]
+            )
+        ]
     identity, halves = stored.get("identity"), {name: stored.get(name) for name in ("items", "dev")}
     for name, listed in halves.items():
         if not isinstance(listed, list) or not all(
             isinstance(row, list) and len(row) == 4 and all(isinstance(part, str) for part in row) for row in listed
         ):
-            return [f"{name}: expected rows of key, domain, source and SHA-256"]
+            return [
+                Message(
+                    "judging_again.odd_held_out",
+                    "{key}: expected rows of four texts: key, domain, source and SHA-256",
+                    key=name,
+                )
+            ]
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
-        return [f"{shown(extra[0])} has no place there"]
+        return [unexpected_key(shown(extra[0]))]
     if isinstance(identity, dict) and identity_sha256(identity | halves) != stored["suite_sha256"]:
-        return ["the items do not have the suite's hash"]
+        return [Message("judging_again.other_suite_hash", "The held-out documents do not have the suite's hash")]
     known = {row[0]: (row[1], row[2]) for listed in halves.values() for row in listed or ()}
     for who, items in _items(folder).items():
         for item in items:
             if known.get(item.item) != (item.domain, item.cluster):
-                return [f"{layout.ITEMS}: {who}'s {shown(item.item)} is not among the held-out documents"]
+                return [
+                    Message(
+                        "judging_again.unknown_item", "{file}: item {item} of the {model} is not a held-out document of the suite",
+                        file=layout.ITEMS, item=shown(item.item), model=who,
+                    )
+                ]  # fmt: skip
     return []
 
 
-def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -> str:
-    """Where a summary's totals are not those of its items, in words."""
+def _other_totals(who: str, problem: Message) -> Message:
+    return Message(
+        "judging_again.other_totals",
+        "The items of the {model} give other totals: {problem}",
+        model=who,
+        problem=problem,
+    )
+
+
+def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -> Message | None:
+    """The first difference between a summary's totals and its items'. None: they agree."""
     scored = [item for item in items if item.task == "bpb"]
     if any(item.weight <= 0 for item in scored):
-        return f"{who}: an item without bytes"
+        return Message("judging_again.empty_item", "An item of the {model} has no bytes", model=who)
     bits = {item.domain: ratio_bits([i for i in scored if i.domain == item.domain])[item.domain] for item in scored}
-    if words := difference(summary.get("bpb"), bits, TOLERANCE, "bits per byte"):
-        return f"{who}: the items say otherwise: {words}"
+    if problem := difference(summary.get("bpb"), bits, TOLERANCE, "bits per byte"):
+        return _other_totals(who, problem)
     cloze = [item.value for item in items if item.task == "cloze"]
     totals = {"items": len(cloze), "share_right": sum(cloze) / len(cloze) if cloze else None}
     told = summary.get("cloze")
     told = {key: told.get(key) for key in totals} if isinstance(told, dict) else told
-    if words := difference(told, totals, TOLERANCE, "cloze"):
-        return f"{who}: the items say otherwise: {words}"
+    if problem := difference(told, totals, TOLERANCE, "cloze"):
+        return _other_totals(who, problem)
     counted = summary.get("documents")
     for domain in bits:
         count = counted.get(domain) if isinstance(counted, dict) else None
         if not isinstance(count, int) or count < sum(item.domain == domain for item in scored):
-            return f"{who}: {shown(domain)}: more items than held-out documents"
-    return ""
+            return Message(
+                "judging_again.too_many_items", "The {model} has more items of domain {domain} than held-out documents",
+                model=who, domain=shown(domain),
+            )  # fmt: skip
+    return None
 
 
-def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> str:
-    """Where the values and gains of tasks are not those of their items, in words."""
+def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> Message | None:
+    """The first difference between the recorded values and gains of tasks and those of their items. None: they agree."""
     if not tasks.evaluations:
-        return ""
+        return None
     of_task: dict[str, dict[str, list[EvalItem]]] = {}
     costs = set[str]()
     for number, row in enumerate(folder.rows(layout.TASK_ITEMS), 1):
         task, cost = row.pop("measured_in", None), row.pop("cost", None)
-        if not isinstance(task, str) or task not in tasks.evaluations or not isinstance(cost, bool):
+        if not isinstance(task, str) or task not in tasks.evaluations:
             raise BundleError(
-                f"{layout.TASK_ITEMS}, line {number}: {shown(str(task))} is no task that was judged, or 'cost' is no truth value"
+                "judging_again.unknown_task", "{file}, line {line}: task {task} was not judged",
+                file=layout.TASK_ITEMS, line=number, task=shown(str(task)),
+            )  # fmt: skip
+        if not isinstance(cost, bool):
+            raise BundleError(
+                "judging_again.odd_cost",
+                "{file}, line {line}: key 'cost' must be true or false",
+                file=layout.TASK_ITEMS,
+                line=number,
             )
         who, item = _item(layout.TASK_ITEMS, number, row)
         costs |= {item.task} if cost else set()
@@ -174,14 +244,29 @@ def _items(folder: BundleFolder) -> dict[str, list[EvalItem]]:
 
 
 def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
-    """(whose, the item) of a line of a file. Raises: BundleError."""
+    """(the model that an item belongs to, the item) on a line of a file. Raises: BundleError."""
     who = row.pop("of", None)
     try:
         item = _ITEMS.validate_json(json.dumps(row), strict=True)
     except ValidationError as error:
-        raise BundleError(f"{name}, line {number}: {_first(error)}") from None
-    if who not in (layout.CANDIDATE, layout.CHAMPION) or set(row) != {field.name for field in fields(EvalItem)}:
-        raise BundleError(f"{name}, line {number}: an item of {shown(str(who))} with other keys than an item has")
+        first = error.errors(include_url=False)[0]
+        raise BundleError(
+            "judging_again.odd_item", "{file}, line {line}: {key}: {reason}",
+            file=name, line=number, key=shown(".".join(map(str, first["loc"]))), reason=shown(str(first["msg"])),
+        ) from None  # fmt: skip
+    if who not in (layout.CANDIDATE, layout.CHAMPION):
+        raise BundleError(
+            "judging_again.unknown_model", "{file}, line {line}: {model} is not one of: {models}",
+            file=name, line=number, model=shown(str(who)), models=[layout.CANDIDATE, layout.CHAMPION],
+        )  # fmt: skip
+    if set(row) != (known := {field.name for field in fields(EvalItem)}):
+        raise BundleError(
+            "judging_again.item_keys",
+            "{file}, line {line}: an item has exactly these keys: {keys}",
+            file=name,
+            line=number,
+            keys=known,
+        )
     return who, item
 
 
@@ -189,7 +274,7 @@ def _evidence(stored: dict[str, Any]) -> tuple[ReleaseEvidence, TaskEvidence]:
     try:
         return evidence_of(stored, layout.EVIDENCE)
     except InputError as error:
-        raise BundleError(shown(str(error), 300)) from None
+        raise BundleError(_shown_error(error)) from None
 
 
 def _policy(folder: BundleFolder) -> ReleasePolicy:
@@ -197,18 +282,22 @@ def _policy(folder: BundleFolder) -> ReleasePolicy:
     try:
         policy = parse(ReleasePolicy, raw, layout.POLICY, InputError)
     except InputError as error:
-        raise BundleError(shown(str(error), 300)) from None
+        raise BundleError(_shown_error(error)) from None
     if hashlib.sha256(folder.read(layout.POLICY)).hexdigest() != policy_sha256(policy):
-        raise BundleError(f"{layout.POLICY}: it is not written as this factory writes it, or has other keys")
+        raise BundleError(
+            "judging_again.odd_policy",
+            "{file} has other keys or another format than this factory writes",
+            file=layout.POLICY,
+        )
     return policy
+
+
+def _shown_error(error: InputError) -> Message:
+    """An error that quotes a bundle, safe to print."""
+    return Message.restored(error.code, shown(str(error), 300), error.data)
 
 
 def _mapping(value: Any, who: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BundleError(f"{layout.MEASUREMENTS}: {who}: expected a JSON object")
+        raise not_an_object(f"{layout.MEASUREMENTS}: {who}")
     return value
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    return f"{shown('.'.join(map(str, first['loc'])))}: {shown(str(first['msg']))}"

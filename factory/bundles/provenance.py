@@ -1,4 +1,4 @@
-"""``provenance.json``: an in-toto statement with a SLSA v1 provenance predicate, of what was done to make the model."""
+"""``provenance.json``: how the model was made, as an in-toto statement with a SLSA v1 provenance predicate."""
 
 from __future__ import annotations
 
@@ -14,18 +14,32 @@ from factory.bundles.files.folder import BundleFolder, Hashed, difference, shown
 from factory.git.version import version
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
+from kernels.contract.message import Message
 
 STATEMENT, PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:llm-factory:release:v1"
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 BYPRODUCTS = (layout.POLICY, layout.EVIDENCE, layout.VERDICT, layout.ITEMS, layout.FIXTURE)
-OF_SEGMENT = "id kind parent generation first_step last_step recipe recipe_sha256 data_plan code_commit"
+OF_SEGMENT = " ".join(
+    (
+        "id",
+        "kind",
+        "parent",
+        "generation",
+        "first_step",
+        "last_step",
+        "recipe",
+        "recipe_sha256",
+        "data_plan",
+        "code_commit",
+    )
+)
 
 
 def statement(
     ledger: Ledger, release: ReleaseRow, hashes: Mapping[str, Hashed], shards: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """``hashes``: of the bundle's files so far; ``shards``: the rows of its token shards."""
+    """The statement's JSON object. ``hashes``: of the bundle's files so far; ``shards``: the rows of its token shards."""
     lineage = SegmentRow.lineage(ledger, release.segment)
     last = lineage[-1]
     candidate = CandidateRow.get(ledger, release.candidate)
@@ -58,16 +72,22 @@ def statement(
 
 
 def subjects(hashes: Mapping[str, Hashed]) -> list[dict[str, Any]]:
-    """The model's files."""
+    """The statement's subjects: the model's files."""
     listed = sorted(path for path in hashes if path.startswith(f"{layout.MODEL}/"))
     return [{"name": path, "digest": {"sha256": hashes[path].sha256}} for path in listed]
 
 
-def problems(folder: BundleFolder) -> list[str]:
-    """Where a bundle's provenance and its files do not agree. Raises: BundleError."""
+def problems(folder: BundleFolder) -> list[Message]:
+    """The differences between a bundle's provenance and its files. Raises: BundleError."""
     stored = folder.object(layout.PROVENANCE)
     if (stored.get("_type"), stored.get("predicateType")) != (STATEMENT, PREDICATE):
-        return ["it is no in-toto statement of SLSA v1 provenance"]
+        return [
+            Message(
+                "provenance.other_type",
+                "{file} is not an in-toto statement of SLSA v1 provenance",
+                file=layout.PROVENANCE,
+            )
+        ]
     found = [difference(stored.get("subject"), subjects(folder.hashes), place="subject")]
     try:
         predicate = stored["predicate"]
@@ -79,19 +99,52 @@ def problems(folder: BundleFolder) -> list[str]:
         parents = [one["parent"] for one in segments] == [None, *(one["id"] for one in segments[:-1])]
         planned = segments[-1]["data_plan"]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        return [f"it lacks {shown(repr(error))}"]
+        return [
+            Message(
+                "provenance.incomplete",
+                "{file} lacks a value: {reason}",
+                file=layout.PROVENANCE,
+                reason=shown(repr(error)),
+            )
+        ]
     there = {path: folder.hashes[path].sha256 for path in BYPRODUCTS if path in folder.hashes}
     found.append(difference(listed, there, place="byproducts"))
     if not parents:
-        found.append("its segments do not go on from one another")
+        found.append(
+            Message(
+                "provenance.no_lineage",
+                "{file}: a segment does not continue the segment before it",
+                file=layout.PROVENANCE,
+            )
+        )
     if plan != planned:
-        found.append("its data plan is not its last segment's")
+        found.append(
+            Message(
+                "provenance.other_plan",
+                "{file}: the data plan is not the last segment's data plan",
+                file=layout.PROVENANCE,
+            )
+        )
     rows = {f"token-shard:{row.get('token_shard')}" for row in folder.rows(layout.SHARDS)}
     if rows != trained:
-        found.append(f"the token shards that it names are not those of {layout.SHARDS}")
+        found.append(
+            Message(
+                "provenance.other_shards",
+                "{file} and {shards} list different token shards",
+                file=layout.PROVENANCE,
+                shards=layout.SHARDS,
+            )
+        )
     if release != folder.object(layout.VERDICT).get("release"):
-        found.append(f"it is of another release than {layout.VERDICT}")
-    return [words for words in found if words]
+        found.append(
+            Message(
+                "provenance.other_release",
+                "{file} and {verdict} name different releases",
+                file=layout.PROVENANCE,
+                verdict=layout.VERDICT,
+            )
+        )
+    return [problem for problem in found if problem]
 
 
 def _segment(row: SegmentRow) -> dict[str, Any]:
@@ -106,7 +159,7 @@ def _dependencies(ledger: Ledger, lineage: list[SegmentRow], shards: list[dict[s
         {"name": f"code:{commit}", "digest": {"gitCommit": commit}}
         for commit in dict.fromkeys(r.code_commit for r in lineage)
     ]
-    for plan in dict.fromkeys(row.data_plan for row in lineage):  # whose name is its SHA-256
+    for plan in dict.fromkeys(row.data_plan for row in lineage):  # a data plan's id is its SHA-256
         found.append({"name": f"data-plan:{plan}", "digest": {"sha256": plan}})
     for segment in lineage:
         sql = "SELECT id, step FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1"
@@ -127,7 +180,7 @@ def _dependencies(ledger: Ledger, lineage: list[SegmentRow], shards: list[dict[s
 
 
 def _environment() -> dict[str, str]:
-    """Of the factory that made the bundle; segments name the machine and torch that they were trained with."""
+    """Versions of Python and packages where the bundle was made. Each segment records those of its own training."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

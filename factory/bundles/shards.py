@@ -1,4 +1,4 @@
-"""What a release was trained on: every token shard and licence, and, where it is asked for, the documents that may be handed on."""
+"""The training data of a release: its token shards and licences, and optionally the documents that may be passed on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ COUNTS = ("documents", "tokens", "supervised_tokens", "synthetic_tokens", "quara
 
 
 def planned_shards(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
-    """By id, the token shards in the data plans of a segment and of all before it, as the newest of them has each, at the place where
-    it is now."""
+    """The token shards in the data plans of a segment and of all segments before it, by id.
+
+    Each is the newest plan's entry, with the path at which the token shard is now.
+    """
     found: dict[str, dict[str, Any]] = {}
     for row in SegmentRow.lineage(ledger, segment):
         plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
@@ -35,9 +37,9 @@ def planned_shards(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
 
 
 def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents: bool) -> list[dict[str, Any]]:
-    """A row for each token shard and licence: how much of it there is, whether it may be handed on, whether it is in this bundle.
+    """A row for each token shard and licence: its counts, whether its licence allows a release, whether this bundle includes its documents.
 
-    ``quarantined``: documents that were trained on and are quarantined or taken out since, so that they are not handed on.
+    ``quarantined``: documents that were trained on and were quarantined or removed later. No bundle includes them.
     """
     used = planned_shards(ledger, segment)
     moved = counted(ledger, licences)
@@ -54,7 +56,7 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
     for key in masked:
         for row in ledger.read(f"{sql} AND d.key = :key", key=key):
             _add(found, row, row["license"], -1)
-    for key, conflict in moved.items():  # a text that came under several licences
+    for key, conflict in moved.items():  # a text that arrived under several licences
         if key in masked:
             continue
         for row in ledger.read(f"{sql} AND d.key = :key", key=key):
@@ -81,7 +83,7 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
 
 
 def _add(found: dict[tuple[str, str], dict[str, Any]], row: dict[str, Any], licence: str | None, sign: int) -> None:
-    """Add a row's counts to those of its token shard and ``licence``, or take them away."""
+    """Add a row's counts to the totals of its token shard and ``licence``. ``sign`` -1 subtracts them."""
     named = {name: row[name] for name in ("name", "shard", "bytes")}
     into = found.setdefault((row["token_shard"], licence or ""), named | dict.fromkeys(COUNTS, 0))
     for name in COUNTS:
@@ -91,15 +93,17 @@ def _add(found: dict[tuple[str, str], dict[str, Any]], row: dict[str, Any], lice
 def releasable_documents(
     root: Path, ledger: Ledger, tokenizer: Tokenizer, segment: int, licences: Licences
 ) -> Iterator[dict[str, Any]]:
-    """The documents that it was trained on, as they were trained on, and whose licence lets them be handed on; none that is quarantined.
+    """The documents that a segment was trained on and whose licence allows passing them on, as the trainer read them.
 
-    Raises: InputError for a token shard that is gone or damaged.
+    Quarantined documents are left out. Raises: InputError for a token shard that is missing or damaged.
     """
     moved = counted(ledger, licences)
     for number, place in planned_shards(ledger, segment).items():
         if fault := token_shard_fault(root / place["path"], deep=True):
             raise InputError(
-                f"{fault}: its documents cannot be handed on; 'factory check --repair' (stop 'factory run' first) makes it again"
+                "shards.damaged",
+                "{fault}. Its documents cannot be put into the bundle. Stop 'factory run', then repair it: 'factory check --repair'",
+                fault=fault,
             )
         shard = TokenShard(root / place["path"])
         sql = "SELECT key, domain, source, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"
@@ -121,5 +125,5 @@ def releasable_documents(
 
 
 def json_line(value: Any) -> str:
-    """One line of JSON Lines."""
+    """A value as one line of JSON Lines, with its line end."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,6 +1,6 @@
-"""The signature: an OpenSSF model signature (``model-signing``) over every file, made with an elliptic-curve key, without a network.
+"""The signature: an OpenSSF model signature (``model-signing``) over every file, made offline with an elliptic-curve key.
 
-The factory's own key is made at first use, in the workspace's ``keys/``, readable by its owner alone.
+The first use makes the factory's own key in the workspace's ``keys/``. Only its owner can read it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from factory.bundles.files.layout import SIGNATURE
 from factory.core.errors import InputError
 from factory.core.removal import remove
 from kernels.contract.files import put_in_place, write_atomically
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-CURVES = ("secp256r1", "secp384r1", "secp521r1")  # that the library signs with
+CURVES = ("secp256r1", "secp384r1", "secp521r1")  # the library supports only these
 KEY_BYTES = 1 << 16
 
 
 def own_key(root: Path) -> Path:
-    """The workspace's private key, made when there is none. Raises: InputError when others may read it."""
+    """The path of the workspace's private key. Makes the key if there is none. Raises: InputError if other users can read it."""
     path = root / KEYS / KEY
     if not path.exists():
         _make(root / KEYS)
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise InputError(f"{path}: others may read this private key: 'chmod 600 {path}', or make a new one: remove it")
+        raise InputError(
+            "signing.readable_key",
+            "{path}: other users can read this private key. Restrict it with 'chmod 600 {path}'. Or remove it, and the factory makes a new key",
+            path=path,
+        )
     return path
 
 
@@ -49,7 +54,7 @@ def _make(folder: Path) -> None:
     )
     folder.mkdir(mode=0o700, exist_ok=True)
     aside = folder / f".{uuid.uuid4().hex[:12]}"
-    aside.mkdir(mode=0o700)  # nobody else sees the key before its own mode holds
+    aside.mkdir(mode=0o700)  # hides the key until its own mode is set
     try:
         write_atomically(aside / KEY, private)
         os.chmod(aside / KEY, 0o600)
@@ -60,21 +65,25 @@ def _make(folder: Path) -> None:
 
 
 def public_pem(private: Path) -> bytes:
-    """The public half of a private key's file. Raises: InputError for what is no unencrypted key of a curve that can sign."""
+    """The public key, as PEM, of a private key's file. Raises: InputError unless the file is an unencrypted key of a supported curve."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     try:
         key = serialization.load_pem_private_key(_read(private), None)
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{private}: no private key in PEM without a password: {str(error)[:200]}") from error
+        raise InputError(
+            "signing.no_private_key",
+            "{path} cannot be read as a private key in PEM format without a password: {reason}",
+            path=private, reason=str(error)[:200],
+        ) from error  # fmt: skip
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in CURVES:
-        raise InputError(f"{private}: a key of one of the curves {', '.join(CURVES)} is needed")
+        raise InputError(_other_curve(str(private)))
     return _pem(key.public_key())
 
 
 def fingerprint(pem: bytes, where: str) -> str:
-    """SHA-256 of a public key's DER form. Raises: BundleError for what is no public key that can be verified with."""
+    """The SHA-256 of a public key in DER form. Raises: BundleError unless the key can verify a signature."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -82,15 +91,26 @@ def fingerprint(pem: bytes, where: str) -> str:
     try:
         key = serialization.load_pem_public_key(pem)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise BundleError(f"{where} is no public key in PEM: {shown(str(error))}") from None
+        raise BundleError(
+            "signing.no_public_key",
+            "{path} is not a public key in PEM format: {reason}",
+            path=where,
+            reason=shown(str(error)),
+        ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in CURVES:
-        raise BundleError(f"{where}: a key of one of the curves {', '.join(CURVES)} is needed")
+        raise BundleError(_other_curve(where))
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(der).hexdigest()
 
 
+def _other_curve(where: str) -> Message:
+    return Message(
+        "signing.other_curve", "{path} is not a key of a supported elliptic curve: {curves}", path=where, curves=CURVES
+    )
+
+
 def sign(folder: Path, private: Path) -> None:
-    """Write the signature of a folder into it."""
+    """Sign a folder and write the signature into it."""
     from model_signing import signing
 
     config = signing.Config().use_elliptic_key_signer(private_key=private).set_hashing_config(_hashing())
@@ -98,22 +118,28 @@ def sign(folder: Path, private: Path) -> None:
 
 
 def check_signature(folder: Path, public: Path) -> None:
-    """Raises: BundleError when the signature is not of these files, or not by that key."""
+    """Raises: BundleError unless the signature is of these files and by this key."""
     from model_signing import verifying
 
     config = verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(_hashing())
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the library prints its warnings
             config.verify(folder, folder / SIGNATURE)
-    except Exception as error:  # of whatever kind: the library parses what anyone may have written
-        words = str(error) or type(error).__name__.replace("InvalidSignature", "it was made with another key")
-        if changed := re.findall(r"Hash mismatch for \\*'(.+?)\\*':", words):  # the rest is bytes
-            words = f"signed were other contents of {', '.join(changed)}"
-        raise BundleError(f"{SIGNATURE} is no signature of these files by that key: {shown(words, 300)}") from error
+    except Exception as error:  # of any kind: the library parses untrusted files
+        name = type(error).__name__
+        reason = str(error) or (
+            Message("signing.other_key", "another key made it") if name == "InvalidSignature" else name
+        )
+        if changed := re.findall(r"Hash mismatch for \\*'(.+?)\\*':", reason):  # the rest is bytes
+            reason = Message("signing.changed_files", "these files changed after it was made: {files}", files=changed)
+        raise BundleError(
+            "signing.other_signature", "{file} is not a signature of these files by this key: {reason}",
+            file=SIGNATURE, reason=shown(reason, 300),
+        ) from error  # fmt: skip
 
 
 def _hashing() -> Any:
-    """Given, so that what a signature says of hashing is not obeyed."""
+    """How files are hashed. Set here, because a signature's own claim about hashing is not trusted."""
     from model_signing import hashing
 
     config = hashing.Config().use_file_serialization(hashing_algorithm="sha256", allow_symlinks=False)

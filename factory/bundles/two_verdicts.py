@@ -1,7 +1,7 @@
-"""The verdict that a bundle records beside the one that this factory's judge gives of the same policy and evidence.
+"""Compares a bundle's recorded verdict with this judge's verdict on the same policy and evidence.
 
-The same code says the same, word for word. Another version of it may word a reason otherwise; what decides, it may not say otherwise: outcome,
-champion, and the numbers of a sentence that both say. What gain would have been seen decides nothing, and is an estimate.
+The same version of the judge must give the same text. Another version may give reasons in other words, but not another outcome, another
+champion, or another number in a sentence that both give. The smallest visible gain is an estimate that decides nothing; it may differ.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from factory.gates.release.guards import SEEN
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
 from factory.gates.release.judged_by import JudgedBy, judged_by
 from factory.gates.release.recorded import not_overridable
+from kernels.contract.message import Message
 
 NUMBER = re.compile(r"[+−-]?\d+(?:\.\d+)?")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-NAMED = 3  # reasons in a message
+NAMED = 3  # reasons quoted in a message
 OVERRIDE = {"by", "why", "sha256", "evidence_sha256"}
 
 
 @dataclass(frozen=True)
 class TwoVerdicts:
-    """``recorded``: what ``verdict.json`` holds; ``again`` and ``against``: what is judged here."""
+    """``recorded``: the content of ``verdict.json``. ``again``, ``against``: this judge's verdict, and the champion it compared with."""
 
     recorded: Mapping[str, Any]
     again: Verdict
@@ -36,98 +37,161 @@ class TwoVerdicts:
 
     @cached_property
     def override(self) -> dict[str, str] | None:
-        """Who released it though it was held, and why. Raises: BundleError."""
+        """The override of a held release: its author and reason. None: no override. Raises: BundleError."""
         told = self.recorded.get("override")
         if told is None:
             return None
         if not isinstance(told, dict) or told.keys() != OVERRIDE or not all(isinstance(v, str) for v in told.values()):
-            raise BundleError(f"{layout.VERDICT}: override: expected {', '.join(sorted(OVERRIDE))}")
+            raise BundleError(
+                "two_verdicts.odd_override", "{file}: key 'override' must have exactly these keys, each a text: {keys}",
+                file=layout.VERDICT, keys=OVERRIDE,
+            )  # fmt: skip
         return told
 
     @cached_property
     def by(self) -> JudgedBy | None:
-        """Whose judge the record names; None: none, as of an older factory, or of one who took it out. Raises: BundleError."""
+        """The version of the judge that the record names. None: an older factory wrote it, or someone removed it. Raises: BundleError."""
         told = self.recorded.get("judge")
         if told is None:
             return None
         well = isinstance(told, dict) and told.keys() == {"sha256", "version"}
         if not well or not isinstance(told["version"], str) or not SHA256.fullmatch(str(told["sha256"])):
-            raise BundleError(f"{layout.VERDICT}: judge: expected the SHA-256 of a judge's code, and its version")
+            raise BundleError(
+                "two_verdicts.odd_judge",
+                "{file}: key 'judge' must have a SHA-256 and a version, both texts",
+                file=layout.VERDICT,
+            )
         return JudgedBy(**told)
 
     @property
     def same_judge(self) -> bool:
-        """Was it judged by the code that judges here?"""
+        """Did this version of the judge give the recorded verdict?"""
         return self.by is not None and self.by.sha256 == judged_by().sha256
 
     @cached_property
     def otherwise(self) -> tuple[str, ...]:
-        """Recorded reasons that are not given here, word for word. Raises: BundleError."""
+        """The recorded reasons that this judge does not give in the same words. Raises: BundleError."""
         told = self.recorded.get("reasons")
         if not isinstance(told, list) or not all(isinstance(reason, str) for reason in told):
-            raise BundleError(f"{layout.VERDICT}: reasons: expected sentences")
+            raise BundleError(
+                "two_verdicts.odd_reasons", "{file}: key 'reasons' must be a list of sentences", file=layout.VERDICT
+            )
         return tuple(reason for reason in told if reason not in self.again.reasons)
 
-    def problems(self) -> list[str]:
-        """What speaks against the record. Raises: BundleError for one that cannot be read."""
+    def problems(self) -> list[Message]:
+        """What is wrong with the recorded verdict; empty if it is valid. Raises: BundleError if it cannot be read."""
         here: dict[str, Any] = {"outcome": self.again.outcome, "against": self.against}
         if self.same_judge:
-            here["reasons"] = list(self.again.reasons)
+            here["reasons"] = [str(reason) for reason in self.again.reasons]
         told = {key: self.recorded.get(key) for key in here}
-        found = [f"judged again, it is {here['outcome']}: {words}"] if (words := difference(told, here)) else []
-        if not self.same_judge and (words := self._other_numbers()):
-            found.append(f"judged again, a number is another: {words}")
+        found: list[Message] = []
+        if problem := difference(told, here):
+            found.append(
+                Message(
+                    "two_verdicts.other_verdict", "Judged again, the outcome is {outcome}. The bundle differs: {problem}",
+                    outcome=self.again.outcome, problem=problem,
+                )
+            )  # fmt: skip
+        if not self.same_judge and (number := self._other_number()):
+            found.append(number)
         if found:
             return found if self.same_judge else [*found, self._judges()]
         if self.override is not None:
             return self._override_problems(self.override)
-        return [] if here["outcome"] == PROMOTE else [f"the verdict is {here['outcome']}: nothing was to be released"]
+        if self.again.outcome == PROMOTE:
+            return []
+        return [
+            Message(
+                "two_verdicts.not_released",
+                "The verdict is {outcome}, which allows no release",
+                outcome=self.again.outcome,
+            )
+        ]
 
-    def _override_problems(self, told: dict[str, str]) -> list[str]:
-        """What speaks against a person's override."""
+    def _override_problems(self, told: dict[str, str]) -> list[Message]:
+        """What is wrong with a person's override."""
         if self.again.outcome != HOLD:
-            return [f"the verdict is {self.again.outcome}, and only a hold can be overridden"]
+            return [
+                Message(
+                    "two_verdicts.not_held",
+                    "The verdict is {outcome}. A person can override only a hold",
+                    outcome=self.again.outcome,
+                )
+            ]
         if not told["by"].strip() or not told["why"].strip():
-            return ["the override names nobody, or no reason"]
+            return [Message("two_verdicts.empty_override", "The override names no person or no reason")]
         if (told["sha256"], told["evidence_sha256"]) != (self.recorded.get("subject_sha256"), self.evidence_sha256):
-            return ["the override is of another model, or of other evidence"]
-        words = not_overridable(self.again.found.missing)
-        return [f"it is held for what no person overrides: {shown(words, 300)}"] if words else []
+            return [
+                Message("two_verdicts.override_of_other", "The override is for another model or for other evidence")
+            ]
+        if reason := not_overridable(self.again.found.missing):
+            return [
+                Message(
+                    "two_verdicts.not_overridable",
+                    "Nobody can override the reason for this hold: {reason}",
+                    reason=shown(reason, 300),
+                )
+            ]
+        return []
 
-    def words(self) -> str:
-        """What is said where nothing speaks against it."""
-        it_is = "it is promoted"
+    def words(self) -> Message:
+        """The text of a valid verdict."""
+        outcome = Message("two_verdicts.promoted", "the outcome is promote")
         if over := self.override:
-            it_is = f"it is held, with an override by {shown(over['by'])} ({shown(over['why'], 500)})"
+            outcome = Message(
+                "two_verdicts.overridden",
+                "the outcome is hold, and {by} overrode it ({why})",
+                by=shown(over["by"]),
+                why=shown(over["why"], 500),
+            )
         if self.same_judge:
-            return f"judged again, {it_is}, in the same words"
+            return Message("two_verdicts.same", "Judged again, {outcome}. All reasons are the same", outcome=outcome)
         if not self.otherwise:
-            return f"judged again, {it_is}, in the same words; {self._judges()}"
-        said = "; ".join(shown(reason) for reason in self.otherwise[:NAMED])
-        return (
-            f"judged again, {it_is}, on the same numbers; {self._judges()}: {len(self.otherwise)} of {len(self.recorded['reasons'])} "
-            f"reasons are worded otherwise here, which is not held against it: {said}"
+            return Message(
+                "two_verdicts.same_by_other_judge", "Judged again, {outcome}. All reasons are the same. {judges}",
+                outcome=outcome, judges=self._judges(),
+            )  # fmt: skip
+        return Message(
+            "two_verdicts.other_words",
+            "Judged again, {outcome}. All numbers are the same. {judges}. This version gives {differing} of {reasons} reasons in other words, "
+            "which is allowed. As recorded: {first}",
+            outcome=outcome,
+            judges=self._judges(),
+            differing=len(self.otherwise),
+            reasons=len(self.recorded["reasons"]),
+            first=[shown(reason) for reason in self.otherwise[:NAMED]],
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON for programs."""
+        """The comparison as JSON-ready values."""
         by = self.by.to_json() if self.by else None
         facts = {"same": self.same_judge, "recorded": by, "here": judged_by().to_json()}
         return facts | {"worded_otherwise": [] if self.same_judge else list(self.otherwise)}
 
-    def _judges(self) -> str:
-        here = f"here it is {_named(judged_by())}"
+    def _judges(self) -> Message:
+        """Names both versions of the judge."""
+        here = _named(judged_by())
         if self.by is None:
-            return f"which version of the judge gave the verdict is not recorded, {here}"
-        return f"another version of the judge gave the verdict, {_named(self.by)}, {here}"
+            return Message(
+                "two_verdicts.unknown_judge",
+                "The bundle does not name the version of its judge. The judge here is version {here}",
+                here=here,
+            )
+        return Message(
+            "two_verdicts.other_judge", "The bundle's judge was version {recorded}. The judge here is version {here}",
+            recorded=_named(self.by), here=here,
+        )  # fmt: skip
 
-    def _other_numbers(self) -> str:
-        """A sentence that both say, but for its numbers, and that may decide; '': none."""
+    def _other_number(self) -> Message | None:
+        """The first deciding sentence that both verdicts give with different numbers. None: no such sentence."""
         ours = {NUMBER.sub("#", reason): reason for reason in self.again.reasons}
         for reason in self.otherwise:
             if SEEN not in reason and (own := ours.get(NUMBER.sub("#", reason))):
-                return f"{shown(reason, 300)!r}, expected {own!r}"
-        return ""
+                return Message(
+                    "two_verdicts.other_number", "Judged again, a reason has other numbers: {recorded!r}, expected {expected!r}",
+                    recorded=shown(reason, 300), expected=own,
+                )  # fmt: skip
+        return None
 
 
 def _named(by: JudgedBy) -> str:

@@ -1,4 +1,4 @@
-"""``factory verify``: is a bundle what it says? Of a folder that anyone may have written, with nothing but what lies in it."""
+"""``factory verify``: checks a bundle that anyone may have written. It reads nothing outside the bundle's folder."""
 
 from __future__ import annotations
 
@@ -11,35 +11,70 @@ from typing import Any
 
 from factory.bundles import checking, judging_again, provenance
 from factory.bundles.files import layout, manifest
-from factory.bundles.files.folder import BundleError, BundleFolder, shown
+from factory.bundles.files.folder import BundleError, BundleFolder, shown, unreadable
 from factory.bundles.judging_again import two_verdicts
 from factory.bundles.signing import KEY_BYTES, check_signature, fingerprint
 from factory.core.errors import FactoryError
-from factory.evals.parity import Check
+from factory.evals.probes.checks import Check, joined
+from kernels.contract.message import Message
 
-# What is asked, in this order: name of the check, what gives the problems, what is said where there is none, or what gives it.
-CHECKS: dict[str, tuple[Callable[[BundleFolder], list[str]], str | Callable[[BundleFolder], str]]] = {
-    "files": (manifest.problems, "every file is there, with the hash that the manifest says, and no other"),
-    "export": (checking.export_problems, "the model is, byte for byte, what was judged"),
-    "policy": (judging_again.policy_problems, "the policy is the one that it was judged under"),
-    "evidence": (judging_again.evidence_problems, "the numbers follow from the items"),
+
+def _same_document(path: str) -> Message:
+    return Message("verifying.same_document", "{file} agrees with the other files", file=path)
+
+
+# The checks, in order: name → (function that returns the problems, text of a passed check or a function that returns that text).
+CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Callable[[BundleFolder], Message]]] = {
+    "files": (
+        manifest.problems,
+        Message("verifying.same_files", "The folder holds exactly the files of the manifest, with their hashes"),
+    ),
+    "export": (
+        checking.export_problems,
+        Message("verifying.same_model", "The model is the judged export, byte for byte"),
+    ),
+    "policy": (judging_again.policy_problems, Message("verifying.same_policy", "The policy is the verdict's policy")),
+    "evidence": (
+        judging_again.evidence_problems,
+        Message("verifying.same_evidence", "The items give the recorded evidence"),
+    ),
     "verdict": (lambda folder: two_verdicts(folder).problems(), lambda folder: two_verdicts(folder).words()),
-    "held_out": (judging_again.held_out_problems, "the items are of the suite that the evidence names"),
-    "fixture": (checking.fixture_problems, "weights and tokenizer say again what the fixture says"),
-    "licences": (checking.licence_problems, "licences, token shards and evidence agree, and allow the release"),
-    "provenance": (provenance.problems, "it names these files, this evidence and these token shards"),
-    "card": (partial(checking.document_problems, path=layout.CARD), "it says what the other files say"),
-    "croissant": (partial(checking.document_problems, path=layout.CROISSANT), "it says what the other files say"),
-    "spdx": (partial(checking.document_problems, path=layout.SPDX), "it says what the other files say"),
-    "data": (checking.data_problems, "it holds the documents that it names, and none that may not be handed on"),
+    "held_out": (
+        judging_again.held_out_problems,
+        Message("verifying.same_suite", "The items belong to the suite that the evidence names"),
+    ),
+    "fixture": (
+        checking.fixture_problems,
+        Message("verifying.same_fixture", "Weights and tokenizer give the recorded fixture"),
+    ),
+    "licences": (
+        checking.licence_problems,
+        Message("verifying.licences_allow", "Licences, token shards and evidence agree and allow the release"),
+    ),
+    "provenance": (
+        provenance.problems,
+        Message("verifying.same_provenance", "The provenance names these files, this evidence and these token shards"),
+    ),
+    "card": (partial(checking.document_problems, path=layout.CARD), _same_document(layout.CARD)),
+    "croissant": (partial(checking.document_problems, path=layout.CROISSANT), _same_document(layout.CROISSANT)),
+    "spdx": (partial(checking.document_problems, path=layout.SPDX), _same_document(layout.SPDX)),
+    "data": (
+        checking.data_problems,
+        Message(
+            "verifying.same_data", "The bundle holds exactly the documents that it lists, and all may be passed on"
+        ),
+    ),
 }
 SIGNATURE_CHECK = "signature"
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found. ``pinned``: the signature was held to a key from outside the folder; ``judge``: whose judge gave the verdict, as
-    ``TwoVerdicts.to_json`` tells it; None: the bundle cannot be judged again."""
+    """The result of all checks.
+
+    ``pinned``: the signature was checked with a key from outside the folder. ``judge``: ``TwoVerdicts.to_json``; None if the bundle
+    cannot be judged again.
+    """
 
     checks: tuple[Check, ...]
     signer: str | None  # fingerprint of the public key
@@ -51,23 +86,24 @@ class Verified:
         return all(check.ok for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON for programs."""
+        """The result as JSON-ready values."""
         facts = {"ok": self.ok, "signer": self.signer, "pinned": self.pinned, "judge": self.judge}
         return facts | {"checks": [asdict(c) for c in self.checks]}
 
 
 def verify(root: Path, public_key: Path | None = None) -> Verified:
-    """Every check of a bundle, in the order of ``CHECKS`` with the signature after the files. A failed check is an answer, not an exception.
+    """Run every check of a bundle: the files, the signature, then the rest of ``CHECKS``. A failed check does not raise.
 
-    ``public_key``: the signer's, from its publisher; without it the key in the folder is taken, which whoever wrote the folder chose.
+    ``public_key``: the signer's key, from its publisher. Without it, the folder's own key is used, which proves nothing about the signer.
     """
     try:
         folder = BundleFolder.open(root)
         folder.hashes  # noqa: B018 - all later checks need them
     except BundleError as error:
         others = (name for name in (SIGNATURE_CHECK, *CHECKS) if name != "files")
-        unasked = [Check(name, None, "not looked at: the folder is not safe to read") for name in others]
-        return Verified((Check("files", False, str(error)), *unasked), None, public_key is not None)
+        skipped = Message("verifying.skipped", "Skipped, because the folder is not safe to read")
+        unasked = [Check(name, None, skipped) for name in others]
+        return Verified((Check("files", False, error.message), *unasked), None, public_key is not None)
     found = {name: ask(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")
@@ -75,41 +111,51 @@ def verify(root: Path, public_key: Path | None = None) -> Verified:
 
 
 def ask(name: str, folder: BundleFolder) -> Check:
-    """One of ``CHECKS``."""
-    problems_of, well = CHECKS[name]
+    """Run the check ``name`` of ``CHECKS``."""
+    problems_of, passed = CHECKS[name]
     try:
         problems = problems_of(folder)
-        words = "; ".join(problems) or (well if isinstance(well, str) else well(folder))
+        detail = joined(problems) if problems else passed if isinstance(passed, Message) else passed(folder)
     except FactoryError as error:
-        return Check(name, False, shown(str(error), 500))
-    return Check(name, not problems, words)
+        return Check(name, False, _shown_error(error))
+    return Check(name, not problems, detail)
+
+
+def _shown_error(error: FactoryError) -> Message:
+    """An error that quotes a bundle, safe to print."""
+    return Message.restored(error.code, shown(str(error), 500), error.data)
 
 
 def _judge(folder: BundleFolder) -> dict[str, Any] | None:
     try:
         return two_verdicts(folder).to_json()
-    except FactoryError:  # which the check of the verdict says
+    except FactoryError:  # the check of the verdict reports it
         return None
 
 
 def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[Check, str | None]:
-    """The check, and whose signature it is held to."""
+    """The check of the signature, and the fingerprint of the key that it used."""
     signer = None
     try:
         pem = folder.read(layout.PUBLIC_KEY, KEY_BYTES) if public_key is None else _given(public_key)
         signer = fingerprint(pem, layout.PUBLIC_KEY if public_key is None else str(public_key))
-        folder.read(layout.SIGNATURE)  # is it there, and not too large?
+        folder.read(layout.SIGNATURE)  # raises if it is missing or too large
         with tempfile.TemporaryDirectory(prefix="factory-key-") as aside:
             key = Path(aside) / "key.pem"
             key.write_bytes(pem)
             check_signature(folder.root, key)
     except FactoryError as error:
-        return Check(SIGNATURE_CHECK, False, shown(str(error), 500)), signer
+        return Check(SIGNATURE_CHECK, False, _shown_error(error)), signer
     if public_key is None:
-        return Check(
-            SIGNATURE_CHECK, True, f"by the key in the folder, {signer}: compare it with its publisher's (--public-key)"
-        ), signer
-    return Check(SIGNATURE_CHECK, True, f"by {signer}, the key that was given"), signer
+        own = Message(
+            "verifying.own_key",
+            "The key in the folder signed it: {signer}. To check who signed it, name the publisher's key with '--public-key'",
+            signer=signer,
+        )
+        return Check(SIGNATURE_CHECK, True, own), signer
+    return Check(
+        SIGNATURE_CHECK, True, Message("verifying.given_key", "The given key signed it: {signer}", signer=signer)
+    ), signer
 
 
 def _given(path: Path) -> bytes:
@@ -117,4 +163,4 @@ def _given(path: Path) -> bytes:
         with open(path, "rb") as file:
             return file.read(KEY_BYTES)
     except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error.strerror}") from error
+        raise unreadable(str(path), error) from error

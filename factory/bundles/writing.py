@@ -1,4 +1,4 @@
-"""Writes a bundle aside, verifies it as anyone else would, and puts it in place whole; or leaves nothing."""
+"""Writes a bundle to a temporary folder, verifies it, and moves it into place. After an error nothing is left."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from factory.core.errors import InputError
 from factory.core.exports import folder_sha256
 from factory.core.left_files import DEPTH, open_file
 from factory.core.removal import remove
+from factory.evals.probes.checks import joined
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import rewound_in
@@ -34,15 +35,16 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from factory.release.checks import check_export
 from kernels.contract.files import finite_json, put_in_place
+from kernels.contract.message import Message
 
-# ``--traces``: what the training left: metrics of every segment, and the checkpoints that are kept of it.
-LEFT = ("metrics.jsonl", "anomalies.jsonl")  # by the trainer, in a segment's folder
+# ``--traces`` copies these files of every segment, and its checkpoints that still exist.
+LEFT = ("metrics.jsonl", "anomalies.jsonl")  # the trainer wrote them into the segment's folder
 
 
 def copy_traces(root: Path, ledger: Ledger, segment: int, place: Path) -> None:
-    """Into ``place``, a folder a segment; what is no longer kept is left out. No link is followed: a trainer wrote these folders.
+    """Copy metrics and checkpoints of a segment and all before it into ``place``, one folder for each segment.
 
-    Raises: OSError.
+    Links are not followed, because a trainer wrote these folders. Raises: OSError.
     """
     for row in SegmentRow.lineage(ledger, segment):
         target = place / f"segment-{row.id:05d}"
@@ -73,33 +75,35 @@ def _copy_file(source: Path, target: Path) -> None:
         shutil.copyfileobj(inside, out, 1 << 22)
 
 
-BUNDLES = "bundles"  # of a workspace
+BUNDLES = "bundles"  # folder of a workspace
 PUBLISHED = "published"
 LICENCE = re.compile(r"[A-Za-z0-9.+:() -]{1,200}")
 
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """What a person asked for."""
+    """What a bundle includes, who signs it, and where it is written."""
 
     out: Path | None = None
     data: bool = False
     traces: bool = False
-    key: Path | None = None  # private, PEM; the workspace's own by default
+    key: Path | None = None  # a private key in PEM format; default: the workspace's own key
     licence: str = "NOASSERTION"  # of the weights, as an SPDX expression
 
 
 @dataclass(frozen=True)
 class Written:
+    """A bundle that was written."""
+
     folder: Path
     signer: str  # fingerprint of the public key
 
 
 def write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
-    """Make the bundle of a release.
+    """Write the bundle of a release and verify it.
 
-    Raises: InputError, and leaves nothing, when there is something at the place, when the export is not what was judged, when the licences
-    of the training data do not allow it, or when what was written does not verify.
+    Raises: InputError if the output folder exists, if the export is not the judged one, if licences forbid it, or if the bundle does not
+    verify. Then nothing is left.
     """
     with plant.workspace.lock("bundle"):
         return _write_bundle(plant, number, options)
@@ -108,16 +112,26 @@ def write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
 def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
     release = ReleaseRow.get(plant.ledger, number)
     if not LICENCE.fullmatch(options.licence):
-        raise InputError(f"{options.licence!r} is no SPDX expression, such as Apache-2.0")
+        raise InputError(
+            "writing.no_licence",
+            "{licence!r} is not an SPDX expression. Write for example 'Apache-2.0'",
+            licence=options.licence,
+        )
     out = (options.out or plant.workspace.root / BUNDLES / f"release-{number:05d}").absolute()
     if out.is_symlink() or out.exists():
-        raise InputError(f"{out} is there already: name another folder (--out), or remove it")
+        raise InputError(
+            "writing.exists", "{folder} exists already. Remove it, or name another folder with '--out'", folder=out
+        )
     if release.state != PUBLISHED:
-        raise InputError(f"release {number} is {release.state}, not published: 'factory release' finishes it")
+        raise InputError(
+            "writing.not_published", "Release {release} is {state}, not published. Finish it: 'factory release'",
+            release=number, state=release.state,
+        )  # fmt: skip
     if spoiled := rewound_in(plant.ledger, release.segment):
         raise InputError(
-            f"release {number} is not handed on: its training went wrong, segment {spoiled[0]} was rewound"
-        )
+            "writing.rewound", "Release {release} gets no bundle, because segment {segment} of its training was rewound",
+            release=number, segment=spoiled[0],
+        )  # fmt: skip
     check_export(plant.ledger, release.candidate)
     files = gather(plant, release, options.licence, options.data)
     private = options.key or signing.own_key(plant.workspace.root)
@@ -125,8 +139,10 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{out.parent} cannot be made: {error.strerror}") from error
-    for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # of one that was killed
+        raise InputError(
+            "writing.no_parent", "{folder} cannot be made: {reason}", folder=out.parent, reason=error.strerror
+        ) from error
+    for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # a killed process left it
         remove(left)
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
@@ -140,7 +156,9 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
             _write_lines(aside / layout.DOCUMENTS, releasable_documents(*known, release.segment, rules))
         if options.traces:
             copy_traces(plant.workspace.root, plant.ledger, release.segment, aside / layout.TRACES)
-        plant.progress.line(f"  release {number}: its parity fixture is made")
+        plant.progress.line(
+            Message("writing.fixture", "  release {release}: making its parity fixture", release=number)
+        )
         _write(aside, layout.FIXTURE, make_fixture(aside / layout.MODEL))
         _write(aside, layout.PUBLIC_KEY, public.decode())
         shards = files[layout.SHARDS]
@@ -150,10 +168,13 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
             _write(aside, path, generate_document(folder, path))
         _write(aside, layout.MANIFEST, manifest(f"release {number}", BundleFolder.open(aside).hashes))
         signing.sign(aside, private)
-        plant.progress.line(f"  release {number}: what was written is verified")
+        plant.progress.line(Message("writing.verifying", "  release {release}: verifying its bundle", release=number))
         verified = _refuse_unverified(number, aside)
         if verified.judge and not verified.judge["same"]:
-            plant.progress.line(f"  release {number}: {next(c.detail for c in verified.checks if c.name == 'verdict')}")
+            detail = next(c.detail for c in verified.checks if c.name == "verdict")
+            plant.progress.line(
+                Message("writing.other_judge", "  release {release}: {detail}", release=number, detail=detail)
+            )
         put_in_place(aside, out)
     finally:
         remove(aside)
@@ -169,24 +190,26 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
 
 
 def _copy_export(release: ReleaseRow, aside: Path) -> None:
-    """Raises: InputError when it changed while it was copied."""
+    """Raises: InputError if the export changed during the copy."""
     shutil.copytree(release.export_path, aside / layout.MODEL, symlinks=True)
     for path in (aside / layout.MODEL).iterdir():
-        path.chmod(0o644)  # others are to read it
+        path.chmod(0o644)  # so that other users can read it
     if (found := folder_sha256(aside / layout.MODEL)) != release.export_sha256:
         raise InputError(
-            f"{release.export_path} changed while it was copied (sha256 {found[:12]}…, recorded {release.export_sha256[:12]}…): "
-            "no bundle was made"
-        )
+            "writing.export_changed", "{export} changed during the copy (sha256 {found:.12}…, recorded {recorded:.12}…). No bundle was made",
+            export=release.export_path, found=found, recorded=release.export_sha256,
+        )  # fmt: skip
 
 
 def _refuse_unverified(number: int, aside: Path) -> Verified:
     verified = verify(aside)
-    wrong = [f"{check.name}: {check.detail}" for check in verified.checks if not check.ok]
-    if wrong:
+    failed = [check for check in verified.checks if not check.ok]
+    if failed:
         raise InputError(
-            f"release {number}: what was written does not verify, so no bundle was made: {'; '.join(wrong)}"
-        )
+            "writing.not_verified", "The bundle of release {release} does not verify and was removed. {problems}",
+            release=number, checks=[check.name for check in failed],
+            problems=joined([Message("writing.failed_check", "{check}: {detail}", check=one.name, detail=one.detail) for one in failed]),
+        )  # fmt: skip
     return verified
 
 

@@ -1,9 +1,9 @@
-"""Byte bigram and trigram models, fitted on the candidate's own training text and measured on the same held-out bytes.
+"""Byte bigram and trigram models, fitted on the candidate's training text and measured on the same held-out bytes.
 
-They are the floor of a first release: a network that does not beat a table of three-byte counts has learned nothing. Smoothing is
-interpolated Witten–Bell (Chen & Goodman 1998, §2.6): p(c|h) = (n(hc) + T(h)·p'(c)) / (n(h) + T(h)), T(h) the number of distinct bytes
-seen after h and p' the next shorter model; the shortest is add-one. Every distribution sums to one, every byte has a probability.
-One pair of models a domain, which is harder to beat than one for all.
+A first release must beat them: a network that does not beat counts of three bytes has learned nothing. Smoothing is interpolated Witten–Bell (Chen &
+Goodman 1998, §2.6): p(c|h) = (n(hc) + T(h)·p'(c)) / (n(h) + T(h)). T(h) is the number of distinct bytes after h, and p' is the next shorter model.
+The shortest model is add-one. Every distribution sums to one, and no byte has probability 0. Each domain has its own models, which is harder to beat
+than models of all domains.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from factory.evals.token_bytes import TokenBytes
 from trainer.contract.data.token_shard import TokenShard
 
 Array = npt.NDArray[Any]
-NOTHING = 0  # stands before a document's first byte
+NOTHING = 0  # the byte before a document's first byte
 
 
 class ByteNgrams:
-    """Counts of one, two and three bytes of a text, as interpolated models."""
+    """Interpolated models of one, two and three bytes, from counts."""
 
     def __init__(self) -> None:
         self.trigrams = np.zeros(1 << 24, np.int32)
 
     def add(self, text: Array, counted: Array) -> None:
-        """Count each byte [N] of a document where ``counted`` [N], after the two before it."""
+        """Count the bytes [N] of a document that ``counted`` [N] marks, each after its two previous bytes."""
         self.trigrams += np.bincount(_contexts(text)[counted], minlength=1 << 24).astype(np.int32)
 
     def finish(self) -> None:
-        """Turn the counts into the two shorter tables; nothing can be added after."""
+        """Compute the shorter models from the counts. Call it after the last ``add``."""
         cube = self.trigrams.reshape(256, 256, 256)
         self.pairs = cube.sum(0, dtype=np.int64)
         singles = self.pairs.sum(0)
@@ -70,7 +70,7 @@ def baselines(
 ) -> dict[str, dict[str, float]]:
     """{domain: {"bigram", "trigram": bits per byte, "fitted_bytes"}} for every domain of ``texts``.
 
-    A domain without training text gets none: nothing to compare with is not the same as beating it.
+    A domain without training text has no baselines.
     """
     found = {}
     for domain in sorted({text.document.domain for text in texts}):
@@ -93,19 +93,19 @@ def baselines(
 
 
 def baselines_key(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
-    """A hash of everything that the baselines depend on."""
+    """A hash of the suite and the token shards, on which the baselines depend."""
     return hashlib.sha256(json.dumps([suite_sha256, sorted(shard.id for shard in shards)]).encode()).hexdigest()
 
 
 def open_shards(root: Path, plan: dict[str, Any]) -> list[TokenShard]:
-    """The token shards of a data plan; relative paths are the workspace's."""
+    """The token shards of a data plan. Relative paths start in the workspace ``root``."""
     return [TokenShard(root / entry["path"], entry.get("moved")) for entry in plan["token_shards"]]
 
 
 def _training_text(
     shards: Sequence[TokenShard], domain: str, token_bytes: TokenBytes, limit: int
 ) -> Iterator[tuple[Array, Array]]:
-    """(bytes, supervised?) of training documents of a domain, in an order fixed by hash, until ``limit`` bytes are supervised."""
+    """(bytes, supervised bytes) of a domain's training documents, ordered by hash, until ``limit`` bytes are supervised."""
     listed = []
     for shard in shards:
         table = shard.documents
@@ -127,7 +127,7 @@ def _training_text(
 
 
 def _chunks(documents: Iterator[tuple[Array, Array]], size: int = 4 << 20) -> Iterator[tuple[Array, Array]]:
-    """Documents end to end with two ``NOTHING`` bytes between, about ``size`` at a time: a count table is cheap only when it is filled."""
+    """Join documents into chunks of about ``size`` bytes, with two ``NOTHING`` bytes between documents, because counting short texts is slow."""
     gap, uncounted = np.full(2, NOTHING, np.uint8), np.zeros(2, bool)
     texts: list[Array] = []
     masks: list[Array] = []
@@ -144,6 +144,6 @@ def _chunks(documents: Iterator[tuple[Array, Array]], size: int = 4 << 20) -> It
 
 
 def _contexts(text: Array) -> Array:
-    """Each byte [N] with the two before it, as one 24-bit number."""
+    """Each byte [N] with its two previous bytes, as a 24-bit number."""
     wide = np.concatenate((np.full(2, NOTHING, np.int64), text.astype(np.int64)))
     return (wide[:-2] << 16) | (wide[1:-1] << 8) | wide[2:]

@@ -1,8 +1,10 @@
-"""Was a candidate trained on held-out text? Two checks, of *all* held-out documents, scored or not: the next suite may have them.
+"""Checks that a candidate was not trained on held-out text.
 
-``no_held_out_in_training``  the ledger: no training document has the content hash of a held-out one
-``no_shared_ngrams``         the token shards themselves, whatever the ledger says of them: no training document has the same tokens
-                             as a held-out one, of whatever length, and no more than a share of its runs of n tokens stands anywhere
+Both checks look at all held-out documents, also those that are not in the suite, because the next suite may contain them.
+
+``no_held_out_in_training``  in the ledger, no training document has the content hash of a held-out document
+``no_shared_ngrams``         in the token shards, no training document has the same tokens as a held-out document, and of no held-out
+                             document more than a share of its n-grams occurs
 """
 
 from __future__ import annotations
@@ -15,16 +17,17 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.checks import Check
+from factory.evals.probes.checks import Check, joined
 from factory.ingest.shapes.calls import before_tools
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import FATE
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenShard
 
 BLOCK = 1 << 21  # tokens hashed at once
-LONGEST = 65536  # characters of a held-out text that are looked at
-_BASE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2⁶⁴
+LONGEST = 65536  # most characters of a held-out text that are encoded
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2⁶⁴
 
 Tokens = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -33,7 +36,7 @@ Hashes = npt.NDArray[np.uint64]
 def contamination_checks(
     ledger: Ledger, tokenizer: Tokenizer, shards: Sequence[TokenShard], policy: EvalPolicy
 ) -> list[Check]:
-    """Both checks of what a candidate was trained on."""
+    """Both checks of the token shards that a candidate was trained on."""
     found = list(_held_out_tokens(ledger, tokenizer))
     held, skipped = {key: ids for key, ids, _ in found}, {key: tools for key, _, tools in found}
     size, limit = policy.contamination_ngram, policy.contamination_overlap
@@ -47,14 +50,21 @@ def _same_hashes(ledger: Ledger) -> Check:
     )
     found = ledger.rows(both.where(held.c.fate == "held_out", train.c.fate == "train").limit(1000))
     total = ledger.rows(sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out"))[0]
-    words = f"none of {next(iter(total.values()))} held-out content hashes is a training document's"
     if found:
-        words = f"{len(found)} held-out documents are training documents too, first {found[0]['key']}"
-    return Check("no_held_out_in_training", not found, words)
+        detail = Message(
+            "contamination.held_out", "{count:,} held-out documents are also training documents. First: {first}",
+            count=len(found), first=found[0]["key"],
+        )  # fmt: skip
+    else:
+        detail = Message(
+            "contamination.not_held_out", "No training document has the content hash of one of {documents:,} held-out documents",
+            documents=next(iter(total.values())),
+        )  # fmt: skip
+    return Check("no_held_out_in_training", not found, detail)
 
 
 def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens, int]]:
-    """(key, ids from BOS to the end token, how many of the first are a system turn that lists tools) of every held-out document."""
+    """(key, ids from BOS to the end token, length of a leading system turn that lists tools) of every held-out document."""
     h, d = held_out.c, documents.c
     living = sa.select(h.key, h.content).join(documents, d.key == h.key).where(d.fate != FATE).order_by(h.key)
     for row in ledger.rows(living):
@@ -74,12 +84,15 @@ def shared_tokens(
     limit: float,
     skipped: Mapping[str, int] | None = None,
 ) -> Check:
-    """``held``: ids of each held-out document by key. A document is contaminated when a training document has the same ids, or when more than
-    ``limit`` of its runs of ``size`` tokens stand in the shards; ``skipped``: but for its first ones, of tools, which many chats share."""
+    """The check that no held-out document occurs in the token shards.
+
+    A document is contaminated if a training document has the same ids, or if more than ``limit`` of its n-grams of ``size`` tokens occur.
+    ``held``: ids by document key. ``skipped``: leading tokens that do not count, because many chats share the same list of tools.
+    """
     runs = {key: hashed_runs(ids[(skipped or {}).get(key, 0) :], size) for key, ids in held.items()}
     wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *runs.values()]))
     copies: dict[str, str] = {}  # held-out key → key of the training document with the same tokens
-    seen = np.zeros(len(wanted), bool)  # of each wanted run's hash
+    seen = np.zeros(len(wanted), bool)  # for each wanted hash: does it occur in the shards?
     for shard in shards:
         _copies(shard, held, copies)
         _runs(shard, wanted, size, seen)
@@ -87,16 +100,31 @@ def shared_tokens(
         key: float(seen[np.searchsorted(wanted, mine)].mean()) if len(mine) else 0.0 for key, mine in runs.items()
     }
     over = [key for key, share in shares.items() if share > limit and key not in copies]
-    words = [
-        f"{len(held)} held-out documents, {size}-token runs: largest share also in training data {max(shares.values(), default=0):.0%} "
-        f"(limit {limit:.0%})"
-    ]
+    details = [
+        Message(
+            "contamination.largest_share",
+            "At most {share:.0%} of the {size}-grams of a held-out document are in training data ({documents:,} documents, limit {limit:.0%})",
+            share=max(shares.values(), default=0), size=size, documents=len(held), limit=limit,
+        )
+    ]  # fmt: skip
     if over:
-        words.append(f"{len(over)} over it, first {over[0]}")
+        details.append(
+            Message(
+                "contamination.over",
+                "{count:,|document is|documents are} over the limit. First: {first}",
+                count=len(over),
+                first=over[0],
+            )
+        )
     if copies:
         first, copy = next(iter(copies.items()))
-        words.append(f"{len(copies)} stand in training data token for token, first {first} as {copy}")
-    return Check("no_shared_ngrams", not over and not copies, "; ".join(words))
+        details.append(
+            Message(
+                "contamination.copies", "{count:,|document has|documents have} the same tokens as a training document. First: {first} and {copy}",
+                count=len(copies), first=first, copy=copy,
+            )
+        )  # fmt: skip
+    return Check("no_shared_ngrams", not over and not copies, joined(details))
 
 
 def _copies(shard: TokenShard, held: dict[str, Tokens], copies: dict[str, str]) -> None:
@@ -119,8 +147,10 @@ def _runs(shard: TokenShard, wanted: Hashes, size: int, seen: npt.NDArray[np.boo
 
 
 def hashed_runs(tokens: npt.NDArray[Any], size: int) -> Hashes:
-    """A 64-bit hash of every run of ``size`` tokens, shape [L - size + 1]: a polynomial in an odd base b, modulo 2⁶⁴, mixed once. A difference of
-    prefix sums Σ token·bʲ, divided by b to the run's start, so that a long run costs no more than a short one.
+    """A 64-bit hash of every n-gram of ``size`` tokens, shape [L - size + 1].
+
+    The hash is a polynomial in an odd base b modulo 2⁶⁴, mixed once. It is a difference of prefix sums Σ token·bʲ, divided by b to the power
+    of the n-gram's start, so that long n-grams cost no more than short ones.
 
     >>> first, *_, last = hashed_runs(np.array([5, 6, 7, 5, 6]), 2)
     >>> bool(first == last), len(hashed_runs(np.array([5]), 2))
@@ -137,7 +167,7 @@ def hashed_runs(tokens: npt.NDArray[Any], size: int) -> Hashes:
 
 
 def _powers(base: int, count: int) -> Hashes:
-    """b⁰ … modulo 2⁶⁴."""
+    """The first ``count`` powers of ``base`` modulo 2⁶⁴, from b⁰ on."""
     powers = np.full(count, base, np.uint64)
     powers[0] = 1
     return np.cumprod(powers, dtype=np.uint64)

@@ -1,8 +1,8 @@
-"""Measures one candidate on the suite as it is now, and records the evaluation in one transaction.
+"""Measures a candidate on the current suite and records the evaluation in one transaction.
 
-For the same candidate and suite again it returns the recorded evaluation. An export that is not one, or has no finite loss, is a result like
-any other: the evaluation is recorded with the failed check, which the gate reads. What could not be measured (the export is not the one that
-was made, memory is short) is an error and is not recorded.
+The same candidate and suite give the recorded evaluation again. An invalid export or a loss that is not finite is a result: the evaluation
+records the failed check for the gate. If the measurement is impossible (a changed export, too little memory), an error is raised and nothing
+is recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from factory.evals.baselines import baselines, baselines_key, open_shards
 from factory.evals.export_config import ExportError
 from factory.evals.parity import ParityCase, parity
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.checks import Check
+from factory.evals.probes.checks import Check, joined
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import TASK_VERSIONS, Suite, build_suite
 from factory.evals.tasks import (
@@ -49,38 +49,40 @@ from factory.ledger.removals import with_contents
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
 from factory.ledger.writing import insert
 from kernels.contract.files import finite
+from kernels.contract.message import CodedError, Message
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
 
 
 def current_suite(plant: Plant) -> Suite:
-    """The suite that candidates are compared on now. Raises: InputError when there is no tokenizer yet."""
+    """The suite on which candidates are compared now. Raises: InputError if the workspace has no tokenizer yet."""
     policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     return build_suite(plant.ledger, policy, Tokenizer.load(plant.workspace.tokenizer).sha256)
 
 
 def evaluate(plant: Plant, candidate_id: int) -> int:
-    """Measure a candidate; returns the evaluation's id. Idempotent per candidate and suite.
+    """Measure a candidate and return the evaluation's id. Idempotent for a candidate and a suite.
 
-    Raises: InputError for an unknown candidate, or when nothing is held out; DamagedExportError; NoMemoryError.
+    Raises: InputError for an unknown candidate or without held-out documents; DamagedExportError; NoMemoryError.
     """
     return evaluate_on(plant, candidate_id, current_suite(plant))
 
 
 def evaluate_on(plant: Plant, candidate_id: int, suite: Suite, *, released: bool = False) -> int:
-    """``evaluate`` on a suite that the caller holds, so that two candidates are measured on the same one.
+    """``evaluate`` on a given suite, so that two candidates can be measured on the same suite.
 
-    ``released``: the parity checks are left out; they were passed when it was released, and its export still has that hash.
+    ``released``: skip the parity checks. The candidate passed them before its release, and its export has the same hash.
     """
     if known := evaluation_of(plant.ledger, candidate_id, suite):
         return known.id
     candidate = CandidateRow.get(plant.ledger, candidate_id)
     if not suite.documents:
-        count = len(suite.dev)
         raise InputError(
-            "no document of the sealed half is held out, so nothing can be measured"
-            + (f" ({count} of the dev half are)" if count else "")
-            + ": ingest more documents, of more groups ('group' in data.yaml), or 'factory data relabel --domain D --group document'"
+            "evaluator.nothing_held_out",
+            "The sealed half has no held-out documents, so nothing can be measured. The dev half has {dev:,}. "
+            "Ingest documents of more groups ('group' in data.yaml), or make each document a group: "
+            "'factory data relabel --domain D --group document'",
+            dev=len(suite.dev),
         )
     segment = SegmentRow.get(plant.ledger, candidate.segment)
     plan = plant.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
@@ -103,11 +105,14 @@ def items_of(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
 
 
 def refuse_damaged(candidate: CandidateRow) -> None:
-    """Raises: DamagedExportError when a candidate's export is not the one that was made."""
+    """Raises: DamagedExportError if a candidate's export is missing or has another hash than recorded."""
     try:
         if folder_sha256(Path(candidate.export_path)) != candidate.export_sha256:
             raise DamagedExportError(
-                candidate.id, f"{candidate.export_path} has changed since: its hash is not the recorded one"
+                candidate.id,
+                Message(
+                    "evaluator.export_changed", "{export} does not have the recorded hash", export=candidate.export_path
+                ),
             )
     except (InputError, OSError) as error:
         if is_of_no_file(error):
@@ -136,21 +141,20 @@ def _measure(
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:
             raise ExportError(
-                f"{export}: {model.config.vocab_size} tokens in the model, {tokenizer.vocab_size} in the tokenizer"
-            )
+                "evaluator.small_vocabulary", "{export}: the model has {model:,} tokens, fewer than the tokenizer's {tokenizer:,}",
+                export=export, model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
+            )  # fmt: skip
     except ExportError as error:
-        return summary | _parity_summary([Check("export", False, str(error)[:500])]), []
+        return summary | _parity_summary([Check("export", False, _shortened(error))]), []
     encode = lambda documents: encode_documents(documents, tokenizer, token_bytes, policy.document_bytes)
     texts, dev_texts = encode(suite.documents), encode(suite.dev)
     cloze = build_cloze(suite, tokenizer, policy)
     total = len(texts) + len(cloze)
     with plant.progress.task(f"evaluating candidate {candidate.id}", None) as task:
         bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
-        dev = bits_per_byte(model, dev_texts, policy, lambda n: task.advance(n, "bits per byte of the dev half"))
+        dev = bits_per_byte(model, dev_texts, policy, lambda n: task.advance(n, "bits per byte, dev half"))
         dev_items = [replace(item, task=DEV) for item in dev]
-        noise = noise_floor(
-            model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted windows")
-        )
+        noise = noise_floor(model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted"))
         cloze_items = score_cloze(model, cloze, lambda n: task.advance(n, "cloze"))
         samples = chat_samples(model, suite, tokenizer, policy)
         task.advance(len(samples), "chat samples")
@@ -159,12 +163,19 @@ def _measure(
             Check(
                 "export",
                 True,
-                f"{model.config.layers} layers, width {model.config.d_model}: every tensor there, finite and of its shape",
+                Message(
+                    "evaluator.export_valid", "All tensors of {layers:,} layers of width {width:,} are present, finite and of the right shape",
+                    layers=model.config.layers, width=model.config.d_model,
+                ),
             )
-        ]
-        if words := _not_finite([*bpb_items, *dev_items], cloze_items, noise):
-            return summary | _parity_summary([*checks, Check("finite_loss", False, words)]), []
-        checks.append(Check("finite_loss", True, f"{len(bpb_items)} held-out documents, {total} items, all finite"))
+        ]  # fmt: skip
+        if problem := _not_finite([*bpb_items, *dev_items], cloze_items, noise):
+            return summary | _parity_summary([*checks, Check("finite_loss", False, problem)]), []
+        all_finite = Message(
+            "evaluator.all_finite", "The losses of {documents:,} held-out documents and {items:,} items are finite",
+            documents=len(bpb_items), items=total,
+        )  # fmt: skip
+        checks.append(Check("finite_loss", True, all_finite))
         try:
             if not released:
                 checks += parity(
@@ -184,7 +195,10 @@ def _measure(
         except (TokenShardError, OSError) as error:
             if is_of_no_file(error):
                 raise
-            checks.append(Check("trainer_tokens", False, f"a token shard cannot be read: {error}"))
+            unreadable = Message(
+                "evaluator.unreadable_shard", "A token shard cannot be read: {reason}", reason=str(error)
+            )
+            checks.append(Check("trainer_tokens", False, unreadable))
         task.advance(len(checks), "parity")
     summary |= _results(bpb_items, noise, cloze_items, samples) | _parity_summary(checks)
     summary["dev"] = {
@@ -194,19 +208,41 @@ def _measure(
     return summary, [*bpb_items, *dev_items, *cloze_items, *chat_items(samples)]
 
 
-def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[str, float]) -> str:
-    """What has no finite loss, and what to do; '': all has."""
+def _shortened(error: CodedError) -> Message:
+    return Message.restored(error.code, str(error)[:500], error.data)
+
+
+def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[str, float]) -> Message | None:
+    """The items whose loss is not finite, and what to do. None: all losses are finite."""
     broken = [[item for item in items if not math.isfinite(item.value)] for items in (documents, cloze)]
-    words = [
-        f"{len(found)} of {len(items)} {name} have no finite loss, first {found[0].item}"
-        for name, items, found in zip(("held-out documents", "cloze items"), (documents, cloze), broken, strict=True)
+    problems = [
+        Message(
+            "evaluator.items_not_finite", "The loss of {count:,} of {items:,} {kind} is not finite. First: {first}",
+            count=len(found), items=len(items), kind=kind, first=found[0].item,
+        )
+        for kind, items, found in zip(("held-out documents", "cloze items"), (documents, cloze), broken, strict=True)
         if found
-    ]
+    ]  # fmt: skip
     shifted = sorted(domain for domain, value in noise.items() if not math.isfinite(value))
-    if shifted and not words:
-        words = [f"documents of {', '.join(shifted)} have no finite loss under shifted windows"]
-    todo = "its weights overflow or are not numbers somewhere; go on from an earlier checkpoint"
-    return f"{'; '.join(words)}: {todo}" if words else ""
+    if shifted and not problems:
+        problems = [
+            Message(
+                "evaluator.shifted_not_finite",
+                "The loss of documents is not finite with shifted windows. Domains: {domains}",
+                domains=shifted,
+            )
+        ]
+    if not problems:
+        return None
+    return joined(
+        [
+            *problems,
+            Message(
+                "evaluator.earlier_checkpoint",
+                "The model's weights overflow or hold NaN. Continue from an earlier checkpoint",
+            ),
+        ]
+    )
 
 
 def _results(
@@ -248,7 +284,7 @@ def _baselines(
     policy: EvalPolicy,
     task: Any,
 ) -> dict[str, Any]:
-    """The byte n-gram models' bits per byte: once per suite and data, found again in any evaluation that has them."""
+    """Bits per byte of the byte n-gram models. An earlier evaluation on the same suite and data already has them."""
     key = baselines_key(suite.sha256, shards)
     for row in ledger.rows(sa.select(evaluations.c.summary).where(evaluations.c.suite_sha256 == suite.sha256)):
         if row["summary"].get("baselines_key") == key:

@@ -1,7 +1,7 @@
-"""``config.json`` of an export, read as hostile input: every key it may have, what each may say, and the tensors that follow.
+"""``config.json`` of an export, read as hostile input: its allowed keys, their values, and the tensors that they require.
 
-The architectures are those of ``trainer.contract.checkpoint.architectures``. A missing key means what transformers assumes,
-or is an error. A key that is not listed is refused: some make a server fetch or run code.
+The architectures are those of ``trainer.contract.checkpoint.architectures``. A missing key has the default of transformers or is an error.
+An unknown key is refused, because some keys make a server fetch or run code.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from factory.core.errors import InputError
 from trainer.contract.checkpoint.architectures import ARCHITECTURES, Architecture
 
-MOST_EXPERTS = 1 << 16  # over all layers; each is three tensors
+MOST_EXPERTS = 1 << 16  # in all layers; each expert has three tensors
 
 
 class ExportError(InputError):
-    """The export is not a plain folder of a known architecture; no code of it was run."""
+    """The export is not a plain folder of a known architecture. No code of the export was run."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ExpertsConfig:
     count: int
     per_token: int
     d_ff: int
-    shared: int  # experts that every token goes to, stored as one of that many times the width
-    dense_layers: int  # first layers without experts
+    shared: int  # experts for every token; stored as one expert of ``shared`` times the width
+    dense_layers: int  # leading layers without experts
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What config.json may say, in this project's words."""
+    """The values of config.json, with this project's names."""
 
     vocab_size: int
     d_model: int
@@ -45,14 +45,14 @@ class ExportConfig:
     norm_eps: float
     tied_embeddings: bool
     qk_norm: bool
-    rope_layers: tuple[bool, ...]  # does a layer have RoPE?
+    rope_layers: tuple[bool, ...]  # for each layer: does it have RoPE?
     experts: ExpertsConfig | None = None
 
     def experts_at(self, layer: int) -> ExpertsConfig | None:
         return self.experts if self.experts is not None and layer >= self.experts.dense_layers else None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that model.safetensors must hold, and no other."""
+        """The names and shapes of exactly the tensors that model.safetensors must hold."""
         d, k = self.d_model, self.head_dim
         attention: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (d,),
@@ -114,7 +114,7 @@ _WHOLE_OF_EXPERTS = {
     "n_shared_experts": ("shared", 0, 64),
     "first_k_dense_replace": ("dense_layers", 0, 512),
 }
-# Keys whose only allowed values are these; a missing key has the first one's meaning in transformers.
+# The only allowed values of these keys. In transformers, a missing key means the first value.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "use_sliding_window": (False,),
@@ -122,7 +122,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (None,),
     "hidden_act": ("silu",),
 }
-# Keys that change nothing that is measured: names, versions, defaults of training and of a tokenizer.
+# Keys that do not change any measurement: names, versions, defaults of training and of a tokenizer.
 _IDLE = {
     "architectures", "model_type", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "max_window_layers", "no_rope_layer_interval", "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
@@ -131,43 +131,55 @@ _READ = {"layer_types", "no_rope_layers", "rms_norm_eps", "rope_parameters", "ro
 
 
 def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
-    """Raises: ExportError naming ``where`` and the key."""
+    """Check and parse config.json. Raises: ExportError naming ``where`` and the key."""
     kind = data.get("model_type")
     architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if architecture is None or data.get("architectures") != [architecture.class_name]:
-        known = ", ".join(f"{known.class_name} ({name})" for name, known in ARCHITECTURES.items())
-        found = f"{str(data.get('architectures'))[:80]} ({str(kind)[:40]})"
-        raise ExportError(f"{where}: architectures: expected one of {known}, got {found}")
+        raise ExportError(
+            "export_config.unknown_architecture", "{file}: architectures {given} (model_type {kind}) is not supported. Supported: {known}",
+            file=where, given=str(data.get("architectures"))[:80], kind=str(kind)[:40],
+            known=[f"{one.class_name} ({name})" for name, one in ARCHITECTURES.items()],
+        )  # fmt: skip
     whole = _WHOLE | (_WHOLE_OF_EXPERTS if architecture.has_experts else {})
     fixed = _FIXED | architecture.only
     for key, allowed in fixed.items():
         value = data.get(key, allowed[0])
         if value not in allowed or type(value) not in {type(other) for other in allowed}:
-            raise ExportError(f"{where}: {key}: expected {allowed[0]!r}, got {str(value)[:80]}")
+            raise _unexpected(where, key, repr(allowed[0]), value)
     known_keys = (
         _IDLE | _READ | whole.keys() | fixed.keys() | ({"use_qk_norm"} if architecture.qk_norm is None else set())
     )
     if strange := sorted(data.keys() - known_keys):
-        raise ExportError(f"{where}: {strange[0][:80]}: no such key is known of {architecture.class_name}")
+        raise ExportError(
+            "export_config.unknown_key", "{file}: {architecture} has no key {key}",
+            file=where, architecture=architecture.class_name, key=strange[0][:80],
+        )  # fmt: skip
     for key in sorted(_IDLE & data.keys() - {"architectures"}):
         values = data[key] if isinstance(data[key], list) else [data[key]]
         if len(values) > 16 or any(isinstance(value, dict | list) or len(str(value)) > 80 for value in values):
-            raise ExportError(f"{where}: {key}: expected a plain value, got {str(data[key])[:80]}")
+            raise _unexpected(where, key, "a short plain value", data[key])
     fields = _whole(where, data, _WHOLE)
-    if fields["heads"] % fields["kv_heads"] or fields["head_dim"] % 2:
-        raise ExportError(f"{where}: heads must be a multiple of key-value heads, head_dim must be even")
+    if fields["heads"] % fields["kv_heads"]:
+        raise ExportError(
+            "export_config.heads", "{file}: {heads} attention heads are not a multiple of {kv_heads} key-value heads",
+            file=where, heads=fields["heads"], kv_heads=fields["kv_heads"],
+        )  # fmt: skip
+    if fields["head_dim"] % 2:
+        raise _unexpected(where, "head_dim", "an even number", fields["head_dim"])
     experts = None
     if architecture.has_experts:
         experts = ExpertsConfig(**_whole(where, data, _WHOLE_OF_EXPERTS))
         if experts.per_token > experts.count:
-            raise ExportError(
-                f"{where}: num_experts_per_tok ({experts.per_token}) is more than {experts.count} experts"
+            raise _unexpected(where, "num_experts_per_tok", f"<= {experts.count} (n_routed_experts)", experts.per_token)
+        if experts.dense_layers > fields["layers"]:
+            raise _unexpected(
+                where, "first_k_dense_replace", f"<= {fields['layers']} (num_hidden_layers)", experts.dense_layers
             )
-        if experts.dense_layers > fields["layers"] or fields["layers"] * experts.count > MOST_EXPERTS:
+        if fields["layers"] * experts.count > MOST_EXPERTS:
             raise ExportError(
-                f"{where}: {experts.dense_layers} dense of {fields['layers']} layers, {experts.count} experts each: more "
-                f"dense layers than layers, or more than {MOST_EXPERTS} experts in all"
-            )
+                "export_config.too_many_experts", "{file}: {layers:,} layers of {experts:,} experts are more than {limit:,} experts",
+                file=where, layers=fields["layers"], experts=experts.count, limit=MOST_EXPERTS,
+            )  # fmt: skip
     return ExportConfig(
         **fields,
         rope_theta=_rope_theta(where, data, architecture),
@@ -183,38 +195,44 @@ def parse_config(data: dict[str, Any], where: Path | str) -> ExportConfig:
     )
 
 
+def _unexpected(where: Path | str, key: str, expected: str, given: Any) -> ExportError:
+    return ExportError(
+        "export_config.other_value", "{file}: key {key}: expected {expected}, got {given}",
+        file=where, key=key, expected=expected, given=str(given)[:80],
+    )  # fmt: skip
+
+
 def _rope_theta(where: Path | str, data: dict[str, Any], architecture: Architecture) -> float:
     rope = data.get("rope_parameters") or {}
     allowed = {"rope_type", "rope_theta", "partial_rotary_factor"}
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default" or rope.keys() - allowed:
-        raise ExportError(f"{where}: rope_parameters: only plain RoPE is known, got {str(rope)[:80]}")
+        raise _unexpected(where, "rope_parameters", "RoPE of type 'default'", rope)
     share = rope.get("partial_rotary_factor", architecture.rotary_share)
     if type(share) not in (int, float) or share != 1.0:
-        raise ExportError(
-            f"{where}: rope_parameters: partial_rotary_factor: only RoPE of the whole head is known, got {str(share)[:40]}"
-        )
+        raise _unexpected(where, "rope_parameters.partial_rotary_factor", "1.0 (whole heads)", share)
     if "rope_theta" in data and "rope_theta" in rope and data["rope_theta"] != rope["rope_theta"]:
         raise ExportError(
-            f"{where}: rope_theta is given twice, {str(data['rope_theta'])[:40]} and {str(rope['rope_theta'])[:40]}"
-        )
+            "export_config.two_rope_thetas", "{file}: rope_theta has two values: {values}",
+            file=where, values=[str(one["rope_theta"])[:40] for one in (data, rope)],
+        )  # fmt: skip
     return _positive(where, "rope_theta", rope.get("rope_theta", data.get("rope_theta")))
 
 
 def _rope_layers(where: Path | str, data: dict[str, Any], architecture: Architecture, layers: int) -> tuple[bool, ...]:
     kinds = data.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * layers:
-        raise ExportError(f"{where}: layer_types: expected full_attention {layers} times, got {str(kinds)[:80]}")
+        raise _unexpected(where, "layer_types", f"{layers} times full_attention", kinds)
     has_rope = data.get("no_rope_layers")
     if not architecture.has_nope:
         if has_rope is not None:
-            raise ExportError(f"{where}: no_rope_layers: {architecture.class_name} has none")
+            raise _unexpected(where, "no_rope_layers", f"no value for {architecture.class_name}", has_rope)
         return (True,) * layers
     if (
         not isinstance(has_rope, list)
         or len(has_rope) != layers
         or any(type(value) is not int or value not in (0, 1) for value in has_rope)
     ):
-        raise ExportError(f"{where}: no_rope_layers: expected {layers} of 0 and 1, got {str(has_rope)[:80]}")
+        raise _unexpected(where, "no_rope_layers", f"{layers} numbers, each 0 or 1", has_rope)
     return tuple(bool(value) for value in has_rope)
 
 
@@ -223,20 +241,18 @@ def _whole(where: Path | str, data: dict[str, Any], keys: dict[str, tuple[str, i
     for key, (field, lowest, highest) in keys.items():
         value = data.get(key)
         if type(value) is not int or not lowest <= value <= highest:
-            raise ExportError(
-                f"{where}: {key}: expected a whole number from {lowest} to {highest}, got {str(value)[:40]}"
-            )
+            raise _unexpected(where, key, f"integer from {lowest} to {highest}", value)
         fields[field] = value
     return fields
 
 
 def _truth(where: Path | str, key: str, value: Any) -> bool:
     if type(value) is not bool:
-        raise ExportError(f"{where}: {key}: expected true or false, got {str(value)[:40]}")
+        raise _unexpected(where, key, "true or false", value)
     return value
 
 
 def _positive(where: Path | str, key: str, value: Any) -> float:
     if type(value) not in (int, float) or not (0 < value < 1e12):
-        raise ExportError(f"{where}: {key}: expected a positive number, got {str(value)[:40]}")
+        raise _unexpected(where, key, "a positive number", value)
     return float(value)

@@ -1,6 +1,6 @@
-"""An export folder read as hostile input: its files and its weights, each checked before anything is allocated.
+"""An export folder, read as hostile input. Files and tensors are checked before memory is allocated.
 
-Safetensors only, never a pickle, never remote code. Everything that is wrong with it raises ``ExportError`` with the file and the key.
+Weights are read only from safetensors, never from a pickle, and no remote code is run. Every error is an ``ExportError`` that names file and key.
 """
 
 from __future__ import annotations
@@ -19,93 +19,118 @@ from factory.core.faults import is_of_no_file
 from factory.evals.export_config import ExportConfig, ExportError, parse_config
 
 ALLOWED_SUFFIXES = {".json", ".safetensors", ".jinja"}
-# Keys that make transformers or vLLM run code from the folder or from elsewhere.
+# Keys that make transformers or vLLM run code from the folder or download code.
 CODE_KEYS = ("auto_map", "custom_pipelines", "quantization_config", "trust_remote_code")
 FLOATS = {"F32", "BF16", "F16"}
 
 
 def read_config(folder: Path) -> ExportConfig:
-    """Raises: ExportError for a file that has no place in an export, or a config.json of another kind of model."""
+    """The parsed config.json. Raises: ExportError for a file that an export must not hold, or for an unsupported config.json."""
     if not folder.is_dir():
-        raise ExportError(f"{folder}: no such export folder")
+        raise ExportError("export_folder.no_folder", "{folder}: no such export folder", folder=folder)
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_file():
-            raise ExportError(f"{path}: an export holds plain files only")
+            raise ExportError(
+                "export_folder.special_file", "{file} is not a plain file. An export holds only plain files", file=path
+            )
         if path.suffix not in ALLOWED_SUFFIXES:
-            raise ExportError(f"{path}: {path.suffix or 'such a'} file has no place in an export")
+            raise ExportError(
+                "export_folder.other_suffix", "{file}: an export holds only files with these suffixes: {suffixes}",
+                file=path, suffixes=ALLOWED_SUFFIXES,
+            )  # fmt: skip
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         if (folder / name).exists():
             found = [key for key in CODE_KEYS if key in read_json(folder / name)]
             if found:
-                raise ExportError(f"{folder / name}: {found[0]}: an export may not ask for code or quantisation")
+                raise ExportError(
+                    "export_folder.asks_for_code", "{file}: key {key} is not allowed. An export must not load code or quantisation",
+                    file=folder / name, key=found[0],
+                )  # fmt: skip
     where = folder / "config.json"
     data = read_json(where)
     return parse_config(data, where)
 
 
 def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
-    """Raises: ExportError when an open safetensors file does not hold the tensors that config.json asks for, as floats."""
+    """Raises: ExportError unless an open safetensors file holds exactly the tensors that config.json requires, as floats."""
     expected, names = config.shapes(), set(file.keys())
-    if names != set(expected):
-        missing, extra = sorted(set(expected) - names), sorted(names - set(expected))
-        words = [
-            f"{len(part)} {word} (first: {part[0][:80]})"
-            for word, part in (("missing", missing), ("extra", extra))
-            if part
-        ]
-        raise ExportError(f"{path}: tensors {' and '.join(words)}")
+    if missing := sorted(set(expected) - names):
+        raise ExportError(
+            "export_folder.missing_tensors", "{file}: {count:,|tensor is|tensors are} missing. First: {first}",
+            file=path, count=len(missing), first=missing[0][:80],
+        )  # fmt: skip
+    if extra := sorted(names - set(expected)):
+        raise ExportError(
+            "export_folder.extra_tensors", "{file}: config.json does not allow {count:,|tensor|tensors}. First: {first}",
+            file=path, count=len(extra), first=extra[0][:80],
+        )  # fmt: skip
     for name, shape in expected.items():
         part = file.get_slice(name)
         if tuple(part.get_shape()) != shape or part.get_dtype() not in FLOATS:
             raise ExportError(
-                f"{path}: {name}: expected floats of shape {shape}, got {part.get_dtype()} {tuple(part.get_shape())}"
-            )
+                "export_folder.other_tensor", "{file}: tensor {tensor}: expected floats of shape [{shape}], got {given_type} [{given}]",
+                file=path, tensor=name, shape=list(shape), given_type=part.get_dtype(), given=list(part.get_shape()),
+            )  # fmt: skip
 
 
 def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
-    """All weights as fp32. Raises: ExportError for missing, extra, misshapen or non-finite tensors; NoMemoryError."""
+    """All weights as fp32. Raises: ExportError for a tensor that is missing, extra, of another shape or not finite; NoMemoryError."""
     path = folder / "model.safetensors"
     expected = config.shapes()
     count = sum(math.prod(shape) for shape in expected.values())
     held = path.stat().st_size if path.is_file() else 0
     if 2 * count > held:
-        raise ExportError(f"{path}: {held} bytes cannot hold the {count} weights that config.json asks for")
+        raise ExportError(
+            "export_folder.too_small", "{file}: {bytes:,} bytes are too few for the {weights:,} weights that config.json requires",
+            file=path, bytes=held, weights=count,
+        )  # fmt: skip
     needed = 4 * count
     available = psutil.virtual_memory().available
     if needed > available // 2:
         raise NoMemoryError(
-            f"{path}: its weights take {needed >> 20} MiB, and {available >> 20} MiB are free, half of which may be taken"
-        )
+            "export_folder.no_memory", "{file}: the weights need {needed:,} MiB of memory, more than half of the free {free:,} MiB",
+            file=path, needed=needed >> 20, free=available >> 20,
+        )  # fmt: skip
     weights: dict[str, torch.Tensor] = {}
     try:
         with (
-            open(path, "rb"),
+            open(path, "rb"),  # raises with the reason; safe_open gives none
             safe_open(path, framework="pt") as file,
-        ):  # the library does not say why it cannot open one
+        ):
             check_tensors(path, file, config)
             for name in expected:
-                # A copy: a tensor of the file's own type is its pages, and changes when someone writes into the file.
+                # Copy: otherwise a tensor of the file's own type is mapped from the file and changes with it.
                 weights[name] = file.get_tensor(name).to(torch.float32, copy=True)
     except (SafetensorError, OSError, ValueError) as error:
         if is_of_no_file(error):
             raise
-        raise ExportError(f"{path} cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     broken = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
     if broken:
-        raise ExportError(f"{path}: {len(broken)} tensors hold NaN or infinity (first: {broken[0]})")
+        raise ExportError(
+            "export_folder.not_finite", "{file}: {count:,|tensor holds|tensors hold} NaN or infinity. First: {first}",
+            file=path, count=len(broken), first=broken[0],
+        )  # fmt: skip
     return weights
+
+
+def unreadable(path: Path, error: Exception) -> ExportError:
+    """The error for a weights file that cannot be read."""
+    return ExportError("export_folder.unreadable", "{file} cannot be read: {reason}", file=path, reason=str(error))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of at most 1 MiB. Raises: ExportError."""
     try:
         if path.stat().st_size > 1 << 20:
-            raise ExportError(f"{path}: more than 1 MiB")
+            raise ExportError("export_folder.large_json", "{file} has more than 1 MiB", file=path)
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         if is_of_no_file(error):
             raise
-        raise ExportError(f"{path} cannot be read as JSON: {error}") from error
+        raise ExportError(
+            "export_folder.no_json", "{file} cannot be read as JSON: {reason}", file=path, reason=str(error)
+        ) from error
     if not isinstance(data, dict):
-        raise ExportError(f"{path}: expected a JSON object")
+        raise ExportError("export_folder.no_object", "{file}: expected a JSON object", file=path)
     return data

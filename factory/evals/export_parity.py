@@ -1,7 +1,7 @@
-"""An export, held to the checkpoint that it was made from: its weights to the bit, and every key of its files by what it means.
+"""Compares an export with its checkpoint: every bit of the weights, and the meaning of every key of its files.
 
-Export and server read the same folder, so what both read wrong there no comparison of the two can show. ``made_from`` converts the
-checkpoint by the rules of ``trainer.contract.checkpoint.export`` in the factory's own process; the ledger keeps what came out with the candidate.
+Evaluator and server both read the export, so comparing them cannot show an error that both share. ``made_from`` therefore converts the
+checkpoint in the factory's own process, by the rules of ``trainer.contract.checkpoint.export``. The ledger keeps the result with the candidate.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from safetensors import SafetensorError, safe_open
 from factory.core.errors import NoMemoryError, SegmentError
 from factory.core.faults import is_of_no_file
 from factory.evals.export_config import parse_config
-from factory.evals.export_folder import ExportError, read_json
-from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check
+from factory.evals.export_folder import ExportError, read_json, unreadable
+from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check, joined
 from factory.ingest.tokenizer import END, IM_END
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
+from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.export import converted, dtype_of, generation_config, hf_config
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
-AGAIN = "export the segment's checkpoint again, and judge the new candidate"
-# Which check a field of config.json belongs to; the others are 'shape'.
+AGAIN = Message("export_parity.again", "Export the segment's checkpoint again and judge the new candidate")
+# The check of a field of config.json. All other fields belong to 'shape'.
 FIELDS = {"rope_theta": "rope", "rope_layers": "rope", "norm_eps": "norm", "vocab_size": "vocabulary"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 IDLE = {"_from_model_config", "transformers_version", "use_cache", *TOKEN_IDS}  # of generation_config.json
@@ -42,7 +43,7 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True)
 class Made:
-    """What an export of a checkpoint must be."""
+    """What the export of a checkpoint must hold."""
 
     weights_sha256: str  # over the digests of all tensors
     config: dict[str, Any]  # config.json
@@ -53,14 +54,14 @@ class Made:
 
 # -- what it must be ---------------------------------------------------------------------------------------------------
 def made_from(checkpoint: Path, recipe: dict[str, Any]) -> Made:
-    """Raises: SegmentError for a damaged checkpoint or a recipe that cannot be read; NoMemoryError."""
+    """What the export of a checkpoint must hold. Raises: SegmentError for a damaged checkpoint or an invalid recipe; NoMemoryError."""
     parsed = _recipe(recipe)
     config = hf_config(parsed.model, dtype_of(parsed))
     return Made(_total(checkpoint_digests(checkpoint, recipe)), config)
 
 
 def recorded_of(ledger: Ledger, candidate: int) -> Made | None:
-    """What was recorded when a candidate was exported; None where an older factory did that."""
+    """What the ledger recorded at a candidate's export. None: an older factory exported it and recorded nothing."""
     found = ledger.read(
         "SELECT detail FROM events WHERE kind = 'candidate' AND subject = :subject ORDER BY id DESC LIMIT 1",
         subject=str(Subject("candidate", candidate)),
@@ -70,28 +71,38 @@ def recorded_of(ledger: Ledger, candidate: int) -> Made | None:
 
 
 def checkpoint_digests(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
-    """Of every tensor as it must stand in the export. Raises: SegmentError; NoMemoryError."""
+    """The digest of every tensor that the export must hold. Raises: SegmentError; NoMemoryError."""
     try:
         files = checkpoints.read_manifest(checkpoint)["files"]
         names = [name for name in files if name.startswith("model") and name.endswith(".safetensors")]
         needed, free = 2 * sum(files[name]["bytes"] for name in names), psutil.virtual_memory().available
         if needed > free:
             raise NoMemoryError(
-                f"{checkpoint}: to hash its weights takes {needed >> 20} MiB, {free >> 20} MiB are free"
-            )
+                "export_parity.no_memory", "{checkpoint}: hashing the weights needs {needed:,} MiB of memory, but only {free:,} MiB are free",
+                checkpoint=checkpoint, needed=needed >> 20, free=free >> 20,
+            )  # fmt: skip
         for name in names:
             with open(checkpoint / name, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
-                    raise SegmentError(f"{checkpoint / name}: its SHA-256 is not the one in the manifest")
+                    raise SegmentError(
+                        "export_parity.other_hash",
+                        "{file} does not have the SHA-256 that the manifest records",
+                        file=checkpoint / name,
+                    )
         return _digests(converted(checkpoints.read_tensors(checkpoint, "model"), _recipe(recipe)))
     except (TrainerError, OSError, KeyError) as error:
         if is_of_no_file(error):
             raise
-        raise SegmentError(f"{checkpoint} cannot be read: {error}") from error
+        raise SegmentError(
+            "export_parity.unreadable",
+            "{checkpoint} cannot be read: {reason}",
+            checkpoint=checkpoint,
+            reason=str(error),
+        ) from error
 
 
 def export_digests(export: Path) -> Digests:
-    """Of every tensor that stands in the export. Raises: ExportError."""
+    """The digest of every tensor in the export. Raises: ExportError."""
     return _digests(_tensors(export / "model.safetensors"))
 
 
@@ -99,21 +110,23 @@ def _recipe(recipe: dict[str, Any]) -> Recipe:
     try:
         return Recipe.parse(recipe)
     except TrainerError as error:
-        raise SegmentError(f"its recipe cannot be read: {error}") from error
+        raise SegmentError(
+            "export_parity.odd_recipe", "The segment's recipe is invalid: {reason}", reason=str(error)
+        ) from error
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with (
-            open(path, "rb"),
+            open(path, "rb"),  # raises with the reason; safe_open gives none
             safe_open(path, framework="pt") as file,
-        ):  # the library does not say why it cannot open one
-            for name in file.keys():  # noqa: SIM118 - no mapping
+        ):
+            for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as error:
         if is_of_no_file(error):
             raise
-        raise ExportError(f"{path} cannot be read: {error}") from error
+        raise unreadable(path, error) from error
 
 
 def _digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Digests:
@@ -131,30 +144,43 @@ def _total(digests: Digests) -> str:
 
 # -- is it that? -------------------------------------------------------------------------------------------------------
 def checkpoint_checks(ledger: Ledger, candidate: CandidateRow, vocabulary: int) -> list[Check]:
-    """A check for each of ``OF_CHECKPOINT``. ``vocabulary``: tokens of the tokenizer."""
+    """A check for each name in ``OF_CHECKPOINT``. ``vocabulary``: number of tokens of the tokenizer."""
     made = recorded_of(ledger, candidate.id)
     if made is None:
-        return [Check(name, None, f"nothing was recorded when it was exported: {AGAIN}") for name in OF_CHECKPOINT]
+        detail = joined([Message("export_parity.not_recorded", "The ledger has no hashes of this export"), AGAIN])
+        return [Check(name, None, detail) for name in OF_CHECKPOINT]
     export = Path(candidate.export_path)
     here, where = read_json(export / "config.json"), export / "config.json"
     found = asdict(parse_config(here, where))
-    expected = asdict(parse_config(made.config, f"config.json of candidate {candidate.id}, as recorded"))
-    wrong: dict[str, list[str]] = {name: [] for name in OF_CHECKPOINT}
+    expected = asdict(parse_config(made.config, f"candidate {candidate.id}, recorded"))
+    wrong: dict[str, list[Message]] = {name: [] for name in OF_CHECKPOINT}
     for key in found:
         if found[key] != expected[key]:
-            words = f"{key} is {str(found[key])[:60]}, of the checkpoint it is {str(expected[key])[:60]}"
-            wrong[FIELDS.get(key, "shape")].append(words)
+            wrong[FIELDS.get(key, "shape")].append(
+                Message(
+                    "export_parity.other_field", "config.json: {key} is {found}, but the checkpoint has {expected}",
+                    key=key, found=str(found[key])[:60], expected=str(expected[key])[:60],
+                )
+            )  # fmt: skip
     if found["vocab_size"] < vocabulary:
-        wrong["vocabulary"].append(f"{found['vocab_size']} rows, the tokenizer has {vocabulary} tokens")
-    fine = {
-        "shape": "layers, widths, heads, context and experts are the checkpoint's",
-        "rope": f"RoPE base {found['rope_theta']:g} in the checkpoint's layers",
-        "norm": f"norm epsilon {found['norm_eps']:g}",
-        "vocabulary": f"{found['vocab_size']} rows for {vocabulary} tokens",
-    }
+        wrong["vocabulary"].append(
+            Message(
+                "export_parity.small_vocabulary", "config.json: the embedding has {rows:,} rows, but the tokenizer has {tokens:,} tokens",
+                rows=found["vocab_size"], tokens=vocabulary,
+            )
+        )  # fmt: skip
+    passed = {
+        "shape": Message("export_parity.same_shape", "Layers, widths, heads, context and experts are the checkpoint's"),
+        "rope": Message("export_parity.same_rope", "RoPE has base {base:g} in the checkpoint's layers", base=found["rope_theta"]),
+        "norm": Message("export_parity.same_norm", "Norm epsilon is {epsilon:g}", epsilon=found["norm_eps"]),
+        "vocabulary": Message(
+            "export_parity.vocabulary_fits", "The embedding has {rows:,} rows for {tokens:,} tokens",
+            rows=found["vocab_size"], tokens=vocabulary,
+        ),
+    }  # fmt: skip
     checks = [
-        Check(name, not wrong[name], f"config.json: {'; '.join(wrong[name])}: {AGAIN}" if wrong[name] else words)
-        for name, words in fine.items()
+        Check(name, not wrong[name], joined([*wrong[name], AGAIN]) if wrong[name] else detail)
+        for name, detail in passed.items()
     ]
     return [_weights(export, made), *checks]
 
@@ -163,9 +189,16 @@ def _weights(export: Path, made: Made) -> Check:
     tensors = export_digests(export)
     found, recorded = _total(tensors), made.weights_sha256
     if found == recorded:
-        return Check("weights", True, f"{len(tensors)} tensors are the checkpoint's, to the bit ({found[:12]})")
-    words = f"the tensors are not the checkpoint's: {found[:12]}, recorded {recorded[:12]}: {AGAIN}"
-    return Check("weights", False, words)
+        same = Message(
+            "export_parity.same_weights", "All bits of {tensors:,} tensors are the checkpoint's (sha256 {sha256:.12})",
+            tensors=len(tensors), sha256=found,
+        )  # fmt: skip
+        return Check("weights", True, same)
+    other = Message(
+        "export_parity.other_weights", "The tensors have sha256 {found:.12}, but the checkpoint's have {recorded:.12}",
+        found=found, recorded=recorded,
+    )  # fmt: skip
+    return Check("weights", False, joined([other, AGAIN]))
 
 
 def file_checks(
@@ -175,8 +208,10 @@ def file_checks(
     asked: list[int],
     bos: int | None,
 ) -> list[Check]:
-    """BOS, EOS, sampling and the chat template, as the other files say them. ``asked``: the tokenizer's end and stop tokens; ``bos``: what
-    its documents begin with."""
+    """Checks of BOS, EOS, sampling defaults and chat template in the export's other files.
+
+    ``asked``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any.
+    """
     parts: dict[str, Callable[[], Check]] = {
         "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, asked, bos),
         "generation_config": lambda: _generation(export),
@@ -188,7 +223,7 @@ def file_checks(
         try:
             found.append(part())
         except ExportError as error:
-            found.append(Check(name, False, f"{error}: {AGAIN}"))
+            found.append(Check(name, False, joined([error.message, AGAIN])))
     return found
 
 
@@ -204,15 +239,15 @@ def _bos_eos(
     expected: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end}
     if made_config is not None:
         expected = {key: made_config.get(key) for key in TOKEN_IDS}
-    expected["bos_token_id"] = bos  # of the tokenizer, which the trainer does not know
+    expected["bos_token_id"] = bos  # from the tokenizer; the trainer does not know it
     wrong = [
-        f"config.json: {key} is {str(config.get(key))[:40]}, not {value}"
+        _other_key("config.json", key, config.get(key), value)
         for key, value in expected.items()
         if config.get(key) != value
     ]
     for key, found, value in zip(TOKEN_IDS, tokenizer_ids, (bos, end_of_turn, end), strict=True):
         if found != value:
-            wrong.append(f"tokenizer_config.json: {key} is {found}, not {value}")
+            wrong.append(_other_key("tokenizer_config.json", key, found, value))
     named = read_json(export / "tokenizer_config.json")
     for key, token in {
         "bos_token": None if bos is None else END,
@@ -221,31 +256,54 @@ def _bos_eos(
     }.items():  # other programs read the names
         text = value.get("content") if isinstance(value := named.get(key), dict) else value
         if text != token:
-            wrong.append(f"tokenizer_config.json: {key} is {str(text)[:40]}, not {token}")
-    words = f"{'no BOS' if bos is None else f'BOS is {bos}'}; documents end at {end}, turns at {end_of_turn}"
-    return Check("bos_eos", not wrong, f"{'; '.join(wrong)}: {AGAIN}" if wrong else words)
+            wrong.append(_other_key("tokenizer_config.json", key, text, token))
+    passed = Message(
+        "export_parity.special_tokens", "Special tokens: BOS {bos}, end of document {end}, end of turn {end_of_turn}",
+        bos="none" if bos is None else bos, end=end, end_of_turn=end_of_turn,
+    )  # fmt: skip
+    return Check("bos_eos", not wrong, joined([*wrong, AGAIN]) if wrong else passed)
+
+
+def _other_key(file: str, key: str, found: Any, expected: Any) -> Message:
+    return Message(
+        "export_parity.other_key", "{file}: {key} is {found}, not {expected}",
+        file=file, key=key[:40], found=str(found)[:40], expected=str(expected),
+    )  # fmt: skip
 
 
 def _generation(export: Path) -> Check:
-    """It was judged greedy: both programs must be greedy by default, and nothing may change what is likeliest."""
+    """The model was judged with greedy decoding, so transformers and vLLM must be greedy by default and must not change logits."""
     where = export / "generation_config.json"
     found = read_json(where)
     wrong = [
-        f"{key} is {str(found.get(key))[:40]}, not {value}" for key, value in GREEDY.items() if found.get(key) != value
+        _other_key(where.name, key, found.get(key), value) for key, value in GREEDY.items() if found.get(key) != value
     ]
-    wrong += [f"{key[:40]} is set" for key in sorted(found.keys() - GREEDY.keys() - IDLE) if found[key] is not None]
-    todo = f"{where.name} must say {json.dumps(generation_config())}"
+    extra = [key for key in sorted(found.keys() - GREEDY.keys() - IDLE) if found[key] is not None]
+    wrong += [_other_key(where.name, key, found[key], None) for key in extra]
+    if wrong:
+        todo = Message(
+            "export_parity.generation_config",
+            "{file} must hold {config}",
+            file=where.name,
+            config=json.dumps(generation_config()),
+        )
+        return Check("generation_config", False, joined([*wrong, todo]))
     return Check(
-        "generation_config", not wrong, f"{'; '.join(wrong)}: {todo}" if wrong else "greedy in transformers and vLLM"
+        "generation_config", True, Message("export_parity.greedy", "transformers and vLLM decode greedily by default")
     )
 
 
 def _template(export: Path) -> Check:
-    """transformers reads the file, others the key."""
+    """transformers reads the file chat_template.jinja, other programs the key chat_template of tokenizer_config.json."""
     file, key = export / "chat_template.jinja", read_json(export / "tokenizer_config.json").get("chat_template")
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     same = text is not None and key in (None, text)
-    todo = (
-        "chat_template.jinja and chat_template of tokenizer_config.json differ, or the file is missing: export it again"
+    if same:
+        return Check(
+            "template", True, Message("export_parity.same_template", "chat_template.jinja holds the only chat template")
+        )
+    other = Message(
+        "export_parity.other_template",
+        "chat_template.jinja is missing or differs from key chat_template of tokenizer_config.json. Export the checkpoint again",
     )
-    return Check("template", same, "chat_template.jinja and tokenizer_config.json have the same" if same else todo)
+    return Check("template", False, other)

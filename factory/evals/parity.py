@@ -1,10 +1,10 @@
-"""Do trainer, evaluator and servers see the same model, and was it not trained on held-out text? Each question is one check.
+"""Checks that trainer, evaluator and servers see the same model, and that it was not trained on held-out text.
 
-trainer     the token shards' ids and loss masks, decoded and encoded again by the frozen tokenizer; the rows that they are packed in
-checkpoint  its weights and its recipe, converted once more (``export_parity``)
+trainer     ids and loss masks of the token shards, encoded again by the frozen tokenizer; the packed rows
+checkpoint  weights and recipe, converted again (``export_parity``)
 evaluator   ``Tokenizer`` and ``ReferenceModel``
-server      transformers on the export, in a process of its own (``server_probe``): AutoTokenizer with its chat template, logits, generation
-engine      the serving engine on the export, asked over HTTP (``probes.engine``); vLLM too, where it is installed
+server      transformers on the export in its own process (``server_probe``): AutoTokenizer with chat template, logits, generation
+engine      the serving engine on the export, asked over HTTP (``probes.engine``); also vLLM if it is installed
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from factory.evals.export_parity import checkpoint_checks, file_checks, recorded
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, Asked, chat_checks
 from factory.evals.probes.checks import CHECKS as CHECKS
-from factory.evals.probes.checks import OF_ENGINE, Check
+from factory.evals.probes.checks import OF_ENGINE, Check, joined
 from factory.evals.probes.engine import Fixture, make_fixture
-from factory.evals.probes.engine_process import NATIVE, VLLM, VLLM_PROGRAM, engine_process, vllm_lacks
+from factory.evals.probes.engine_process import NATIVE, VLLM, VLLM_PROGRAM, engine_process, of_engine, vllm_lacks
 from factory.evals.probes.server import Served, probe
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import Suite, order
@@ -37,6 +37,7 @@ from factory.ingest.shapes.chats import turn_of
 from factory.ingest.tokenizer import Tokenizer, holds_special
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow
+from kernels.contract.message import Message
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.packing import STRATEGIES
@@ -44,14 +45,14 @@ from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import BatchRecipe
 
-LOGITS_TOLERANCE = 1e-4  # of the largest logit, fp32
+LOGITS_TOLERANCE = 1e-4  # relative to the largest logit, fp32
 NEW_TOKENS = 24
 PACKED_ROWS = 4
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """What is checked."""
+    """A candidate and everything that its checks compare it with."""
 
     candidate: CandidateRow
     tokenizer: Tokenizer
@@ -70,10 +71,10 @@ class ParityCase:
 
 
 def parity(case: ParityCase) -> list[Check]:
-    """All checks but 'export' and 'finite_loss'. A failed check is an answer, not an exception."""
+    """All checks except 'export' and 'finite_loss'. A failed check does not raise."""
     count = case.policy.parity_documents
     by_hash = sorted(case.suite.documents, key=lambda document: order("parity", document.key))
-    # A document that spells a special token has other ids wherever special tokens are matched in text; its export template defuses it.
+    # Left out: documents that spell a special token. Programs that match special tokens in text give them other ids.
     texts = [d.content["text"][:2000] for d in by_hash if d.messages is None and not holds_special(d.content["text"])][
         :count
     ]
@@ -85,7 +86,7 @@ def parity(case: ParityCase) -> list[Check]:
     prompt = ids[: max(1, min(16, case.model.config.context - NEW_TOKENS))]
     stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
     asked = Asked([*texts, *_training_texts(case, count)], chats)
-    with engine_process(NATIVE, case.export) as native:  # it comes up while transformers does its part
+    with engine_process(NATIVE, case.export) as native:  # the engine starts while transformers runs
         served = probe(
             asked.request() | {
                 "export": str(case.export), "logits_of": ids, "generate": prompt, "stop_ids": stop, "max_new_tokens": NEW_TOKENS,
@@ -115,23 +116,28 @@ def parity(case: ParityCase) -> list[Check]:
 
 
 def _vllm(case: ParityCase, fixture: Fixture) -> list[Check]:
-    """What this machine's vLLM cannot run is no fault of the export: then the other engine is asked alone, and the check says so."""
+    """vLLM's checks. If vLLM cannot run this model on this machine, they pass and say so: that is not the export's fault."""
     if lacks := vllm_lacks(case.model.config.head_dim):
-        return [Check(name, True, f"vllm: left out, {lacks}") for name in OF_ENGINE]
+        return [
+            Check(name, True, of_engine("vllm", Message("parity.vllm_skipped", "Skipped. {reason}", reason=lacks)))
+            for name in OF_ENGINE
+        ]
     with engine_process(VLLM, case.export) as vllm:
         return vllm.check(fixture, case.policy.vllm_seconds)
 
 
 def _together(checks: Sequence[Check]) -> Check:
-    """Of several engines: all must pass."""
+    """The same check of several engines as one check. All must pass."""
     worst = min(checks, key=lambda check: (check.ok is not False, check.ok is True))
-    return worst if worst.ok is not True else Check(worst.name, True, "; ".join(check.detail for check in checks))
+    return worst if worst.ok is not True else Check(worst.name, True, joined([check.detail for check in checks]))
 
 
 def _files(case: ParityCase, stop: list[int], served: Served) -> list[Check]:
     made = recorded_of(case.ledger, case.candidate.id)
     bos = case.tokenizer.bos_token
-    ids = served.answer.get("tokenizer_ids", [bos, stop[1], stop[0]])  # not known: 'server_text' says why
+    ids = served.answer.get(
+        "tokenizer_ids", [bos, stop[1], stop[0]]
+    )  # unknown without an answer; check 'server_text' gives the reason
     return file_checks(case.export, made.config if made else None, ids, stop, bos)
 
 
@@ -141,13 +147,22 @@ def _tokenizer(case: ParityCase) -> Check:
     path = case.export / "tokenizer.json"
     named["the export"] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
     named |= {f"token shard {shard.id[:8]}": shard.manifest["tokenizer_sha256"] for shard in case.shards}
-    others = [f"{who} has {sha[:12]}" for who, sha in named.items() if sha != case.tokenizer.sha256]
-    detail = f"{case.tokenizer.sha256[:12]} in workspace, export and {len(case.shards)} token shards"
-    return Check("tokenizer", not others, f"{'; '.join(others[:3])}: {AGAIN}" if others else detail)
+    others = {who: sha for who, sha in named.items() if sha != case.tokenizer.sha256}
+    if not others:
+        same = Message(
+            "parity.same_tokenizer", "Workspace, export and {shards:,|token shard|token shards} have the same tokenizer ({sha256:.12})",
+            shards=len(case.shards), sha256=case.tokenizer.sha256,
+        )  # fmt: skip
+        return Check("tokenizer", True, same)
+    other = Message(
+        "parity.other_tokenizer", "The workspace's tokenizer ({sha256:.12}) is missing elsewhere: {others}",
+        sha256=case.tokenizer.sha256, others=[f"{who} has {sha[:12]}" for who, sha in list(others.items())[:3]],
+    )  # fmt: skip
+    return Check("tokenizer", False, joined([other, AGAIN]))
 
 
 def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, int, int]]:
-    """(rank, key, shard, start, length) of training documents, the same ones for every candidate of a data plan."""
+    """(rank, key, shard, start, length) of ``count`` training documents. Every candidate of a data plan gets the same documents."""
     listed = []
     for shard in case.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
@@ -169,17 +184,23 @@ def _trainer_tokens(case: ParityCase) -> Check:
         return Check(
             "trainer_tokens",
             False,
-            f"{len(wrong)} of {len(sample)} training documents have other ids, first {wrong[:1]}",
-        )
+            Message(
+                "parity.other_documents", "{wrong:,} of {documents:,} training documents get other ids when they are encoded again. First: {first}",
+                wrong=len(wrong), documents=len(sample), first=wrong[:1],
+            ),
+        )  # fmt: skip
     return Check(
         "trainer_tokens",
         True,
-        f"{len(sample)} training documents, {tokens} tokens: same ids and loss mask when encoded again",
-    )
+        Message(
+            "parity.same_documents", "{documents:,} training documents ({tokens:,} tokens) get the same ids and loss mask when encoded again",
+            documents=len(sample), tokens=tokens,
+        ),
+    )  # fmt: skip
 
 
 def _packing(case: ParityCase) -> Check:
-    """Rows as the trainer's data order packs them, by every strategy: each piece is its document's own ids and mask."""
+    """The check that every packing strategy gives rows whose pieces have their documents' own ids and loss mask."""
     listed = {shard.id: shard for shard in case.shards}
     domains = sorted({domain for shard in case.shards for domain in shard.documents.column("domain").to_pylist()})
     planned = [{"id": shard.id, "path": str(shard.path), "generation": 0} for shard in listed.values()]
@@ -205,17 +226,27 @@ def _packing(case: ParityCase) -> Check:
                     ids, mask = shard.tokens[first:after], shard.loss_mask(first + 1, after)
                     same = np.array_equal(stream.tokens(piece), ids) and np.all(stream.target_mask(piece) == mask)
                     if not same or after > start + length or sum(part.positions for part in row) > context:
-                        where = f"{strategy}: a row has other ids or another mask than {key} at its token {piece.start}"
-                        return Check("packing", False, f"{where}: the trainer's rows are not the token shards")
+                        other = Message(
+                            "parity.other_row",
+                            "Packing strategy {strategy} gives a row whose ids or loss mask differ from document {document} at token {token}",
+                            strategy=strategy, document=key, token=piece.start,
+                        )  # fmt: skip
+                        return Check("packing", False, other)
     except (TrainerError, KeyError) as error:
-        return Check("packing", False, f"no rows could be packed: {error}")
-    return Check(
-        "packing", True, f"{len(STRATEGIES)} strategies, {pieces} pieces of documents: their own ids and loss mask"
-    )
+        return Check(
+            "packing",
+            False,
+            Message("parity.not_packed", "The documents cannot be packed: {reason}", reason=str(error)),
+        )
+    packed = Message(
+        "parity.packed", "With {strategies:,} packing strategies, {pieces:,} pieces of documents keep their ids and loss mask",
+        strategies=len(STRATEGIES), pieces=pieces,
+    )  # fmt: skip
+    return Check("packing", True, packed)
 
 
 def _training_texts(case: ParityCase, count: int) -> list[str]:
-    """Of the corpus that it was trained on, for the round trip."""
+    """Texts of training documents, for the round trip."""
     found = []
     for _, _, shard, start, length in _sampled(case, 2 * count):
         ids = shard.tokens[start : start + length].astype(np.int64)
@@ -253,7 +284,7 @@ def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:
 
 
 def _round_trip(tokenizer: Tokenizer, asked: Asked, served: Served) -> Check:
-    """Encode, decode, encode: the same text and the same ids, here and at the server."""
+    """The check that encoding, decoding and encoding again gives the same text and ids, here and at the server."""
     texts = asked.request()["texts"]
     encoded = [tokenizer.encode_text(text)[0] for text in texts]
     decoded = [tokenizer.decode(ids) for ids in encoded]
@@ -263,13 +294,18 @@ def _round_trip(tokenizer: Tokenizer, asked: Asked, served: Served) -> Check:
         return _unserved("round_trip", served)
     there = zip(served.answer["decoded"], texts, served.answer["encoded_again"], served.answer["texts"], strict=True)
     wrong_there = sum(a != b or x != y for a, b, x, y in there)
-    words = f"{len(texts)} texts: {wrong} differ here, {wrong_there} at the server"
-    return Check("round_trip", not wrong and not wrong_there, words + (f": {AGAIN}" if wrong or wrong_there else ""))
+    detail = Message(
+        "parity.round_trip", "Of {texts:,} texts, {here:,} change here and {server:,} at the server when they are encoded and decoded",
+        texts=len(texts), here=wrong, server=wrong_there,
+    )  # fmt: skip
+    same = not wrong and not wrong_there
+    return Check("round_trip", same, detail if same else joined([detail, AGAIN]))
 
 
 # -- server against evaluator ------------------------------------------------------------------------------------------
-def _unserved(name: str, served: Served, what: str = "the server side") -> Check:
-    return Check(name, None if served.out_of_time else False, f"{what} failed: {served.problem}")
+def _unserved(name: str, served: Served) -> Check:
+    detail = Message("parity.not_served", "transformers gave no answer: {problem}", problem=served.problem)
+    return Check(name, None if served.out_of_time else False, detail)
 
 
 def _server(tokenizer: Tokenizer, asked: Asked, stop: list[int], served: Served) -> list[Check]:
@@ -278,11 +314,20 @@ def _server(tokenizer: Tokenizer, asked: Asked, stop: list[int], served: Served)
     answer = served.answer
     missing, more = sorted(set(stop) - set(answer["eos_token_ids"])), sorted(set(answer["eos_token_ids"]) - set(stop))
     ran_on = [token for token, ids in answer["stopped"].items() if len(ids) != 3 or ids[-1] != int(token)]
-    words = f"generation_config ends at {sorted(answer['eos_token_ids'])}; forced end tokens ended generation"
     if missing or more or ran_on:
-        words = f"generation_config does not end at {missing}, ends at {more} too; generation ran on past {ran_on}"
-        words += f": eos_token_id of generation_config.json must be {stop}"
-    return [*chat_checks(tokenizer, asked, answer), Check("stop", not (missing or more or ran_on), words)]
+        detail = Message(
+            "parity.other_stops",
+            "eos_token_id of generation_config.json lacks {missing!r} and has {extra!r} in addition. Generation continued after {ran_on!r}. "
+            "The key must be {expected!r}",
+            missing=missing, extra=more, ran_on=ran_on, expected=stop,
+        )  # fmt: skip
+    else:
+        detail = Message(
+            "parity.stops",
+            "Each end token of generation_config.json ends generation: {tokens}",
+            tokens=sorted(answer["eos_token_ids"]),
+        )
+    return [*chat_checks(tokenizer, asked, answer), Check("stop", not (missing or more or ran_on), detail)]
 
 
 def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:
@@ -290,14 +335,25 @@ def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:
         return _unserved("logits", served)
     ours = model.logits(torch.tensor([ids]))[0].numpy()
     if ours.shape != served.logits_TV.shape:
-        return Check("logits", False, f"shape {ours.shape} here, {served.logits_TV.shape} at the server")
+        other = Message(
+            "parity.other_logits", "The logits have shape {here!r} here and {server!r} at the server",
+            here=list(ours.shape), server=list(served.logits_TV.shape),
+        )  # fmt: skip
+        return Check("logits", False, other)
     scale, apart = max(1.0, float(np.abs(ours).max())), float(np.abs(ours - served.logits_TV).max())
-    words = f"{len(ids)} positions of a held-out document: at most {apart:.1e} apart, largest logit {scale:.1f}"
-    return Check("logits", bool(apart <= LOGITS_TOLERANCE * scale), words)  # NaN compares false
+    detail = Message(
+        "parity.logits", "At {positions:,} positions of a held-out document, logits differ by at most {apart:.1e}. The largest logit is {scale:.1f}",
+        positions=len(ids), apart=apart, scale=scale,
+    )  # fmt: skip
+    return Check("logits", bool(apart <= LOGITS_TOLERANCE * scale), detail)  # NaN compares false
 
 
 def _smoke(served: Served) -> Check:
     if served.problem:
-        return _unserved("smoke", served, "load and generate")
+        return _unserved("smoke", served)
     count = len(served.answer["generated"])
-    return Check("smoke", count > 0, f"loaded, {count} tokens generated")
+    return Check(
+        "smoke",
+        count > 0,
+        Message("parity.generated", "transformers loaded the export and generated {tokens:,} tokens", tokens=count),
+    )

@@ -9,50 +9,49 @@ from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 
 
 class EvalPolicy(StrictPolicy):
-    """Every key is optional. All counts are caps; the choice below a cap is by hash, so that all candidates get the same items."""
+    """Every key is optional. Counts are limits. A hash decides which documents are used, so all candidates get the same items."""
 
     documents_per_domain: Count = 60
-    """Held-out documents of the sealed half scored in bits per byte, a domain."""
+    """Held-out documents of the sealed half that are scored in each domain."""
     dev_documents_per_domain: Count = 20
-    """Held-out documents of the dev half that are scored beside them."""
+    """Held-out documents of the dev half that are scored in each domain."""
     source_share: Share = 0.25
-    """Of a domain's bytes that are scored, share from one source at most, but for its first document; fewer documents are scored where one source
-    has most of the bytes."""
+    """The largest share of a domain's scored bytes from one source. Each source gives at least one document."""
     document_bytes: Count = 2048
-    """Bytes scored of one document."""
+    """Bytes that are scored in each document."""
     window_overlap: Share = 0.25
-    """Share of a window that is context only, so that no token but a document's first is predicted from nearly nothing."""
+    """The share of a window that is only context, so that every later token is predicted from enough text."""
     cloze_items_per_domain: Count = 40
-    """Multiple-choice questions of a domain: which text continues a held-out passage."""
+    """Multiple-choice questions in each domain: which text continues a held-out passage?"""
     cloze_context_bytes: Count = 256
-    """Bytes of the passage that are shown."""
+    """Bytes of the passage before a cloze question."""
     cloze_continuation_bytes: Count = 64
-    """Bytes of each answer to choose from."""
+    """Bytes of each choice of a cloze question."""
     chat_samples: Count = 12
     """Held-out questions that the model answers."""
     chat_tokens: Count = 96
-    """Longest greedy answer."""
+    """The most tokens of an answer."""
     baseline_bytes_per_domain: Count = 4_000_000
-    """Bytes of training text that the byte n-gram baselines are fitted on, a domain."""
+    """Bytes of training text in each domain for fitting the byte n-gram baselines."""
     noise_documents_per_domain: Count = 20
-    """Documents measured a second time under shifted windows (see evals/tasks.py, noise_floor)."""
+    """Documents in each domain that are measured a second time with shifted windows (``noise_floor`` in evals/tasks.py)."""
     parity_documents: Count = 24
     """Texts and conversations whose token ids are compared between trainer, evaluator and server."""
     contamination_ngram: Count = 192
-    """Tokens of a run in the contamination check: longer than what ingest's decontamination (runs of 44 words) may let through, so
-    that a hit means that it failed. A shorter document is contaminated where a training document is equal to it, token for token."""
+    """Tokens of an n-gram in the contamination check. It is longer than the texts that ingest's decontamination (44 words) may miss, so a match
+    means that decontamination failed. A shorter document is contaminated if a training document has exactly its tokens."""
     contamination_overlap: Share = 0.6
-    """A held-out document, scored or not, is contaminated when more of its n-grams than this stand in the training data."""
+    """The largest share of a held-out document's n-grams that may be in the training data."""
     probe_seconds: Count = 120
-    """Time limit of the load-and-generate test; the machine may be busy, it takes about 10 s alone."""
+    """Time limit of the load-and-generate test. On an idle machine it takes about 10 s."""
     probe_memory_mib: Count = 6144
-    """Memory limit of that test."""
+    """Memory limit of the load-and-generate test."""
     engine_seconds: Count = 120
-    """Time limit of the same in the serving engine; it runs beside that test."""
+    """Time limit of the tests of the serving engine, which runs at the same time."""
     vllm_seconds: Count = 1800
-    """Time limit of vLLM, which is asked too where ``make serve-env`` installed it; it takes minutes to start."""
+    """Time limit of the tests of vLLM, if ``make serve-env`` installed it. vLLM takes minutes to start."""
     vllm: Literal["auto", "never"] = "auto"
-    """never: only the embedded engine is asked, also where vLLM is installed."""
+    """auto: test vLLM too if it is installed; never: test only the embedded engine."""
 
     @classmethod
     def load(cls, path: Path) -> EvalPolicy:

@@ -1,18 +1,16 @@
-"""How large a gain a comparison would have shown: the smallest that passes all of its bounds together with 80 %.
+"""The power of a comparison: the smallest gain that passes all bounds together with a probability of 80 %.
 
-Of another candidate on the same items, whose standard error is another draw: both the error that it is told from here and the one that it is
-tested with are estimates. Their squares scatter like χ² with the bound's degrees of freedom, fewer by the tails: the variance of a squared error
-is 2/ν + κ/n for items of excess kurtosis κ (Cramér 1946, §27.4), so ν is divided by 1 + κ/2. With κ = 0 and one error for both it is the power
-of the noncentral t. Bounds of target and domains rise and fall together, so all are passed at least as often as if they were independent, which
-is what is said here; that is room enough for the guards' tails, so κ is the target's alone. Guards share their level by Holm (1979): those that
-pass in any one order, each at its step, all pass, so the order is the one that is surest at the gain that is asked for.
-``make judge-calibration`` counts how many are promoted:
-80 % or more, the more the fewer sources a guard has (``benchmarks/judge/results.txt`` says why).
+The gain is that of another candidate on the same items, whose standard error is another draw. So both the known and the future standard error are
+estimates. Their squares scatter like χ² with the bound's degrees of freedom ν, reduced for heavy tails: the variance of a squared error is
+2/ν + κ/n for items of excess kurtosis κ (Cramér 1946, §27.4), so ν is divided by 1 + κ/2. With κ = 0 and the same error for both, this is the power
+of the noncentral t. Bounds of target and domains are positively correlated, so treating them as independent is conservative. This leaves room for
+the guards' tails, so only the target has a κ. Guards share their level by Holm (1979): if all pass in one order, each at its step, all pass. The
+order used is the surest at the gain in question. ``make judge-calibration`` counts promotions: 80 % or more, and the more the fewer sources a
+guard has (``benchmarks/judge/results.txt`` says why).
 
-A guard whose items are right or wrong is told from what a candidate cannot move (``ScoredGuard``): how many items and groups there are, the margin,
-the level, and how many items change sides between two equally good models. One that an equally good model fails more than once in five is set aside:
-it no longer asks that no loss be shown, and holds only where the loss that was measured is itself beyond the margin (``tells``), if as good a model
-seldom shows one.
+``ScoredGuard`` is a guard whose items are right or wrong. Its power follows from facts that no candidate can change: items, groups, margin, level,
+and the share of items on which two equally good models differ. A guard that more than one in five equally good models would fail is set aside. Then
+it holds a release only if the measured loss exceeds the margin, and only if equally good models seldom have such a loss (``tells``).
 """
 
 from __future__ import annotations
@@ -26,21 +24,22 @@ import numpy as np
 import numpy.typing as npt
 
 from factory.evals.statistics import Gain
+from kernels.contract.message import Message
 
 POWER = 0.8
-TAILS = 6.0  # κ: of a Student t with 5 degrees of freedom, as the calibration draws items
-NODES = 24  # of the distribution of a standard error
-MOST = 8.0  # bits per byte: no model gains more than a byte holds
-MOST_FAILED = 0.2  # of equally good models: a guard that fails more of them is set aside
+TAILS = 6.0  # κ of a Student t with 5 degrees of freedom, from which the calibration draws items
+NODES = 24  # points that represent the distribution of a standard error
+MOST = 8.0  # bits per byte: the largest possible gain
+MOST_FAILED = 0.2  # a guard that more equally good models fail is set aside
 TOGETHER = (
     0.5  # ρ of right and wrong between equally good models: assumed; ``python -m benchmarks.judge.sides`` measures it
 )
-LARGEST = 10_000_000  # items that a guard may be said to need
+LARGEST = 10_000_000  # most items that ``needed`` returns
 
 
 @dataclass(frozen=True)
 class Needed:
-    """A one-sided bound at ``level`` that must lie above ``floor``; ``moves``: the gain that is asked for moves it; ``tails``: κ."""
+    """A one-sided bound at ``level`` that must lie above ``floor``. ``moves``: a larger gain raises it. ``tails``: κ."""
 
     measured: Gain
     level: float
@@ -49,7 +48,7 @@ class Needed:
     tails: float = 0.0
 
     def chance(self, gain: float) -> float:
-        """That a candidate which is truly better by ``gain`` passes; one that it does not move has a true gain of 0."""
+        """The probability that a candidate with the true gain ``gain`` passes. Without ``moves``, the true gain is 0."""
         if self.measured.bound(self.level) is None:
             return 0.0
         assert self.measured.error is not None and self.measured.effective is not None
@@ -66,11 +65,10 @@ class Needed:
 
 @dataclass(frozen=True)
 class ScoredGuard:
-    """A guard on items that are scored from 0 to 1, as far as no candidate moves it.
+    """The properties of a guard on items scored from 0 to 1 that no candidate can change.
 
-    ``variance``: of an item's value, of the champion's (``variance_of``). Two models as good as it differ on an item by 2 · variance · (1 − ρ): for
-    right and wrong that is the share of items that change sides, 2p(1 − p)(1 − ρ). ``level``: that of Holm's last step, at which a guard is tested
-    once all others have passed, so that it alone decides.
+    ``variance``: of the champion's item values (``variance_of``). Two equally good models differ on an item by 2 · variance · (1 − ρ). For right and
+    wrong, this is the share of items that change, 2p(1 − p)(1 − ρ). ``level``: the level of Holm's last step.
 
     >>> small = ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
     >>> round(small.error, 3), round(small.passed, 2), small.stands, small.needed()
@@ -80,19 +78,19 @@ class ScoredGuard:
     """
 
     items: int
-    groups: float  # as many of the same size say as much
+    groups: float  # effective number of groups of equal size
     variance: float
     margin: float
     level: float
 
     @property
     def error(self) -> float:
-        """Standard, of the difference of two equally good models."""
+        """The standard error of the difference between two equally good models."""
         return math.sqrt(2 * self.variance * (1 - TOGETHER) / self.items)
 
     @property
     def passed(self) -> float:
-        """The share of equally good models that pass: their difference is drawn with ``error``, and tested with one that is estimated."""
+        """The share of equally good models that pass the guard."""
         if self.groups <= 1:
             return 0.0  # one group has no spread
         if not self.error:
@@ -105,33 +103,38 @@ class ScoredGuard:
 
     @property
     def stands(self) -> bool:
-        """Does it fail at most one in five equally good models?"""
+        """Do at most one in five equally good models fail the guard?"""
         return self.passed >= 1 - MOST_FAILED
 
     @property
     def lost_by_chance(self) -> float:
-        """The share of equally good models that are measured to lose more than the margin."""
+        """The share of equally good models whose measured loss exceeds the margin."""
         from scipy.special import ndtr  # takes a moment, which only a comparison needs to wait for
 
         return float(ndtr(-self.margin / self.error)) if self.error else 0.0
 
     @property
     def tells(self) -> bool:
-        """Does a measured loss beyond the margin say something, as at most one in five equally good models shows one?"""
+        """Is a measured loss beyond the margin informative, because at most one in five equally good models has such a loss?"""
         return self.groups > 1 and self.lost_by_chance <= MOST_FAILED
 
     @property
-    def still(self) -> str:
-        """What it still does where it is set aside, in words."""
+    def still(self) -> Message:
+        """The effect that the guard still has after it is set aside."""
         if not self.tells:
-            return f"It informs, and rejects where a loss of more than {self.margin:.3f} is shown."
-        return (
-            f"It holds only where a loss of more than {self.margin:.3f} is measured, as of {100 * self.lost_by_chance:.0f} in 100 such models, and "
-            "rejects where one is shown."
-        )
+            return Message(
+                "power.only_rejects", "It cannot hold a release. It rejects a release that shows a loss of more than {margin:.3f}.",
+                margin=self.margin,
+            )  # fmt: skip
+        return Message(
+            "power.holds_measured_loss",
+            "It holds a release only if the measured loss is more than {margin:.3f}. {chance:.0f} of 100 equally good models have such a loss. "
+            "It rejects a release that shows such a loss.",
+            margin=self.margin, chance=100 * self.lost_by_chance,
+        )  # fmt: skip
 
     def needed(self) -> int | None:
-        """The items with which it stands, as many to a group as now; None: no number is enough."""
+        """The number of items with which the guard stands, with the same items per group. None: no number is enough."""
         low, high = 1, max(self.items, 2)
         while not self._of(high).stands:
             low, high = high, 2 * high
@@ -143,7 +146,7 @@ class ScoredGuard:
         return high
 
     def margin_needed(self) -> float | None:
-        """The least margin, in hundredths, with which as many items stand; None: none below 1.
+        """The smallest margin, in hundredths, with which the guard stands at its present size. None: no margin below 1.
 
         >>> ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05).margin_needed()
         0.21
@@ -156,7 +159,7 @@ class ScoredGuard:
 
 
 def variance_of(values: Sequence[float]) -> float:
-    """Of an item's value from 0 to 1, one right item and one wrong one added: of few items, none right is no proof that none will be.
+    """The variance of item values from 0 to 1, with one right and one wrong item added so that few items never give 0.
 
     >>> round(variance_of([1.0] * 9 + [0.0] * 9), 3), round(variance_of([0.0] * 18), 3)
     (0.25, 0.048)
@@ -167,13 +170,13 @@ def variance_of(values: Sequence[float]) -> float:
 
 
 def variance_right(share: float, items: int) -> float:
-    """``variance_of`` items of which a share is right and the others are wrong."""
+    """``variance_of`` ``items`` items, of which the share ``share`` is right."""
     right = round(share * items)
     return variance_of([1.0] * right + [0.0] * (items - right))
 
 
 def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:
-    """Guards whose ``level`` is of all together, each at its step of Holm's: the surest at this true gain first, at the smallest level."""
+    """The guards with the levels of Holm's steps: the guard that is surest at this true gain comes first and gets the smallest level."""
 
     def doubt(name: str) -> float:
         guard = guards[name]
@@ -184,7 +187,7 @@ def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:
 
 
 def passes(gain: float, needed: Sequence[Needed], guards: Mapping[str, Needed] | None = None, apart: str = "") -> float:
-    """The chance that a candidate which is truly better by ``gain`` passes all bounds; as ``smallest_gain`` takes them."""
+    """The probability that a candidate with the true gain ``gain`` passes all bounds. Arguments as in ``smallest_gain``."""
     steps = stepped(guards or {}, gain)
     bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
     return math.prod(one.chance(gain) for one in bounds)
@@ -193,10 +196,10 @@ def passes(gain: float, needed: Sequence[Needed], guards: Mapping[str, Needed] |
 def smallest_gain(
     needed: Sequence[Needed], otherwise: float = 0.0, guards: Mapping[str, Needed] | None = None, apart: str = ""
 ) -> float | None:
-    """The gain with which all bounds are passed with 80 %, to 1 % of it; None: no gain is.
+    """The gain that passes all bounds with a probability of 80 %, to 1 %. None: no gain does.
 
-    ``otherwise``: the chance at most that something else than these bounds holds it up; ``guards``: further bounds, as ``stepped`` takes them;
-    ``apart``: the guard that is taken as passed, though it has its step.
+    ``otherwise``: the largest probability that something else stops the candidate. ``guards``: more bounds, for ``stepped``. ``apart``: a guard
+    that counts as passed but keeps its step.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
     >>> round(smallest_gain([Needed(target, 0.025)]), 4), smallest_gain([Needed(target, 0.025), Needed(target, 0.05, 0.01, moves=False)])
@@ -219,7 +222,7 @@ def times_needed(
     guards: Mapping[str, Needed] | None = None,
     apart: str = "",
 ) -> float | None:
-    """How many times as many groups show ``gain`` with 80 %, to a tenth; 1 or less: these do. None: not even a thousand times as many.
+    """The factor by which groups must grow to show ``gain`` with 80 %, to a tenth. At most 1: these are enough. None: more than 1000.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
     >>> round(times_needed(0.014, [Needed(target, 0.025)]), 1)  # half the gain of above
@@ -242,7 +245,7 @@ def times_needed(
 
 
 def _with_groups(bound: Needed, times: float) -> Needed:
-    """The bound of so many times as many groups."""
+    """The bound with ``times`` as many groups."""
     measured = bound.measured
     if measured.error is None or measured.effective is None:
         return bound
@@ -252,7 +255,7 @@ def _with_groups(bound: Needed, times: float) -> Needed:
 
 @functools.lru_cache(maxsize=4096)
 def _errors(freedom: float, tails: float) -> npt.NDArray[np.float64]:
-    """Estimates of a standard error of 1, equally likely."""
+    """Equally likely estimates of a standard error whose true value is 1."""
     from scipy.special import chdtri
 
     of_tails = max(freedom, 0.1) / (1 + tails / 2)

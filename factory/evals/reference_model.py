@@ -1,8 +1,8 @@
-"""The decoders of ``export_config`` in plain fp32 torch, for evaluation: trusted, slow, and without any code of the trainer.
+"""The decoders of ``export_config`` in plain fp32 torch, for evaluation. They are slow and use no code of the trainer.
 
-RMSNorm before each half of a block, grouped-query attention with RoPE in the rotate-half layout, SwiGLU (Llama). Qwen3 normalises
-queries and keys first (arXiv:2505.09388, §2); SmolLM3 has layers without RoPE; GLM-4-MoE sends each token to experts, chosen by a
-biased sigmoid and weighted by the unbiased one (arXiv:2412.19437, §2.1.2). The tests hold each to transformers within 1e-4.
+Each block has RMSNorm before both halves, grouped-query attention with RoPE in the rotate-half layout, and SwiGLU (Llama). Qwen3 also normalises
+queries and keys (arXiv:2505.09388, §2). SmolLM3 has layers without RoPE. GLM-4-MoE sends each token to experts that a biased sigmoid chooses and an
+unbiased sigmoid weights (arXiv:2412.19437, §2.1.2). Tests compare each decoder with transformers within 1e-4.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ def greedy(logits_BV: torch.Tensor) -> torch.Tensor:
 
 
 def never(tokens: list[int]) -> bool:
-    """Only a stop token or the limit ends a text."""
+    """Always False, so that only a stop token or the limit ends a text."""
     return False
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """The likeliest tokens after a prompt, whatever ends a text."""
+    """The likeliest tokens after a prompt. Stop tokens do not end it."""
 
     tokens: list[int]
     logprobs: list[float]  # nats
-    margins: list[float]  # nats to the second likeliest: where it is small, another right program may choose that one
+    margins: list[
+        float
+    ]  # nats between the likeliest and the second token; if small, another correct program may choose the second
 
 
 class ReferenceModel:
-    """An export, loaded. Sequences are padded on the right where they are scored; padding changes no other position.
+    """A loaded export. For scoring, sequences are padded on the right, which changes no other position.
 
-    ``to`` moves it to another device; tensors are given and returned on the CPU.
+    ``to`` moves the model to another device. Arguments and results stay on the CPU.
     """
 
     device = torch.device("cpu")
@@ -63,12 +65,12 @@ class ReferenceModel:
 
     @classmethod
     def load(cls, folder: Path) -> ReferenceModel:
-        """Raises: ExportError for anything but a sound export of a known architecture."""
+        """Load an export. Raises: ExportError unless it is a valid export of a supported architecture."""
         config = read_config(folder)
         return cls(config, read_weights(folder, config))
 
     def to(self, device: str | torch.device) -> ReferenceModel:
-        """Itself, moved to ``device``."""
+        """Move the model to ``device`` and return it."""
         self.device = torch.device(device)
         self.weights = {name: weight.to(self.device) for name, weight in self.weights.items()}
         self.head_VD, self.frequencies_K2 = self.head_VD.to(self.device), self.frequencies_K2.to(self.device)
@@ -81,12 +83,12 @@ class ReferenceModel:
             return (self._hidden(tokens_BT.to(self.device)) @ self.head_VD.T).cpu()
 
     def nll(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> torch.Tensor:
-        """Nats of each scored token given those before it, [B, T]; 0 where not scored. Column 0 has no context and is never scored."""
+        """The nats [B, T] of each scored token, given the tokens before it; 0 for other tokens. Column 0 is never scored."""
         return self.scores(tokens_BT, scored_BT)[0]
 
     @torch.inference_mode()
     def scores(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(``nll``; whether each scored token is the most likely one, bool [B, T])."""
+        """(``nll``, bool [B, T]: is the scored token the likeliest?)."""
         tokens_BT, scored_BT = tokens_BT.to(self.device), scored_BT.to(self.device)
         with self.device:
             hidden_ND = self._hidden(tokens_BT)[:, :-1][scored_BT[:, 1:]]
@@ -103,8 +105,10 @@ class ReferenceModel:
         return nll_BT.cpu(), likeliest_BT.cpu()
 
     def gradient_norm(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
-        """(nats, norm of their gradient with respect to all weights) of pieces of one document, each int64 tokens [T + 1] and which of
-        its targets are scored, bool [T]."""
+        """(nats, norm of their gradient with respect to all weights) of a document.
+
+        ``pieces``: (int64 tokens [T + 1], bool scored targets [T]) each.
+        """
         wanted = [w.requires_grad_() for w in self.weights.values() if w.is_floating_point()]
         nats = torch.zeros(())
         for tokens, scored in pieces:
@@ -172,7 +176,7 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def continuation(self, prompt: Sequence[int], count: int) -> Continuation:
-        """Greedy, ``count`` tokens, with log-probabilities of a whole forward pass; prompt + count may not exceed the model's context."""
+        """The ``count`` likeliest tokens, with log-probabilities of a whole forward pass. Prompt and tokens must fit into the context."""
         tokens = self.generate([prompt], count, stop=())[0].tokens
         logprobs_TV = self.logits(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].log_softmax(-1)
         own_T = logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -187,7 +191,7 @@ class ReferenceModel:
         cache: torch.Tensor | None = None,
         at: int = 0,
     ) -> torch.Tensor:
-        """Final-norm output [B, T, D]. With a cache [layers, 2, B, G, S, K], keys and values are written from column ``at`` on."""
+        """The output of the final norm [B, T, D]. Writes keys and values into ``cache`` [layers, 2, B, G, S, K] from column ``at`` on."""
         config, w = self.config, self.weights
         rows, length = tokens_BT.shape
         if position_BT is None:

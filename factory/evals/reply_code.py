@@ -1,4 +1,4 @@
-"""The code in a reply: what stands between its fences."""
+"""Extracts the code between the fences of a reply."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _OPENS = re.compile(r"^[ \t]*(?:[-*+>]\s+)?(`{3,}|~{3,})[ \t]*([^`]*)$")
 
 
 def fenced(text: str, defines: str = "") -> str | None:
-    """The code of a reply's fences of backticks or tildes, as CommonMark has them (§4.5); None without any.
+    """The code in a reply's fences of backticks or tildes (CommonMark, §4.5). None: no fence.
 
-    Of several the first counts that defines the name ``defines``; else the first that names Python or no language; else the first. A fence that is
-    not closed holds the rest. Indented fences and those after a list's mark are taken, and their code is moved to the margin.
+    Of several fences, the first that defines the name ``defines`` counts, else the first for Python or without a language, else the first. An
+    unclosed fence holds the rest of the text. Fences may be indented or follow a list's mark; their code is moved to the margin.
 
     >>> fenced("So:\\n```python3\\nx = 1\\n```\\nThat sets it."), fenced("~~~\\nx = 1\\n~~~"), fenced("x = 1")
     ('x = 1\\n', 'x = 1\\n', None)

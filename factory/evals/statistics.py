@@ -1,11 +1,10 @@
-"""Paired comparison of two candidates on the same items: t intervals whose errors are clustered by document group.
+"""Paired comparison of two candidates on the same items: t intervals with standard errors clustered by document group.
 
-Items of one group (a document's, or those of one source) rise and fall together, so whole groups count, not items. A measure is a ratio of
-sums (nats over bytes; right answers over questions) and its gain is champion minus candidate for costs, candidate minus champion for scores:
-positive is better. Its standard error is that of a ratio over clusters, each residual divided by one minus its cluster's share ("CR3",
-Bell & McCaffrey 2002), and its degrees of freedom are the effective number of clusters, 1/Σp² of their shares p, less one (Carter, Schnepel &
-Steigerwald 2017): a source that holds half of the bytes is not one of many. ``make judge-calibration`` prints how often such an
-interval holds the truth. A bootstrap of sources does as well where they are of a size, and worse where one holds most (``docs/LOG.md``).
+Items of a group (a document or a source) are correlated, so groups count, not items. A measure is a ratio of sums (nats over bytes, right answers
+over questions). Its gain is positive if the candidate is better. The standard error is that of a ratio over clusters, each residual divided by one
+minus its cluster's share ("CR3", Bell & McCaffrey 2002). The degrees of freedom are the effective number of clusters, 1/Σp² of their shares p,
+minus one (Carter, Schnepel & Steigerwald 2017), so a source with half of the bytes counts as half of the evidence. ``make judge-calibration``
+prints how often the intervals hold the truth. A bootstrap of sources is as good for sources of equal size, and worse otherwise (``docs/LOG.md``).
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ CLOZE = "cloze"
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better than the champion one measure is. What is None or not finite was not measured."""
+    """The gain of a measure over the champion. A value that is None or not finite was not measured."""
 
     gain: float | None = None
-    error: float | None = None  # standard
+    error: float | None = None  # standard error
     clusters: int | None = None  # document groups
-    effective: float | None = None  # as many clusters of the same size say as much
+    effective: float | None = None  # effective number of clusters of equal size
 
     def bound(self, level: float, above: bool = False) -> float | None:
-        """The one-sided bound below or above the gain, which is on the wrong side of the truth with chance ``level``."""
+        """The one-sided bound below or above the gain. With probability ``level`` it is on the wrong side of the truth."""
         if not (_finite(self.gain) and _finite(self.error) and _finite(self.effective)):
             return None
         assert self.gain is not None and self.error is not None and self.effective is not None
@@ -44,7 +43,7 @@ class Gain:
 
 
 def interval_of(stored: object) -> tuple[float, float, float] | None:
-    """(gain, low and high end of its 95 % interval) of a gain as evidence stores it; None: it was not measured."""
+    """(gain, low end, high end) of the 95 % interval of a gain in stored evidence. None: it was not measured."""
     if not isinstance(stored, dict):
         return None
     gain = Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})
@@ -55,9 +54,9 @@ def interval_of(stored: object) -> tuple[float, float, float] | None:
 def compare(
     candidate: Sequence[EvalItem], champion: Sequence[EvalItem], weights: Mapping[str, float]
 ) -> tuple[Gain, dict[str, Gain]] | None:
-    """(target, {measure: gain}) where measures are the domains (bits per byte) and 'cloze' (share right); None when items differ.
+    """(target, {measure: gain}). Measures are the domains (bits per byte) and 'cloze' (share right). None if the items differ.
 
-    weights: of each domain's gain in the target; domains not named count 0; empty: all the same.
+    ``weights``: the weight of each domain in the target; other domains have weight 0. Empty: all domains have the same weight.
 
     >>> one = [EvalItem("bpb", f"{i}", "code", f"source{i}", 100.0 + i, 100.0) for i in range(4)]
     >>> other = [EvalItem("bpb", f"{i}", "code", f"source{i}", 110.0, 100.0) for i in range(4)]
@@ -89,7 +88,7 @@ def compare(
 def _gain(
     better_CM: npt.NDArray[np.float64], weight_CM: npt.NDArray[np.float64], share_M: npt.NDArray[np.float64]
 ) -> Gain:
-    """Of the measures, each with its share, together."""
+    """The weighted gain of several measures. ``share_M``: their weights."""
     used = share_M > 0
     better_CM, weight_CM, share_M = better_CM[:, used], weight_CM[:, used], share_M[used]
     total_M = weight_CM.sum(0)
@@ -107,7 +106,7 @@ def _gain(
 
 
 def difference(one: Gain, other: Gain) -> Gain:
-    """``one`` less ``other``, which are of different documents; the degrees of freedom are Welch's (1947).
+    """``one`` minus ``other``, which come from different documents. The degrees of freedom are Welch's (1947).
 
     >>> found = difference(Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 9, 9.0))
     >>> round(found.gain, 3), round(found.error, 3), found.clusters, round(found.effective, 2)
@@ -129,9 +128,9 @@ def difference(one: Gain, other: Gain) -> Gain:
 
 
 def of_recipe(gain: Gain, noise: float, runs: int) -> Gain:
-    """The gain as one of recipe and data, of which candidate and champion are a draw each: the variance of both draws is added to the items'.
+    """The gain of recipe and data instead of two single trainings: the variance between trainings is added for candidate and champion.
 
-    ``noise``: the standard deviation that ``runs`` trainings showed. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
+    ``noise``: the standard deviation of ``runs`` trainings. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
 
     >>> found = of_recipe(Gain(0.02, 0.003, 40, 41.0), 0.004, 3)
     >>> round(found.error, 5), round(found.effective, 2)
@@ -148,9 +147,9 @@ def of_recipe(gain: Gain, noise: float, runs: int) -> Gain:
 
 
 def holm(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
-    """Which hypotheses are shown, all together at one level (Holm 1979, step down).
+    """Which hypotheses are shown at a joint level (Holm 1979, step down).
 
-    With k still open, those that are shown at level alpha / k, which ``shown_at(name, k)`` says, are; repeat with the rest until none is.
+    Among k open hypotheses, those with ``shown_at(name, k)``, at level alpha / k, are shown. This repeats until no more are shown.
     """
     shown = dict.fromkeys(hypotheses, False)
     while True:
@@ -162,7 +161,7 @@ def holm(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dic
 
 
 def spent_at(alpha: float, look: int) -> float:
-    """The part of ``alpha`` that the ``look``-th candidate against one champion may spend: all looks together spend alpha, however many.
+    """The part of ``alpha`` for the ``look``-th candidate against the same champion. All looks together never spend more than ``alpha``.
 
     >>> [round(spent_at(0.05, look), 4) for look in (1, 2, 3, 10)], round(sum(spent_at(0.05, k) for k in range(1, 10_000)), 4)
     ([0.025, 0.0083, 0.0042, 0.0005], 0.05)

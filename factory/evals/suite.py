@@ -1,11 +1,10 @@
-"""The suite: which held-out documents every candidate is measured on, and the hash that names them.
+"""The suite: the held-out documents on which every candidate is measured, and the hash that names them.
 
-The release gate decides on documents of the *sealed* half (``factory.ingest.rules.split``), which nothing else reads. A few of the dev half are
-measured beside them: a model that is better there, and not on what nobody saw, was fitted to the dev half, and one that is better on the
-sealed half alone has seen that.
+The release gate decides on documents of the *sealed* half (``factory.ingest.rules.split``), which nothing else reads. Some documents of the dev half
+are measured too. A model that improves only on the dev half was fitted to it, and a model that improves only on the sealed half has seen it.
 
-The choice is by content hash, so it is the same for every candidate; new held-out documents may displace old ones, which makes a new
-suite, and the champion is then measured again on that one before the two are compared.
+Documents are chosen by content hash, so every candidate gets the same ones. New held-out documents may displace old ones and make a new suite. Then
+the champion is measured again before a comparison.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import FATE
 
 
-# How much of a domain one source may be, in bytes that are scored: documents of one source rise and fall together.
+# Documents of a source are correlated, so each source gets a limited share of a domain's scored bytes.
 def within(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """How many documents each source gives, so that none gives more than ``share`` of the bytes of all. ``sizes``: by source, bytes of its
-    documents in the order in which it gives them.
+    """The number of documents from each source, so that no source gives more than ``share`` of all bytes.
 
-    Each gives its first one, whatever its size, and more up to one number of bytes, the same for all sources and the largest with which none of
-    them is above the share. Where so few sources cannot, all.
+    ``sizes``: the bytes of each source's documents, in order. Each source gives its first document, and more up to a common limit of bytes, the
+    largest limit that keeps all sources within the share. With too few sources for that, all documents are taken.
 
     >>> within(0.25, {"a": [2000] * 9, "b": [300] * 9, "c": [300] * 9, "d": [300] * 9, "e": [300] * 9})
     {'a': 1, 'b': 9, 'c': 9, 'd': 9, 'e': 9}
@@ -54,17 +52,17 @@ def within(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     return next(filter(fits, each), dict.fromkeys(sums, 1))
 
 
-# Raise a task's number when its items or their scoring change: old evaluations are then never compared with new ones.
+# Raise a task's number when its items or scoring change, so that old evaluations are never compared with new ones.
 TASK_VERSIONS = {"bpb": 1, "cloze": 1, "chat": 3, "baselines": 1, "noise": 1, "dev": 1}
 
 
 @dataclass(frozen=True)
 class HeldOutDocument:
-    """One held-out document. ``content`` is {"text": …} or {"messages": […]}."""
+    """A held-out document. ``content`` is {"text": …} or {"messages": […]}."""
 
     key: str
     domain: str
-    cluster: str  # its group, ``held_out.group_key``: its items rise and fall together
+    cluster: str  # its group (``held_out.group_key``), whose items are correlated
     content: dict[str, Any]
 
     @property
@@ -73,20 +71,20 @@ class HeldOutDocument:
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of what is scored: of messages, the assistant's words, but for answers of weight 0."""
+        """UTF-8 bytes of the scored text. In a chat, only answers of the assistant with a weight above 0 are scored."""
         said = [str(one["content"]) for one in self.messages or () if carries_loss(one)]
         return len("".join(said if self.messages is not None else [self.content["text"]]).encode())
 
 
 @dataclass(frozen=True)
 class SourceCap:
-    """No source gives more than ``share`` of a domain's bytes, ``document_bytes`` of a document at most (``within``)."""
+    """A limit: no source gives more than ``share`` of a domain's bytes (``within``). A document counts at most ``document_bytes``."""
 
     share: float
     document_bytes: int
 
     def kept(self, ones: Sequence[HeldOutDocument]) -> set[str]:
-        """Keys of those of a domain that stay, of each source the first ones."""
+        """The keys of a domain's documents that stay: the first ones of each source."""
         of: dict[str, list[HeldOutDocument]] = defaultdict(list)
         for one in ones:
             of[one.cluster].append(one)
@@ -97,8 +95,8 @@ class SourceCap:
 @dataclass(frozen=True)
 class Suite:
     sha256: str
-    documents: tuple[HeldOutDocument, ...]  # sealed, sorted by domain, then by hash
-    dev: tuple[HeldOutDocument, ...] = ()  # sorted so too
+    documents: tuple[HeldOutDocument, ...]  # of the sealed half, sorted by domain, then by hash
+    dev: tuple[HeldOutDocument, ...] = ()  # of the dev half, sorted in the same way
 
     @property
     def domains(self) -> list[str]:
@@ -109,7 +107,7 @@ class Suite:
 
 
 def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Suite:
-    """The suite of the ledger's held-out documents as they are now."""
+    """The suite of the ledger's present held-out documents."""
     cap = SourceCap(policy.source_share, policy.document_bytes)
     sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True, cap=cap)
     dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, cap=cap)
@@ -121,8 +119,10 @@ def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Su
 def held_out_documents(
     ledger: Ledger, per_domain: int, sealed: bool, cap: SourceCap | None = None
 ) -> tuple[HeldOutDocument, ...]:
-    """At most so many documents of a domain and half, by content hash: one of each cluster first, then a second; of one cluster no more than
-    ``cap`` allows."""
+    """At most ``per_domain`` documents of each domain from one half, in the order of content hashes.
+
+    Each cluster gives a first document before any gives a second, and no more than ``cap`` allows.
+    """
     h, d = held_out.c, documents.c
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     listed = sa.select(h.key, h.domain, h.group_key, d.content_sha256).join(documents, d.key == h.key)
@@ -146,7 +146,7 @@ def held_out_documents(
 
 
 def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:
-    """Held-out documents, in the order of a suite."""
+    """The held-out documents with these keys, in the order of a suite."""
     parts = [sa.select(held_out).where(held_out.c.key.in_(keys[at : at + 500])) for at in range(0, len(keys), 500)]
     rows = [row for part in parts for row in ledger.rows(part)]
     found = [HeldOutDocument(row["key"], row["domain"], row["group_key"], row["content"]) for row in rows]
@@ -154,18 +154,18 @@ def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]
 
 
 def item_identity(document: HeldOutDocument) -> list[str]:
-    """What names a held-out document without its text: key, domain, cluster, SHA-256 of its content."""
+    """A held-out document without its text: key, domain, cluster, SHA-256 of its content."""
     content = hashlib.sha256(_canonical(document.content)).hexdigest()
     return [document.key, document.domain, document.cluster, content]
 
 
 def identity_sha256(identity: Mapping[str, Any]) -> str:
-    """The name of a suite: of its tasks, policy, tokenizer and items."""
+    """The hash of a suite's tasks, policy, tokenizer and items."""
     return hashlib.sha256(_canonical(identity)).hexdigest()
 
 
 def order(*parts: str) -> str:
-    """A fixed, arbitrary order: the hash of the parts."""
+    """A sort key that gives a fixed, arbitrary order: the hash of the parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -1,9 +1,9 @@
-"""The three tasks: bits per byte of held-out documents, cloze on them, greedy chat samples whose code must parse.
+"""The three tasks: bits per byte of held-out documents, cloze questions on them, and greedy chat samples whose code must parse.
 
-Bits per byte: every token of a document after BOS is predicted once, in windows of the model's context that overlap; special tokens and
-(in chat) everything but the assistant's words are context only, so that nats and UTF-8 bytes are of the same text.
-Cloze: a context and four continuations of one length, the true one and three from other held-out documents of the domain; right when the
-true one has strictly the fewest nats a byte. For chat the context is the question and the continuations are beginnings of answers.
+Bits per byte: every token after BOS is predicted once, in overlapping windows of the model's context. Special tokens and, in chat, all text except
+the assistant's answers are only context, so nats and UTF-8 bytes are of the same text.
+Cloze: a context and four continuations of equal length, the true one and three from other held-out documents of the domain. The model is right if
+the true one has the fewest nats per byte. In chat, the context is the question and the continuations are beginnings of answers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from factory.ingest.tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
 DISTRACTORS = 3
-DEV = "dev"  # the task of bits per byte on the dev half, which decides nothing by itself
+DEV = "dev"  # bits per byte on the dev half, which alone decides nothing
 Advance = Callable[[float], None]
 
 
 @dataclass(frozen=True)
 class EvalItem:
-    """One row of eval_items."""
+    """A row of the table eval_items."""
 
     task: str
     item: str
@@ -47,17 +47,17 @@ class EvalItem:
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A held-out document as tokens; ``scored`` says which of them are predicted and counted."""
+    """A held-out document as tokens. ``scored``: the tokens that are predicted and counted."""
 
     document: HeldOutDocument
     tokens: npt.NDArray[np.int64]  # [L]
-    scored: npt.NDArray[np.bool_]  # [L], never the first
+    scored: npt.NDArray[np.bool_]  # [L], False for the first token
     bytes: int  # of the scored tokens
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One greedy answer. ``parses`` is None when the true answer holds no code."""
+    """A greedy answer. ``parses``: is its code valid Python? None if the true answer has no code."""
 
     item: str
     domain: str
@@ -72,7 +72,7 @@ class Sample:
 def encode_documents(
     documents: Sequence[HeldOutDocument], tokenizer: Tokenizer, token_bytes: TokenBytes, limit: int
 ) -> list[ScoredText]:
-    """Every document that has anything to score, cut to ``limit`` scored bytes."""
+    """The documents as tokens, each cut after ``limit`` scored bytes. Documents without scored tokens are left out."""
     encoded = []
     for document in documents:
         if document.messages is None:
@@ -92,7 +92,7 @@ def encode_documents(
 
 
 def windows(length: int, context: int, overlap: int, first: int | None = None) -> list[tuple[int, int, int]]:
-    """(start, stop, scored from) of each window over ``length`` tokens; the scored parts tile [1, length) exactly.
+    """(start, stop, first scored) of each window over ``length`` tokens. The scored parts cover [1, length) exactly once.
 
     >>> windows(10, 4, 1)
     [(0, 4, 1), (3, 7, 4), (6, 10, 7)]
@@ -110,7 +110,7 @@ def windows(length: int, context: int, overlap: int, first: int | None = None) -
 def bits_per_byte(
     model: ReferenceModel, texts: Sequence[ScoredText], policy: EvalPolicy, advance: Advance, shifted: bool = False
 ) -> list[EvalItem]:
-    """An item a document: value = nats, weight = UTF-8 bytes. ``shifted`` halves the first window, which moves all others."""
+    """An item for each document: value = nats, weight = UTF-8 bytes. ``shifted`` halves the first window, which shifts all others."""
     context = model.config.context
     overlap = min(max(1, int(policy.window_overlap * context)), context - 1)
     first = max(2, context // 2) if shifted else None
@@ -133,7 +133,7 @@ def bits_per_byte(
 def sequence_nats(
     model: ReferenceModel, sequences: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]], advance: Advance
 ) -> npt.NDArray[np.float64]:
-    """Summed nats of the scored tokens of each (tokens [L], scored [L]); windows of like length share a batch."""
+    """The summed nats of the scored tokens of each (tokens [L], scored [L]). Windows of similar length share a batch."""
     nats = np.zeros(len(sequences))
     ranked = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]), reverse=True)
     while ranked:
@@ -151,7 +151,7 @@ def sequence_nats(
 
 
 def ratio_bits(items: Sequence[EvalItem]) -> dict[str, float]:
-    """Bits per byte a domain: summed nats over summed bytes."""
+    """Bits per byte of each domain: summed nats over summed bytes."""
     nats: dict[str, float] = defaultdict(float)
     weight: dict[str, float] = defaultdict(float)
     for item in items:
@@ -167,10 +167,10 @@ def noise_floor(
     policy: EvalPolicy,
     advance: Advance,
 ) -> dict[str, float]:
-    """How far two measurements of the *same* weights on the same documents lie apart, a domain, in bits per byte.
+    """The difference between two measurements of the same weights on the same documents, in bits per byte, for each domain.
 
-    An A/A test: the second measurement shifts every window by half a context, the only arbitrary choice of the measurement. It bounds
-    the noise of the measurement, not of another training seed, which the paired interval has only as far as documents differ.
+    An A/A test: the second measurement shifts every window by half a context, the only arbitrary choice. It bounds the noise of the measurement,
+    not the noise between training seeds.
     """
     by_domain: dict[str, list[int]] = defaultdict(list)
     for index, text in enumerate(texts):
@@ -186,12 +186,12 @@ def noise_floor(
 class Cloze:
     document: HeldOutDocument
     context: npt.NDArray[np.int64]
-    choices: tuple[npt.NDArray[np.int64], ...]  # the true one first
+    choices: tuple[npt.NDArray[np.int64], ...]  # the true choice comes first
     bytes: tuple[int, ...]
 
 
 def build_cloze(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Cloze]:
-    """Cloze items of the suite: a function of its documents and the policy alone."""
+    """The cloze items of a suite. They depend only on its documents and the policy."""
     found = []
     for domain in suite.domains:
         pieces = [piece for document in suite.of(domain) if (piece := _piece(document, tokenizer, policy))]
@@ -227,7 +227,7 @@ def _piece(
     if room <= 0:
         return None
     at = policy.cloze_context_bytes // 2 + int(order("cloze", document.key)[:12], 16) % room
-    blank = re.compile(r"\s").search(text, at, at + 32)  # begin at the end of a word, with the blank, as tokens do
+    blank = re.compile(r"\s").search(text, at, at + 32)  # start at a blank after a word, as tokens do
     at = blank.start() if blank and blank.start() + long <= len(text) else at
     begin = max(0, at - policy.cloze_context_bytes)
     context = [*(() if begin else tokenizer.bos), *tokenizer.ids(text[begin:at])]
@@ -235,7 +235,7 @@ def _piece(
 
 
 def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance) -> list[EvalItem]:
-    """value 1 when the true continuation has strictly the fewest nats a byte, else 0; NaN when one of them has no finite loss."""
+    """An item for each question: value 1 if the true continuation has the fewest nats per byte, else 0; NaN if a loss is not finite."""
     sequences = []
     for item in items:
         for choice in item.choices:
@@ -253,7 +253,7 @@ def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance)
 
 # -- chat --------------------------------------------------------------------------------------------------------------
 def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Sample]:
-    """Greedy answers to held-out questions, about two in three of them truly answered with code."""
+    """Greedy answers to held-out questions. About two in three questions have code in their true answer."""
     questions: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
@@ -285,7 +285,7 @@ def chat_items(samples: Sequence[Sample]) -> list[EvalItem]:
 
 
 def code_in(text: str) -> str | None:
-    """The code of an answer: that in its fences, all of it when it opens as Python does, or None."""
+    """The code of an answer: the code in its fences, or the whole answer if it begins like Python. None: no code."""
     if (code := fenced(text)) is not None:
         return code
     return (
@@ -298,7 +298,7 @@ def code_in(text: str) -> str | None:
 
 
 def parses_as_code(text: str) -> bool:
-    """Does the answer hold code that Python parses? It is parsed, never run."""
+    """Does the answer hold valid Python? The code is parsed, never run."""
     code = code_in(text)
     if code is None or not code.strip():
         return False

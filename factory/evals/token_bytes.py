@@ -1,7 +1,7 @@
-"""The UTF-8 bytes behind each token id, read from tokenizer.json itself.
+"""The UTF-8 bytes of each token id, read from tokenizer.json.
 
-Bits per byte needs to know how many bytes each token stands for, and the byte baselines need the bytes; a byte-level BPE's vocabulary
-says both exactly, even where a token holds half a character.
+Bits per byte needs the number of bytes of each token, and the byte baselines need the bytes. The vocabulary of a byte-level BPE gives both
+exactly, also for a token that holds only part of a character.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 class TokenBytes:
-    """``lengths`` [V]: bytes of each token, 0 for special ones, whose names are ``special``, by id."""
+    """``lengths`` [V]: bytes of each token, 0 for special tokens. ``special``: names of the special tokens by id."""
 
     def __init__(self, pieces: list[bytes], special: Mapping[int, str] | None = None) -> None:
         self.special = dict(special or {})
@@ -37,7 +37,7 @@ class TokenBytes:
 
     @classmethod
     def load(cls, tokenizer_folder: Path) -> TokenBytes:
-        """Raises: InputError when tokenizer.json is not a byte-level BPE."""
+        """Read a tokenizer's folder. Raises: InputError unless tokenizer.json is a byte-level BPE."""
         path = tokenizer_folder / "tokenizer.json"
         letters = _byte_of_letter()
         try:
@@ -49,11 +49,13 @@ class TokenBytes:
                 for number in range(len(ids))
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is not a byte-level BPE: {error!r}") from error
+            raise InputError(
+                "token_bytes.other_tokenizer", "{file} is not a byte-level BPE: {reason}", file=path, reason=repr(error)
+            ) from error
         return cls(pieces, special)
 
     def expand(self, ids: Array) -> tuple[Array, Array]:
-        """The bytes [N] of a run of ids, and for each byte the index [N] of its token in the run."""
+        """The bytes [N] of a sequence of ids, and for each byte the index [N] of its token in the sequence."""
         lengths = self.lengths[ids]
         token_of_byte = np.repeat(np.arange(len(ids)), lengths)
         within = np.arange(len(token_of_byte)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,7 +1,7 @@
-"""Evaluation tasks of a person: multiple choice, maths, code, and lm-eval's YAML files, from ``policies/tasks/`` of the workspace.
+"""Evaluation tasks that a person adds in ``policies/tasks/`` of the workspace: multiple choice, maths, code, and lm-eval's YAML files.
 
-In order: ``policy`` says when each task is measured → ``task_file`` reads a task (``items`` its items, ``lm_eval_file`` the YAML files of
-lm-eval) → ``measuring`` measures one candidate and records the items with those of the held-out suite: ``multiple_choice`` and ``generation``
-(with ``verifiers``) run here on ``model``, ``lm_eval_run`` has lm-eval do it in the sandbox (``inside``), with the same model →
-``tiers`` says which are due, ``comparing`` compares two candidates item by item and says what could not be compared.
+``policy`` says when each task is measured. ``task_file`` reads a task, ``items`` its items, ``lm_eval_file`` a YAML file of lm-eval.
+``measuring`` measures a candidate on a task and records the items. ``multiple_choice`` and ``generation`` (with ``verifiers``) run here on
+``model``. ``lm_eval_run`` runs lm-eval in the sandbox (``inside``) on the same model. ``tiers`` says which tasks are due, and ``comparing``
+compares two candidates item by item.
 """

@@ -1,7 +1,6 @@
-"""What an answer in mathematics says: its text read as a number, a tuple, interval, set or list, a ratio, words, or a formula.
+"""Parses an answer in mathematics: a number, a tuple, interval, set or list, a ratio, words, or a formula.
 
-Every form here has one value, so that two texts of it are equal or not. What is a formula is compared by a library, in the sandbox
-(``verifiers``); all else is compared here, exactly.
+Every form except a formula is compared here, exactly. A library compares formulas in the sandbox (``verifiers``).
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from fractions import Fraction
 
 from factory.tasks.units import NOTHING, UNITS, NumberWords, number_words
 
-LONGEST = 200  # characters of an answer; no digits are counted beyond
-LARGEST_POWER = 1000  # of ten, in a number that is counted
-MOST_ITEMS = 30  # of a list
+LONGEST = 200  # most characters of an answer
+LARGEST_POWER = 1000  # largest power of ten that is computed
+MOST_ITEMS = 30  # most items of a list
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number, as it stands: ``60%`` is 60 with ``percent``; ``5 cm`` is 5 beside a unit."""
+    """A number as written: ``60%`` is 60 with ``percent``, and ``5 cm`` is 5 with a unit."""
 
     figure: Fraction
     percent: bool = False
@@ -34,7 +33,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Several:
-    """Several values. ``form``: the brackets; ``{}`` of a set and of a list without brackets, whose order says nothing; ``∪`` of a union."""
+    """Several values. ``form``: the brackets; ``{}`` for a set or a list without brackets (order does not count); ``∪`` for a union."""
 
     form: str
     values: tuple[Value, ...]
@@ -50,14 +49,14 @@ class Named:
 
 @dataclass(frozen=True)
 class Literal:
-    """What is equal only to itself: words, ratios, dates, numbers with their base."""
+    """A text that equals only itself: words, ratios, dates, numbers with a base."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Formula:
-    """TeX without decimals, for the library."""
+    """A formula as TeX without decimals, for the library."""
 
     tex: str
 
@@ -69,7 +68,7 @@ _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
 _FRAC = r"\\frac\{\s*(-?[\d.]+)\s*\}\{\s*(-?[\d.]+)\s*\}"
 _POWER = r"10\s*\^\s*(?:\{\s*([-+]?\d{1,5})\s*\}|([-+]?\d{1,5}))"
-# The number that a text holds, beside words. Groups: sign · fraction · mixed · quotient · power of ten · decimal · percent
+# A number among words. Groups: sign · fraction · mixed · quotient · power of ten · decimal · percent
 _NUMBER = re.compile(
     rf"(?:(?P<sign>[-+])\s*)?(?:(?P<money>[$€£¥₹])\s*)?(?P<inner>[-+]?)(?:"
     rf"(?P<frac>{_FRAC})"
@@ -95,7 +94,7 @@ _FUNCTIONS = [
 
 
 def read(text: str) -> Value | None:
-    """What an answer says; None when it says nothing.
+    """The value of an answer. None: the answer is empty.
 
     >>> read(r"1\\frac12").figure, read("1{,}200").figure, read("(1,200)").form, read("60 percent").percent, read("not 18")
     (Fraction(3, 2), Fraction(1200, 1), '()', True, Literal(text='not 18'))
@@ -106,7 +105,7 @@ def read(text: str) -> Value | None:
 
 
 def same(gold: Value, said: Value, library: Library) -> bool:
-    """Is what was said the gold answer?"""
+    """Is the value ``said`` the right answer ``gold``?"""
     if isinstance(gold, Named) and isinstance(said, Named):
         return gold.name == said.name and same(gold.value, said.value, library)
     if _is_equation(gold) or _is_equation(said):  # x + y = 5 is y = 5 - x
@@ -128,7 +127,7 @@ def same(gold: Value, said: Value, library: Library) -> bool:
 
 
 def is_words(value: Value | None) -> bool:
-    """Is it a text that no form reads?"""
+    """Is it a text with letters that has no mathematical form?"""
     return isinstance(value, Literal) and any(letter.isalpha() for letter in value.text)
 
 
@@ -144,7 +143,7 @@ def _same_number(gold: Number, said: Number) -> bool:
         return False
     if gold.value * one.times == said.value * other.times:
         return True
-    # "60 %" for a gold of 60, and 60 for a gold of 60 %. Below 1 it would be open which is meant.
+    # "60 %" counts for 60, and 60 for "60 %". Below 1 the meaning would be ambiguous.
     return gold.percent != said.percent and abs(gold.figure) >= 1 and gold.figure == said.figure
 
 
@@ -161,7 +160,7 @@ def _same_items(gold: Value, said: Value, library: Library) -> bool:
 
 
 def _matched(equal: list[list[bool]]) -> bool:
-    """Can each row be given a column of its own where it is true? (Augmenting paths, Kuhn 1955.)"""
+    """Can every row be matched with a different column that is true? (Augmenting paths, Kuhn 1955.)"""
     row_of: dict[int, int] = {}
 
     def place(row: int, seen: set[int]) -> bool:
@@ -195,14 +194,14 @@ def _tex(value: Value) -> str:
 
 
 def _letters(text: str) -> str:
-    """As words are compared: one letter is a name, whose case counts."""
+    """Words for comparison: without blanks and case. The case of a single letter counts, because it is a name."""
     text = re.sub(r"\s+", "", text)
     return text if len(text) == 1 else text.casefold()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def _plain(text: str) -> str:
-    """One way to write what TeX, Markdown and Unicode write in many. ``\\text{…}`` becomes «…»."""
+    """Normalise TeX, Markdown and Unicode to one notation. ``\\text{…}`` becomes «…»."""
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
     text = "".join(_vulgar(letter) for letter in text)
     for sign, plain in _SIGNS.items():
@@ -265,7 +264,7 @@ def _read(text: str, depth: int) -> Value:
 
 
 def _bracketed(text: str, depth: int) -> Value | None:
-    """Of brackets around the whole: ``(1, 2)``, ``[0, 1)``, ``\\{1, 2\\}``; ``(5)`` is 5."""
+    """The value of a text in brackets: ``(1, 2)``, ``[0, 1)``, ``\\{1, 2\\}``; ``(5)`` is 5. None: not in brackets."""
     parts = re.split(r"\s*\\cup(?![a-zA-Z])\s*", text)
     if 1 < len(parts) <= MOST_ITEMS:
         return Several("∪", tuple(_read(part, depth + 1) for part in parts))
@@ -282,7 +281,7 @@ def _bracketed(text: str, depth: int) -> Value | None:
 
 
 def _named(text: str, depth: int) -> Value | None:
-    """``x = 5``, ``f(x) = x^2``, ``x \\in [0, 1]``; of ``3 + 4 = 7`` the last side."""
+    """The value of ``x = 5``, ``f(x) = x^2`` or ``x \\in [0, 1]``; for ``3 + 4 = 7`` the last side. None: not such a text."""
     if len(parts := re.split(r"(?<![<>!\\=])=(?!=)|\\in(?![a-zA-Z])", text)) < 2 or not all(
         part.strip() for part in parts
     ):
@@ -299,7 +298,7 @@ def _named(text: str, depth: int) -> Value | None:
 
 
 def _several(text: str, depth: int) -> Value | None:
-    """A list without brackets, of which no part is prose: ``1, 2 and 3``, ``x = 1 or x = 2``, ``\\pm 2``."""
+    """The values of a list without brackets: ``1, 2 and 3``, ``x = 1 or x = 2``, ``\\pm 2``. None: not a list, or a part is prose."""
     if found := re.fullmatch(r"(?:\\pm|\+/?-)\s*([^,]+)", text):
         return Several("{}", (_read(found[1], depth + 1), _read(f"-{found[1]}", depth + 1)))
     spaced = re.sub(r"«\s*(?:,?\s*)(and|or)\s*»", r" \1 ", text)
@@ -313,7 +312,7 @@ def _several(text: str, depth: int) -> Value | None:
 
 
 def _number(text: str) -> Number | None:
-    """The one number of a text, with the words beside it."""
+    """The only number of a text, with the words next to it. None: no number, or several."""
     text = re.sub(r"[«»]", " ", text)
     text = re.sub(r"(?i)(?<![a-z])(?:minus|negative)\s+(?=[\d.$])", "-", text)
     found = _NUMBER.search(text)
@@ -343,14 +342,14 @@ def _number(text: str) -> Number | None:
 
 
 def _only_words(text: str) -> bool:
-    """Prose, not mathematics: words, blanks, the marks of a sentence, and a bar between units."""
+    """Is a text prose and not mathematics: only words, blanks, punctuation, and a bar between units?"""
     return re.fullmatch(r"(?:[^\W\d_]|[\s,;:.'’/¢-]|[$€£¥₹](?=\s*$))*", text) is not None and not re.search(
         r"(?<![^\W\d_])-|-(?![^\W\d_])", text
     )
 
 
 def _figure(found: re.Match[str]) -> Fraction | None:
-    """Of a match of ``_NUMBER``, without its sign."""
+    """The figure of a match of ``_NUMBER``, without its sign."""
     if text := found["frac"]:
         above, below = re.fullmatch(_FRAC, text).groups()  # type: ignore[union-attr]
         return _ratio(above, below)
@@ -383,7 +382,7 @@ def _ratio(above: str, below: str) -> Fraction | None:
 
 
 def _formula(text: str) -> Value:
-    """TeX for the library, without decimals and with braces where TeX would take one digit; words where a text is no formula."""
+    """A formula in TeX for the library, without decimals and with braces around exponents; or a ``Literal`` if the text is not a formula."""
     text = (
         re.sub(r"«[^«»]*»\s*$", "", text)
         if re.search(r"[^\s«»].*«[^«»]*»\s*$", text) and not re.match(r"\s*«", text)
@@ -418,7 +417,7 @@ def _encloses(text: str, opens: str, closes: str) -> bool:
 
 
 def _whole(text: str) -> bool:
-    """Is every bracket closed in it that is opened in it, and none before? An interval may close with another one."""
+    """Are the brackets of a text balanced? An interval may close with another kind of bracket."""
     depth = 0
     for letter in re.sub(r"\\[{}]", "", text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -428,7 +427,7 @@ def _whole(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas, or semicolons, that stand in no bracket."""
+    """The parts of a text between commas or semicolons outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")

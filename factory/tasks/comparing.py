@@ -1,4 +1,4 @@
-"""Scores of tasks, and what they say of a candidate against a champion: paired, item by item, with errors clustered by document group."""
+"""Compares the task scores of a candidate and a champion: paired by item, with standard errors clustered by document group."""
 
 from __future__ import annotations
 
@@ -10,46 +10,49 @@ from typing import Any
 from factory.evals.power import MOST_FAILED, ScoredGuard, variance_of
 from factory.evals.statistics import Gain, compare, holm
 from factory.evals.tasks import EvalItem
+from kernels.contract.message import Message
 
 
 @dataclass(frozen=True)
 class TaskEvidence:
-    """What is known of a candidate's tasks. A metric is '<task>/<metric>'."""
+    """The measurements of a candidate's tasks. A metric is named '<task>/<metric>'."""
 
-    gains: Mapping[str, Gain] = field(default_factory=dict)  # by metric, over the champion; positive is better
-    margins: Mapping[str, float] = field(default_factory=dict)  # by metric: what may be lost
-    values: Mapping[str, float] = field(default_factory=dict)  # by metric, the candidate's
-    problems: tuple[str, ...] = ()  # sentences: what could not be measured or compared
-    remedies: Mapping[str, str] = field(default_factory=dict)  # by problem: what a person can do
-    evaluations: Mapping[str, Any] = field(default_factory=dict)  # by task: [the candidate's, the champion's]
+    gains: Mapping[str, Gain] = field(default_factory=dict)  # metric → gain over the champion; positive is better
+    margins: Mapping[str, float] = field(default_factory=dict)  # metric → allowed loss
+    values: Mapping[str, float] = field(default_factory=dict)  # metric → the candidate's score
+    problems: tuple[str, ...] = ()  # sentences about tasks that could not be measured or compared
+    remedies: Mapping[str, str] = field(default_factory=dict)  # problem → what a person can do
+    evaluations: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # task → [id of the candidate's evaluation, id of the champion's]
     alpha: float = 0.05
-    items: Mapping[str, int] = field(default_factory=dict)  # by metric
-    variances: Mapping[str, float] = field(default_factory=dict)  # by metric, of an item's value, of the champion's
+    items: Mapping[str, int] = field(default_factory=dict)  # metric → number of items
+    variances: Mapping[str, float] = field(default_factory=dict)  # metric → variance of the champion's item values
 
     @classmethod
     def problem(cls, words: str, remedy: str) -> TaskEvidence:
-        """Of a task that could not be measured or compared."""
+        """The evidence of a task that could not be measured or compared."""
         return cls(problems=(words,), remedies={words: remedy})
 
     def __bool__(self) -> bool:
         return bool(self.evaluations or self.problems)
 
     def with_other(self, other: TaskEvidence) -> TaskEvidence:
-        """Of other tasks too."""
+        """This evidence and that of other tasks."""
         mine, its = vars(self), vars(other)
         both: dict[str, Any] = {name: {**mine[name], **its[name]} for name in mine if isinstance(mine[name], dict)}
         return replace(self, **both, problems=(*self.problems, *other.problems))
 
 
 def scores(items: Sequence[EvalItem]) -> dict[str, Gain]:
-    """Each metric's value, as the gain over nothing: its error is the value's."""
+    """Each metric's score with its standard error, as a gain over zero."""
     return gains(items, [replace(item, value=0.0) for item in items]) or {}
 
 
 def gains(
     candidate: Sequence[EvalItem], champion: Sequence[EvalItem], costs: Sequence[str] = ()
 ) -> dict[str, Gain] | None:
-    """{metric: gain} of two evaluations of one task; None when their items differ. ``costs`` names metrics of which less is better.
+    """{metric: gain} of two evaluations of a task. None if their items differ. ``costs``: metrics whose lower value is better.
 
     >>> one = [EvalItem("t/acc", f"{i}", "t", f"source{i}", float(i < 6), 1.0) for i in range(8)]
     >>> other = [EvalItem("t/acc", f"{i}", "t", f"source{i}", float(i < 4), 1.0) for i in range(8)]
@@ -57,7 +60,7 @@ def gains(
     >>> round(gain.gain, 6), round(gain.error, 6), gain.clusters
     (0.25, 0.174964, 8)
     """
-    # ``compare`` takes costs in nats: a domain is a measure there.
+    # ``compare`` expects bits-per-byte items in nats, with the metric as domain.
     found = compare([_as_nats(item, costs) for item in candidate], [_as_nats(item, costs) for item in champion], {})
     return found[1] if found else None
 
@@ -69,7 +72,10 @@ def _as_nats(item: EvalItem, costs: Sequence[str]) -> EvalItem:
 
 
 def sizes(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float]]:
-    """({metric: items}, {metric: variance of an item's value}) of the champion, of each metric whose items count alike and are from 0 to 1."""
+    """({metric: number of items}, {metric: variance of an item's value}) of the champion.
+
+    Only metrics whose items have weight 1 and values from 0 to 1 are included.
+    """
     values: dict[str, list[float]] = {}
     other = set[str]()
     for item in champion:
@@ -82,17 +88,18 @@ def sizes(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float
 
 @dataclass(frozen=True)
 class TaskReasons:
-    """Sentences: what speaks against a candidate, what could not be measured or compared, what was not shown, and what was."""
+    """Sentences about tasks, by their effect on a verdict."""
 
-    against: tuple[str, ...] = ()
-    not_measured: tuple[str, ...] = ()
-    not_shown: tuple[str, ...] = ()
+    against: tuple[str, ...] = ()  # losses that reject
+    not_measured: tuple[str, ...] = ()  # tasks that could not be measured or compared
+    not_shown: tuple[str, ...] = ()  # losses that hold
     facts: tuple[str, ...] = ()
 
 
 def set_aside(evidence: TaskEvidence, clusters_min: int) -> dict[str, ScoredGuard]:
-    """Metrics that cannot tell harm: an equally good model would fail them more than once in five, or they are of too few groups. One of which too
-    little is known stands. It follows from the items and the champion alone: a candidate that changes many answers sets none aside.
+    """Metrics that cannot guard: more than one in five equally good models would fail them, or they have too few groups.
+
+    A metric with missing numbers is not set aside. The result depends only on the items and the champion, not on the candidate's answers.
 
     >>> of = lambda items: TaskEvidence({"t/acc": Gain(0.05, 0.08, items, items)}, {"t/acc": 0.1}, items={"t/acc": items}, variances={"t/acc": 0.25})
     >>> [sorted(set_aside(of(items), 8)) for items in (40, 400)]
@@ -112,15 +119,15 @@ def set_aside(evidence: TaskEvidence, clusters_min: int) -> dict[str, ScoredGuar
 
 
 def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
-    """What the tasks say of a candidate. Pure.
+    """The sentences about a candidate's tasks. Pure.
 
-    A metric is a guard: its gain must be shown to be above −margin, all that stand together at ``alpha`` (Holm). One that is set aside informs, and
-    speaks against a candidate where a loss is shown.
+    Each metric is a guard: its gain must be shown to be above −margin, all guards together at level ``alpha`` (Holm). A metric that is set aside
+    can only reject, if it shows a loss.
     """
-    against: list[str] = []
-    missing: list[str] = []
-    open_: list[str] = []
-    facts: list[str] = []
+    against: list[Message] = []
+    missing: list[Message] = []
+    open_: list[Message] = []
+    facts: list[Message] = []
     names = sorted(evidence.gains)
     apart = set_aside(evidence, clusters_min)
 
@@ -135,45 +142,92 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         few = gain.clusters is None or gain.clusters < clusters_min
         if name in apart and few:
             facts.append(
-                f"Task {name}: {_signed(gain.gain)} against the champion. {_small(apart[name], gain, clusters_min)}"
-            )
+                Message(
+                    "comparing.few_groups_informs", "Task {task}: {change} against the champion. {reason}",
+                    task=name, gain=gain.gain, change=_signed(gain.gain), reason=_small(apart[name], gain, clusters_min),
+                )
+            )  # fmt: skip
             continue
-        if upper is None or gain.gain is None or few:
+        if few:
             missing.append(
-                f"Task {name}: could not be compared: {gain.clusters or 0} document groups, at least {clusters_min} are needed."
-                if few
-                else f"Task {name}: could not be compared: a number is missing or not finite."
+                Message(
+                    "comparing.few_groups", "Task {task} cannot be compared. It has {groups:,|document group|document groups}, and needs {needed:,}.",
+                    task=name, groups=gain.clusters or 0, needed=clusters_min,
+                )
+            )  # fmt: skip
+            continue
+        if upper is None or gain.gain is None:
+            missing.append(
+                Message(
+                    "comparing.not_finite",
+                    "Task {task} cannot be compared. A number is missing or not finite.",
+                    task=name,
+                )
             )
             continue
         low, high = gain.bound(0.025), gain.bound(0.025, above=True)
-        words = (
-            f"Task {name}: {_signed(gain.gain)} against the champion (95 % between {_signed(low)} and {_signed(high)})"
-        )
+        compared = Message(
+            "comparing.compared", "Task {task}: {gain:+.3f} against the champion (95 % between {low} and {high})",
+            task=name, gain=gain.gain, low=_signed(low), high=_signed(high),
+        )  # fmt: skip
+        data = {"compared": compared, "task": name, "gain": gain.gain, "margin": margin}
         if upper < -margin:
-            against.append(f"{words}; a loss of at most {margin:.3f} is allowed.")
+            against.append(
+                Message("comparing.loss_shown", "{compared}. A loss of at most {margin:.3f} is allowed.", **data)
+            )
         elif name in apart and apart[name].tells and gain.gain < -margin:
-            open_.append(f"{words}; a loss of more than {margin:.3f} was measured, and at most that is allowed.")
+            open_.append(
+                Message(
+                    "comparing.loss_measured",
+                    "{compared}. The measured loss is larger than the allowed loss of {margin:.3f}.",
+                    **data,
+                )
+            )
         elif name in apart:
-            facts.append(f"{words}. {_small(apart[name], gain, clusters_min)}")
+            facts.append(
+                Message(
+                    "comparing.set_aside",
+                    "{compared}. {reason}",
+                    **data,
+                    reason=_small(apart[name], gain, clusters_min),
+                )
+            )
         elif not shown[name]:
             open_.append(
-                f"{words}; a loss of at most {margin:.3f} is allowed, and the bound does not exclude a larger one."
+                Message(
+                    "comparing.loss_not_excluded",
+                    "{compared}. A loss of at most {margin:.3f} is allowed, and the bound does not exclude a larger loss.",
+                    **data,
+                )
             )
         else:
-            facts.append(f"{words}.")
+            facts.append(Message("comparing.no_loss", "{compared}.", **data))
     return TaskReasons(tuple(against), (*evidence.problems, *missing), tuple(open_), tuple(facts))
 
 
-def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> str:
-    """Why a task does not guard, and the size that it needs."""
+def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
+    """Why a task is not a guard, and the size that it needs."""
     clusters = gain.clusters or 0
     if clusters < clusters_min:
-        return f"It informs alone: {clusters} document groups, and {clusters_min} are needed."
+        return Message(
+            "comparing.only_informs", "It only informs, because it has {groups:,|document group|document groups} and a guard needs {needed:,}.",
+            groups=clusters, needed=clusters_min,
+        )  # fmt: skip
     needed = known.needed()
-    size = f"about {needed} are needed" if needed else "no number is enough for its margin"
-    return (
-        f"It is set aside as a guard: of 100 models that are as good, {known.items} items hold {100 * (1 - known.passed):.0f}, at most "
-        f"{100 * MOST_FAILED:.0f} are allowed, and {size} (margin in tasks.yaml). {known.still}"
+    size = (
+        Message("comparing.items_needed", "A guard needs about {items:,} items", items=needed)
+        if needed
+        else Message("comparing.no_size", "No number of items is enough for its margin")
+    )
+    return Message(
+        "comparing.no_guard",
+        "It is not a guard, because its {items:,} items would hold {held:.0f} of 100 equally good models, and at most {limit:.0f} is allowed. "
+        "{size} (margin in tasks.yaml). {effect}",
+        items=known.items,
+        held=100 * (1 - known.passed),
+        limit=100 * MOST_FAILED,
+        size=size,
+        effect=known.still,
     )
 
 

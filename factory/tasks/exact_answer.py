@@ -1,4 +1,4 @@
-"""The answer that a text ends with: one extractor for what a model writes and for a gold that is a worked solution."""
+"""Extracts the answer at the end of a text. The same function reads a model's reply and a worked solution."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from factory.tasks.answer_forms import LONGEST, Formula, Library, Literal, Value, is_words, read, same
 from factory.tasks.units import UNITS
 
-TAIL = 20_000  # characters of a text that are looked through for a box
-NEAR = 4_000  # … for a number
-MOST_OPEN = 20  # boxes that are not closed, before one that is
+TAIL = 20_000  # characters at a text's end that are searched for a box
+NEAR = 4_000  # characters at a text's end that are searched for a number
+MOST_OPEN = 20  # unclosed boxes that are skipped
 MOST_WORDS = 60  # characters of an answer in words
 
 _FRACTION = r"\\[dtc]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)"
@@ -30,10 +30,10 @@ _SAID = re.compile(r"(?i)(?:\banswer\b[\s*_»:]*(?:is|=|:|are)[\s*_:]*)(.+)")
 
 
 def answer_of(text: str) -> str | None:
-    """The answer that a text ends with; None without any.
+    """The answer at the end of a text. None: no answer.
 
-    After its last ``####``; in its last ``\\boxed{}``; after its last "the answer is"; the text itself, where it is no more than an answer; else its
-    last number, tuple or formula in dollars.
+    It is the text after the last ``####``, else in the last ``\\boxed{}``, else after the last "the answer is", else the whole text if it is only an
+    answer, else the last number, tuple or formula in dollars.
 
     >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("We pay $1,200."), answer_of("I do not know.")
     ('7', '\\\\frac{1}{2}', 'We pay $1,200.', None)
@@ -58,7 +58,7 @@ def answer_of(text: str) -> str | None:
 
 
 def same_answer(said: str, right: str, library: Library = lambda gold, said: False) -> bool:
-    """Are two answers, as ``answer_of`` gives them, the same? ``library`` is asked of formulas.
+    """Are two answers of ``answer_of`` the same? ``library`` compares formulas.
 
     >>> same_answer("1,200.0", "$1200"), same_answer("1/2", "0.5"), same_answer("x + 1", "x+1"), same_answer("0.3333", "1/3")
     (True, True, True, False)
@@ -68,7 +68,7 @@ def same_answer(said: str, right: str, library: Library = lambda gold, said: Fal
 
 
 def _is_answer(text: str) -> bool:
-    """Is a text no more than an answer: a value, or a few words without a number?"""
+    """Is a text only an answer: a value, or a few words without a number?"""
     value: Value | None = read(text)
     if value is None or isinstance(value, Formula):
         return value is not None
@@ -84,7 +84,7 @@ def _prose(text: str) -> bool:
 
 
 def _boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{…}`` that is closed, or after a ``\\boxed`` without braces."""
+    """The content of the last closed ``\\boxed{…}``, or the text after a ``\\boxed`` without braces."""
     text = text[-TAIL:]
     for found in list(re.finditer(r"\\f?boxed\s*(\{?)", text))[: -MOST_OPEN - 1 : -1]:
         if not found[1]:

@@ -1,4 +1,4 @@
-"""What must hold of a whole file of items: its answers are read in one way, and none of its items is shown as an example with its answer."""
+"""Rules for a whole file of items: all answers are read in the same way, and no tested item is also shown as an example."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ WAYS = {"place": "a place from 0", "letter": "a letter", "text": "the text of a 
 
 
 def in_one_way(items: Sequence[Any], where: str) -> list[Any]:
-    """The items, those of multiple choice with their answers as places; each is known to name a choice.
+    """The items, with the answers of multiple choice as places. Each answer must name a choice.
 
-    Of a file whose answers can be read in two ways, both must say the same. Raises: TaskError naming the first record that is read otherwise
-    than those before it, or that two ways read differently.
+    Raises: TaskError naming the first record whose answer needs another reading (place, letter, text) than the records before it, or whose
+    answer names two different choices in two readings.
     """
     if not all(isinstance(item, ChoiceItem) for item in items):
         return list(items)
     common = set(WAYS)
-    first = ""  # how the answers before are read, in words
+    first = ""  # the possible readings of the answers so far, for a message
     for number, item in enumerate(items, 1):
         mine = item.ways
         if not common & set(mine):
             raise TaskError(
-                f"{where}: the answer of record {number}, {item.answer!r}, is {_or(mine)}, and those before it are {first}: write all answers of a "
-                "file in one way"
-            )
+                "file_rules.mixed_answers",
+                "{file}: the answer of record {record}, {answer!r}, is {way}, but earlier answers are {earlier}. Write all answers in the same way",
+                file=where, record=number, answer=item.answer, way=_or(mine), earlier=first,
+            )  # fmt: skip
         common &= set(mine)
         first = _or(common)
     for number, item in enumerate(items, 1):
         read = {way: place for way, place in item.ways.items() if way in common}
         if len(set(read.values())) > 1:
-            said = " and ".join(f"{item.choices[place]!r} as {WAYS[way]}" for way, place in read.items())
             raise TaskError(
-                f"{where}: the answer of record {number}, {item.answer!r}, names {said}: write the file's answers so that they read "
-                "in one way alone"
-            )
+                "file_rules.ambiguous_answer",
+                "{file}: the answer of record {record}, {answer!r}, can name several choices: {choices}. Write the answers so that each names one",
+                file=where, record=number, answer=item.answer,
+                choices=[f"{item.choices[place]!r} as {WAYS[way]}" for way, place in read.items()],
+            )  # fmt: skip
     way = min(common, key=list(WAYS).index) if items else ""
     return [item.model_copy(update={"answer": item.ways[way]}) for item in items]
 
@@ -48,19 +50,19 @@ def _or(ways: Mapping[str, int] | set[str]) -> str:
 
 
 def refuse_shown_items(items: Sequence[TaskItem], shown: Sequence[TaskItem], where: str) -> None:
-    """Raises: TaskError when an example asks what a tested item asks, whatever their ids, letters' case, blanks and punctuation."""
+    """Raises: TaskError if an example asks the same question as a tested item. Ids, case, blanks and punctuation do not count."""
     tested = {_asked(item): item for item in reversed(items)}
     for example in shown:
         if (same := tested.get(_asked(example))) is not None:
             raise TaskError(
-                f"{where}: example {example.key!r} asks what the tested item {same.key!r} asks, so the prompts would hold its answer: remove it from "
-                "the examples, or from the items"
-            )
+                "file_rules.shown_item",
+                "{file}: example {example!r} asks the same question as item {item!r}, so prompts would hold the item's answer. Remove one of the two",
+                file=where, example=example.key, item=same.key,
+            )  # fmt: skip
 
 
 def refuse_shown_records(files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], shots: int) -> None:
-    """Of lm-eval's data files, each with its name, of which ``shots`` records are shown. Raises: TaskError when two records are the same but
-    for their id."""
+    """Check lm-eval's data files, (name, records) each, if ``shots`` examples are shown. Raises: TaskError if two records differ only in their id."""
     seen: dict[str, str] = {}
     for name, records in files if shots else ():
         for number, record in enumerate(records, 1):
@@ -68,9 +70,10 @@ def refuse_shown_records(files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]
             here = f"record {number} of {name}"
             if (other := seen.setdefault(text, here)) != here:
                 raise TaskError(
-                    f"{here} is {other} under another id, and examples are shown (num_fewshot): a prompt would hold its own "
-                    "answer; remove one of them"
-                )
+                    "file_rules.same_record",
+                    "{record} and {other} differ only in their id. With examples (num_fewshot), a prompt could hold its answer. Remove one record",
+                    record=here, other=other,
+                )  # fmt: skip
 
 
 def _asked(item: TaskItem) -> tuple[str, ...]:
@@ -79,6 +82,6 @@ def _asked(item: TaskItem) -> tuple[str, ...]:
 
 
 def _words(text: str) -> str:
-    """What two copies of a text have in common; signs of mathematics count."""
+    """A text reduced to its words and mathematical signs, for comparing two copies."""
     plain = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(re.findall(r"\w+|[-+*/^=<>%$\\]", plain)) or plain.strip()

@@ -1,4 +1,4 @@
-"""Generated answers with verifiers: each item's share of right answers, as pass@k."""
+"""Generates answers, verifies them, and computes each item's pass@k."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from factory.tasks.reply import first_answer
 from factory.tasks.task_file import EvalTask, TaskFile
 from factory.tasks.verifiers import AnswerCheck, check_maths, check_programs
 
-SHOWN = 5  # answers that the summary keeps
+SHOWN = 5  # answers in the summary
 SHOWN_LETTERS = 500
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that one of ``k`` answers is right, without bias: 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """The unbiased estimate that one of ``k`` answers is right: 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
     >>> pass_at_k(10, 3, 1), round(pass_at_k(10, 3, 5), 4), pass_at_k(10, 0, 5), pass_at_k(10, 6, 5)
     (0.3, 0.9167, 0.0, 1.0)
@@ -32,7 +32,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def generate_and_check(
     task: EvalTask, model: TaskModel, running: TaskLimits, advance: Advance
 ) -> tuple[list[EvalItem], dict[str, Any]]:
-    """(an item for each k of pass@k, what happened to the answers)."""
+    """(items for each k of pass@k, {counts and examples of the answers})."""
     file = task.file
     assert isinstance(file, TaskFile)
     prompts = [_prompt(file, item, task) for item in task.items]
@@ -80,7 +80,7 @@ def _prompt(file: TaskFile, item: CodeItem | MathsItem, task: EvalTask) -> str:
 
 
 def seed_of(*parts: object) -> int:
-    """A seed of 56 bits that follows from ``parts``."""
+    """A 56-bit seed: a hash of ``parts``."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 

@@ -1,4 +1,4 @@
-"""The items of a task: records with known keys, each checked, all of them before anything is measured."""
+"""The items of a task: records with known keys. All of them are checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from factory.core.errors import FactoryError
 from factory.core.policy_file import StrictPolicy
 from factory.tasks.exact_answer import answer_of
 from factory.tasks.reply import program_of
+from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -22,20 +23,38 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class TaskError(FactoryError):
-    """A task could not be measured: its file is wrong, or a number is missing. Nothing was recorded."""
+    """A task cannot be measured: its file is wrong, or a number is missing. Nothing was recorded."""
 
     exit_code = 2
 
 
+def repeated_id(where: str, name: str, first: int, second: int) -> Message:
+    """Two records of a file have the same id."""
+    return Message(
+        "items.repeated_id",
+        "{file}: records {first} and {second} have the same id {id!r}",
+        file=where,
+        first=first,
+        second=second,
+        id=name,
+    )
+
+
+def unreadable(path: object, error: Exception) -> Message:
+    """A task file cannot be read."""
+    return Message("items.unreadable", "{file} cannot be read: {reason}", file=str(path), reason=str(error))
+
+
 class TaskItem(StrictPolicy):
-    """What every item has."""
+    """The keys of every item."""
 
     id: Name | int
-    """Of the item, once in its file."""
+    """The item's id, unique in its file."""
     source: Name = ""
-    """The document that it was made from: items of one source are right and wrong together, and count as one cluster. Default: the id."""
+    """The document that the item was made from. Items of one source are often right or wrong together, so they count as one cluster.
+    Default: the id."""
     subject: Name = ""
-    """What it is about: examples are shown to items of their own subject, and the task's ``header`` can name it."""
+    """The item's subject. Examples are shown before items of their own subject, and the task's ``header`` can name the subject."""
 
     @property
     def key(self) -> str:
@@ -47,12 +66,12 @@ class TaskItem(StrictPolicy):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """What is asked: two items that ask the same are one question."""
+        """The texts of the question. Two items with the same texts are the same question."""
         raise NotImplementedError
 
     @property
     def gold(self) -> str:
-        """The right answer, to be compared and shown."""
+        """The right answer, for comparison and for messages."""
         raise NotImplementedError
 
 
@@ -60,7 +79,7 @@ Item = TypeVar("Item", bound=TaskItem)
 
 
 def examples_for(item: TaskItem, examples: Sequence[Item], shots: int) -> Sequence[Item]:
-    """The first ``shots`` examples of the item's subject, which are shown before it."""
+    """The examples before an item: the first ``shots`` of its subject."""
     return [one for one in examples if one.subject == item.subject][:shots]
 
 
@@ -70,11 +89,11 @@ class ChoiceItem(TaskItem):
     question: Text
     choices: Annotated[list[Text], Field(min_length=2, max_length=len(LETTERS))]
     answer: int | Name
-    """The right choice: its place, from 0, its letter or its text."""
+    """The right choice: its place (from 0), its letter or its text."""
 
     @property
     def ways(self) -> dict[str, int]:
-        """By each way in which ``answer`` names one choice (place, letter, text), the choice's place."""
+        """The place of the choice that ``answer`` names, for each reading of ``answer`` (place, letter, text) that names one choice."""
         found: dict[str, int] = {}
         said = str(self.answer)
         if isinstance(self.answer, int):
@@ -88,7 +107,10 @@ class ChoiceItem(TaskItem):
 
     @property
     def right(self) -> int:
-        """The place of the right choice: a number is one, words are a text, or else a letter. Raises: ValueError when it names none, or two."""
+        """The place of the right choice. A number is a place. A text is the choice's text or else its letter.
+
+        Raises: ValueError if the answer names no choice or several.
+        """
         if isinstance(self.answer, str) and self.choices.count(self.answer) > 1:
             raise ValueError(f"answer {self.answer!r} names more than one choice")
         for way in ("place",) if isinstance(self.answer, int) else ("text", "letter"):
@@ -110,7 +132,7 @@ class MathsItem(TaskItem):
 
     question: Text
     answer: Text | int | float
-    """The last number after '####', in \\boxed{}, or the whole text."""
+    """The answer: after '####', in \\boxed{}, or the whole text."""
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -122,17 +144,17 @@ class MathsItem(TaskItem):
 
 
 class CodeItem(TaskItem):
-    """The beginning of a program, which the model goes on with, and its tests."""
+    """The beginning of a program for the model to continue, and the program's tests."""
 
     prompt: Text
     tests: Text
-    """Python that is run after the program, and raises where it is wrong."""
+    """Python code that runs after the program. It raises if the program is wrong."""
     solution: Text | None = None
-    """A right continuation: 'factory tasks check' holds the tests to it."""
+    """A right continuation. 'factory tasks check' checks that it passes the tests."""
     begins: str | None = None
-    """What the program begins with, before what the model wrote. Default: the prompt, which is code then."""
+    """The program's text before the model's continuation. Default: the prompt, which must then be code."""
     libraries: list[Name] = []
-    """What the tests and the solution import beside the standard library."""
+    """The modules outside the standard library that tests and solution import."""
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -140,10 +162,10 @@ class CodeItem(TaskItem):
 
     @property
     def gold(self) -> str:
-        return self.tests  # programs that pass them are right, whatever their text
+        return self.tests  # every program that passes them is right
 
     def program(self, written: str) -> str:
-        """The program that a model's continuation makes, or the one that stands in its fences."""
+        """The program of a model's reply: the prompt and its continuation, or the code in the reply's fences."""
         return program_of(self.prompt if self.begins is None else self.begins, written)
 
 
@@ -151,13 +173,13 @@ KINDS: dict[str, type[TaskItem]] = {"multiple_choice": ChoiceItem, "maths": Math
 
 
 def read_records(kind: str, records: Sequence[Any], where: str) -> list[Any]:
-    """The items of a file. Raises: TaskError naming the record and the key; a doubled id or item; an answer or tests that are none."""
+    """The items of a file. Raises: TaskError naming the record and the key, for an invalid record or a repeated id or question."""
     items: list[Any] = []
     asked: dict[tuple[str, ...], int] = {}
     for number, item in _parsed(kind, enumerate(records, 1), where, doubled_choices=False):
         first = asked.setdefault(item.asks, number)
         if first != number:
-            _refuse_doubled(items[first - 1], item, f"{where}: records {first} and {number} ask the same")
+            _refuse_doubled(items[first - 1], item, {"file": where, "first": first, "second": number})
         items.append(item)
     return items
 
@@ -165,76 +187,109 @@ def read_records(kind: str, records: Sequence[Any], where: str) -> list[Any]:
 def _parsed(
     kind: str, records: Iterable[tuple[int, Any]], where: str, doubled_choices: bool
 ) -> Iterator[tuple[int, Any]]:
-    """Each numbered record as an item. Raises: TaskError for one that is none, or whose id is there already."""
+    """Each numbered record as an item. Raises: TaskError for an invalid record or a repeated id."""
     ids: dict[str, int] = {}
     for number, record in records:
         item = parse(KINDS[kind], record, f"{where}, record {number}", TaskError)
         if (first := ids.setdefault(item.key, number)) != number:
-            raise TaskError(f"{where}: id {item.key!r} appears twice, in records {first} and {number}")
-        if words := _fault(item, doubled_choices):
-            raise TaskError(f"{where}, record {number}: {words}")
+            raise TaskError(repeated_id(where, item.key, first, number))
+        if fault := _fault(item, doubled_choices):
+            raise TaskError(
+                "items.odd_record", "{file}, record {record}: {fault}", file=where, record=number, fault=fault
+            )
         yield number, item
 
 
 def read_published(
     kind: str, records: Sequence[tuple[int, Any]], where: str, doubled_choices: bool
-) -> tuple[list[Any], list[str]]:
-    """(the items of a published file, what is to be said of them), from (number of the record, the record as ours).
+) -> tuple[list[Any], list[Message]]:
+    """(the items of a published file, notes about them). ``records``: (number in the file, record in the factory's form).
 
-    What such a file asks twice is measured twice, so that scores compare with those of others, and counts as one for errors. In letter format
-    ``doubled_choices`` harm nothing. Raises: TaskError as ``read_records``.
+    A repeated question stays in the file, so that scores compare with published scores, but its copies share a cluster. ``doubled_choices``
+    allows equal choices, which do no harm in letter format. Raises: TaskError like ``read_records``.
     """
     items: list[Any] = []
     asked: dict[tuple[str, ...], Any] = {}
-    again: list[str] = []
+    again: list[tuple[Any, Any]] = []
     for _, item in _parsed(kind, records, where, doubled_choices):
         other = asked.setdefault(item.asks, item)
         if other is not item:
-            two = "" if other.gold == item.gold else ", with another answer"
-            again.append(f"{item.key!r} asks what {other.key!r} does{two}")
+            again.append((item, other))
             item = item.model_copy(update={"source": other.cluster})
         items.append(item)
-    more = f", and {len(again) - 1} more" if len(again) > 1 else ""
-    return items, [f"item {again[0]}{more}: they count as one"] if again else []
+    return items, [_repeated_note(again)] if again else []
 
 
-def _refuse_doubled(first: TaskItem, second: TaskItem, where: str) -> None:
+def _repeated_note(again: Sequence[tuple[TaskItem, TaskItem]]) -> Message:
+    item, other = again[0]
+    data = {"count": len(again), "item": item.key, "other": other.key}
+    if item.gold == other.gold:
+        return Message(
+            "items.repeated_question",
+            "{count:,|question is|questions are} repeated. Copies of a question count as one. First: item {item!r} repeats {other!r}",
+            **data,
+        )
+    return Message(
+        "items.repeated_with_other_answer",
+        "{count:,|question is|questions are} repeated. Copies of a question count as one. "
+        "First: item {item!r} repeats {other!r} with another answer",
+        **data,
+    )
+
+
+def _refuse_doubled(first: TaskItem, second: TaskItem, place: dict[str, Any]) -> None:
     if first.gold != second.gold:
-        said = f"{first.gold[:60]!r} and {second.gold[:60]!r}"
-        raise TaskError(f"{where} and have two answers, {said}: remove the one that is wrong")
+        raise TaskError(
+            "items.two_answers",
+            "{file}: records {first} and {second} ask the same question but have two answers, {answers}. Remove the wrong record",
+            **place, answers=[repr(one.gold[:60]) for one in (first, second)],
+        )  # fmt: skip
     if first.cluster != second.cluster:
-        raise TaskError(f"{where}: remove one, or give both one 'source', so that they count as one")
+        raise TaskError(
+            "items.same_question",
+            "{file}: records {first} and {second} ask the same question. Remove one, or give both the same 'source', so that they count as one",
+            **place,
+        )
 
 
-def _fault(item: TaskItem, doubled_choices: bool) -> str:
-    """Why an item with all its keys is none; '': it is one."""
+def _fault(item: TaskItem, doubled_choices: bool) -> Message | None:
+    """Why an item that has all its keys is invalid. None: it is valid."""
     if isinstance(item, CodeItem):
         return _no_tests(item.tests)
     if isinstance(item, ChoiceItem | MathsItem) and not item.question.strip():
-        return "it has no question"
+        return Message("items.no_question", "The question is empty")
     if isinstance(item, ChoiceItem):
         if not all(choice.strip() for choice in item.choices):
-            return "a choice is blank"
+            return Message("items.blank_choice", "A choice is empty")
         if len(set(item.choices)) < len(item.choices) and not doubled_choices:
-            return "two of its choices are the same"
+            return Message("items.same_choices", "Two choices are the same")
         try:
             item.right  # noqa: B018  (it raises)
         except ValueError as error:
-            return str(error)
+            return Message("items.odd_answer", "{reason}", reason=str(error))
     if isinstance(item, MathsItem):
         said = str(item.answer)
         none = not said.strip() or (isinstance(item.answer, float) and not math.isfinite(item.answer))
         if none or ("####" in said and not answer_of(said)):
-            return "it has no answer"
-    return ""
+            return Message("items.no_answer", "The answer is missing")
+    return None
 
 
-def _no_tests(tests: str) -> str:
-    """Why every program, or none, would pass; '': neither."""
+def _no_tests(tests: str) -> Message | None:
+    """Why tests would pass every program or no program. None: they are valid."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the tests' own escapes
+        with warnings.catch_warnings(action="ignore"):  # about escapes in the tests
             if not ast.parse(tests).body:
-                return "its tests test nothing: every program would pass"
+                return empty_tests()
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"its tests are no Python, so no program would pass: {str(error)[:100]}"
-    return ""
+        return Message(
+            "items.odd_tests",
+            "The tests are not valid Python, so no program would pass: {reason}",
+            reason=str(error)[:100],
+        )
+    return None
+
+
+def empty_tests() -> Message:
+    """Tests that every program passes."""
+    return Message("items.empty_tests", "The tests test nothing, so every program would pass")

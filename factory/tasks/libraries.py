@@ -1,4 +1,4 @@
-"""What programs and their tests import beside the standard library: an item whose libraries are missing would be wrong whatever is written."""
+"""Checks that the sandbox has the libraries that items import. Without them, every answer to such an item would be wrong."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from collections.abc import Sequence
 
 from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.policy import TaskLimits
+from factory.tasks.program_texts import FIND_LIBRARIES
 from factory.tasks.verifiers import check_programs
 
-# The last line of what a program leaves is its error. A name, and not an import: some take seconds to import.
-LOOK = """
-import importlib.util
-missing = [name for name in {names!r} if importlib.util.find_spec(name) is None]
-assert not missing, ", ".join(missing)
-"""
-AT_ONCE = 10  # so that the names fit the line
+AT_ONCE = 10  # names in a program, so that an error's last line can hold them
 
 
 def refuse_missing_libraries(items: Sequence[CodeItem], running: TaskLimits) -> None:
-    """Raises: TaskError naming the libraries that programs in the sandbox cannot import, and how many items need one."""
+    """Raises: TaskError naming the libraries that programs in the sandbox cannot import, and the number of items that need them."""
     used = Counter(name for item in items for name in set(item.libraries))
     if not used:
         return
     names = sorted(used)
     parts = [names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE)]
-    found = check_programs([(LOOK.format(names=part), "assert True") for part in parts], running)
+    found = check_programs([(FIND_LIBRARIES.format(names=part), "assert True") for part in parts], running)
     missing: list[str] = []
     for one in found:
         if not one.right:
             if "AssertionError: " not in one.why:
-                raise TaskError(f"the libraries of its items could not be looked for: {one.why or one.stopped}")
+                raise TaskError(
+                    "libraries.not_checked",
+                    "The search for the libraries of the items failed: {reason}",
+                    reason=one.why or one.stopped,
+                )
             missing += one.why.rsplit("AssertionError: ", 1)[1].split(", ")
     if missing:
         concerned = sum(bool(set(item.libraries) & set(missing)) for item in items)
         raise TaskError(
-            f"{concerned} of {len(items)} items need libraries that programs here do not have: {', '.join(missing)}; install them "
-            "beside the factory, or remove those items"
-        )
+            "libraries.missing",
+            "{concerned:,} of {items:,} items need libraries that are not installed: {libraries}. Install them in the factory's environment, or "
+            "remove these items",
+            concerned=concerned, items=len(items), libraries=missing,
+        )  # fmt: skip

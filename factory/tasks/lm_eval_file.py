@@ -1,12 +1,12 @@
-"""A task file of lm-eval, read as text before lm-eval sees it: what it includes, which data it names, and what is refused.
+"""Reads a task file of lm-eval before lm-eval does: its includes, its data files, and keys that are refused.
 
-A file that names a task and has no ``doc_to_text`` is that task as the lm-eval package ships it, on data of the folder:
+A file that names a task and has no ``doc_to_text`` means the task of that name in the lm-eval package, with data from the folder:
 
     task: arc_easy
     dataset_kwargs: {data_files: {test: ARC-Easy-Test.jsonl}}
 
-Refused: data from anywhere but the folder, Python functions beside the file unless the policy allows them, other people's prompts and data sets,
-pictures, sound. Its templates can run any code (they are Jinja's, unconfined), so lm-eval itself runs in the sandbox (``lm_eval_run``).
+Refused are data from outside the folder, Python functions unless the policy allows them, downloaded prompts and data sets, pictures and
+sound. Its Jinja templates can run any code, so lm-eval itself runs in the sandbox (``lm_eval_run``).
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ import yaml
 
 from factory.core.errors import nearest
 from factory.ingest.rules.task_folder import SUFFIXES, item_files, suffix_of
-from factory.tasks.items import TaskError
+from factory.tasks.items import TaskError, repeated_id, unreadable
+from kernels.contract.message import Message
 
 LARGEST = 1 << 20  # bytes of a YAML file
-NODES = 20_000  # values in one
-INCLUDED = 20  # files that one may include, one by one
-READERS = ("json", "csv", "parquet")  # of the library datasets, which read local files
+NODES = 20_000  # values in a YAML file
+INCLUDED = 20  # files in a chain of includes
+READERS = ("json", "csv", "parquet")  # readers of the library datasets for local files
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
-# How these are measured; other words make such tasks new ones.
-ROLLING = "with BOS before and in each whole text"
-SHOTS = "examples drawn with lm-eval's seed"
+# Parts of a task's hash: how such tasks are measured. Another text makes every such task a new task.
+ROLLING = " ".join(("with BOS before and in", "each whole text"))
+SHOTS = " ".join(("examples drawn with", "lm-eval's seed"))
 KEYS = frozenset(
     {
         "task", "task_alias", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split",
@@ -45,24 +46,28 @@ KEYS = frozenset(
         "metadata", "include",
     }
 )  # fmt: skip
+TEXT_ONLY = Message("lm_eval_file.text_only", "The models read only text")
 REFUSED = {
-    "custom_dataset": "it loads data by its own code",
-    "unsafe_code": "it runs what the model writes, outside a sandbox; write a task of kind code, or put the published file into the folder",
-    "use_prompt": "it loads prompts from elsewhere",
-    "doc_to_image": "these models read text",
-    "doc_to_audio": "these models read text",
-    "class": "it names Python code",
-    "group": "it is a group of tasks; give each a file",
+    "custom_dataset": Message("lm_eval_file.custom_dataset", "It loads data with Python code"),
+    "unsafe_code": Message(
+        "lm_eval_file.unsafe_code",
+        "It runs the model's code without a sandbox. Write a task of kind code, or put the published file into the folder",
+    ),
+    "use_prompt": Message("lm_eval_file.use_prompt", "It downloads prompts"),
+    "doc_to_image": TEXT_ONLY,
+    "doc_to_audio": TEXT_ONLY,
+    "class": Message("lm_eval_file.python_class", "It names Python code"),
+    "group": Message("lm_eval_file.group", "It groups tasks. Write a file for each task"),
 }
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe, but for ``!function``, which becomes a ``Function``."""
+    """A safe loader that reads ``!function`` as a ``Function``."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """What ``!function`` names."""
+    """A value that ``!function`` marks: the name of a Python function."""
 
     name: str
 
@@ -72,53 +77,80 @@ _Loader.add_constructor("!function", lambda loader, node: Function(str(node.valu
 
 @dataclass(frozen=True)
 class LmEvalFile:
-    """What the factory needs of one. ``task`` is lm-eval's name of it."""
+    """The parts of a task file that the factory uses."""
 
-    task: str
+    task: str  # lm-eval's name of the task
     output_type: str
     shots: int
     data: tuple[Path, ...]
-    cluster_by: str  # a key of its records; empty: each record by itself
-    answer_key: str  # the key of its records that is the answer; empty: a template makes it
-    sha256: str  # of the file, all it includes, the Python beside it where that may run, and lm-eval's version
+    cluster_by: str  # a key of its records; empty: each record is its own cluster
+    answer_key: str  # the key of the answer in its records; empty: a template gives the answer
+    sha256: str  # of the file, its includes, Python beside it if that may run, and lm-eval's version
     version: str
-    shipped: str = ""  # what stands over the file, as JSON, where it is a task of the package
+    shipped: str = ""  # for a task of the package: the keys that override the package's file, as JSON
 
 
 def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
-    """Raises: TaskError naming the file, the key, and why it is refused."""
+    """Read and check a task file. ``functions``: allow Python functions. Raises: TaskError naming the file, the key and the reason."""
     read: list[Path] = []
     local = _with_included(path, path.parent.resolve(), read)
     found = list(_functions(local))
     if found and not functions:
         raise TaskError(
-            f"{path}: !function {found[0].name}: it runs Python; 'functions: true' in tasks.yaml allows it, in the sandbox"
-        )
+            "lm_eval_file.function",
+            "{file}: !function {function} runs Python. To allow this in the sandbox, set 'functions: true' in tasks.yaml",
+            file=path, function=found[0].name,
+        )  # fmt: skip
     config, shipped = (local, "") if {"doc_to_text", "output_type"} & set(local) else _shipped(path, local, read)
     for key in config:
         if key in REFUSED:
-            raise TaskError(f"{path}: key {key!r} is refused: {REFUSED[key]}")
+            raise TaskError(
+                "lm_eval_file.refused_key",
+                "{file}: key {key!r} is refused. {reason}",
+                file=path,
+                key=key,
+                reason=REFUSED[key],
+            )
         if key not in KEYS:
-            raise TaskError(f"{path}: unknown key {str(key)[:80]!r}{nearest(str(key), KEYS)}")
+            raise TaskError(
+                "lm_eval_file.unknown_key",
+                "{file}: unknown key {key!r}{hint}",
+                file=path,
+                key=str(key)[:80],
+                hint=nearest(str(key), KEYS),
+            )
     task = config.get("task")
     if not isinstance(task, str) or not task:
-        raise TaskError(f"{path}: key 'task' must be the name of one task")
+        raise TaskError("lm_eval_file.no_task", "{file}: key 'task' must be the name of one task", file=path)
     reader = config.get("dataset_path")
     if reader not in READERS:
         raise TaskError(
-            f"{path}: dataset_path {str(reader)[:80]!r} is refused: nothing is loaded from elsewhere; put the data beside the file and name it, "
-            "as in 'dataset_path: json' with 'dataset_kwargs: {data_files: {test: questions.jsonl}}'"
+            "lm_eval_file.no_local_data",
+            "{file}: dataset_path {given!r} is refused, because the factory downloads no data. Put the data beside the file and name it, as in "
+            "'dataset_path: json' with 'dataset_kwargs: {{data_files: {{test: questions.jsonl}}}}'",
+            file=path,
+            given=str(reader)[:80],
         )
     if config.get("dataset_name") is not None:
-        raise TaskError(f"{path}: dataset_name: a local file has no such part")
+        raise TaskError(
+            "lm_eval_file.dataset_name",
+            "{file}: remove key 'dataset_name', because a local file has no parts",
+            file=path,
+        )
     for metric in config.get("metric_list") or ():
         if isinstance(metric, dict) and metric.get("hf_evaluate"):
-            raise TaskError(f"{path}: metric_list: hf_evaluate loads code from elsewhere")
+            raise TaskError(
+                "lm_eval_file.hf_evaluate",
+                "{file}: key 'metric_list' must not use hf_evaluate, which downloads code",
+                file=path,
+            )
     data = _data(path, config.get("dataset_kwargs"))
     metadata = config.get("metadata") or {}
     cluster_by = metadata.get("cluster_by", "") if isinstance(metadata, dict) else ""
     if not isinstance(cluster_by, str):
-        raise TaskError(f"{path}: metadata.cluster_by must be the name of a key of the items")
+        raise TaskError(
+            "lm_eval_file.cluster_by", "{file}: metadata.cluster_by must be the name of a key of the items", file=path
+        )
     target = config.get("doc_to_target")
     version = lm_eval_version()
     code = sorted(path.parent.glob("*.py")) if found else []
@@ -129,7 +161,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
         parts.append(SHOTS)
     shots = config.get("num_fewshot") or 0
     if not isinstance(shots, int) or isinstance(shots, bool) or not 0 <= shots <= 100:
-        raise TaskError(f"{path}: num_fewshot must be a number from 0 to 100")
+        raise TaskError("lm_eval_file.num_fewshot", "{file}: num_fewshot must be an integer from 0 to 100", file=path)
     return LmEvalFile(
         task,
         str(config.get("output_type", "generate_until")),
@@ -144,38 +176,51 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
 
 
 def check_records(file: LmEvalFile, records: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Of one data file. lm-eval would take the name of a key that is not there for the answer itself, and count what is no answer as wrong.
+    """Check the records of a data file, because lm-eval does not: it takes the name of a missing key as the answer.
 
-    Raises: TaskError naming the record.
+    Raises: TaskError naming the first record without an answer or cluster, or with a repeated id.
     """
     ids: dict[str, int] = {}
     for number, record in enumerate(records, 1):
         for key in filter(None, (file.answer_key, file.cluster_by)):
             if (value := record.get(key)) in (None, ""):
-                raise TaskError(f"{where}, record {number}: key {key!r} is missing")
+                raise TaskError(
+                    "lm_eval_file.missing_key",
+                    "{file}, record {record}: key {key!r} is missing",
+                    file=where,
+                    record=number,
+                    key=key,
+                )
             if isinstance(value, float) and not math.isfinite(value):
-                raise TaskError(f"{where}, record {number}: key {key!r} is {value}, which is no answer")
+                raise TaskError(
+                    "lm_eval_file.not_finite", "{file}, record {record}: key {key!r} is {value}, which is not an answer",
+                    file=where, record=number, key=key, value=value,
+                )  # fmt: skip
         if (name := record.get("id")) is not None and (first := ids.setdefault(str(name), number)) != number:
-            raise TaskError(f"{where}: id {str(name)[:100]!r} appears twice, in records {first} and {number}")
+            raise TaskError(repeated_id(where, str(name)[:100], first, number))
         text = json.dumps(record, ensure_ascii=False, default=repr)
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise TaskError(f"{where}, record {number}: {text[error.start]!r} alone is no character") from None
+            raise TaskError(
+                "lm_eval_file.half_character", "{file}, record {record}: {text!r} is only half of a character",
+                file=where, record=number, text=text[error.start],
+            ) from None  # fmt: skip
 
 
 def lm_eval_version() -> str:
-    """Of the installed lm-eval. Raises: TaskError when there is none."""
+    """The version of the installed lm-eval. Raises: TaskError if it is not installed."""
     try:
         return importlib.metadata.version("lm-eval")
     except importlib.metadata.PackageNotFoundError:
         raise TaskError(
-            "a task file of lm-eval needs lm-eval, which is not installed: pip install 'llm-factory[evals]'"
+            "lm_eval_file.not_installed",
+            "This task file needs lm-eval, which is not installed. Install it: pip install 'llm-factory[evals]'",
         ) from None
 
 
 def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[Any, Any], str]:
-    """(the keys of the package's task under those of the file, what stands over the file). Nothing of it is loaded from elsewhere."""
+    """(the keys of the package's task and of the file, the keys that override the package's file as JSON). Nothing is downloaded."""
     task = local.get("task")
     if not isinstance(task, str) or not task:
         return local, ""
@@ -186,13 +231,16 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     theirs = _task_named(root, task)
     if theirs is None:
         raise TaskError(
-            f"{path}: it has no doc_to_text, and lm-eval {lm_eval_version()} ships no task {task[:100]!r}: write the whole task, or name one "
-            "that it ships"
-        )
+            "lm_eval_file.not_shipped",
+            "{file} has no doc_to_text, and lm-eval {version} has no task {task!r}. Write the whole task, or name a task of lm-eval",
+            file=path, version=lm_eval_version(), task=task[:100],
+        )  # fmt: skip
     config = _with_included(theirs, root.resolve(), read) | local
     files = _data(path, local.get("dataset_kwargs"))
     named = local["dataset_kwargs"]["data_files"]
-    known = set(named) if isinstance(named, dict) else {"train"}  # as the library datasets calls what has no name
+    known = (
+        set(named) if isinstance(named, dict) else {"train"}
+    )  # the name that the library datasets gives to unnamed data
     suffix = suffix_of(files[0]).removesuffix(".gz")
     over: dict[str, Any] = {
         "dataset_path": {".csv": "csv", ".parquet": "parquet"}.get(suffix, "json"),
@@ -202,20 +250,22 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     asked = config.get("test_split") or config.get("validation_split")
     if not {config.get("test_split"), config.get("validation_split")} & known:
         raise TaskError(
-            f"{path}: data_files: task {task} is measured on the split {asked!r}, and the file names none of it"
-        )
+            "lm_eval_file.no_test_split", "{file}: task {task} is measured on split {split!r}. Name its file in data_files",
+            file=path, task=task, split=asked,
+        )  # fmt: skip
     fewshot = config.get("fewshot_split") or config.get("training_split") or config.get("validation_split")
     drawn = not (isinstance(config.get("fewshot_config"), dict) and config["fewshot_config"].get("samples"))
     if config.get("num_fewshot") and drawn and fewshot not in known:
         raise TaskError(
-            f"{path}: data_files: task {task} shows {config['num_fewshot']} examples of the split {fewshot!r}, and the file names none of it: "
-            "name it, or set num_fewshot: 0"
-        )
+            "lm_eval_file.no_fewshot_split",
+            "{file}: task {task} shows {shots} examples from split {split!r}. Name its file in data_files, or set 'num_fewshot: 0'",
+            file=path, task=task, shots=config["num_fewshot"], split=fewshot,
+        )  # fmt: skip
     return config | over, json.dumps({"include": [str(theirs)], **over})
 
 
 def _task_named(root: Path, task: str) -> Path | None:
-    """The file of the package that says ``task: NAME``; most are called as their task."""
+    """The package's file with the line ``task: NAME``. Most files have their task's name, so those are searched first."""
     says = re.compile(
         rb"""^["']?task["']?:\s*["']?""" + re.escape(task.encode()) + rb"""["']?\s*(?:#.*)?$""", re.MULTILINE
     )
@@ -224,37 +274,55 @@ def _task_named(root: Path, task: str) -> Path | None:
 
 
 def _with_included(path: Path, folder: Path, read: list[Path]) -> dict[Any, Any]:
-    """The file's keys over those of the files that it includes."""
+    """The file's keys, and the keys of its included files that the file does not have."""
     if path in read or len(read) >= INCLUDED:
-        raise TaskError(f"{path}: it includes itself, or more than {INCLUDED} files")
+        raise TaskError(
+            "lm_eval_file.circular_include",
+            "{file} includes itself, or more than {limit} files",
+            file=path,
+            limit=INCLUDED,
+        )
     read.append(path)
     try:
         if path.stat().st_size > LARGEST:
-            raise TaskError(f"{path}: more than {LARGEST >> 20} MiB")
+            raise TaskError(
+                "lm_eval_file.too_large", "{file} has more than {limit} MiB", file=path, limit=LARGEST >> 20
+            )
         config = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path} cannot be read: {error}") from error
+        raise TaskError(unreadable(path, error)) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise TaskError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())[:300]}") from None
+        raise TaskError(
+            "lm_eval_file.no_yaml",
+            "{file} cannot be read as YAML: {reason}",
+            file=path,
+            reason=" ".join(str(error).split())[:300],
+        ) from None
     if not isinstance(config, dict):
-        raise TaskError(f"{path}: expected keys with values")
+        raise TaskError("lm_eval_file.no_mapping", "{file} must be a mapping of keys to values", file=path)
     _count(config, path, [0])
     included = config.get("include")
     if included is None:
         return config
     if not isinstance(included, str):
-        raise TaskError(f"{path}: include must be the name of one file")
+        raise TaskError("lm_eval_file.odd_include", "{file}: key 'include' must be the name of one file", file=path)
     other = (path.parent / included).resolve()
     if not other.is_relative_to(folder) or not other.is_file():
-        raise TaskError(f"{path}: include {included[:100]!r}: no such file in {folder}")
+        raise TaskError(
+            "lm_eval_file.no_include",
+            "{file}: included file {included!r} is not in {folder}",
+            file=path,
+            included=included[:100],
+            folder=folder,
+        )
     return _with_included(other, folder, read) | config
 
 
 def _count(value: Any, path: Path, seen: list[int]) -> None:
-    """An alias can make a few lines stand for more values than a machine can walk through."""
+    """Refuse too many values: with YAML aliases, a few lines can stand for billions of values."""
     seen[0] += 1
     if seen[0] > NODES:
-        raise TaskError(f"{path}: more than {NODES} values")
+        raise TaskError("lm_eval_file.too_many_values", "{file} has more than {limit:,} values", file=path, limit=NODES)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:
         _count(part, path, seen)
@@ -268,9 +336,13 @@ def _functions(value: Any) -> list[Function]:
 
 
 def _data(path: Path, said: Any) -> tuple[Path, ...]:
-    """The data files, which lie in the folder."""
+    """The paths of the data files. Raises: TaskError for a file outside the folder."""
     if not isinstance(said, dict) or set(said) != {"data_files"}:
-        raise TaskError(f"{path}: dataset_kwargs must be {{data_files: …}}, with local files, and nothing else")
+        raise TaskError(
+            "lm_eval_file.dataset_kwargs",
+            "{file}: dataset_kwargs must be {{data_files: …}} with local files",
+            file=path,
+        )
     files = said["data_files"]
     listed = list(files.values()) if isinstance(files, dict) else [files]
     names = [name for one in listed for name in (one if isinstance(one, list) else [one])]
@@ -278,13 +350,19 @@ def _data(path: Path, said: Any) -> tuple[Path, ...]:
     found = []
     for name in names:
         if not isinstance(name, str) or "://" in name or any(letter in name for letter in "*?["):
-            raise TaskError(f"{path}: data_files: {str(name)[:100]!r} must be the name of one local file")
+            raise TaskError(
+                "lm_eval_file.odd_data_file",
+                "{file}: data_files: {name!r} is not the name of one local file",
+                file=path,
+                name=str(name)[:100],
+            )
         place = (path.parent / name).resolve()
         if place not in known:
             raise TaskError(
-                f"{path}: data_files: no file {name[:100]!r} in {path.parent} ({', '.join(SUFFIXES)}); nothing is read from elsewhere"
-            )
+                "lm_eval_file.no_data_file", "{file}: data_files: {folder} has no file {name!r} with one of these suffixes: {suffixes}",
+                file=path, folder=path.parent, name=name[:100], suffixes=SUFFIXES,
+            )  # fmt: skip
         found.append(place)
     if not found:
-        raise TaskError(f"{path}: data_files names no file")
+        raise TaskError("lm_eval_file.no_data_files", "{file}: data_files names no file", file=path)
     return tuple(found)

@@ -1,6 +1,6 @@
-"""Has lm-eval measure one of its task files, in the sandbox, and answers what it asks of a model.
+"""Runs lm-eval on a task file in the sandbox and answers its requests to the model.
 
-lm-eval, its templates and the functions of a task file are not trusted: there is no network, and what comes out is read as such.
+lm-eval, its templates and the functions of a task file are not trusted. They have no network, and their output is read as untrusted input.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from factory.tasks.task_file import EvalTask
 from kernels.contract.files import write_atomically
 
 INSIDE = Path(__file__).with_name("inside") / "lm_eval_task.py"
-LARGEST = 1 << 30  # bytes of what it asks
+LARGEST = 1 << 30  # bytes of a request
 LOOK_SECONDS = 0.05
 MAX_TOKENS = 256  # lm-eval's default
-# What a task may say of drawing a text; others change nothing without sampling, and are refused with it.
+# The known keys of generation_kwargs. Other keys have no effect without sampling, and are refused with sampling.
 DRAWING = {"until", "do_sample", "temperature", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
 
 
 def run_lm_eval(
     task: EvalTask, model: TaskModel, policy: TasksPolicy, advance: Advance
 ) -> tuple[list[EvalItem], dict[str, Any]]:
-    """(an item for each metric and filter, lm-eval's own totals and which metrics are costs).
+    """(an item for each metric and filter, {lm-eval's own totals, names of metrics that are costs}).
 
-    Raises: TaskError when lm-eval fails, asks for what there is not, or leaves what is no result; IsolationError without a sandbox.
+    Raises: TaskError if lm-eval fails, or if its request or result is invalid; IsolationError without a sandbox.
     """
     assert isinstance(task.file, LmEvalFile)
     with tempfile.TemporaryDirectory(prefix="factory-lm-eval-") as name, ThreadPoolExecutor(1) as pool:
@@ -53,7 +53,7 @@ def run_lm_eval(
             enough.set()
         result = ended.result()
         if not result.ok:
-            raise TaskError(f"task {task.name}: lm-eval {result.why()}")
+            raise TaskError("lm_eval_run.failed", "lm-eval failed: {reason}", reason=result.why())
         found = _read(folder / "result.json")
     return _items(task, found)
 
@@ -77,7 +77,7 @@ def _start(folder: Path, task: EvalTask, policy: TasksPolicy, enough: threading.
 
 
 def _answer(folder: Path, ended: Future[Result], model: TaskModel, advance: Advance) -> None:
-    """Answer one question after the other until lm-eval has ended."""
+    """Answer lm-eval's requests, one after the other, until lm-eval ends."""
     number = 1
     while not ended.done():
         asked = folder / f"ask-{number}.json"
@@ -90,13 +90,15 @@ def _answer(folder: Path, ended: Future[Result], model: TaskModel, advance: Adva
 
 
 def answer_of_model(asked: Any, model: TaskModel, advance: Advance) -> list[Any]:
-    """What lm-eval's ``LM`` returns. Raises: TaskError for what is no such question."""
+    """The answer to a request of lm-eval's ``LM``. Raises: TaskError for an invalid request."""
     kind, requests = (asked.get("kind"), asked.get("requests")) if isinstance(asked, dict) else (None, None)
     if not isinstance(requests, list) or not all(isinstance(one, list) and one for one in requests):
-        raise TaskError("lm-eval asked for something that is no list of requests")
+        raise TaskError("lm_eval_run.no_requests", "lm-eval asked for something other than a list of requests")
     texts_of = {"loglikelihood": 2, "loglikelihood_rolling": 1, "generate_until": 1}.get(str(kind), 0)
     if not texts_of or not all(isinstance(part, str) for one in requests for part in one[:texts_of]):
-        raise TaskError(f"lm-eval asked for {str(kind)[:40]!r} of what is no text")
+        raise TaskError(
+            "lm_eval_run.odd_request", "lm-eval made an invalid request of kind {kind!r}", kind=str(kind)[:40]
+        )
     if kind == "loglikelihood":
         scored = model.log_probabilities([(one[0], one[1]) for one in requests], advance)
         return [[one.log_probability, one.likeliest] for one in scored]
@@ -115,7 +117,7 @@ def answer_of_model(asked: Any, model: TaskModel, advance: Advance) -> list[Any]
 
 def _drawing(said: Any) -> Drawing:
     if not isinstance(said, dict):
-        raise TaskError("lm-eval asked for texts with no keys to draw them by")
+        raise TaskError("lm_eval_run.no_generation_kwargs", "lm-eval asked for texts without generation_kwargs")
     until = said.get("until") or []
     until = [until] if isinstance(until, str) else until
     lengths = [
@@ -123,12 +125,18 @@ def _drawing(said: Any) -> Drawing:
     ]
     length, temperature = (lengths or [MAX_TOKENS])[0], said.get("temperature") or 0.0
     if not isinstance(length, int) or not isinstance(until, list) or not all(isinstance(w, str) and w for w in until):
-        raise TaskError(f"generation_kwargs: {str(said)[:200]} cannot be read")
+        raise TaskError(
+            "lm_eval_run.odd_generation_kwargs", "generation_kwargs is invalid: {given}", given=str(said)[:200]
+        )
     if not isinstance(temperature, int | float) or not 0 <= temperature <= 10:
-        raise TaskError(f"generation_kwargs: temperature {str(temperature)[:40]} is out of range")
+        raise TaskError(
+            "lm_eval_run.temperature",
+            "generation_kwargs: temperature {given} is not a number from 0 to 10",
+            given=str(temperature)[:40],
+        )
     drawn = bool(said.get("do_sample")) and temperature > 0
     if drawn and (unknown := sorted(set(said) - DRAWING)):
-        raise TaskError(f"generation_kwargs: {unknown[0]} is not known to this model")
+        raise TaskError("lm_eval_run.unknown_generation_key", "generation_kwargs: unknown key {key}", key=unknown[0])
     return Drawing(length, tuple(until), float(temperature) if drawn else 0.0)
 
 
@@ -138,19 +146,26 @@ def _items(task: EvalTask, found: Any) -> tuple[list[EvalItem], dict[str, Any]]:
         better = {str(name): bool(up) for name, up in found["higher_is_better"].items()}
         totals = {str(key): float(value) for key, value in found["totals"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise TaskError(f"task {task.name}: what lm-eval left is no result: {str(error)[:200]}") from None
+        raise TaskError(
+            "lm_eval_run.odd_result", "lm-eval's result is invalid: {reason}", reason=str(error)[:200]
+        ) from None
     if not rows:
         raise TaskError(
-            f"task {task.name}: none of its metrics is a number for each item, so nothing could be compared"
+            "lm_eval_run.no_metric", "No metric of lm-eval is a number for each item, so candidates cannot be compared"
         )
     doubled = [key for key, count in Counter((row.task, row.item) for row in rows).items() if count > 1]
     if doubled:
-        raise TaskError(f"task {task.name}: lm-eval measured item {doubled[0][1]!r} twice: give each an id of its own")
+        raise TaskError(
+            "lm_eval_run.item_twice",
+            "lm-eval measured item {item!r} twice. Give each item its own id",
+            item=doubled[0][1],
+        )
     broken = [row for row in rows if not math.isfinite(row.value)]
     if broken:
         raise TaskError(
-            f"task {task.name}: {len(broken)} of {len(rows)} values are not finite, first {broken[0].task} of item {broken[0].item}"
-        )
+            "lm_eval_run.not_finite", "{count:,} of {values:,} values are not finite. First: {metric} of item {item}",
+            count=len(broken), values=len(rows), metric=broken[0].task, item=broken[0].item,
+        )  # fmt: skip
     costs = [row.task for row in rows if not better.get(row.task.split("/", 1)[1].split(",")[0], True)]
     return rows, {"totals": totals, "costs": sorted(set(costs))}
 
@@ -174,7 +189,11 @@ def _read(path: Path) -> Any:
         with open_file(path) as file:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
-            raise TaskError(f"lm-eval asked for more than {LARGEST >> 20} MiB at once")
+            raise TaskError(
+                "lm_eval_run.too_large", "lm-eval wrote a file of more than {limit:,} MiB", limit=LARGEST >> 20
+            )
         return json.loads(data)
     except (OSError, ValueError, RecursionError) as error:
-        raise TaskError(f"what lm-eval left cannot be read: {str(error)[:200]}") from error
+        raise TaskError(
+            "lm_eval_run.unreadable", "lm-eval's output cannot be read: {reason}", reason=str(error)[:200]
+        ) from error

@@ -1,7 +1,7 @@
-"""Measures one candidate on one task, and records the evaluation with its items in one transaction.
+"""Measures a candidate on a task and records the evaluation with its items in one transaction.
 
-An evaluation of a task is a row beside those of the held-out suite, known by the task's identity. What could not be measured is a TaskError
-that names it, and nothing is recorded.
+The table of evaluations has evaluations of tasks, known by the task's identity, and of the held-out suite. If a task cannot be measured, a
+TaskError names it and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kernels.contract.files import finite
 
 
 def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy) -> int:
-    """Measure a candidate; returns the evaluation's id. Idempotent for the same candidate, task file, items and tokenizer.
+    """Measure a candidate and return the evaluation's id. Idempotent for the same candidate, task file, items and tokenizer.
 
-    Raises: TaskError for what could not be measured; IsolationError without a sandbox; DamagedExportError; NoMemoryError; InputError for an
+    Raises: TaskError if the task cannot be measured; IsolationError without a sandbox; DamagedExportError; NoMemoryError; InputError for an
     unknown candidate.
     """
     candidate = CandidateRow.get(plant.ledger, candidate_id)
@@ -54,9 +54,12 @@ def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy
     share = len(contaminated) / len(task.records)
     if share > policy.contaminated_max:
         raise TaskError(
-            f"task {task.name}: {len(contaminated)} of {len(task.records)} items stand in training data that was there before the task, at most "
-            f"{policy.contaminated_max:.0%} is allowed (contaminated_max); first: record {contaminated[0][0] + 1}, in document {contaminated[0][1]}"
-        )
+            "measuring.contaminated",
+            "task {task}: {count:,} of {items:,} items are in training data that is older than the task. At most {limit:.0%} is allowed "
+            "(contaminated_max in tasks.yaml). First: record {record} in document {document}",
+            task=task.name, count=len(contaminated), items=len(task.records), limit=policy.contaminated_max,
+            record=contaminated[0][0] + 1, document=contaminated[0][1],
+        )  # fmt: skip
     refuse_damaged(candidate)
     _prove(plant.ledger, task, policy, plant.progress)
     started = time.monotonic()
@@ -64,12 +67,13 @@ def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy
     with plant.progress.task(f"task {task.name}, candidate {candidate_id}", None) as bar:
         rows, said = _run(task, model, policy, lambda n: bar.advance(n))
     broken = [row for row in rows if not math.isfinite(row.value) or not row.weight > 0]
-    if broken or not rows:
+    if not rows:
+        raise TaskError("measuring.no_items", "task {task}: no item was measured", task=task.name)
+    if broken:
         raise TaskError(
-            f"task {task.name}: {len(broken)} of {len(rows)} values are not measured"
-            if rows
-            else f"task {task.name}: no item"
-        )
+            "measuring.not_measured", "task {task}: {count:,} of {values:,} values are not finite or have no weight",
+            task=task.name, count=len(broken), values=len(rows),
+        )  # fmt: skip
     summary = {
         "task": task.name,
         "kind": task.kind,
@@ -90,8 +94,10 @@ def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy
 
 
 def trained_on(plant: Plant, task: EvalTask) -> list[tuple[int, str]]:
-    """(number of the record, a training document) of each item that shares words with training data, as far as ingest's sample tells:
-    44 words in a row are always found, 13 by chance."""
+    """(record number from 0, key of a training document) for each item that shares words with training data.
+
+    Ingest keeps only a sample of n-grams, so 44 shared words in a row are always found, and 13 words only by chance.
+    """
     n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
     grams = [item_ngrams(item, n) for item in task.records]
     found: dict[int, str] = {}
@@ -117,11 +123,12 @@ def _run(
             refuse_missing_libraries(task.items, policy.running)
         return generate_and_check(task, model, policy.running, advance)
     except TaskError as error:
-        where = f"task {task.name}"
-        said = str(error) if str(error).startswith(where) else f"{where}: {error}"
-        if "max_tokens" in said and isinstance(task.file, TaskFile) and task.path.suffix != ".yaml":
-            said += f", in {task.name}.yaml with 'published: {task.file.published}' and 'items: {task.path.name}'"
-        raise TaskError(said) from error
+        if error.code == "model.no_room" and isinstance(task.file, TaskFile) and task.path.suffix != ".yaml":
+            raise TaskError(
+                "measuring.no_room", "task {task}: {problem}, in a file {task}.yaml with 'published: {published}' and 'items: {items}'",
+                task=task.name, problem=error.message, published=task.file.published, items=task.path.name,
+            ) from error  # fmt: skip
+        raise TaskError("measuring.failed", "task {task}: {problem}", task=task.name, problem=error.message) from error
 
 
 def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> None:
@@ -129,7 +136,10 @@ def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progre
         if not is_proven(ledger, task):
             prove(ledger, task, policy, progress)
     except TaskError as error:
-        raise TaskError(f"task {task.name} is not sound: {error}; 'factory tasks check' says so too") from error
+        raise TaskError(
+            "measuring.not_sound", "task {task} has an error: {problem}. After a change, test the file: 'factory tasks check FILE'",
+            task=task.name, problem=error.message,
+        ) from error  # fmt: skip
 
 
 def _write(ledger: Ledger, candidate: int, identity: str, summary: dict[str, Any], rows: list[EvalItem]) -> int:

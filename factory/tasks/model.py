@@ -1,9 +1,9 @@
-"""What tasks ask of a model: log-probabilities of a continuation, and continuations, with the conventions of lm-eval, so that numbers compare.
+"""A model as tasks use it: log-probabilities of continuations, and generated texts, by lm-eval's conventions, so that numbers compare.
 
-As its Hugging Face model does: context and continuation are encoded together, after BOS, and split after as many tokens as the context has alone;
-blanks at the context's end belong to the continuation; what is too long loses its beginning. That is counted. Log-probabilities of one window are
-added up in fp32 and in the same order: at 340 nats an fp64 sum is another number by 3e-5, which a perplexity shows. Of a tokenizer without BOS the
-stop token stands for an empty context.
+Like lm-eval's Hugging Face model: context and continuation are encoded together after BOS, and split after the number of tokens that the
+context has alone. Blanks at the context's end belong to the continuation. A context that is too long loses its beginning, which is counted.
+Log-probabilities of a window are added in fp32 in the same order: at 340 nats, an fp64 sum differs by 3e-5, enough to change a perplexity.
+Without BOS, the stop token stands for an empty context.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.tasks.items import TaskError
 
 Advance = Callable[[float], None]
-ROWS = 32  # most sequences that are generated at once
+ROWS = 32  # most sequences in a batch of generation
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Of one continuation."""
+    """The score of a continuation."""
 
     log_probability: float
-    likeliest: bool  # each of its tokens was the most likely one
+    likeliest: bool  # is each of its tokens the likeliest?
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One generated text, up to its stop."""
+    """A generated text, without its stop."""
 
     text: str
-    ended: bool  # by a stop, not by the limit
+    ended: bool  # by a stop text or token, not by the limit
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How texts are generated."""
+    """The parameters of generation."""
 
     max_tokens: int
     stop: tuple[str, ...] = ()
@@ -61,15 +61,18 @@ class TaskModel:
 
     @classmethod
     def load(cls, export: Path, tokenizer: Tokenizer, batch_tokens: int, device: str) -> TaskModel:
-        """Raises: TaskError for an export that is not one."""
+        """Load an export onto a device. Raises: TaskError for an invalid export."""
         try:
             model = ReferenceModel.load(export)
         except ExportError as error:
-            raise TaskError(f"the model cannot be measured: {error}") from error
+            raise TaskError(
+                "model.odd_export", "The model cannot be loaded: {problem}", problem=error.message
+            ) from error
         if model.config.vocab_size < tokenizer.vocab_size:
             raise TaskError(
-                f"the model cannot be measured: {model.config.vocab_size} tokens in the model, {tokenizer.vocab_size} in the tokenizer"
-            )
+                "model.small_vocabulary", "The model cannot be measured, because it has {model:,} tokens and the tokenizer has {tokenizer:,}",
+                model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
+            )  # fmt: skip
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(model.to(device), tokenizer, batch_tokens)
@@ -80,34 +83,37 @@ class TaskModel:
 
     @property
     def prefix(self) -> list[int]:
-        """What stands before a text that has nothing before it."""
+        """The tokens before a text that has no context."""
         return list(self.tokenizer.bos) or [self.tokenizer.stop_token]
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of both. Raises: TaskError when the continuation has none."""
+        """The tokens of context and continuation. Raises: TaskError if the continuation has no tokens."""
         kept = context.rstrip()
         continuation, context = context[len(kept) :] + continuation, kept
         alone = self.tokenizer.ids(context)
         before = [*self.tokenizer.bos, *alone] or self.prefix
         after = self.tokenizer.ids(context + continuation)[len(alone) :]
         if not after:
-            raise TaskError(f"a continuation of {continuation[:40]!r} has no token of its own: nothing can be scored")
+            raise TaskError(
+                "model.no_tokens", "The continuation {text!r} has no tokens, so it has no score", text=continuation[:40]
+            )
         return before, after
 
     def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[Scored]:
-        """Of each (context, continuation). Raises: TaskError when one is longer than the model's context, or not finite."""
+        """The score of each (context, continuation). Raises: TaskError for a continuation longer than the model's context, or a score not finite."""
         sequences = []
         for context, continuation in pairs:
             before, after = self.encode_pair(context, continuation)
             if len(after) > self.context:
                 raise TaskError(
-                    f"an answer of {len(after)} tokens is longer than the model's context of {self.context}: {continuation[:60]!r}"
-                )
+                    "model.long_answer", "An answer of {tokens:,} tokens is longer than the model's context of {context:,} tokens: {text!r}",
+                    tokens=len(after), context=self.context, text=continuation[:60],
+                )  # fmt: skip
             sequences.append((before, after))
         return self.score_tokens(sequences, advance)
 
     def score_tokens(self, sequences: Sequence[tuple[list[int], list[int]]], advance: Advance) -> list[Scored]:
-        """Of each (context tokens, continuation tokens), which lie in one window."""
+        """The score of each (context tokens, continuation tokens). Each pair is one window."""
         found = [Scored(0.0, True)] * len(sequences)
         kept = []
         for before, after in sequences:
@@ -132,14 +138,16 @@ class TaskModel:
                 if not math.isfinite(log_probability):
                     text = self.tokenizer.decode(whole[-last:])[:60]
                     raise TaskError(
-                        f"the model gives no finite log-probability of {text!r}: nothing can be said of its answers"
+                        "model.not_finite",
+                        "The log-probability of {text!r} is not finite, so the model has no score",
+                        text=text,
                     )
                 found[index] = Scored(log_probability, bool((likeliest_BT | ~scored_BT)[row].all()))
             advance(len(batch))
         return found
 
     def rolling(self, texts: Sequence[str], advance: Advance) -> list[float]:
-        """The log-probability of each whole text: every token once, the text's own BOS too, in windows that do not overlap, after BOS."""
+        """The log-probability of each whole text, its own BOS included, in windows that do not overlap and start after another BOS."""
         sequences, owner = [], []
         for index, text in enumerate(texts):
             tokens = [*self.prefix, *self.tokenizer.bos, *self.tokenizer.ids(text)]
@@ -153,13 +161,15 @@ class TaskModel:
         return [float(value) for value in sums]
 
     def generate(self, prompts: Sequence[str], how: Drawing, seeds: Sequence[int], advance: Advance) -> list[Drawn]:
-        """One text for each prompt, drawn with its own seed. Raises: TaskError when the limit leaves no room for a prompt."""
+        """A text for each prompt, drawn with the prompt's own seed. Raises: TaskError if ``max_tokens`` leaves no room for a prompt."""
         room = self.context - how.max_tokens
         if room <= 0:
             raise TaskError(
-                f"{how.max_tokens} tokens of an answer leave no room for a question in the model's context of {self.context}: "
-                "lower max_tokens of the task"
-            )
+                "model.no_room",
+                "An answer of {max_tokens:,} tokens leaves no room for a question in the model's context of {context:,} tokens. "
+                "Lower max_tokens of the task",
+                max_tokens=how.max_tokens, context=self.context,
+            )  # fmt: skip
         encoded = []
         for prompt in prompts:
             tokens = self.tokenizer.text_prompt(prompt).tolist() or self.prefix
@@ -186,7 +196,7 @@ class TaskModel:
 
 
 def _windows(count: int, context: int) -> list[tuple[int, int]]:
-    """[start, stop) of the targets of each window over ``count`` targets, the last one too.
+    """The targets [start, stop) of each window over ``count`` targets.
 
     >>> _windows(10, 4)
     [(0, 4), (4, 8), (8, 10)]
@@ -196,7 +206,7 @@ def _windows(count: int, context: int) -> list[tuple[int, int]]:
 
 def _refuse_unmeasured(logits_BV: torch.Tensor) -> None:
     if not torch.isfinite(logits_BV).all():
-        raise TaskError("the model gives no finite log-probability: nothing can be said of its answers")
+        raise TaskError("model.logits_not_finite", "The model's logits are not finite, so it cannot generate texts")
 
 
 def _likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
@@ -211,7 +221,7 @@ def _until(text: str, stop: Sequence[str]) -> str:
 
 
 def _draw(seeds: Sequence[int], temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Draws each row's token with its own numbers (the largest logit with Gumbel noise), so that a text does not depend on its batch."""
+    """Draw each row's token with the row's own random numbers (Gumbel noise), so that a text does not depend on its batch."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def choose(logits_BV: torch.Tensor) -> torch.Tensor:

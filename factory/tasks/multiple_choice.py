@@ -1,4 +1,4 @@
-"""Multiple choice, as lm-eval scores it: by the log-probability of each choice's text (cloze) or of its letter (letter) after the question."""
+"""Scores multiple choice as lm-eval does: by the log-probability after the question of each choice's text (cloze) or letter (letter)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from factory.tasks.task_file import EvalTask, TaskFile
 
 
 def prompt_of(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem]) -> str:
-    """The question as it is asked, after the examples with their answers."""
+    """The prompt of a question: header, examples with their answers, question."""
     known = examples_for(item, examples, file.shots)
     shown = [f"{_question(file, one)} {_choices(file, one)[one.right]}" for one in known]
     return file.header.format(subject=item.subject) + "\n\n".join([*shown, _question(file, item)])
 
 
 class Scorer(Protocol):
-    """A ``TaskModel``, as far as it is asked here."""
+    """The method of ``TaskModel`` that is used here."""
 
     def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[Scored]: ...
 
 
 def choose(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalItem]:
-    """Per item ``acc`` (1: the right choice has the highest log-probability) and, in cloze format, ``acc_norm`` (… per character).
+    """For each item ``acc`` (1 if the right choice has the highest log-probability) and, in cloze format, ``acc_norm`` (the same per character).
 
-    Of n choices that share the highest each has 1/n: a model that tells none apart scores chance, wherever the right ones stand.
+    If n choices share the highest value, each counts 1/n, so that a model without a preference scores chance.
     """
     assert isinstance(task.file, TaskFile)
     pairs: list[tuple[str, str]] = []

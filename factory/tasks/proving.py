@@ -1,6 +1,6 @@
-"""Proves a task before it counts: what is right scores 1, what says nothing scores chance or 0, all through the scorer that measures models.
+"""Proves a task before it is used: with the scorer that measures models, right answers must score 1 and empty answers chance or 0.
 
-A task is proven once for its protocol and items, by ``factory tasks check`` or before it is first measured; an event says so.
+A task is proven once for its protocol and items, by ``factory tasks check`` or before its first measurement. An event records the proof.
 """
 
 from __future__ import annotations
@@ -16,47 +16,57 @@ from typing import Any
 from factory.core.progress import Progress
 from factory.ledger.ledger import Ledger, record
 from factory.tasks.exact_answer import answer_of, same_answer
-from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError
+from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError, empty_tests
 from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.model import Advance, Scored
 from factory.tasks.multiple_choice import choose
 from factory.tasks.policy import TaskLimits, TasksPolicy
+from factory.tasks.program_texts import EMPTY_CLASS, EMPTY_REPLIES, RAISE
 from factory.tasks.task_file import EvalTask, TaskFile
 from factory.tasks.verifiers import check_maths, check_programs, check_solutions
+from kernels.contract.message import Message
 
 EVENT = "task_proven"
-# What says nothing: the score of each must be 0.
-EMPTY_REPLIES = ("", "I do not know.", "no answer", "?", "The answer is", "lorem ipsum dolor sit amet")
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found of a task, each by the scorer that measures models. The scores of a metric are shares of all items."""
+    """The scores that prove a task, each a share of all items from the scorer that measures models."""
 
-    gold: float | None = None  # of the right answers; None: nothing to prove it by
-    empty: float | None = None  # of replies, programs that say nothing
-    chance: float | None = None  # of a model to which all choices are the same
-    blind: dict[str, float] = field(default_factory=dict)  # by rule, of answers that do not look at the question
-    without_solution: int = 0  # code items whose tests nothing is known to pass
+    gold: float | None = None  # of the right answers; None: the task has none that can be scored
+    empty: float | None = None  # of replies and programs without an answer
+    chance: float | None = None  # of a model that gives all choices the same probability
+    blind: dict[str, float] = field(default_factory=dict)  # by rule: of answers that ignore the question
+    without_solution: int = 0  # code items without a solution to run their tests on
 
-    def words(self) -> list[str]:
-        """Of each finding, a sentence's part."""
+    def words(self) -> list[Message]:
+        """The findings, each a part of a sentence."""
         said = []
         if self.gold is not None:
-            said.append(f"right answers score {self.gold:g}")
+            said.append(Message("proving.gold", "right answers score {score:g}", score=self.gold))
         if self.empty is not None:
-            said.append(f"empty ones {self.empty:g}")
+            said.append(Message("proving.empty", "empty answers score {score:g}", score=self.empty))
         if self.chance is not None:
-            said.append(f"a model that tells no choice apart {self.chance:.3f}")
-        said += [f"{rule} {score:.3f}" for rule, score in self.blind.items()]
+            said.append(Message("proving.chance", "a model without a preference scores {score:.3f}", score=self.chance))
+        said += [
+            Message("proving.blind", "'{rule}' scores {score:.3f}", rule=rule, score=score)
+            for rule, score in self.blind.items()
+        ]
         if self.without_solution:
-            said.append(f"{self.without_solution} items have no solution, so nothing is known to pass their tests")
+            said.append(
+                Message(
+                    "proving.without_solution", "the tests of {items:,|item|items} are not proven, because these items have no solution",
+                    items=self.without_solution,
+                )
+            )  # fmt: skip
         return said
 
 
 def prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> Proof:
-    """Prove a task and record that it is. Raises: TaskError naming the item that fails, and how; IsolationError where
-    programs or formulas are to be run and there is no sandbox."""
+    """Prove a task and record the proof.
+
+    Raises: TaskError naming the item that fails and how; IsolationError if programs or formulas need a sandbox and there is none.
+    """
     prover: dict[str, Callable[[], Proof]] = {
         "multiple_choice": lambda: _choices(task),
         "maths": lambda: _maths(task.items, policy.running),
@@ -69,7 +79,7 @@ def prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progres
 
 
 def is_proven(ledger: Ledger, task: EvalTask) -> bool:
-    """Was the task proven with these items, as its file says now?"""
+    """Was the task proven with its present protocol and items?"""
     known = ledger.read(
         "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1",
         kind=EVENT,
@@ -86,7 +96,7 @@ def _what(task: EvalTask) -> dict[str, Any]:
 # -- multiple choice ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Said:
-    """A model whose log-probabilities are said beforehand, in the order in which they are asked for."""
+    """A model that returns given log-probabilities, in order."""
 
     values: Sequence[float]
 
@@ -102,8 +112,9 @@ def _choices(task: EvalTask) -> Proof:
     for row in scored([0.0 if at == item.right else -1e6 for item in items for at in range(len(item.choices))]):
         if row.value != 1:
             raise TaskError(
-                f"item {row.item!r}: its right choice scores {row.value:g} on {row.task}, though it is the likeliest by far"
-            )
+                "proving.right_choice", "item {item!r}: its right choice is by far the likeliest, but scores {score:g} on {metric}, not 1",
+                item=row.item, score=row.value, metric=row.task,
+            )  # fmt: skip
     chance = sum(1 / len(item.choices) for item in items) / len(items)
     ties = {
         "acc": [-1.0 for item in items for _ in item.choices],
@@ -113,8 +124,9 @@ def _choices(task: EvalTask) -> Proof:
         mine = [row.value for row in scored(values) if row.task.endswith(f"/{metric}")]
         if mine and abs(sum(mine) / len(mine) - chance) > 1e-9:
             raise TaskError(
-                f"a model that tells no choice apart scores {sum(mine) / len(mine):.3f} on {metric}, chance is {chance:.3f}"
-            )
+                "proving.not_chance", "A model without a preference scores {score:.3f} on {metric}, but chance is {chance:.3f}",
+                score=sum(mine) / len(mine), metric=metric, chance=chance,
+            )  # fmt: skip
     places = Counter(item.right for item in items)
     lengths = [[len(choice) for choice in item.choices] for item in items]
     place, most = places.most_common(1)[0]
@@ -125,16 +137,21 @@ def _choices(task: EvalTask) -> Proof:
     }
     if task.file.format == "letter" and most == len(items):
         raise TaskError(
-            f"all {most} right choices stand at place {place}: a model that always says so scores 1; shuffle the choices of each item"
-        )
+            "proving.same_place",
+            "All {items:,} right choices are at place {place}, so a model that always names this place scores 1. Shuffle the choices of each item",
+            items=most, place=place,
+        )  # fmt: skip
     for rule in ("always the longest", "always the shortest"):
         if blind[rule] == 1:
-            raise TaskError(f"{rule} choice is right in each of {len(items)} items: length alone tells the answers")
+            raise TaskError(
+                "proving.length_tells", "'{rule}' is the right choice in all {items:,} items, so the length reveals the answer",
+                rule=rule, items=len(items),
+            )  # fmt: skip
     return Proof(1.0, None, chance, blind)
 
 
 def _share(lengths: list[list[int]], items: Sequence[ChoiceItem], which: Callable[[list[int]], int]) -> float:
-    """Of the items whose right choice alone has the extreme length; of several each has its part."""
+    """The share of items whose right choice has the extreme length. If n choices share that length, an item counts 1/n."""
     return sum(
         (mine[item.right] == which(mine)) / mine.count(which(mine)) for mine, item in zip(lengths, items, strict=True)
     ) / len(items)
@@ -148,16 +165,26 @@ def _maths(items: Sequence[MathsItem], running: TaskLimits) -> Proof:
     for (item, reply), found in zip(asked, check_maths(asked, running), strict=True):
         if not found.right:
             raise TaskError(
-                f"item {item.key!r}: its own answer is wrong when a model replies {reply[-80:]!r}: write it as a number or a short expression"
-            )
+                "proving.own_answer",
+                "item {item!r}: the reply {reply!r} has the right answer, but counts as wrong. Write the answer as a number or a short expression",
+                item=item.key, reply=reply[-80:],
+            )  # fmt: skip
     nothing = [(item, reply) for item in items for reply in EMPTY_REPLIES]
     for (item, reply), found in zip(nothing, check_maths(nothing, running), strict=True):
         if found.right:
-            raise TaskError(f"item {item.key!r}: the reply {reply!r} is right, which says nothing")
+            raise TaskError(
+                "proving.empty_reply",
+                "item {item!r}: the reply {reply!r} has no answer, but counts as right",
+                item=item.key,
+                reply=reply,
+            )
     same = [sum(same_answer(other, gold) for other in golds) for gold in dict.fromkeys(golds)]
     often = list(dict.fromkeys(golds))[same.index(max(same))]
     if max(same) == len(items):
-        raise TaskError(f"all {len(items)} items have the answer {often[:40]!r}: a model that always says so scores 1")
+        raise TaskError(
+            "proving.same_answer", "All {items:,} items have the answer {answer!r}, so a model that always gives this answer scores 1",
+            items=len(items), answer=often[:40],
+        )  # fmt: skip
     return Proof(1.0, 0.0, None, {f"always {often[:40]!r}": max(same) / len(items)})
 
 
@@ -172,27 +199,28 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
     for (item, how, _), one in zip(empty, found, strict=True):
         if one.right:
             raise TaskError(
-                f"item {item.key!r}: its tests test nothing: a program that {how} passes them. A function 'check' must be called, and a TestCase run "
-                "by unittest.main()"
-            )
+                "proving.empty_program",
+                "item {item!r}: {problem}. A program that {program} passes them. Call the function 'check', or run the TestCase with unittest.main()",
+                item=item.key, problem=empty_tests(), program=how,
+            )  # fmt: skip
     return Proof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)
 
 
 def empty_programs(item: CodeItem) -> Iterator[tuple[str, str]]:
-    """(what it does, the program) of programs that do nothing: no text at all; nothing after the prompt; functions that return None or raise.
+    """(description, program) of programs without an answer: no text, nothing after the prompt, functions that return None or raise.
 
     >>> dict(empty_programs(CodeItem(id=1, prompt="def f(x):\\n", tests="assert f(1) == 2", solution="    return x + 1\\n")))["returns None"]
     'def f(x):\\n    return None\\n'
     """
     found = {"": "is empty", item.program(""): "ends with its prompt"}
-    for how, statement in (("returns None", "return None"), ("raises", "raise RuntimeError('it is not written')")):
+    for how, statement in (("returns None", "return None"), ("raises", RAISE)):
         found.setdefault(_body(item, statement), how)
     for program, how in found.items():
         yield how, program
 
 
 def _body(item: CodeItem, statement: str) -> str:
-    """The program in which each function of the solution, or the last one of the prompt, is one statement."""
+    """A program whose functions have only ``statement`` as body: all functions of the solution, or the prompt's last function."""
     begun = item.program("")
     if not begun.strip():
         return "".join(_stub(name, kind, statement) for name, kind in _defined(item.solution or ""))
@@ -216,5 +244,5 @@ def _defined(program: str) -> list[tuple[str, type]]:
 
 def _stub(name: str, kind: type, statement: str) -> str:
     if kind is ast.ClassDef:
-        return f"class {name}:\n    def __init__(self, *args, **keys): pass\n    def __getattr__(self, name): return lambda *args, **keys: None\n"
+        return EMPTY_CLASS.format(name=name)
     return f"{'async ' * (kind is ast.AsyncFunctionDef)}def {name}(*args, **keys):\n    {statement}\n"

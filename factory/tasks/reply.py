@@ -1,4 +1,4 @@
-"""What of a reply counts: up to where a model begins to ask itself the next question; of a reply with fences the code."""
+"""Cuts a model's reply before a next question that the model asks itself, and extracts code from a reply with fences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from factory.evals.reply_code import fenced
 
 
 def stops_of(template: str) -> tuple[str, ...]:
-    """What ends a reply by default: the words that stand before the question in the prompt's own form; none where there are none.
+    """The default stop texts: the words before the question in the prompt's template. Empty if there are no such words.
 
     >>> stops_of("Problem: {question}\\nSolution:"), stops_of("Solve it.\\nQ: {question}\\nA:"), stops_of("{question}\\nAnswer:")
     (('Problem:',), ('\\nQ:',), ())
@@ -19,12 +19,12 @@ def stops_of(template: str) -> tuple[str, ...]:
     last = before.strip().rsplit("\n", 1)[-1].strip()
     if not re.search(r"\w", last):
         return ()
-    # A mark that is a word and a colon stands in no sentence; any other ends a reply at the beginning of a line alone.
+    # A word with a colon does not occur inside a sentence. Any other text ends a reply only at the beginning of a line.
     return (last,) if re.fullmatch(r"\w{4,}:", last) else (f"\n{last}",)
 
 
 def first_answer(text: str, template: str) -> str:
-    """A reply up to the first place where the prompt's own form begins again.
+    """A reply, cut where the prompt's template begins again.
 
     >>> first_answer("#### 5\\n\\nProblem: 3+4?\\n#### 7", "Problem: {question}\\nSolution:")
     '#### 5'
@@ -37,21 +37,23 @@ def first_answer(text: str, template: str) -> str:
     if re.search(r"\w", first):
         wherever = "" if re.fullmatch(r"\w{4,}:", first) else r"\n[ \t]*"
         again = re.compile(wherever + re.escape(first))
-    elif re.search(r"\w", mark):  # the form's question has no mark: its paragraph is what ends in the mark after it
+    elif re.search(
+        r"\w", mark
+    ):  # no text before the question: find the paragraph that ends with the text after the question
         again = re.compile(rf"\n[ \t]*\n(?:(?!\n[ \t]*\n).)*?\n?{re.escape(mark)}", re.DOTALL)
     else:
         return text
     for found in again.finditer(text):
-        if text[: found.start()].strip():  # a reply may begin by saying the question again
+        if text[: found.start()].strip():  # a reply may begin by repeating the question
             return text[: found.start()].rstrip()
     return text
 
 
 def program_of(prompt: str, text: str) -> str:
-    """The program of a code item's prompt and a reply that goes on with it, or that holds it in a fence.
+    """The program of a code item: the prompt and a reply that continues it, or the code in the reply's fences.
 
-    Of several fences the first counts that defines the prompt's last function or class; else the first of Python. A reply that goes on with the
-    prompt as Python is taken as it stands: a docstring may hold fences.
+    Of several fences, the first that defines the prompt's last function or class counts, else the first for Python. If prompt and reply together are
+    valid Python, fences are ignored, because a docstring may hold fences.
 
     >>> program_of("import math\\ndef f():\\n", "```python\\ndef f():\\n    return 1\\n```\\nDone.")
     'import math\\n\\ndef f():\\n    return 1\\n'

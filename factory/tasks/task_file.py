@@ -1,13 +1,12 @@
-"""A task as its file says it: ``policies/tasks/NAME.yaml`` of the workspace, beside the file of its items.
+"""Reads a task: ``policies/tasks/NAME.yaml`` of the workspace, and the file of its items in the same folder.
 
     kind: multiple_choice
     items: questions.jsonl
     format: cloze
 
-A YAML file that has ``kind`` or ``published`` is one of ours; any other is one of lm-eval's (``lm_eval_file``). The file of a benchmark as the
-world publishes it is a task without a YAML file, too: ``HumanEval.jsonl.gz`` is known by its fields (``published``). The protocol of a task is
-all that changes what its number means except the items: while a champion of the line was measured under one, nothing is compared under
-another.
+A YAML file with ``kind`` or ``published`` has this format. Any other YAML file is a task file of lm-eval (``lm_eval_file``). The published file
+of a benchmark, such as ``HumanEval.jsonl.gz``, is a task without a YAML file, recognised by its fields (``published``). A task's protocol is
+everything that changes the meaning of its score except the items. Scores are compared only under the same protocol.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from factory.core.workspace import Workspace, load_yaml
 from factory.ingest.rules.task_folder import SUFFIXES, item_files, not_read, suffix_of
 from factory.ingest.rules.task_items import ItemFile, read_items
 from factory.tasks.file_rules import in_one_way, refuse_shown_items, refuse_shown_records
-from factory.tasks.items import TaskError, TaskItem, read_published, read_records
+from factory.tasks.items import TaskError, TaskItem, read_published, read_records, unreadable
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.published.benchmarks import (
@@ -43,69 +42,73 @@ from factory.tasks.published.benchmarks import (
 )
 from factory.tasks.published.form import Benchmark
 from factory.tasks.reply import stops_of
+from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
-# Of what is measured: another number makes every task of the kind a new one. 2: ties have their share; answers are read by their forms; programs run
-# as Python runs them.
+# Versions of the scorers. Another number makes every task of the kind a new task. Version 2: choices with equal scores share the point, answers are
+# compared by their mathematical form, and programs run as Python runs a file.
 VERSIONS = {"multiple_choice": 2, "maths": 2, "code": 2, "lm-eval": 1}
 FOLDER = "policies/tasks"
 CLOZE_PROMPT = "Question: {question}\nAnswer:"
 LETTER_PROMPT = "{question}\n{choices}\nAnswer:"
-LATER_KEYS, LATER_OF_ITEMS = ("published", "header"), ("subject", "begins", "libraries")  # than the first protocols
+LATER_KEYS, LATER_OF_ITEMS = (
+    ("published", "header"),
+    ("subject", "begins", "libraries"),
+)  # keys that the first protocols did not have
 
 
 class TaskFile(StrictPolicy):
-    """``policies/tasks/NAME.yaml``. The file's name is the task's."""
+    """``policies/tasks/NAME.yaml``. NAME is the task's name."""
 
     kind: Literal["multiple_choice", "maths", "code"]
-    """multiple_choice: an answer is chosen by its log-probability; maths: the answer's last number is the right one; code: its tests pass."""
+    """multiple_choice: the likeliest choice must be the right one; maths: the reply must end with the right answer; code: the tests must pass."""
     items: str
-    """The file of the items, beside this one: .jsonl, .json, .csv (each also .gz), .parquet, or a folder of 0.json, 1.json …"""
+    """The file of the items, in this file's folder: .jsonl, .json, .csv (each also .gz), .parquet, or a folder of 0.json, 1.json …"""
     published: Literal["", "humaneval", "mbpp", "bigcodebench", "gsm8k", "math", "mmlu", "arc", "hellaswag"] = ""
-    """Of which benchmark the items are, as the world publishes them. It sets ``kind`` and the keys that the file does not have."""
+    """The benchmark whose published file ``items`` is. It sets ``kind`` and the defaults of all other keys."""
     format: Literal["cloze", "letter"] = "cloze"
-    """Of multiple_choice. cloze: each choice's text is scored after the question; letter: the choices are shown, and their letters scored."""
+    """For multiple_choice. cloze: score each choice's text after the question; letter: show the choices and score their letters."""
     prompt: str = ""
-    """What is asked, with {question} and, in letter format, {choices}. Default: that of ARC (cloze, maths) or MMLU (letter) in lm-eval;
-    code: the item's prompt alone."""
+    """The template of a question, with {question} and, in letter format, {choices}. Default: the template of ARC (cloze, maths) or MMLU (letter)
+    in lm-eval. For code: the item's prompt."""
     header: str = ""
-    """What stands before examples and question; {subject} is the item's."""
+    """Text before examples and question. {subject} stands for the item's subject."""
     examples: str = ""
-    """A file like ``items``, of which the first ``shots`` are shown with their answers before each question."""
+    """A file like ``items``. The first ``shots`` of its items are shown with their answers before each question."""
     shots: Annotated[int, Field(ge=0, le=100)] = 0
-    """Worked examples before each question."""
+    """Examples with answers before each question."""
     max_tokens: Count = 256
-    """The longest generated answer."""
+    """The most tokens of a generated answer."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=20)] | None = None
-    """What ends a generated answer. Default: the next question of maths, in the prompt's own form; of code what stands at the left margin after
-    the function."""
+    """Texts that end a generated answer. Default for maths: the prompt's beginning, which starts a next question. For code: a new statement at the
+    left margin."""
     samples: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Generated answers to each item."""
+    """Generated answers for each item."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """0: the likeliest answer."""
+    """The temperature of sampling. 0: greedy."""
     pass_at: Annotated[list[Count], Field(min_length=1)] = Field(default_factory=lambda: [1])
-    """For each k the chance that one of k answers is right, estimated without bias from all samples (Chen et al. 2021, eq. 1)."""
+    """The values of k in pass@k: the chance that one of k answers is right, estimated without bias (Chen et al. 2021, eq. 1)."""
     seed: int = 0
-    """Of the drawn answers."""
+    """The seed of sampling."""
 
     @model_validator(mode="after")
     def _whole(self) -> TaskFile:
         if self.shots and not self.examples and not self.published:
-            raise ValueError("shots: which file the examples are of is missing (examples)")
+            raise ValueError("shots: name the file of the examples (examples)")
         if max(self.pass_at) > self.samples:
             raise ValueError(
-                f"pass_at: pass@{max(self.pass_at)} needs at least as many samples, there are {self.samples}"
+                f"pass_at: pass@{max(self.pass_at)} needs at least {max(self.pass_at)} samples, not {self.samples}"
             )
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError("samples: the likeliest answer is the same each time; set a temperature")
+            raise ValueError("samples: with temperature 0 all samples are the same. Set a temperature above 0")
         wanted = {"multiple_choice": {"question"}, "maths": {"question"}, "code": set()}[self.kind]
         if self.kind == "multiple_choice" and self.format == "letter":
             wanted = {"question", "choices"}
         if self.prompt and _names("prompt", self.prompt) != wanted:
             names = " and ".join(f"{{{name}}}" for name in sorted(wanted)) or "nothing"
-            raise ValueError(f"prompt: it must hold {names}, as it stands here, and no other name in braces")
+            raise ValueError(f"prompt: the names in braces must be exactly {names}")
         if not _names("header", self.header) <= {"subject"}:
-            raise ValueError("header: it may hold {subject}, as it stands here, and no other name in braces")
+            raise ValueError("header: the only name in braces may be {subject}")
         return self
 
     @property
@@ -124,7 +127,7 @@ class TaskFile(StrictPolicy):
 
 
 def _names(key: str, template: str) -> set[str]:
-    """Those in braces. Raises: ValueError for braces that are not closed, or hold more than a name."""
+    """The names in braces. Raises: ValueError for unclosed braces."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -134,16 +137,16 @@ def _names(key: str, template: str) -> set[str]:
 
 @dataclass(frozen=True)
 class EvalTask:
-    """A task, read: its file, its items and what they are known by."""
+    """A task's file and items, with their hashes."""
 
     name: str
     path: Path
     file: TaskFile | LmEvalFile
     items_sha256: tuple[str, ...]
-    items: tuple[Any, ...] = ()  # of ours; lm-eval reads its own
+    items: tuple[Any, ...] = ()  # empty for a task of lm-eval, which reads its own items
     examples: tuple[Any, ...] = ()
-    records: tuple[Any, ...] = field(default=(), repr=False)  # as they lie in the files
-    notes: tuple[str, ...] = ()  # what is to be said of the items, and makes them no worse
+    records: tuple[Any, ...] = field(default=(), repr=False)  # the files' records, unchanged
+    notes: tuple[Message, ...] = ()  # remarks about the items that are not errors
 
     @property
     def kind(self) -> str:
@@ -151,10 +154,11 @@ class EvalTask:
 
     @property
     def format(self) -> str:
-        """In words: what must stay the same in a line of releases."""
+        """A description of how the task is measured, which must stay the same from release to release."""
         if isinstance(self.file, LmEvalFile):
             return f"lm-eval {self.file.version}, {self.file.output_type}, {self.file.shots} shots"
-        first = f"multiple choice in {self.file.format} format" if self.kind == "multiple_choice" else self.kind
+        kind = self.kind.replace("_", " ")
+        first = f"{kind} in {self.file.format} format" if self.kind == "multiple_choice" else kind
         if self.file.published:
             first = f"{self.file.published} as published, {first}"
         drawn = (
@@ -166,7 +170,7 @@ class EvalTask:
 
     @property
     def protocol(self) -> str:
-        """A hash of all that changes what the number means, the items apart."""
+        """A hash of everything that changes the meaning of the score, except the items."""
         if isinstance(self.file, LmEvalFile):
             said = self.file.sha256
         else:
@@ -176,98 +180,127 @@ class EvalTask:
 
     @property
     def shown(self) -> tuple[Any, ...]:
-        """The examples that stand before some question: of each subject as many as there are shots."""
+        """The examples that are shown before questions: the first ``shots`` of each subject."""
         return shown_examples(self.examples, self.file.shots)
 
     def identity(self, tokenizer_sha256: str) -> str:
-        """What an evaluation of this task is known by: two of the same are on the same items, measured alike."""
+        """The identity of this task's evaluations. Evaluations with the same identity have the same items and protocol."""
         return "task:" + _sha256([self.name, self.protocol, self.items_sha256, tokenizer_sha256])
 
 
 def shown_examples(examples: Sequence[Any], shots: int) -> tuple[Any, ...]:
-    """The examples that stand before some question."""
+    """The first ``shots`` examples of each subject."""
     subjects = dict.fromkeys(item.subject for item in examples)
     return tuple(one for subject in subjects for one in [o for o in examples if o.subject == subject][:shots])
 
 
 def task_folder(workspace: Workspace) -> Path:
-    """Where a workspace's task files lie."""
+    """The folder of a workspace's task files."""
     return workspace.root / FOLDER
 
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """What lies in a folder of tasks."""
+    """The files in a folder of tasks."""
 
     tasks: dict[str, Path]
-    """By name: a YAML file, or the file of a published benchmark that no YAML file names."""
-    others: dict[str, str]
-    """Every other file that could be one, by its name in the folder, and what becomes of it, in words."""
+    """The tasks by name: YAML files, and published files of benchmarks that no YAML file names."""
+    others: dict[str, Message]
+    """The other data files, by their name in the folder, and why each is not a task."""
 
 
 def look_into(folder: Path) -> TaskFolder:
-    """The tasks of a folder, that of lm-eval's too, and what is none. A name that begins with _ is a part that others include."""
+    """List the tasks of a folder, and the data files that are not tasks. Files whose names begin with _ are parts for includes."""
     yamls = sorted(folder.glob("*.yaml"))
     tasks = {path.stem: path for path in yamls if not path.name.startswith("_")}
     named = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in yamls if path.is_file())
     others = {
-        str(path.relative_to(folder)): f"not read ({', '.join(SUFFIXES)} are), and not kept out of training data"
+        str(path.relative_to(folder)): Message(
+            "task_file.not_read",
+            "This file is ignored and may be in training data, because only these suffixes are read: {suffixes}",
+            suffixes=SUFFIXES,
+        )
         for path in not_read(folder)
     }
     for path in item_files(folder):
         name = str(path.relative_to(folder))
         if path.name.startswith("_") or re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", named):
             continue
-        known, why = _published_name(path) if path.parent == folder else ("", "no task file names it")
+        no_file_names_it = Message("task_file.not_named", "No task file names it")
+        known, why = _published_name(path) if path.parent == folder else ("", no_file_names_it)
         if known and known not in tasks:
             tasks[known] = path
             continue
-        why = why or f"{tasks[known].name} is task {known} already: rename one, or remove it"
-        others[name] = f"kept out of training data, but no task: {why}"
+        why = why or Message(
+            "task_file.same_name",
+            "{other} is already task {task}. Rename or remove one of the two",
+            other=tasks[known].name,
+            task=known,
+        )
+        others[name] = Message(
+            "task_file.no_task", "This file is kept out of training data, but is not a task. {reason}", reason=why
+        )
     return TaskFolder(dict(sorted(tasks.items())), others)
 
 
-def _published_name(path: Path) -> tuple[str, str]:
-    """(the name of the task that a data file is by itself, why it is none); what cannot be read is a task, which then says so."""
+def _published_name(path: Path) -> tuple[str, Message | None]:
+    """(the name of a published file's task, None), or ("", why the file is not a task). A file that cannot be read counts as a task."""
     stem = path.name.removesuffix(suffix_of(path))
     about, split = split_of(stem)
     try:
         records = read_items(path).records
     except InputError:
-        return stem, ""
+        return stem, None
     benchmark = recognised(records)
     if benchmark is None:
-        fields = ", ".join(sorted(records[0]))[:120] if records else "none"
-        return (
-            "",
-            f"no published benchmark has its fields ({fields}); a YAML file with 'kind' and 'items: {path.name}' makes it one",
+        return "", Message(
+            "task_file.unknown_fields",
+            "Its fields ({fields}) are not those of a known benchmark. To make it a task, write a YAML file with 'kind' and 'items: {file}'",
+            fields=", ".join(sorted(records[0]))[:120] if records else "none",
+            file=path.name,
         )
     if split in TRAINED:
-        return "", f"the {split} split of {benchmark.name}; a YAML file can name it in 'examples'"
-    return (benchmark.name if split in ASKED and not about else stem), ""
+        return "", Message(
+            "task_file.training_split",
+            "It is split {split} of {benchmark}. A YAML file can name it in 'examples'",
+            split=split,
+            benchmark=benchmark.name,
+        )
+    return (benchmark.name if split in ASKED and not about else stem), None
 
 
 def load_named(workspace: Workspace, name: str, policy: TasksPolicy) -> EvalTask:
-    """Raises: TaskError when there is no such task, and as ``load_task``."""
+    """Read the task ``name``. Raises: TaskError if there is no such task, and like ``load_task``."""
     folder = task_folder(workspace)
     known = look_into(folder).tasks
+    if not known:
+        raise TaskError(
+            "task_file.empty_folder",
+            "There is no task {task!r}, because {folder} has no task file",
+            task=name,
+            folder=folder,
+        )
     if name not in known:
-        there = nearest(name, known) if known else f"; {folder} holds no task file"
-        raise TaskError(f"no evaluation task {name!r}{there}")
+        raise TaskError(
+            "task_file.unknown_task", "There is no task {task!r}{hint}", task=name, hint=nearest(name, known)
+        )
     return load_task(known[name], policy)
 
 
 def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
-    """Read a task file, or the file of a published benchmark, and all its items. Raises: TaskError naming the file, the record and the key."""
+    """Read a task file or the published file of a benchmark, and its items. Raises: TaskError naming the file, the record and the key."""
     try:
         if suffix_of(path) or path.is_dir():
             return _published_alone(path, policy)
         if not path.exists():
-            raise TaskError(f"{path}: there is no such file")
+            raise TaskError("task_file.no_file", "{file}: no such file", file=path)
         if path.suffix != ".yaml" or path.name.startswith("_") or len(path.stem) > 100:
             raise TaskError(
-                f"{path}: the file of a task is NAME.yaml, of at most 100 letters and no '_' before, or a published file "
-                f"({', '.join(SUFFIXES)}; unpack an archive)"
+                "task_file.odd_name",
+                "{file} is not the file of a task. A task is NAME.yaml (at most 100 letters, no '_' at the start) or a published file with one of "
+                "these suffixes: {suffixes}. Unpack an archive first",
+                file=path,
+                suffixes=SUFFIXES,
             )
         if not _ours(path):
             file = read_lm_eval_file(path, policy.functions)
@@ -289,10 +322,14 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         found = in_one_way(read_records(ours.kind, items.records, str(items.path)), str(items.path))
         _enough(items.path, len(found), policy)
         if shown and ours.kind == "code":
-            raise TaskError(f"{path}: examples: a task of kind code shows none")
+            raise TaskError(
+                "task_file.examples_of_code",
+                "{file}: remove key 'examples', because a task of kind code shows none",
+                file=path,
+            )
         examples = in_one_way(read_records(ours.kind, shown.records, str(shown.path)), str(shown.path)) if shown else []
     except (ConfigError, InputError) as error:
-        raise TaskError(str(error)) from error
+        raise TaskError(error.message) from error
     if shown:
         _enough_shown(ours, examples, found, shown.path)
     return EvalTask(path.stem, path, ours, (items.sha256,), tuple(found), tuple(examples), tuple(items.records))
@@ -303,12 +340,12 @@ def _keys(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def _published_alone(path: Path, policy: TasksPolicy) -> EvalTask:
-    """The file of a benchmark that no YAML file names."""
+    """The task of a published file that no YAML file names."""
     items = read_items(path)
     benchmark = recognised(items.records)
     name, why = _published_name(path)
     if benchmark is None or not name:
-        raise TaskError(f"{path}: no task: {why}")
+        raise TaskError("task_file.not_published", "{file} is not a task. {reason}", file=path, reason=why or "")
     keys = {**_keys(benchmark), "items": path.name}
     found = _published(path, benchmark, parse(TaskFile, keys, str(path), TaskError), items, None, policy, False)
     return replace(found, name=name)
@@ -323,9 +360,12 @@ def _published(
     policy: TasksPolicy,
     shots_said: bool,
 ) -> EvalTask:
-    """A benchmark's items, and its examples: those of ``shown`` or, without, those that the file itself holds to be shown."""
+    """The task of a benchmark. Its examples come from ``shown``, or else from the benchmark's own file."""
     if file.kind != benchmark.kind:
-        raise TaskError(f"{path}: kind {file.kind}: {benchmark.name} is of kind {benchmark.kind}")
+        raise TaskError(
+            "task_file.other_kind", "{file}: kind is {given}, but {benchmark} has kind {kind}",
+            file=path, given=file.kind, benchmark=benchmark.name, kind=benchmark.kind,
+        )  # fmt: skip
     lenient = file.kind == "multiple_choice" and file.format == "letter"
     tested, beside_them, notes = _records(benchmark, items, lenient)
     _enough(items.path, len(tested), policy)
@@ -342,13 +382,13 @@ def _published(
     )
 
 
-def _records(benchmark: Benchmark, file: ItemFile, lenient: bool) -> tuple[list[Any], list[Any], list[str]]:
-    """(items that are tested, items that are shown, notes)."""
+def _records(benchmark: Benchmark, file: ItemFile, lenient: bool) -> tuple[list[Any], list[Any], list[Message]]:
+    """(tested items, example items, notes)."""
     where = str(file.path)
     try:
         found = items_of(benchmark, file.records, file.path.name.removesuffix(suffix_of(file.path)))
     except PublishedError as error:
-        raise TaskError(f"{where}, {error}") from None
+        raise TaskError("task_file.odd_record", "{file}, {problem}", file=where, problem=error.message) from None
     tested, notes = read_published(benchmark.kind, found.tested, where, lenient)
     shown, _ = read_published(benchmark.kind, found.shown, where, lenient)
     return tested, shown, notes
@@ -359,12 +399,23 @@ def _enough_shown(file: TaskFile, examples: Sequence[TaskItem], items: Sequence[
     for subject in dict.fromkeys(item.subject for item in items):
         count = sum(one.subject == subject for one in examples)
         if count < file.shots:
-            of = f" of {subject}" if subject else ""
-            raise TaskError(f"{where}: {count} examples{of}, {file.shots} are to be shown (shots)")
+            data = {"file": where, "count": count, "shots": file.shots}
+            if subject:
+                raise TaskError(
+                    "task_file.few_examples_of_subject",
+                    "{file}: subject {subject!r} has {count:,|example|examples}, but {shots} are needed (shots)",
+                    subject=subject,
+                    **data,
+                )
+            raise TaskError(
+                "task_file.few_examples",
+                "{file} has {count:,|example|examples}, but {shots} are needed (shots)",
+                **data,
+            )
 
 
 def _file_sha256(file: TaskFile) -> str:
-    """As a policy's. Keys that came later count where they are used, so that a task keeps its protocol."""
+    """A hash of the keys. A later key counts only if it is used, so that older tasks keep their protocol."""
     unused = {key for key in LATER_KEYS if not getattr(file, key)}
     return hashlib.sha256(file.model_dump_json(exclude=unused).encode()).hexdigest()
 
@@ -374,16 +425,20 @@ def _told(item: TaskItem, later: tuple[str, ...]) -> dict[str, Any]:
 
 
 def data_file(path: Path, key: str, name: str) -> Path:
-    """A data file that a task file names. Raises: TaskError when it lies outside the folder, or is none."""
+    """The path of a data file that a task file names. Raises: TaskError if it is outside the folder or not a data file."""
     folder, found = path.parent.resolve(), (path.parent / name).resolve()
     if "://" in name or not found.is_relative_to(folder):
-        raise TaskError(f"{path}: key {key!r}: {name!r} lies outside {folder}: nothing is read from elsewhere")
+        raise TaskError(
+            "task_file.outside", "{file}: key {key!r}: {name!r} is outside {folder}. Put the data into this folder",
+            file=path, key=key, name=name, folder=folder,
+        )  # fmt: skip
     known = {file.resolve(): file for file in item_files(path.parent)}
     if found not in known:
         names = [str(file.relative_to(path.parent)) for file in known.values()]
         raise TaskError(
-            f"{path}: key {key!r}: no file {name!r} of items there" + (nearest(name, names) if names else "")
-        )
+            "task_file.no_items_file", "{file}: key {key!r}: the folder has no data file {name!r}{hint}",
+            file=path, key=key, name=name, hint=nearest(name, names) if names else "",
+        )  # fmt: skip
     return found
 
 
@@ -391,13 +446,16 @@ def _ours(path: Path) -> bool:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path} cannot be read: {error}") from error
+        raise TaskError(unreadable(path, error)) from error
     return any(re.match(r"""(["']?)(kind|published)\1:""", line) for line in lines)
 
 
 def _enough(path: Path, count: int, policy: TasksPolicy) -> None:
     if count < policy.items_min:
-        raise TaskError(f"{path}: {count} items, at least {policy.items_min} are needed (items_min in tasks.yaml)")
+        raise TaskError(
+            "task_file.few_items", "{file} has {count:,|item|items}, but at least {limit:,} are needed (items_min in tasks.yaml)",
+            file=path, count=count, limit=policy.items_min,
+        )  # fmt: skip
 
 
 def _sha256(value: object) -> str:

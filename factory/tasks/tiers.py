@@ -1,7 +1,7 @@
-"""Which tasks a candidate is measured on now, and what came of it, against the champion.
+"""Measures a candidate on the tasks that are due, and compares it with the champion.
 
-Under which protocol a line of releases is measured is fixed by the first of its releases that was: a task file that says another is held,
-by name, until a person takes it as the new baseline (``take_baseline``).
+The first measured release fixes a task's protocol. If a task file changes the protocol, the gate holds releases until a person makes it the new
+baseline (``take_baseline``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from factory.tasks.items import TaskError
 from factory.tasks.measuring import measure
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, load_named, look_into, task_folder
+from kernels.contract.message import Message
 
 
 def measure_due(plant: Plant, candidate: int, *, would_promote: bool) -> TaskEvidence:
-    """Measure a candidate, and the champion, on every task that is due. What could not be measured is a sentence of the evidence.
+    """Measure a candidate and the champion on every task that is due. The evidence names each task that could not be measured.
 
     Raises: ConfigError for a bad tasks.yaml; DamagedExportError; NoMemoryError.
     """
@@ -29,10 +30,12 @@ def measure_due(plant: Plant, candidate: int, *, would_promote: bool) -> TaskEvi
     names = list(look_into(task_folder(plant.workspace)).tasks)
     evidence = TaskEvidence(alpha=policy.guards_alpha)
     for name in sorted(set(policy.tasks) - set(names)):
-        words = f"Task {name}: tasks.yaml names it, and there is no {task_folder(plant.workspace) / name}.yaml."
-        evidence = evidence.with_other(
-            TaskEvidence.problem(words, f"write that file, or take {name} out of tasks.yaml.")
-        )
+        problem = Message(
+            "tiers.no_file", "tasks.yaml names task {task}, but {file} does not exist.",
+            task=name, file=f"{task_folder(plant.workspace) / name}.yaml",
+        )  # fmt: skip
+        remedy = Message("tiers.write_file", "write the task's file, or remove {task} from tasks.yaml.", task=name)
+        evidence = evidence.with_other(TaskEvidence.problem(problem, remedy))
     for name in names:
         if policy.of(name).due(candidate, would_promote):
             evidence = evidence.with_other(_evidence(plant, candidate, name, policy))
@@ -44,17 +47,26 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
         task = load_named(plant.workspace, name, policy)
         best = champion(plant.ledger)
         if changed := changed_since_baseline(plant.ledger, task):
-            todo = f"take the change of task {name} back, or make it the new baseline: 'factory tasks run {name} --baseline'."
+            todo = Message(
+                "tiers.undo_change",
+                "undo the change of task {task}, or make it the new baseline: 'factory tasks run {task} --baseline'.",
+                task=name,
+            )
             return TaskEvidence.problem(changed, todo)
         ours = measure(plant, candidate, task, policy)
         theirs = measure(plant, best.candidate, task, policy) if best else None
     except (TaskError, IsolationError) as error:
         never = policy.setting(name, "tier", "never")
-        todo = (
-            f"mend task {name} ('factory tasks check FILE' looks at it), then 'factory evaluate {candidate}'; or measure it no more: "
-            + (f"'{never}'." if never else "tier: never in tasks.yaml.")
+        todo = Message(
+            "tiers.repair",
+            "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. To stop measuring it: '{never}'.",
+            task=name, candidate=candidate, never=never or "tier: never",
+        )  # fmt: skip
+        reason = Message.restored(error.code, str(error).removesuffix("."), error.data)
+        return TaskEvidence.problem(
+            Message("tiers.not_measured", "Task {task} could not be measured: {reason}.", task=name, reason=reason),
+            todo,
         )
-        return TaskEvidence.problem(f"Task {name} could not be measured: {str(error).removesuffix('.')}.", todo)
     summary = EvaluationRow.get(plant.ledger, ours).summary
     values = {metric: row["value"] for metric, row in summary["metrics"].items()}
     evidence = TaskEvidence(values=values, evaluations={name: [ours, theirs]})
@@ -63,32 +75,40 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
     of_champion = items_of(plant.ledger, theirs)
     found = gains(items_of(plant.ledger, ours), of_champion, summary.get("costs", ()))
     if found is None:
-        words = f"Task {name}: candidate and champion were not measured on the same items."
-        todo = f"measure both again: 'factory evaluate {candidate}' once nothing changes {name}'s items."
-        return evidence.with_other(TaskEvidence.problem(words, todo))
+        problem = Message(
+            "tiers.other_items", "Candidate and champion were not measured on the same items of task {task}.", task=name
+        )
+        todo = Message(
+            "tiers.measure_again", "do not change the items of task {task}, and measure both again: 'factory evaluate {candidate}'.",
+            task=name, candidate=candidate,
+        )  # fmt: skip
+        return evidence.with_other(TaskEvidence.problem(problem, todo))
     margins = dict.fromkeys(found, policy.of(name).margin)
     items, variances = sizes(of_champion)
     return evidence.with_other(TaskEvidence(gains=found, margins=margins, items=items, variances=variances))
 
 
-def changed_since_baseline(ledger: Ledger, task: EvalTask) -> str:
-    """A sentence when the task is measured in another way than the releases of the line were; else nothing."""
+def changed_since_baseline(ledger: Ledger, task: EvalTask) -> Message | None:
+    """A sentence if the task's protocol differs from that of earlier releases. None: it is the same."""
     fixed = baseline(ledger, task.name)
     if fixed is None or fixed["protocol"] == task.protocol:
-        return ""
-    how = (
+        return None
+    change = (
         f"{fixed['format']} → {task.format}"
         if fixed["format"] != task.format
-        else "prompt, examples or another key of its file"
+        else Message("tiers.other_keys", "the prompt, the examples or another key of its file")
     )
-    return (
-        f"Task {task.name}: it is measured in another way than the releases before ({how}), so no number compares: take it back, or make "
-        f"it the new baseline with 'factory tasks run {task.name} --baseline'."
+    return Message(
+        "tiers.changed",
+        "Task {task} is no longer measured as for earlier releases, so its scores cannot be compared. Changed: {change}. "
+        "Undo the change, or make it the new baseline: 'factory tasks run {task} --baseline'.",
+        task=task.name,
+        change=change,
     )
 
 
 def baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
-    """{"protocol", "format"} by which the line of releases is measured on a task; None before a release was measured."""
+    """{"protocol", "format"} that releases are measured with on a task. None before the first measured release."""
     taken = ledger.read(
         "SELECT detail FROM events WHERE kind = 'task_baseline' AND subject = :subject ORDER BY id DESC LIMIT 1",
         subject=f"task:{name}",
@@ -103,7 +123,7 @@ def baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
 
 
 def take_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, by: str) -> int | None:
-    """From now on the line is measured as the task's file says; the champion is measured so at once. Returns its evaluation's id."""
+    """Make the task's present protocol the baseline and measure the champion with it. Returns the id of the champion's evaluation."""
     best = champion(plant.ledger)
     number = measure(plant, best.candidate, task, policy) if best else None
     with plant.ledger.begin() as tx:

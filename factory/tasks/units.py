@@ -1,4 +1,4 @@
-"""The words beside a number in an answer: units, which are compared and converted, and nouns."""
+"""The words next to a number in an answer: units, which are converted and compared, and nouns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-# word: (what it measures, how many of that one's own unit it is)
+# words for a unit → (what the unit measures, its size in that quantity's base unit)
 _TABLE: dict[str, tuple[str, int | str]] = {
     "mm millimeter millimetre": ("length", "1/1000"), "cm centimeter centimetre": ("length", "1/100"), "dm": ("length", "1/10"),
     "m meter metre": ("length", 1), "km kilometer kilometre": ("length", 1000), "inch inches in": ("inch", 1), "ft foot feet": ("inch", 12),
     "yd yard": ("inch", 36), "mi mile": ("inch", 63360), "mg milligram": ("mass", "1/1000"), "g gram": ("mass", 1),
-    "kg kilogram": ("mass", 1000), "oz ounce": ("ounce", 1), "lb lbs pound": ("ounce", 16), "ml mL milliliter millilitre": ("volume", "1/1000"),
+    "kg kilogram": ("mass", 1000), "oz ounce": ("ounce", 1), "lb lbs pound": ("ounce", 16), "ml mL milliliter": ("volume", "1/1000"),
+    "millilitre": ("volume", "1/1000"),
     "l L liter litre": ("volume", 1), "s sec second": ("time", 1), "min minute": ("time", 60), "h hr hour": ("time", 3600),
     "day": ("time", 86400), "week": ("time", 604800), "month": ("month", 1), "year yr": ("month", 12), "degree deg": ("degree", 1),
     "radian rad": ("radian", 1), "cent ¢": ("dollar", "1/100"), "dollar USD $": ("dollar", 1), "euro EUR €": ("euro", 1),
@@ -29,7 +30,7 @@ _SILENT = {
     "there", "therefore", "they", "this", "thus", "to", "total", "totally", "was", "we", "were", "which", "will", "with", "would", "you",
     "your",
 }  # fmt: skip
-# With one of these a number is not the answer that it stands in.
+# With one of these words next to it, a number is not the answer.
 _ALTERS = {
     "above", "below", "between", "cubed", "divided", "either", "except", "fewer", "fifth", "fifths", "fourth", "fourths", "half", "halves",
     "least", "less", "minus", "more", "most", "negative", "neither", "never", "no", "non", "nor", "not", "or", "over", "plus", "quarter",
@@ -39,11 +40,11 @@ _ALTERS = {
 
 @dataclass(frozen=True)
 class NumberWords:
-    """What the words beside a number say."""
+    """The meaning of the words next to a number."""
 
-    unit: str = ""  # what is measured, "length", "length^2", "length/time"; "": no unit
-    size: Fraction = Fraction(1)  # of the unit
-    times: int = 1  # "million"
+    unit: str = ""  # what the unit measures: "length", "length^2", "length/time"; "": no unit
+    size: Fraction = Fraction(1)  # of the unit, in base units
+    times: int = 1  # a factor such as "million"
     nouns: frozenset[str] = frozenset()
 
 
@@ -51,12 +52,12 @@ NOTHING = NumberWords()
 
 
 def number_words(before: str, after: str) -> NumberWords | None:
-    """What stands before and after a number, in words; None when it is not that number that is said (``not 18``, ``18 and a half``).
+    """The meaning of the words before and after a number. None if they make it another number (``not 18``, ``18 and a half``).
 
-    >>> sorted(number_words("She has", "red apples").nouns), number_words("not", "")
-    (['apple', 'red'], None)
     >>> number_words("", "cm^2").unit, number_words("", "million dollars").times
     ('length^2', 1000000)
+    >>> sorted(number_words("She has", "red apples").nouns), number_words("not", "")
+    (['apple', 'red'], None)
     """
     words = _words(before) + _words(after)
     if any(word.casefold() in _ALTERS or word.casefold().endswith("n't") for word in words):
@@ -76,7 +77,7 @@ def number_words(before: str, after: str) -> NumberWords | None:
 
 
 def _unit(text: str) -> tuple[str, Fraction, str]:
-    """(what it measures, its size, the rest): of the unit that a text begins with."""
+    """The unit at the beginning of a text: (what it measures, its size, the rest of the text)."""
     found = re.match(
         r"(?:(square|sq\.?|cubic|cu\.?)\s+)?([A-Za-z]+|[¢€£¥₹$])\.?(?:\s*\^?\s*\{?\s*([23])\s*\}?)?"
         r"(?:\s*(?:/|per)\s*(?:an?\s+)?([A-Za-z]+))?",

@@ -1,7 +1,7 @@
-"""Is a generated answer right? Maths by its answer, code by its tests, in the sandbox.
+"""Checks generated answers in the sandbox: maths by the final answer, code by its tests.
 
-A program that hangs, prints or takes too much is wrong, and why is counted. So is a formula that takes too long to compare: what a model wrote is
-parsed by a library in the sandbox alone. A sandbox that cannot be made, or that lets no right program pass, is no answer at all: TaskError.
+A program that exceeds a limit is wrong, and the limit is counted. A formula that takes too long to compare is wrong too. If the sandbox does not
+work, or a right program fails in it, no answer can be checked: TaskError or IsolationError.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from factory.tasks.exact_answer import answer_of, same_answer
 from factory.tasks.items import CodeItem, MathsItem, TaskError
 from factory.tasks.model import Advance
 from factory.tasks.policy import TaskLimits
+from kernels.contract.message import Message
 
 INSIDE = Path(__file__).with_name("inside")
-STARTING_SECONDS = 60.0  # of a sandbox that compares formulas: its imports, on a busy machine
-PACKAGES = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})  # which a program may import
-Pair = tuple[str, str]  # of formulas in TeX: (gold, said)
+STARTING_SECONDS = 60.0  # for the imports of the program that compares formulas, on a busy machine
+PACKAGES = sorted(
+    {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+)  # folders that a program may import from
+Pair = tuple[str, str]  # two formulas in TeX: (the right one, the model's)
 
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    """Of one answer."""
+    """The check of an answer."""
 
     right: bool
-    stopped: str = ""  # by which limit of the sandbox
-    why: str = ""  # the last line of a program that failed
+    stopped: str = ""  # the limit of the sandbox that stopped the program
+    why: str = ""  # the last line of a failed program's output
 
 
 def check_maths(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -> list[AnswerCheck]:
-    """Does each text end with its item's answer? Gold and text go through one extractor.
+    """Check for each text that it ends with its item's answer. The same function extracts both answers.
 
-    Raises: IsolationError where formulas are to be compared and there is no sandbox; TaskError when the library does not work.
+    Raises: IsolationError if formulas must be compared and there is no sandbox; TaskError if math-verify does not work.
     """
     pairs = [(answer_of(text), answer_of(str(item.answer)) or str(item.answer)) for item, text in answers]
     asked: dict[Pair, None] = {}
 
     def ask(gold: str, said: str) -> bool:
         asked[gold, said] = None
-        return True  # so that every pair is asked of which the answer may hang
+        return True  # so that ``same_answer`` goes on and asks for every pair that may matter
 
     for said, gold in pairs:
         _ = said is not None and same_answer(said, gold, ask)
@@ -71,10 +74,14 @@ def check_maths(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -
 def check_programs(
     programs: Sequence[tuple[str, str]], running: TaskLimits, advance: Advance = lambda n: None
 ) -> list[AnswerCheck]:
-    """Of each (program, tests). Raises: IsolationError; TaskError when not even an empty program passes."""
+    """Run each program with its tests. Raises: IsolationError; TaskError if even an empty program fails."""
     works = _check("", "assert True", running)
     if not works.right:
-        raise TaskError(f"the sandbox lets no program pass its tests here: {works.why or works.stopped}")
+        raise TaskError(
+            "verifiers.nothing_passes",
+            "Even an empty program fails in this machine's sandbox: {reason}",
+            reason=works.why or works.stopped,
+        )
 
     def one(pair: tuple[str, str]) -> AnswerCheck:
         found = _check(*pair, running)
@@ -91,12 +98,21 @@ def check_solutions(items: Sequence[CodeItem], running: TaskLimits, advance: Adv
     programs = [(item.program(item.solution or ""), item.tests) for item in mine]
     for item, found in zip(mine, check_programs(programs, running, advance), strict=True):
         if not found.right:
-            how = f"stopped: over its {found.stopped} limit" if found.stopped else found.why
-            raise TaskError(f"item {item.key!r}: its own solution does not pass its tests: {how}")
+            how = (
+                Message("verifiers.over_limit", "It exceeded the {limit} limit", limit=found.stopped)
+                if found.stopped
+                else found.why
+            )
+            raise TaskError(
+                "verifiers.solution_fails",
+                "item {item!r}: its own solution does not pass its tests: {reason}",
+                item=item.key,
+                reason=how,
+            )
 
 
 def _compare(pairs: list[Pair], running: TaskLimits) -> dict[Pair, str]:
-    """ "yes", "no" or "cpu" of each pair, by math-verify."""
+    """Are the formulas of each pair equal? "yes", "no" or "cpu" (too slow), by math-verify."""
     if not pairs:
         return {}
     workers = min(len(os.sched_getaffinity(0)), len(pairs))
@@ -128,14 +144,20 @@ def _compare_part(pairs: list[Pair], running: TaskLimits) -> list[str]:
             ),
         )
         if not ended.ok:
-            raise TaskError(f"formulas cannot be compared with math-verify: it {ended.why()}")
+            raise TaskError(
+                "verifiers.math_verify",
+                "math-verify failed, so formulas cannot be compared: {reason}",
+                reason=ended.why(),
+            )
         try:
             with open_file(folder / "equal.json") as file:
                 found = json.loads(file.read(64 * len(pairs) + 64))
         except (OSError, ValueError, RecursionError) as error:
-            raise TaskError(f"what math-verify left cannot be read: {str(error)[:200]}") from error
+            raise TaskError(
+                "verifiers.unreadable", "The output of math-verify cannot be read: {reason}", reason=str(error)[:200]
+            ) from error
     if not isinstance(found, list) or len(found) != len(pairs) or not all(one in ("yes", "no", "cpu") for one in found):
-        raise TaskError("what math-verify left is no answer to each pair of formulas")
+        raise TaskError("verifiers.odd_output", "The output of math-verify has no answer for some of the formulas")
     return found
 
 
@@ -143,7 +165,7 @@ def _check(program: str, tests: str, running: TaskLimits) -> AnswerCheck:
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="factory-answer-") as name:
         folder, runner = Path(name), INSIDE / "code.py"
-        # "surrogatepass": a model can write half a pair, which Python then refuses inside
+        # "surrogatepass": a model can write half of a surrogate pair; Python in the sandbox then refuses the file
         for file, text in (("program.py", program), ("tests.py", tests), ("word", word)):
             (folder / file).write_bytes(text.encode("utf-8", "surrogatepass"))
         ended = sandbox.run(
@@ -170,4 +192,5 @@ def _check(program: str, tests: str, running: TaskLimits) -> AnswerCheck:
         return AnswerCheck(False, ended.stopped)
     if ended.returncode in (128 + 24, 128 + 9):  # SIGXCPU, and SIGKILL a second later
         return AnswerCheck(False, "cpu")
-    return AnswerCheck(False, why="it ended before its tests did" if ended.ok else ended.why())
+    early = Message("verifiers.ended_early", "The program ended before its tests")
+    return AnswerCheck(False, why=early if ended.ok else ended.why())

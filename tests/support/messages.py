@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from kernels.contract.message import CodedError
+from kernels.contract.message import CodedError, Message
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("factory", "agents", "trainer", "kernels")
@@ -31,6 +31,14 @@ CODE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+")
 LONG_WORDS = 4  # a text of so many words, and so many characters, is prose
 LONG_CHARACTERS = 24
 NOT_MESSAGES = {
+    "factory/bundles/documents/card.py": "the page of a model card: its text is part of the bundle's format",
+    "factory/bundles/documents/croissant.py": "values of a JSON-LD file: part of the bundle's format",
+    "factory/bundles/documents/spdx.py": "values of a JSON-LD file: part of the bundle's format",
+    "factory/evals/probes/conversations.py": "texts and chats that engines are asked",
+    "factory/tasks/program_texts.py": "Python programs and empty replies that prove tasks",
+    "factory/tasks/published/choices.py": "a benchmark's prompt",
+    "factory/tasks/published/programs.py": "benchmarks' prompts and programs",
+    "factory/tasks/inside/": "it runs inside the sandbox: standard library only",
     "factory/set_up/": "it runs before anything is installed: standard library only",
     "factory/sandbox/launch.py": "it runs inside the sandbox: standard library only",
 }
@@ -64,6 +72,23 @@ def the(said: Iterable[Any], code: str) -> Any:
     found = [one for one, its in zip(said, codes(said), strict=True) if its == code]
     assert len(found) == 1, f"{len(found)} messages with code {code!r} in {codes(said)}: {[str(one) for one in said]}"
     return found[0]
+
+
+def tree(said: Any) -> list[Any]:
+    """A message and all messages in its data, at any depth."""
+    if isinstance(said, dict) and said.keys() >= {"code", "text"}:
+        said = Message.from_json(said)
+    if isinstance(said, list | tuple):
+        return [part for one in said for part in tree(one)]
+    return [said, *tree(list(said.data.values()))] if isinstance(said, Message) else []
+
+
+def says(said: Any, expected: str | tuple[str, dict[str, Any]]) -> bool:
+    """Does a message hold ``expected``: a short text, or (a code, at least this data) of the message or of one in its data?"""
+    if isinstance(expected, str):
+        return expected in str(said)
+    code, data = expected
+    return any(one.code == code and one.data.items() >= data.items() for one in tree(said))
 
 
 @contextmanager

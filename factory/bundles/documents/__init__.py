@@ -1,1 +1,1 @@
-"""The documents of a bundle that follow from its other files: model card, Croissant, SPDX. Each is a function, so that anyone can make it again."""
+"""The documents that are generated from a bundle's other files: model card, Croissant, SPDX. Each is a function of ``Facts``."""

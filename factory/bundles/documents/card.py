@@ -1,4 +1,4 @@
-"""``README.md``: the model card, as Hugging Face reads one."""
+"""``README.md``: the model card, in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ publisher, not from this folder: a forger would put another one here.
 
 
 def card(facts: Facts) -> str:
-    """The text, every number from the other files."""
+    """The text of the model card. Every number comes from the bundle's other files."""
     parts = [
         _front(facts),
         f"# {facts.name}\n",
@@ -93,7 +93,7 @@ def _data(facts: Facts) -> str:
 
 
 def _synthetic(facts: Facts, total: int) -> str:
-    """What models wrote of it, and which."""
+    """The share of the data that models wrote, by model."""
     if not facts.synthetic:
         return ""
     share = lambda count: f"{count / max(1, total):.1%}"
@@ -158,6 +158,6 @@ def _number(value: float | None) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Text of data in Markdown: on one line, no cell of its own, no HTML."""
+    """Untrusted text for Markdown: on one line, with table bars and HTML escaped."""
     words = " ".join(str(value).split())
     return words.replace("|", "\\|").replace("<", "&lt;")

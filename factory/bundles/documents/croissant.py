@@ -1,6 +1,6 @@
-"""``croissant.json``: the training data as Croissant 1.1 (MLCommons) describes a dataset, in JSON-LD.
+"""``croissant.json``: the training data as a Croissant 1.1 (MLCommons) dataset, in JSON-LD.
 
-``distribution`` has the files of this bundle alone; ``isBasedOn`` names every token shard with its licence, also what may not be handed on.
+``distribution`` lists only files of this bundle. ``isBasedOn`` lists every token shard with its licence, including shards that the bundle omits.
 """
 
 from __future__ import annotations

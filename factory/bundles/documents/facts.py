@@ -1,4 +1,4 @@
-"""What card, Croissant and SPDX are made from: the other files of a bundle."""
+"""The facts in a bundle's files, from which model card, Croissant and SPDX are generated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from factory.bundles.files.folder import BundleFolder, Hashed
 from factory.gates.release.licences import NONE
 from factory.release.serving import MODEL_NAME
 
-# Identifiers of the SPDX licence list that data often has; any other name is a licence of its own.
+# Common identifiers of the SPDX licence list. Any other name becomes a LicenseRef.
 SPDX_LICENCES = frozenset(
     {
         "0BSD", "AGPL-3.0-only", "AGPL-3.0-or-later", "Apache-2.0", "Artistic-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0",
@@ -29,7 +29,7 @@ NO_ASSERTION = "NOASSERTION"
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one bundle."""
+    """The facts of one bundle."""
 
     verdict: dict[str, Any]
     evidence: dict[str, Any]
@@ -39,11 +39,11 @@ class Facts:
     shards: list[dict[str, Any]]
     provenance: dict[str, Any]
     config: dict[str, Any]  # of the model
-    files: Mapping[str, Hashed]  # all but those that follow, the manifest and the signature
+    files: Mapping[str, Hashed]  # all except the generated documents, the manifest and the signature
 
     @classmethod
     def read(cls, folder: BundleFolder) -> Facts:
-        """Raises: BundleError."""
+        """Read them from a bundle. Raises: BundleError."""
         apart = (*layout.GENERATED, layout.MANIFEST, layout.SIGNATURE)
         return cls(
             folder.object(layout.VERDICT),
@@ -67,12 +67,12 @@ class Facts:
 
     @property
     def segments(self) -> list[dict[str, Any]]:
-        """That the model comes from, the first one first."""
+        """The segments that trained the model, in order."""
         return list(self.provenance["predicate"]["buildDefinition"]["internalParameters"]["segments"])
 
     @property
     def synthetic(self) -> dict[str, int]:
-        """Supervised tokens that models wrote, by model; empty also in a bundle that an older factory made."""
+        """Supervised tokens of synthetic documents, by the model that wrote them. Empty in a bundle of an older factory."""
         return dict(self.licences.get("synthetic") or {})
 
     def by_licence(self, value: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The three documents of a bundle, made from its other files."""
+"""Generates the three documents of a bundle from its other files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ MADE_BY: dict[str, Callable[[Facts], Any]] = {layout.CARD: card, layout.CROISSAN
 
 
 def generate_document(folder: BundleFolder, path: str) -> Any:
-    """The text or the JSON object that ``path`` has to hold. Raises: BundleError when the other files do not say."""
+    """The text or JSON object that belongs in ``path``. Raises: BundleError if the other files lack a fact that it needs."""
     facts = Facts.read(folder)
     try:
         return MADE_BY[path](facts)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, OSError) as error:
-        raise BundleError(f"the other files do not say what {path} has to hold: {shown(repr(error))}") from error
+        raise BundleError(
+            "bundles.not_generated",
+            "{file} cannot be generated from the other files: {reason}",
+            file=path,
+            reason=shown(repr(error)),
+        ) from error

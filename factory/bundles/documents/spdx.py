@@ -1,4 +1,4 @@
-"""``spdx.json``: the bundle as an SPDX 3.0.1 document with the profiles core, software, AI, dataset and simple licensing, in JSON-LD."""
+"""``spdx.json``: the bundle as an SPDX 3.0.1 document in JSON-LD. Profiles: core, software, AI, dataset, simple licensing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CREATION = "_:creation"
 
 
 def spdx(facts: Facts) -> dict[str, Any]:
-    """The JSON-LD object. Its name space follows from the weights and the release, so that two bundles never share one."""
+    """The JSON-LD object. Its namespace is a hash of the release and its files, so two bundles never share one."""
     identity = json.dumps([facts.name, {path: hashed.sha256 for path, hashed in sorted(facts.files.items())}])
     space = f"urn:llm-factory:{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
     graph = _Graph(space, facts)
@@ -22,7 +22,7 @@ def spdx(facts: Facts) -> dict[str, Any]:
 
 
 class _Graph:
-    """The elements, each named in the document's name space."""
+    """Collects the elements and gives each an id in the document's namespace."""
 
     def __init__(self, space: str, facts: Facts) -> None:
         self.space, self.facts = space, facts
@@ -114,7 +114,7 @@ class _Graph:
         return self._add("software_File", f"file/{path}", name=path, verifiedUsing=[hashed])
 
     def _licences(self, model: str, data: str) -> None:
-        """Of model and data exactly one declared and one concluded licence each."""
+        """Add one declared and one concluded licence for the model, and the same for the data."""
         names = sorted({licence_expression(name) for name in self.facts.by_licence("documents")} - {NO_ASSERTION})
         known = len(names) == len({licence_expression(name) for name in self.facts.by_licence("documents")})
         together = " AND ".join(names) if names and known else NO_ASSERTION

@@ -1,1 +1,1 @@
-"""A bundle's files: where each lies, how they are read without trust, the manifest that names them."""
+"""A bundle's files: their paths (``layout``), reading them without trust (``folder``), their hashes (``manifest``)."""

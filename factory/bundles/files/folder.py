@@ -1,4 +1,4 @@
-"""A bundle's folder, read as hostile input: no link is followed, nothing is executed, every read is bounded, no number is NaN."""
+"""A bundle's folder, read as hostile input. Links are not followed, nothing is executed, every read has a size limit, NaN is refused."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from typing import Any
 from factory.bundles.files.layout import DEPTH, FILES_AT_MOST, JSON_BYTES, LINE_BYTES, ROWS_BYTES
 from factory.core.errors import InputError
 from factory.core.left_files import open_file, parse_json
+from kernels.contract.message import Message
 
-NESTED = 50  # objects and lists in one another
+NESTED = 50  # levels of nested JSON objects and lists
 
 
 class BundleError(InputError):
-    """Something in a bundle is not what a bundle holds; says what, in words for a person."""
+    """A file of a bundle is missing, unreadable or wrong. The message names the file."""
 
 
 @dataclass(frozen=True)
 class Hashed:
-    """What a file holds."""
+    """The SHA-256 and the size of a file."""
 
     sha256: str
     bytes: int
@@ -32,43 +33,54 @@ class Hashed:
 
 @dataclass(frozen=True)
 class BundleFolder:
-    """A folder of plain files, by their paths within it. ``Raises`` of all methods: BundleError."""
+    """A folder of plain files. ``names``: their paths in the folder. All methods raise BundleError."""
 
     root: Path
     names: tuple[str, ...]
 
     @classmethod
     def open(cls, root: Path) -> BundleFolder:
-        """List it. Raises: BundleError for a link, or anything else that is neither file nor folder, and for too much of either."""
+        """List a folder. Raises: BundleError for a link or a special file, for too many files, and for folders nested too deeply."""
         if root.is_symlink() or not root.is_dir():
-            raise BundleError(f"{shown(str(root))}: no such folder")
+            raise BundleError("bundles.no_folder", "{folder}: no such folder", folder=shown(str(root)))
         names: list[str] = []
         pending = [("", 0)]
         while pending:
             inner, depth = pending.pop()
             if depth > DEPTH:
-                raise BundleError(f"{shown(inner)} lies deeper than {DEPTH} folders")
+                raise BundleError(
+                    "bundles.too_deep",
+                    "{path} is nested deeper than {limit:,|folder|folders}",
+                    path=shown(inner),
+                    limit=DEPTH,
+                )
             try:
                 with os.scandir(root / inner) as entries:
                     for entry in entries:
                         name = f"{inner}/{entry.name}" if inner else entry.name
                         if entry.is_symlink():
-                            raise BundleError(f"{shown(name)} is a link: a bundle holds plain files only")
+                            raise BundleError(
+                                "bundles.link", "{path} is a link. A bundle holds only plain files", path=shown(name)
+                            )
                         if entry.is_dir(follow_symlinks=False):
                             pending.append((name, depth + 1))
                         elif entry.is_file(follow_symlinks=False):
                             names.append(name)
                         else:
-                            raise BundleError(f"{shown(name)} is no plain file")
+                            raise BundleError("bundles.special_file", "{path} is not a plain file", path=shown(name))
                         if len(names) + len(pending) > FILES_AT_MOST:
-                            raise BundleError(f"more than {FILES_AT_MOST} files and folders")
+                            raise BundleError(
+                                "bundles.too_many_files",
+                                "The bundle has more than {limit:,} files and folders",
+                                limit=FILES_AT_MOST,
+                            )
             except OSError as error:
-                raise BundleError(f"{shown(inner) or 'the folder'} cannot be read: {error.strerror}") from error
+                raise unreadable(shown(inner) or "the folder", error) from error
         return cls(root, tuple(sorted(names)))
 
     @cached_property
     def hashes(self) -> dict[str, Hashed]:
-        """Of every file, read once."""
+        """The hash and size of every file. Reads each file once."""
         return {name: self._hash(name) for name in self.names}
 
     def _hash(self, name: str) -> Hashed:
@@ -80,31 +92,31 @@ class BundleFolder:
                     size += len(block)
                 return Hashed(digest.hexdigest(), size)
         except OSError as error:
-            raise BundleError(f"{shown(name)} cannot be read: {error.strerror}") from error
+            raise unreadable(shown(name), error) from error
 
     def read(self, name: str, limit: int = JSON_BYTES) -> bytes:
         """A whole file of at most ``limit`` bytes."""
         if name not in self.names:
-            raise BundleError(f"{name} is missing")
+            raise BundleError(missing(name))
         try:
             with open_file(self.root / name) as file:
                 found = file.read(limit + 1)
         except OSError as error:
-            raise BundleError(f"{name} cannot be read: {error.strerror}") from error
+            raise unreadable(name, error) from error
         if len(found) > limit:
-            raise BundleError(f"{name} has more than {limit} bytes")
+            raise BundleError(too_large(name, limit))
         return found
 
     def object(self, name: str) -> dict[str, Any]:
-        """A file with one JSON object."""
+        """The JSON object in a file."""
         return json_object(self.read(name), name)
 
     def rows(self, name: str, limit: int | None = ROWS_BYTES) -> Iterator[dict[str, Any]]:
-        """The objects of a file of JSON Lines, one at a time. ``limit``: of its bytes; None: the caller keeps none of them."""
+        """The JSON objects of a JSON Lines file, one at a time. ``limit``: most bytes of the file; None if the caller keeps no row."""
         if name not in self.names:
-            raise BundleError(f"{name} is missing")
+            raise BundleError(missing(name))
         if limit is not None and self.hashes[name].bytes > limit:
-            raise BundleError(f"{name} has more than {limit} bytes")
+            raise BundleError(too_large(name, limit))
         try:
             with open_file(self.root / name) as file:
                 for number in range(1, 1 << 60):
@@ -112,69 +124,111 @@ class BundleFolder:
                     if not line:
                         return
                     if len(line) > LINE_BYTES:
-                        raise BundleError(f"{name}, line {number}: more than {LINE_BYTES} bytes")
+                        raise BundleError(too_large(f"{name}, line {number}", LINE_BYTES))
                     yield json_object(line, f"{name}, line {number}")
         except OSError as error:
-            raise BundleError(f"{name} cannot be read: {error.strerror}") from error
+            raise unreadable(name, error) from error
+
+
+def missing(name: str) -> Message:
+    """A file is not in the bundle."""
+    return Message("bundles.missing_file", "{file} is missing", file=name)
+
+
+def too_large(name: str, limit: int) -> Message:
+    """A file or a line has more bytes than are read."""
+    return Message("bundles.too_large", "{file} has more than {limit:,} bytes", file=name, limit=limit)
+
+
+def unreadable(name: str, error: OSError) -> BundleError:
+    """The error for a file that the operating system does not let us read."""
+    return BundleError("bundles.unreadable", "{file} cannot be read: {reason}", file=name, reason=error.strerror)
 
 
 def json_object(text: bytes, where: str) -> dict[str, Any]:
-    """Raises: BundleError for what is no JSON object, or holds a NaN or an infinity."""
+    """Parse a JSON object. Raises: BundleError for anything else, and for a NaN or an infinity in it."""
     try:
         found = parse_json(text)
     except ValueError as error:
-        raise BundleError(f"{where} cannot be read as JSON: {str(error)[:200]}") from None
+        raise BundleError(
+            "bundles.no_json", "{file} cannot be read as JSON: {reason}", file=where, reason=str(error)[:200]
+        ) from None
     if not isinstance(found, dict):
-        raise BundleError(f"{where}: expected a JSON object")
-    if words := _odd(found):
-        raise BundleError(f"{where}: {words}")
+        raise not_an_object(where)
+    if problem := _odd(found):
+        raise BundleError("bundles.odd_json", "{file}: {problem}", file=where, problem=problem)
     return found
 
 
-def _odd(value: Any, place: str = "", depth: int = 0) -> str:
-    """Where a NaN, an infinity or too deep a nesting stands, in words; '': nowhere."""
+def not_an_object(where: str) -> BundleError:
+    """The error for JSON that is not an object."""
+    return BundleError("bundles.no_object", "{file}: expected a JSON object", file=where)
+
+
+def _odd(value: Any, place: str = "", depth: int = 0) -> Message | None:
+    """Where JSON holds a NaN or an infinity, or is nested too deeply. None: nowhere."""
     if isinstance(value, float):
-        return "" if math.isfinite(value) else f"{place or 'the value'} is no finite number"
+        place = place or "the value"
+        return (
+            None
+            if math.isfinite(value)
+            else Message("bundles.not_finite", "{place} is not a finite number", place=place)
+        )
     if depth > NESTED:
-        return f"{shown(place)} is nested too deeply"
+        return Message("bundles.nested_too_deeply", "{place} is nested too deeply", place=shown(place))
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     inside = f"{place}/" if place else ""
-    return next((found for key, part in parts if (found := _odd(part, f"{inside}{shown(str(key))}", depth + 1))), "")
+    return next((found for key, part in parts if (found := _odd(part, f"{inside}{shown(str(key))}", depth + 1))), None)
 
 
-def difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "") -> str:
-    """The first place at which two JSON values differ, in words; '': nowhere. ``tolerance``: of numbers, absolute or of the larger one.
+def difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "") -> Message | None:
+    """The first difference between two JSON values. None: they are equal.
+
+    ``tolerance`` of numbers is absolute below 1 and relative to the larger number above. ``place``: where the values stand in a file.
 
     >>> difference({"a": [1, 2.0]}, {"a": [1, 2.5]})
     'a/1 is 2.0, expected 2.5'
-    >>> difference({"a": [1, 2.0]}, {"a": [1, 2.0 + 1e-12]}, tolerance=1e-9)
-    ''
+    >>> difference({"a": [1, 2.0]}, {"a": [1, 2.0 + 1e-12]}, tolerance=1e-9) is None
+    True
     """
     inside = f"{place}/" if place else ""
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in sorted(found.keys() | expected.keys(), key=str):
             if key not in expected:
-                return f"{inside}{shown(str(key))} has no place there"
+                return unexpected_key(f"{inside}{shown(str(key))}")
             if key not in found:
-                return f"{inside}{shown(str(key))} is missing"
-            if words := difference(found[key], expected[key], tolerance, f"{inside}{shown(str(key))}"):
-                return words
-        return ""
+                return missing(f"{inside}{shown(str(key))}")
+            if problem := difference(found[key], expected[key], tolerance, f"{inside}{shown(str(key))}"):
+                return problem
+        return None
     if isinstance(found, list) and isinstance(expected, list):
         if len(found) != len(expected):
-            return f"{place or 'the list'} has {len(found)} entries, expected {len(expected)}"
+            return Message(
+                "bundles.other_length", "{place} has {found:,|entry|entries}, expected {expected:,}",
+                place=place or "the list", found=len(found), expected=len(expected),
+            )  # fmt: skip
         parts = (difference(a, b, tolerance, f"{inside}{n}") for n, (a, b) in enumerate(zip(found, expected)))
-        return next((words for words in parts if words), "")
+        return next((problem for problem in parts if problem), None)
     number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
     if tolerance and number(found) and number(expected):
         same = abs(found - expected) <= tolerance * max(1.0, abs(found), abs(expected))
     else:
         same = type(found) is type(expected) and found == expected
-    return "" if same else f"{place or 'the value'} is {shown(repr(found))}, expected {shown(repr(expected))}"
+    if same:
+        return None
+    return Message(
+        "bundles.other_value", "{place} is {found}, expected {expected}",
+        place=place or "the value", found=shown(repr(found)), expected=shown(repr(expected)),
+    )  # fmt: skip
+
+
+def unexpected_key(place: str) -> Message:
+    """A JSON object has a key that it must not have."""
+    return Message("bundles.unexpected_key", "{place} is not an allowed key", place=place)
 
 
 def shown(text: str, limit: int = 120) -> str:
-    """Text of a bundle for a terminal: nothing that moves its cursor, no half of a pair, not too long.
+    """Text of a bundle, safe to print: control characters and surrogates escaped, cut after ``limit`` characters.
 
     >>> shown("a\\x1b[31m")
     'a\\\\x1b[31m'

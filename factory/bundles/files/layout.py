@@ -1,16 +1,16 @@
-"""Where each thing of a bundle lies, and how much of it is ever read at once."""
+"""The paths of a bundle's files, and the most bytes that are read of each."""
 
 from __future__ import annotations
 
-FORMAT = 1  # raised when what a file holds, or the text of a document that follows from others, changes
+FORMAT = 1  # raise it when the content of a file changes, or the text of a generated document
 
-MODEL = "model"  # the export, as it was judged
+MODEL = "model"  # the export that was judged
 FIXTURE = "fixture.json"
 POLICY = "evidence/policy.json"
 EVIDENCE = "evidence/evidence.json"
 VERDICT = "evidence/verdict.json"
 ITEMS = "evidence/items.jsonl"
-TASK_ITEMS = "evidence/task_items.jsonl"  # where tasks were measured
+TASK_ITEMS = "evidence/task_items.jsonl"  # only if tasks were measured
 MEASUREMENTS = "evidence/measurements.json"
 HELD_OUT = "evidence/held_out.json"
 LICENCES = "evidence/licences.json"
@@ -20,20 +20,20 @@ DOCUMENTS = "data/documents.jsonl"
 TRACES = "traces"
 PROVENANCE = "provenance.json"
 PUBLIC_KEY = "signing_key.pem"
-# These follow from the others, and are made again by who verifies.
+# These three are generated from the other files. 'factory verify' generates them again and compares.
 CARD = "README.md"
 CROISSANT = "croissant.json"
 SPDX = "spdx.json"
 GENERATED = (CARD, CROISSANT, SPDX)
-# The manifest names every file but itself and the signature; the signature is of every file but itself.
+# The manifest lists every file except itself and the signature. The signature covers every file except itself.
 MANIFEST = "manifest.json"
 SIGNATURE = "model.sig"
 
-CANDIDATE, CHAMPION = "candidate", "champion"  # whose items and measurements
+CANDIDATE, CHAMPION = "candidate", "champion"  # the two models that items and measurements belong to
 
 FILES_AT_MOST = 20_000
-DEPTH = 8  # of folders in folders
+DEPTH = 8  # nested folders
 JSON_BYTES = 64 << 20
 TOKENIZER_BYTES = 256 << 20
-LINE_BYTES = 32 << 20  # of a line of JSON Lines
-ROWS_BYTES = 256 << 20  # of JSON Lines that are held at once
+LINE_BYTES = 32 << 20  # one line of JSON Lines
+ROWS_BYTES = 256 << 20  # a JSON Lines file that is held in memory

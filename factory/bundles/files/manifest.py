@@ -9,48 +9,69 @@ from typing import Any
 from factory.bundles.files.folder import BundleFolder, Hashed, shown
 from factory.bundles.files.layout import FORMAT, MANIFEST, SIGNATURE
 from factory.git.version import version
+from kernels.contract.message import Message
 
-NAMED = 5  # files in a message
+NAMED = 5  # file names in a message
 
 
 def manifest(name: str, hashes: Mapping[str, Hashed]) -> dict[str, Any]:
-    """Of every file but the manifest itself and the signature."""
+    """The manifest's JSON object: every file except the manifest itself and the signature."""
     files = {path: vars(hashed) for path, hashed in sorted(hashes.items()) if path not in (MANIFEST, SIGNATURE)}
     return {"format": FORMAT, "name": name, "made_by": version(), "files": files}
 
 
-def problems(folder: BundleFolder) -> list[str]:
-    """What of the files is not as the manifest says: added, missing, changed; and what the manifest may not say.
+def problems(folder: BundleFolder) -> list[Message]:
+    """Files that were added, removed or changed after the manifest was written, and errors of the manifest itself.
 
     Raises: BundleError for a manifest that cannot be read.
     """
     stored = folder.object(MANIFEST)
     if stored.get("format") != FORMAT:
-        return [f"{MANIFEST}: format {shown(repr(stored.get('format')))}; this factory reads format {FORMAT}"]
+        given = shown(repr(stored.get("format")))
+        return [
+            Message(
+                "manifest.other_format",
+                "{file} has format {given}. This factory reads format {known}",
+                file=MANIFEST,
+                given=given,
+                known=FORMAT,
+            )
+        ]
     listed = stored.get("files")
     if not isinstance(listed, dict):
-        return [f"{MANIFEST}: 'files' is no mapping"]
-    found: list[str] = []
+        return [Message("manifest.no_mapping", "{file}: key 'files' is not a mapping", file=MANIFEST)]
+    found: list[Message] = []
     odd = [path for path in listed if not _plain(path)]
     if odd:
-        found.append(f"{MANIFEST} names files outside the bundle: {_names(odd)}")
+        found.append(
+            Message(
+                "manifest.outside",
+                "{file} lists {count:,|path|paths} outside the bundle: {paths}",
+                file=MANIFEST,
+                **_names(odd),
+            )
+        )
     there = {path: vars(hashed) for path, hashed in folder.hashes.items() if path not in (MANIFEST, SIGNATURE)}
     added = [path for path in there if path not in listed]
     missing = [path for path in listed if path not in there and path not in odd]
     changed = [path for path in there if path in listed and there[path] != listed[path]]
-    for words, paths in (("changed", changed), ("missing", missing), ("added", added)):
-        if paths:
-            found.append(f"{len(paths)} {words}: {_names(paths)}")
+    if changed:
+        found.append(Message("manifest.changed", "{count:,|file|files} changed: {paths}", **_names(changed)))
+    if missing:
+        found.append(Message("manifest.missing", "{count:,|file|files} missing: {paths}", **_names(missing)))
+    if added:
+        found.append(Message("manifest.added", "{count:,|file|files} added: {paths}", **_names(added)))
     return found
 
 
 def _plain(path: str) -> bool:
-    """Is it the normal form of a path within a folder?"""
+    """Is this the normal form of a path inside a folder?"""
     parts = PurePosixPath(path).parts
     return bool(parts) and not path.startswith("/") and ".." not in parts and "/".join(parts) == path
 
 
-def _names(paths: Any) -> str:
+def _names(paths: Any) -> dict[str, Any]:
+    """The data of a message about several files: their number and the first names."""
     ordered = sorted(paths)
-    more = f" and {len(ordered) - NAMED} more" if len(ordered) > NAMED else ""
-    return ", ".join(shown(path) for path in ordered[:NAMED]) + more
+    more = [f"and {len(ordered) - NAMED} more"] if len(ordered) > NAMED else []
+    return {"count": len(ordered), "paths": [shown(path) for path in ordered[:NAMED]] + more}

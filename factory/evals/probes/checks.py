@@ -1,8 +1,11 @@
-"""What a check is, and the names of all that there are."""
+"""What a check is, and the names of all checks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kernels.contract.message import Message
 
 OF_EVALUATOR = ("export", "finite_loss")
 OF_TRAINER = ("tokenizer", "trainer_tokens", "packing")
@@ -12,7 +15,7 @@ OF_CHECKPOINT = (
     "rope",
     "norm",
     "vocabulary",
-)  # the export against the checkpoint that it was made from
+)  # they compare the export with its checkpoint
 OF_FILES = ("bos_eos", "generation_config", "template")
 OF_SERVER = (  # transformers on the export
     "server_text", "server_chat", "round_trip", "whitespace", "typed_special", "injected_role", "system_message", "tools_printed",
@@ -27,8 +30,19 @@ CHECKS = (*OF_EVALUATOR, *OF_TRAINER, *OF_CHECKPOINT, *OF_FILES, *OF_SERVER, *OF
 
 @dataclass(frozen=True)
 class Check:
-    """A question, its answer, and why."""
+    """The result of a check."""
 
     name: str
-    ok: bool | None  # None: it could not be made, so it counts neither for nor against the candidate
-    detail: str  # one line for a person: what differs, and what to do
+    ok: bool | None  # None: the check could not be made; then it counts neither for nor against the candidate
+    detail: str  # one line for a person: what differs and what to do; a ``Message`` without a full stop
+
+
+def joined(parts: Sequence[str]) -> Message:
+    """Several sentences as one message. Its data has the sentences.
+
+    >>> joined([Message("data.lost", "A file is lost"), Message("data.late", "A file is late")])
+    'A file is lost. A file is late'
+    """
+    if len(parts) == 1:
+        return Message.from_json(parts[0])
+    return Message("checks.several", "{text}", text=". ".join(parts), parts=list(parts))

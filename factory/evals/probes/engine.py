@@ -1,7 +1,7 @@
-"""A serving engine, held to what the judge's own tokenizer and model say of an export: asked over HTTP, as its users ask it.
+"""Compares a serving engine's answers over HTTP with the judge's own tokenizer and model.
 
-``make_fixture`` is the judge's side, as JSON values. Where the margin of a token is within the tolerance either token is right, and the
-comparison of that continuation ends before it.
+``make_fixture`` gives the judge's answers as JSON values. If the two likeliest tokens are within the tolerance, both are right, and the
+comparison of that continuation ends before them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from factory.evals.probes.checks import OF_ENGINE, Check
+from factory.evals.probes.checks import OF_ENGINE, Check, joined
 from factory.evals.probes.conversations import (
     CHATS,
     INJECTED_CHATS,
@@ -27,26 +27,30 @@ from factory.evals.probes.conversations import (
     specials,
 )
 from factory.ingest.tokenizer import SPECIAL, Tokenizer
+from kernels.contract.message import CodedError, Message
 
 CONTINUED = 16  # tokens
-TODO = "the engine is not the model that was judged: do not serve with it; 'factory check' says what this machine has"
+TODO = Message(
+    "engine.do_not_serve",
+    "The engine differs from the judged model, so do not serve with it. Look at this machine: 'factory check'",
+)
 Fixture = dict[str, Any]
 
 
-class EngineDiffersError(Exception):
-    """What differs."""
+class EngineDiffersError(CodedError):
+    """The engine's answer differs from the judge's."""
 
 
-class NothingToCompareError(Exception):
-    """Why a question could not be asked."""
+class NothingToCompareError(CodedError):
+    """The fixture has nothing that the engine can be compared on."""
 
 
 def make_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_default: bool) -> Fixture:
-    """What the judge's side, its ``model``, says. ``greedy_by_default``: the export's sampling defaults are greedy, and checked too."""
+    """The answers of the judge's tokenizer and ``model``. ``greedy_by_default``: the export's sampling defaults are greedy, so check them too."""
     texts = [_text(tokenizer, text) for text in (*TEXTS, *SPACED_TEXTS)]
     chats = [_chat(tokenizer, chat) for chat in (*CHATS, *SPACED_CHATS, SYSTEM_CHAT)]
     room, count = context - CONTINUED, min(CONTINUED, context - 1)
-    # What is too long for a tiny context is cut, and then asked for by ids alone.
+    # A text that is too long for a tiny context is cut and asked for by its ids.
     prompts: list[tuple[list[int], Any]] = [(row["ids"][: max(1, room)], None) for row in texts]
     prompts += [(row["ids"], row["messages"]) for row in chats if len(row["ids"]) <= room]
     greedy = [{"prompt": ids, "chat": chat} | asdict(model.continuation(ids, count)) for ids, chat in prompts]
@@ -71,7 +75,7 @@ def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _stop(tokenizer: Tokenizer, row: dict[str, Any]) -> dict[str, Any] | None:
-    """A text that the continuation comes to in its second half, and the text before it; None where its bytes are no characters."""
+    """A stop text from the second half of a continuation, and the text before it. None if the bytes are not whole characters."""
     written = tokenizer.decode(row["tokens"])
     if any(token < len(SPECIAL) for token in row["tokens"]) or "\ufffd" in written or len(written) < 8:
         return None
@@ -85,15 +89,15 @@ def _stop(tokenizer: Tokenizer, row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 class Asking:
-    """One engine, asked. ``check`` answers with a check for each of ``OF_ENGINE`` but the first."""
+    """Asks one engine. ``check`` returns a check for each name in ``OF_ENGINE`` except the first."""
 
     def __init__(self, client: httpx.AsyncClient, fixture: Fixture, tolerance: float, model_name: str) -> None:
         """``tolerance``: of log-probabilities, in nats."""
         self._client, self._fixture, self._tolerance, self._model_name = client, fixture, tolerance, model_name
 
     async def check(self, typed_texts: bool) -> list[Check]:
-        """``typed_texts``: special tokens in a plain prompt stay text too, without the router in front. Raises: httpx.HTTPError."""
-        parts: dict[str, Callable[[], Awaitable[str]]] = {
+        """Run all checks. ``typed_texts``: also check that special tokens in a plain prompt stay text. Raises: httpx.HTTPError."""
+        parts: dict[str, Callable[[], Awaitable[Message]]] = {
             "engine_text": self._texts,
             "engine_chat": self._chats,
             "engine_typed_special": lambda: self._typed(typed_texts),
@@ -107,61 +111,86 @@ class Asking:
             try:
                 found.append(Check(name, True, await part()))
             except NothingToCompareError as error:
-                found.append(Check(name, None, str(error)))
+                found.append(Check(name, None, error.message))
             except (
                 EngineDiffersError,
                 KeyError,
                 IndexError,
                 TypeError,
                 ValueError,
-            ) as error:  # or no answer of that API
-                what = str(error) if isinstance(error, EngineDiffersError) else f"an answer without {str(error)[:80]}"
-                found.append(Check(name, False, f"{what}: {TODO}"))
+            ) as error:  # or an answer with other keys than the API's
+                problem = error.message if isinstance(error, EngineDiffersError) else _incomplete(error)
+                found.append(Check(name, False, joined([problem, TODO])))
         return found
 
-    async def _texts(self) -> str:
+    async def _texts(self) -> Message:
         for row in self._fixture["texts"]:
             await self._same_ids({"prompt": row["text"]}, row["ids"], f"ids of {row['text'][:30]!r}")
-        return f"{len(self._fixture['texts'])} texts with the same ids"
+        return Message(
+            "engine.same_texts", "The engine gives the same ids for {texts:,} texts", texts=len(self._fixture["texts"])
+        )
 
-    async def _chats(self) -> str:
+    async def _chats(self) -> Message:
         for row in self._fixture["chats"]:
             roles = ", ".join(message["role"] for message in row["messages"])
             last = row["messages"][-1]["content"]
-            what = f"ids of the chat ({roles}) that ends {last[:30]!r}"
-            await self._same_ids({"messages": row["messages"]}, row["ids"], what)
-        return f"{len(self._fixture['chats'])} chats with the same ids"
+            await self._same_ids({"messages": row["messages"]}, row["ids"], f"ids of chat {last[:30]!r} ({roles})")
+        return Message(
+            "engine.same_chats", "The engine gives the same ids for {chats:,} chats", chats=len(self._fixture["chats"])
+        )
 
-    async def _typed(self, texts: bool) -> str:
+    async def _typed(self, texts: bool) -> Message:
         for row in self._fixture["typed_texts"] if texts else ():
             await self._same_ids({"prompt": row["text"]}, row["ids"], f"ids of {row['text'][:30]!r}")
         for row in self._fixture["typed"]:
             found = await self._ids({"messages": row["messages"]})
             if specials(found) != row["frame"]:
                 content = next(m["content"] for m in row["messages"] if any(word in m["content"] for word in SPECIAL))
-                raise EngineDiffersError(f"{content[:40]!r} in a message makes special tokens {specials(found)}")
-        return f"{len(self._fixture['typed'])} chats: special tokens typed as text stay text"
+                raise EngineDiffersError(
+                    "engine.typed_special", "The text {text!r} in a message makes special tokens: {ids}",
+                    text=content[:40], ids=specials(found),
+                )  # fmt: skip
+        return Message(
+            "engine.no_typed_special",
+            "Special tokens that {chats:,} chats spell stay text",
+            chats=len(self._fixture["typed"]),
+        )
 
-    async def _injected(self) -> str:
+    async def _injected(self) -> Message:
         for row in self._fixture["injected"]:
             status, found = await self._answer("/tokenize", {"messages": row["messages"]})
             if not 400 <= status < 500 and specials(found.get("tokens", [])) != row["frame"]:
-                raise EngineDiffersError(f"the role {row['messages'][0]['role'][:40]!r} makes special tokens")
-        return f"{len(self._fixture['injected'])} roles that spell special tokens make none"
+                raise EngineDiffersError(
+                    "engine.injected_role",
+                    "The role {role!r} makes special tokens",
+                    role=row["messages"][0]["role"][:40],
+                )
+        return Message(
+            "engine.no_injected_role",
+            "Special tokens that {roles:,} roles spell make no special tokens",
+            roles=len(self._fixture["injected"]),
+        )
 
-    async def _stops(self) -> str:
+    async def _stops(self) -> Message:
         sure = [row for row in self._fixture["stops"] if row["margin"] > 2 * self._tolerance]
         for row in sure:
             ask = {"prompt": row["prompt"], "stop": row["stop"], "max_tokens": CONTINUED, "temperature": 0}
             choice = (await self._ask("/v1/completions", ask | {"ignore_eos": True}))["choices"][0]
             if (choice["text"], choice["finish_reason"]) != (row["text"], "stop"):
-                wrote = f"{choice['text'][:40]!r} ({choice['finish_reason']})"
-                raise EngineDiffersError(f"stop {row['stop']!r}: it wrote {wrote}, not {row['text'][:40]!r} (stop)")
-        if not sure:  # no fault of the engine's, and the other checks hold its weights: a release does not wait for it
-            return f"left out, none of {len(self._fixture['greedy'])} continuations has a text that it surely comes to"
-        return f"{len(sure)} generations ended by a text"
+                raise EngineDiffersError(
+                    "engine.ran_past_stop", "With the stop text {stop!r} the engine wrote {text!r} ({reason}), not {expected!r} (stop)",
+                    stop=row["stop"], text=choice["text"][:40], reason=choice["finish_reason"], expected=row["text"][:40],
+                )  # fmt: skip
+        if (
+            not sure
+        ):  # not the engine's fault, and other checks compare its weights, so a release does not wait for this check
+            return Message(
+                "engine.no_sure_stop", "Skipped, because none of {continuations:,} continuations surely contains a stop text",
+                continuations=len(self._fixture["greedy"]),
+            )  # fmt: skip
+        return Message("engine.stopped", "{generations:,} generations ended at a stop text", generations=len(sure))
 
-    async def _continuations(self) -> str:
+    async def _continuations(self) -> Message:
         farthest, tokens = 0.0, 0
         for row in self._fixture["greedy"]:
             for defaults in (False, True) if self._fixture["greedy_by_default"] else (False,):
@@ -169,13 +198,19 @@ class Asking:
                 farthest, tokens = max(farthest, apart), tokens + sure
         if not tokens:
             raise NothingToCompareError(
-                f"no token of {len(self._fixture['greedy'])} continuations is the likeliest by more than {2 * self._tolerance:g} nats, "
-                "so nothing says that the engine has the judge's weights"
+                "engine.no_sure_token",
+                "No token of {continuations:,} continuations is the likeliest by more than {margin:g} nats. Therefore nothing shows whether the "
+                "engine has the judge's weights",
+                continuations=len(self._fixture["greedy"]),
+                margin=2 * self._tolerance,
             )
-        return f"{tokens} tokens written are the judge's, log-probabilities at most {farthest:.1e} nats apart"
+        return Message(
+            "engine.same_tokens", "The engine wrote {tokens:,} tokens as the judge did. Log-probabilities differ by at most {apart:.1e} nats",
+            tokens=tokens, apart=farthest,
+        )  # fmt: skip
 
     async def _continuation(self, row: dict[str, Any], defaults: bool) -> tuple[float, int]:
-        """``defaults``: the temperature is left out, so that the export's own sampling defaults are checked too."""
+        """Compare one continuation. ``defaults``: send no temperature, so that the export's own sampling defaults are checked too."""
         ask: dict[str, Any] = {"max_tokens": len(row["tokens"]), "ignore_eos": True, "return_tokens_as_token_ids": True}
         ask |= {} if defaults else {"temperature": 0}
         if row["chat"] and defaults:
@@ -189,17 +224,32 @@ class Asking:
         found = [int(name.removeprefix("token_id:")) for name in names]
         tolerance, count = self._tolerance, len(row["margins"])
         sure = next((n for n, margin in enumerate(row["margins"]) if margin <= 2 * tolerance), count)
-        where = f"greedy continuation of {len(row['prompt'])} tokens" + (" by default" if defaults else "")
+        prompt = len(row["prompt"])
+        where = (
+            Message(
+                "engine.default_continuation",
+                "continuation of a prompt of {prompt:,} tokens with the export's defaults",
+                prompt=prompt,
+            )
+            if defaults
+            else Message(
+                "engine.greedy_continuation", "greedy continuation of a prompt of {prompt:,} tokens", prompt=prompt
+            )
+        )
         _same(where, found[:sure], row["tokens"][:sure])
         pairs = list(zip(logprobs[:sure], row["logprobs"][:sure], strict=True))
         for at, (told, own) in enumerate(pairs):
             if not (_finite(told) and _finite(own)):
-                raise EngineDiffersError(f"{where}: the log-probability of token {at} is {told}, the judge's {own}")
+                raise EngineDiffersError(
+                    "engine.logprob_not_finite", "{where}: the log-probability of token {token} is {found}, the judge's is {expected}",
+                    where=where, token=at, found=str(told), expected=str(own),
+                )  # fmt: skip
         apart = max((abs(told - own) for told, own in pairs), default=0.0)
         if apart > tolerance:
             raise EngineDiffersError(
-                f"{where}: log-probabilities are {apart:.2g} nats apart, {tolerance:g} are allowed"
-            )
+                "engine.other_logprobs", "{where}: log-probabilities differ by {apart:.2g} nats. At most {limit:g} is allowed",
+                where=where, apart=apart, limit=tolerance,
+            )  # fmt: skip
         return apart, sure
 
     async def _same_ids(self, body: dict[str, Any], expected: list[int], what: str) -> None:
@@ -211,12 +261,23 @@ class Asking:
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         status, answer = await self._answer(path, body)
         if status != 200:
-            raise EngineDiffersError(f"{path} answered {status}: {str(answer)[:300]}")
+            raise EngineDiffersError(
+                "engine.refused", "The engine answered {path} with status {status}: {answer}",
+                path=path, status=status, answer=str(answer)[:300],
+            )  # fmt: skip
         return answer
 
     async def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         answer = await self._client.post(path, json={"model": self._model_name, **body})
         return answer.status_code, dict(answer.json())
+
+
+def _incomplete(error: Exception) -> Message:
+    return Message(
+        "engine.incomplete",
+        "The engine's answer is not as expected: {reason}",
+        reason=f"{type(error).__name__} {str(error)[:80]}",
+    )
 
 
 def _finite(value: object) -> bool:
@@ -227,5 +288,7 @@ def _same(what: str, found: list[int], expected: list[int]) -> None:
     if found != expected:
         pairs = zip(found, expected, strict=False)
         at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
-        shown = f"token {at} is {found[at : at + 1]}, the judge's side has {expected[at : at + 1]}"
-        raise EngineDiffersError(f"{what}: {shown}")
+        raise EngineDiffersError(
+            "engine.other_tokens", "{what}: token {token} is {found!r}, the judge has {expected!r}",
+            what=what, token=at, found=found[at : at + 1], expected=expected[at : at + 1],
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Starts a serving engine on an export, as ``factory serve`` would start it: in a process group of its own, on a socket that nobody else reaches."""
+"""Starts a serving engine on an export, like ``factory serve``: in its own process group, on a socket that no other user can reach."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from factory.core.left_files import read_tail
 from factory.core.workspace import code_root
 from factory.evals.probes.checks import OF_ENGINE, Check
 from factory.evals.probes.engine import Asking, Fixture
+from kernels.contract.message import Message
 
 NATIVE, VLLM = "factory.serving.native.server", "factory.serving.vllm"  # ``python -m MODULE EXPORT SOCKET``
 VLLM_PROGRAM = code_root() / ".venv-serve" / "bin" / "vllm"
 MODEL_NAME = "factory-lm"
-TOLERANCE = 1e-3  # nats, of two programs in fp32
+TOLERANCE = 1e-3  # nats between two programs in fp32
 TOLERANCE_BF16 = 0.1  # vLLM on a GPU
 POLL_SECONDS = 0.1
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # variables
-# Of vLLM 0.32 (vllm/v1/attention/backends/cpu_attn.py); with another its engine starts, and ends at the first prompt.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # environment variables
+# From vLLM 0.32 (vllm/v1/attention/backends/cpu_attn.py). With another head_dim, its engine starts and fails at the first prompt.
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 @dataclass
 class EngineProcess:
-    """An engine that comes up."""
+    """A serving engine that is starting or running."""
 
     module: str
     folder: Path
@@ -46,20 +47,37 @@ class EngineProcess:
         return "vllm" if self.module == VLLM else "native"
 
     def check(self, fixture: Fixture, seconds: int) -> list[Check]:
-        """A check for each of ``OF_ENGINE``, within ``seconds``. Never raises for what the export holds."""
+        """A check for each name in ``OF_ENGINE``, within ``seconds``. No content of the export makes it raise."""
         began = time.monotonic()
         try:
             found = asyncio.run(asyncio.wait_for(self._check(fixture), seconds))
         except TimeoutError:
-            why = f"no end after {seconds} s: close other programs, or raise engine_seconds in policies/evals.yaml"
-            return [Check(name, None, f"{self.name}: {why}") for name in OF_ENGINE]
+            late = Message(
+                "engine_process.late",
+                "The engine did not finish within {seconds:,} s. Close other programs, or raise engine_seconds in policies/evals.yaml",
+                seconds=seconds,
+            )
+            return [Check(name, None, of_engine(self.name, late)) for name in OF_ENGINE]
         except (httpx.HTTPError, ChildProcessError) as error:
+            ended = Message(
+                "engine_process.ended",
+                "The engine failed: {reason}",
+                reason=self._ended() or str(error) or type(error).__name__,
+            )
+            skipped = Message(
+                "engine_process.skipped", "Skipped, because the engine did not start. See check engine_start"
+            )
             return [
-                Check("engine_start", False, f"{self.name}: {self._ended() or str(error) or type(error).__name__}"),
-                *(Check(name, None, f"{self.name} did not start, see engine_start") for name in OF_ENGINE[1:]),
+                Check("engine_start", False, of_engine(self.name, ended)),
+                *(Check(name, None, of_engine(self.name, skipped)) for name in OF_ENGINE[1:]),
             ]
-        up = Check("engine_start", True, f"loaded and asked in {time.monotonic() - began:.1f} s")
-        return [Check(check.name, check.ok, f"{self.name}: {check.detail}") for check in (up, *found)]
+        started = Message(
+            "engine_process.started",
+            "The engine loaded the export and answered in {seconds:.1f} s",
+            seconds=time.monotonic() - began,
+        )
+        up = Check("engine_start", True, started)
+        return [Check(check.name, check.ok, of_engine(self.name, check.detail)) for check in (up, *found)]
 
     async def _check(self, fixture: Fixture) -> list[Check]:
         transport = httpx.AsyncHTTPTransport(uds=str(self.folder / "socket"))
@@ -74,17 +92,27 @@ class EngineProcess:
             return await asking.check(typed_texts=self.module == NATIVE)
 
     def _ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a killed process stops answering before its end is known
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # a killed process stops answering before poll() sees its end
             self.process.wait(2)
         lines = read_tail(self.folder / "log", 1 << 16).decode(errors="replace").strip().splitlines()
         return "" if self.process.returncode is None else f"{lines[-1][:300] if lines else 'no output'}"
 
 
-def vllm_lacks(head_dim: int) -> str:
-    """What vLLM's attention lacks on this machine for a model; '': nothing that is known."""
+def of_engine(engine: str, detail: str) -> Message:
+    """The detail of a check, with the engine's name before it."""
+    return Message("engine_process.detail", "{engine}: {detail}", engine=engine, detail=detail)
+
+
+def vllm_lacks(head_dim: int) -> Message | None:
+    """Why vLLM cannot run a model with this ``head_dim`` on this machine. None: no known reason."""
     if head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
-        return ""
-    return f"vLLM's attention has no head_dim {head_dim} on a CPU, only {', '.join(map(str, VLLM_CPU_HEAD_DIMS))}"
+        return None
+    return Message(
+        "engine_process.no_head_dim", "vLLM on a CPU does not support head_dim {head_dim}. Supported: {known}",
+        head_dim=head_dim, known=VLLM_CPU_HEAD_DIMS,
+    )  # fmt: skip
 
 
 async def _healthy(client: httpx.AsyncClient) -> bool:
@@ -96,7 +124,7 @@ async def _healthy(client: httpx.AsyncClient) -> bool:
 
 @contextlib.contextmanager
 def engine_process(module: str, export: Path) -> Iterator[EngineProcess]:
-    """It comes up while the block does other things; all that it started is ended with the block. The native one is kept off GPUs."""
+    """Start an engine in the background. The end of the block stops it and all its children. The native engine does not use a GPU."""
     folder = Path(tempfile.mkdtemp(prefix="factory-engine-"))  # short: a socket's path has 107 bytes
     kept = NO_GPU | {"HOME": str(folder)} if module == NATIVE else {}
     try:

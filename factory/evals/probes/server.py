@@ -1,4 +1,4 @@
-"""Starts ``server_probe`` on an export: its own process group, a clean environment, limits on time and memory, nothing online."""
+"""Starts ``server_probe`` on an export, in its own process group, with a clean environment, limits on time and memory, and no network."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from factory.core.launching import background_process
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
 PROBE = Path(__file__).with_name("server_probe.py")
@@ -22,21 +23,21 @@ ENVIRONMENT = {
     "PATH": os.defpath, "LANG": "C.UTF-8", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error",
 }  # fmt: skip
-AGAIN = 5  # times as long as the first attempt's is the second's limit
+AGAIN = 5  # the second attempt may take this many times as long as the first
 
 
 @dataclass(frozen=True)
 class Served:
-    """The probe's answer; ``problem`` instead when the probe did not finish."""
+    """The probe's answer, or the ``problem`` if the probe did not finish."""
 
     answer: dict[str, Any]
     logits_TV: npt.NDArray[np.float32] | None
     problem: str = ""
-    out_of_time: bool = False  # the time limit ended it: nothing is known of the export
+    out_of_time: bool = False  # the time limit ended the probe, which says nothing about the export
 
 
 def probe(request: dict[str, Any], seconds: int) -> Served:
-    """Run the probe to its end or to its limits; once more, with longer, when its time was up. Never raises for what the export holds."""
+    """Run the probe. If its time runs out, run it once more with more time. No content of the export makes it raise."""
     first = _attempt(request, seconds)
     return _attempt(request, AGAIN * seconds) if first.out_of_time else first
 
@@ -54,10 +55,15 @@ def _attempt(request: dict[str, Any], seconds: int) -> Served:
             try:
                 process.wait(timeout=seconds)
             except subprocess.TimeoutExpired:
-                why = f"no end after {seconds} s: close other programs, or raise probe_seconds in policies/evals.yaml"
-                return Served({}, None, why, out_of_time=True)
+                late = Message(
+                    "server.late",
+                    "the probe did not finish within {seconds:,} s. Close other programs, or raise probe_seconds in policies/evals.yaml",
+                    seconds=seconds,
+                )
+                return Served({}, None, late, out_of_time=True)
         if process.returncode or not answered.exists():
             lines = (folder / "log").read_text(errors="replace").strip().splitlines()
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
-            return Served({}, None, f"{how}: {lines[-1][:300] if lines else 'no output'}")
+            last = lines[-1][:300] if lines else "no output"
+            return Served({}, None, Message("server.ended", "the probe ended with {how}: {last}", how=how, last=last))
         return Served(json.loads(answered.read_text()), np.load(f"{answered}.npy", allow_pickle=False))

@@ -1,8 +1,8 @@
-"""The server's side of parity: loads an export with transformers, as vLLM's users do, and reports what it computes.
+"""The server's side of parity: loads an export with transformers and writes down ids, logits and generated tokens.
 
-Run as ``python -I server_probe.py REQUEST ANSWER`` in a process of its own, with a clean environment; imports nothing of the factory. Reads
-REQUEST (JSON: export, classes, texts, chats, waiting, tools, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds), writes
-ANSWER (JSON) and ANSWER.npy (fp32 logits [T, V] of ``logits_of``). The limits are set before anything of the export is read.
+Run as ``python -I server_probe.py REQUEST ANSWER`` in a process of its own with a clean environment. It imports nothing of the factory. It reads
+REQUEST (JSON: export, classes, texts, chats, waiting, tools, logits_of, generate, max_new_tokens, stop_ids, memory_mib, cpu_seconds) and writes
+ANSWER (JSON) and ANSWER.npy (fp32 logits [T, V] of ``logits_of``). It sets its limits before it reads the export.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(request_path: str, answer_path: str) -> None:
     model = model_class.from_pretrained(export, use_safetensors=True, dtype=torch.float32, **only_here).eval()
 
     class Force(LogitsProcessor):
-        """Makes the model generate one token, third; with working stop handling no token follows it."""
+        """Forces the third generated token. If the token stops generation, no token follows."""
 
         def __init__(self, token: int, prompt: int) -> None:
             self.token, self.at = token, prompt + 2
@@ -71,7 +71,7 @@ def main(request_path: str, answer_path: str) -> None:
     eos = model.generation_config.eos_token_id
 
     def ids_of_chat(messages: list[dict[str, str]], waits: bool, tools: list[Any] | None = None) -> list[int] | str:
-        """Or why the template refuses it: a template may fail in any way, and that is an answer about it."""
+        """The ids of a chat, or the reason why the template refuses it. A template may fail in any way, and every failure is an answer."""
         try:
             words = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=waits)
             return list(tokenizer(words, add_special_tokens=False)["input_ids"])

@@ -1,1 +1,1 @@
-"""Programs that run in the sandbox for a task, each by itself: they import nothing of the factory, and nothing imports them."""
+"""Programs that run in the sandbox for a task. They import nothing of the factory, and nothing imports them."""

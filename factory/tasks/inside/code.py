@@ -1,9 +1,8 @@
-"""Runs one program with its tests in the sandbox, as Python runs a file: ``python -I -S code.py FOLDER PACKAGES…``. Imports nothing of the factory.
+"""Runs a program with its tests in the sandbox: ``python -I -S code.py FOLDER PACKAGES…``. Imports nothing of the factory.
 
-FOLDER/program.py and then FOLDER/tests.py are run in one module ``__main__`` that is in ``sys.modules``, whose file is the program, compiled without
-the flags of this file, with the interpreter's packages. When both have ended as a right file ends (without an exception, or the tests by
-``sys.exit(0)``, as ``unittest.main()`` ends) the word of FOLDER/word is printed, which is removed before the program runs: leaving early, by
-whatever exit, is not passing.
+FOLDER/program.py and then FOLDER/tests.py run in one module ``__main__``, as Python would run a file, with the packages of PACKAGES. If both end
+without an exception (tests may also end with ``sys.exit(0)``, like ``unittest.main()``), the secret word of FOLDER/word is printed. The word is
+read and removed before the program runs, so a program that exits early cannot pass.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def main(folder: str, *packages: str) -> None:
     program, tests = os.path.join(folder, "program.py"), os.path.join(folder, "tests.py")
     sys.path[:] = [folder, *(path for path in sys.path[1:] if path), *packages]
     sys.argv[:] = [program]
-    site.setquit()  # exit and quit, which every program has, without what else site does
+    site.setquit()  # defines exit and quit, without the other effects of module site
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=program, __builtins__=__builtins__, __annotations__={})
     sys.modules["__main__"] = module
@@ -31,18 +30,18 @@ def main(folder: str, *packages: str) -> None:
         try:
             exec(code, module.__dict__)
         except SystemExit as left:
-            # By the tests, on no way through the program: one that exits in a call has not passed it.
+            # Only the tests may exit. A program that exits when the tests call it has not passed.
             if left.code not in (None, 0) or path == program or program in files(left.__traceback__):
                 raise
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
     os.write(1, f"\n{word}\n".encode())
-    os._exit(0)  # what was left to run at the end comes after the tests; its output must not stand behind the word
+    os._exit(0)  # skips atexit functions, whose output must not follow the word
 
 
 def files(traceback: types.TracebackType | None) -> set[str]:
-    """Of the code that an exception came through."""
+    """The files of the code that an exception passed through."""
     found = set()
     while traceback is not None:
         found.add(traceback.tb_frame.f_code.co_filename)

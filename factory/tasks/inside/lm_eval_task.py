@@ -1,7 +1,7 @@
-"""lm-eval on one task file, in the sandbox: ``python -I lm_eval_task.py FOLDER TASK.yaml CLUSTER_BY``. Imports nothing of the factory.
+"""Runs lm-eval on a task file in the sandbox: ``python -I lm_eval_task.py FOLDER TASK.yaml CLUSTER_BY``. Imports nothing of the factory.
 
-The model is outside: what lm-eval asks of its ``LM`` is written to FOLDER/ask-N.json and the answer awaited as FOLDER/answer-N.json. At the
-end FOLDER/result.json holds each item's numbers and lm-eval's own totals.
+The model is outside the sandbox. Each request to lm-eval's ``LM`` is written to FOLDER/ask-N.json, and its answer is read from
+FOLDER/answer-N.json. At the end, FOLDER/result.json has each item's numbers and lm-eval's own totals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
     from lm_eval.tasks import TaskManager
 
     class Outside(LM):  # type: ignore[misc]
-        """Asks the program outside."""
+        """Asks the process outside the sandbox."""
 
         asked = 0
 
@@ -54,7 +54,7 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
             return self._ask("generate_until", requests)
 
     loaded = TaskManager(include_defaults=False).load([task_file])
-    # As lm-eval's own command: which examples are shown, what is drawn, and how errors are estimated.
+    # The same seeds as lm-eval's own command, for examples, sampling and standard errors.
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     for task in loaded["tasks"].values():
@@ -86,13 +86,13 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
 
 
 def asked(document: dict[str, Any]) -> str:
-    """The same of documents that are the same but for their id, which published sets have: they count as one. Empty: of what is no object."""
+    """A hash of a document without its id, so that copies count as one cluster. Empty if the document is not an object."""
     rest = {key: value for key, value in document.items() if key != "id"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, default=repr).encode()).hexdigest() if rest else ""
 
 
 def refuse_unanswered(task: Any, sample: Any) -> None:
-    """lm-eval counts an item without an answer as wrong."""
+    """Exit if an item has no valid answer, because lm-eval would count it as wrong."""
     target = sample["target"]
     wanted = target if isinstance(target, list) else [target]
     if task.OUTPUT_TYPE == "multiple_choice" and not task.multiple_input:
@@ -105,7 +105,7 @@ def refuse_unanswered(task: Any, sample: Any) -> None:
 
 
 def number(metric: str, value: Any) -> list[float] | None:
-    """[value, weight] of one item, whose sums are the metric: bits over bytes; nats; a share right. None for what is no such sum."""
+    """[value, weight] of an item, such that the metric is the sum of values over the sum of weights. None for any other metric."""
     if metric == "bits_per_byte":
         return [-value[0] / math.log(2), float(value[1])]
     if metric == "perplexity":
@@ -114,7 +114,7 @@ def number(metric: str, value: Any) -> list[float] | None:
 
 
 def write(folder: str, name: str, value: Any) -> None:
-    """The file, and then an empty one beside it that says that it is whole."""
+    """Write a JSON file, and then an empty file FILE.whole that marks it as complete."""
     path = os.path.join(folder, name)
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file)

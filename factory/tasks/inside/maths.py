@@ -1,10 +1,10 @@
-"""Are formulas equal? By math-verify, in the sandbox: ``python -I maths.py FOLDER CPU_SECONDS``. Imports nothing of the factory.
+"""Compares formulas with math-verify in the sandbox: ``python -I maths.py FOLDER CPU_SECONDS``. Imports nothing of the factory.
 
-FOLDER/pairs.json is a list of [gold, said], in TeX without decimals; FOLDER/equal.json gets for each "yes", "no" or "cpu". Each pair is compared in
-a process of its own: what hangs, or takes its process over, says nothing of the others.
+FOLDER/pairs.json is a list of [right formula, model's formula] in TeX without decimals. FOLDER/equal.json gets "yes", "no" or "cpu" for each pair.
+Each pair is compared in its own process, so a pair that hangs or attacks its process does not affect the others.
 
-math-verify rounds, compares numbers to 15 digits and leaves letters' case out. What it calls equal must also agree as it stands: formulas at random
-points to 100 digits, equations as the same one up to a factor.
+math-verify rounds, compares numbers to 15 digits and ignores case. Formulas that it calls equal must therefore also agree at random points to 100
+digits, and equations must be the same up to a factor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(folder: str, cpu_seconds: str) -> None:
     from math_verify import parse
 
     logging.disable(logging.CRITICAL)
-    parse("$x+1$", parsing_timeout=None)  # what is loaded once is loaded before the processes part
+    parse("$x+1$", parsing_timeout=None)  # loads the library once, before the forks
     with open(os.path.join(folder, "pairs.json"), encoding="utf-8") as file:
         pairs = json.load(file)
     found = [apart(gold, said, int(cpu_seconds)) for gold, said in pairs]
@@ -42,7 +42,7 @@ def apart(gold: str, said: str, cpu_seconds: int) -> str:
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
             os.write(write, b"1" if equal(gold, said) else b"0")
-        except BaseException:  # noqa: BLE001 - whatever it raises, the two were not found equal
+        except BaseException:  # noqa: BLE001 - any exception means: not equal
             os.write(write, b"0")
         finally:
             os._exit(0)
@@ -58,7 +58,7 @@ def equal(gold: str, said: str) -> bool:
 
     letters = set(re.sub(r"\\[a-zA-Z]+", "", gold + said))
     if any(letter != letter.lower() and letter.lower() in letters for letter in letters):
-        return False  # A and a, which the library would take for one
+        return False  # A and a are two letters, but the library ignores case
     one, other = (
         parse(
             f"${tex}$",
@@ -102,8 +102,8 @@ def same_relation(one: Any, other: Any) -> bool:
 
 
 def factor(one: Any, other: Any) -> Any:
-    """By which number ``one`` is ``other``, to 100 digits, at each of some random points; None when there is none, or no point where both
-    have a value."""
+    """The number c with ``one`` = c · ``other``, to 100 digits, at random points. None if there is no such number, or no point where both have
+    a value."""
     from sympy import Abs, Float, Rational
 
     names = sorted(one.free_symbols | other.free_symbols, key=str)

@@ -1,7 +1,6 @@
-"""Benchmarks as the world publishes them: how each file is recognised, and what its records are as items of ours.
+"""Published benchmarks: recognises their files and converts their records to items of the factory.
 
-A description is a ``Benchmark`` (``form``): the fields of its records, one ``Form`` for each way in which it is published, and the keys of a
-task file that make it what papers and lm-eval 0.4.13 measure. ``choices`` has MMLU, ARC and HellaSwag, ``worked`` GSM8K and MATH, ``programs``
-HumanEval, MBPP and BigCodeBench. ``benchmarks`` finds the one whose fields a file has and turns its records into items. This room reads
-records alone: files, tasks and models are above it.
+A ``Benchmark`` (``form``) has a ``Form`` for each published version of its records, and the keys of a task file with which papers and lm-eval
+0.4.13 measure it. ``choices`` has MMLU, ARC and HellaSwag, ``programs`` has HumanEval, MBPP and BigCodeBench, and ``benchmarks`` has GSM8K and
+MATH and recognises files. This folder reads only records. Files, tasks and models are above it.
 """

@@ -1,4 +1,4 @@
-"""Which benchmark is this file, and what are its items?"""
+"""Recognises the published file of a benchmark and reads its items."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pydantic import ValidationError
 from factory.tasks.published.choices import CHOICES
 from factory.tasks.published.form import SHOWN, TESTED, Benchmark, Form
 from factory.tasks.published.programs import PROGRAMS
+from kernels.contract.message import CodedError, Message
 
 
 # GSM8K and MATH: questions with a worked answer.
 class Gsm8k(Form):
-    """``test.jsonl`` of OpenAI's repository, and the Parquet files of ``openai/gsm8k``: the answer's number stands after ``####``."""
+    """``test.jsonl`` of OpenAI's repository, and the Parquet files of ``openai/gsm8k``. The answer's number is after ``####``."""
 
     question: str
     answer: str
@@ -26,12 +27,12 @@ class Gsm8k(Form):
 
     def item(self, number: int, about: str) -> dict[str, Any]:
         if not self.fits():
-            raise ValueError("its answer has no ####")
+            raise ValueError("the answer has no ####")
         return {"id": number, "question": self.question, "answer": self.answer}
 
 
 class HendrycksMath(Form):
-    """The JSON files of Hendrycks et al. (2021), and tables of the same fields: the solution holds the answer in its last ``\\boxed``."""
+    """The JSON files of Hendrycks et al. (2021), and tables of the same fields. The answer is in the solution's last ``\\boxed``."""
 
     problem: str
     level: str | int
@@ -43,7 +44,7 @@ class HendrycksMath(Form):
 
     def item(self, number: int, about: str) -> dict[str, Any]:
         if not self.fits():
-            raise ValueError("its solution has no \\boxed answer")
+            raise ValueError("the solution has no \\boxed answer")
         return {"id": self.unique_id or number, "question": self.problem, "answer": self.solution}
 
 
@@ -59,25 +60,25 @@ WORKED = (
 
 
 BENCHMARKS = {one.name: one for one in (*PROGRAMS, *WORKED, *CHOICES)}
-TRAINED, ASKED = ("train", "dev"), ("test", "val", "validation")  # what the file of a split is named
-_PIECE = re.compile(r"-\d{5}-of-\d{5}$")  # of a Parquet file
+TRAINED, ASKED = ("train", "dev"), ("test", "val", "validation")  # names of splits in file names
+_PIECE = re.compile(r"-\d{5}-of-\d{5}$")  # the end of a Parquet file's name
 _SPLIT = re.compile(rf"(?:^|[-_. ])({'|'.join((*TRAINED, *ASKED))})$", re.IGNORECASE)
 
 
-class PublishedError(ValueError):
-    """A record is none of its benchmark: says which, and why."""
+class PublishedError(CodedError):
+    """A record does not have the benchmark's form. The message says which record and why."""
 
 
 @dataclass(frozen=True)
 class PublishedItems:
-    """Of one file, as records of ours, each with its number in the file."""
+    """The items of a published file as records of the factory, each with its number in the file."""
 
     tested: list[tuple[int, dict[str, Any]]]
     shown: list[tuple[int, dict[str, Any]]]
 
 
 def recognised(records: Sequence[Mapping[str, Any]]) -> Benchmark | None:
-    """The benchmark whose record the first one is; None: of no known one."""
+    """The benchmark whose form the first record has. None: no known benchmark."""
     for benchmark in BENCHMARKS.values() if records else ():
         try:
             if _read(benchmark, records[0]).fits():
@@ -88,7 +89,7 @@ def recognised(records: Sequence[Mapping[str, Any]]) -> Benchmark | None:
 
 
 def items_of(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: str) -> PublishedItems:
-    """The records as items of ours. Raises: PublishedError naming the first that is none of the benchmark."""
+    """The records as items of the factory. Raises: PublishedError naming the first record that does not have the benchmark's form."""
     found = PublishedItems([], [])
     about, _ = split_of(stem)
     for number, record in enumerate(records, 1):
@@ -98,13 +99,16 @@ def items_of(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: s
                 found.tested.append((number, read.item(number, about)))
             elif read.use() == SHOWN:
                 found.shown.append((number, read.example(number, about)))
-        except ValueError as error:
-            raise PublishedError(f"record {number}: {error}") from None
+        except (ValueError, PublishedError) as error:
+            reason = error.message if isinstance(error, PublishedError) else str(error)
+            raise PublishedError(
+                "benchmarks.odd_record", "record {record}: {reason}", record=number, reason=reason
+            ) from None
     return found
 
 
 def split_of(stem: str) -> tuple[str, str]:
-    """(what a file is about, its split), from its name without its suffix; empty where the name does not say.
+    """(subject, split) from a file's name without its suffix. Each is empty if the name does not have it.
 
     >>> split_of("anatomy_test"), split_of("ARC-Easy-Dev"), split_of("test-00000-of-00001"), split_of("HumanEval")
     (('anatomy', 'test'), ('ARC-Easy', 'dev'), ('', 'test'), ('HumanEval', ''))
@@ -115,8 +119,8 @@ def split_of(stem: str) -> tuple[str, str]:
 
 
 def _read(benchmark: Benchmark, record: Mapping[str, Any]) -> Form:
-    """The record in the first form that it has. Raises: PublishedError saying what it lacks to be one of the benchmark's."""
-    wrong = ""
+    """The record in the first form that it fits. Raises: PublishedError naming the first invalid or missing key."""
+    wrong: Message | None = None
     for form in benchmark.forms:
         if form.fields() <= set(record):
             try:
@@ -124,9 +128,20 @@ def _read(benchmark: Benchmark, record: Mapping[str, Any]) -> Form:
             except ValidationError as invalid:
                 first = invalid.errors()[0]
                 key = ".".join(map(str, first["loc"]))
-                wrong = wrong or f"key {key!r}: {first['msg']} (got {str(first['input'])[:60]!r})"
-    if not wrong:
-        nearest = min(benchmark.forms, key=lambda form: len(form.fields() - set(record)))
-        missing = ", ".join(sorted(nearest.fields() - set(record)))
-        wrong = f"it is none of {benchmark.name}: {missing} is missing"
-    raise PublishedError(wrong)
+                wrong = wrong or Message(
+                    "benchmarks.odd_key",
+                    "key {key!r}: {reason} (got {given!r})",
+                    key=key,
+                    reason=first["msg"],
+                    given=str(first["input"])[:60],
+                )
+    if wrong:
+        raise PublishedError(wrong)
+    nearest = min(benchmark.forms, key=lambda form: len(form.fields() - set(record)))
+    missing = sorted(nearest.fields() - set(record))
+    raise PublishedError(
+        "benchmarks.missing_keys",
+        "these keys of {benchmark} are missing: {keys}",
+        benchmark=benchmark.name,
+        keys=missing,
+    )

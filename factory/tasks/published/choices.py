@@ -1,4 +1,4 @@
-"""MMLU, ARC and HellaSwag: questions with answers to choose from."""
+"""MMLU, ARC and HellaSwag: multiple-choice questions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LETTERS = "ABCD"
 
 
 class MmluLines(Form):
-    """A file of the CSV archive (``anatomy_test.csv``): no header, the subject in the file's name."""
+    """A file of the CSV archive (``anatomy_test.csv``), which has no header. The file's name has the subject."""
 
     question: str
     A: str
@@ -25,12 +25,12 @@ class MmluLines(Form):
 
     def item(self, number: int, about: str) -> dict[str, Any]:
         if self.answer not in LETTERS:
-            raise ValueError(f"answer {self.answer[:40]!r} is none of A, B, C, D")
+            raise ValueError(f"answer {self.answer[:40]!r} is not one of A, B, C, D")
         return _mmlu(number, self.question, [self.A, self.B, self.C, self.D], LETTERS.index(self.answer), about)
 
 
 class MmluTable(Form):
-    """The Parquet files of ``cais/mmlu``, and lines of the same fields."""
+    """The Parquet files of ``cais/mmlu``, and JSON lines with the same fields."""
 
     question: str
     subject: str
@@ -80,7 +80,7 @@ class ArcLines(Form):
 
 
 class ArcTable(Form):
-    """The Parquet files of ``allenai/ai2_arc``, and lines of the same fields."""
+    """The Parquet files of ``allenai/ai2_arc``, and JSON lines with the same fields."""
 
     id: str
     question: str
@@ -92,14 +92,14 @@ class ArcTable(Form):
 
 
 def _arc(key: str, question: str, texts: list[str], labels: Sequence[str], answer: str) -> dict[str, Any]:
-    """The labels are letters in some items and numbers from 1 in others, and so is the answer."""
+    """An ARC item. Labels and answer are letters in some records and numbers from 1 in others."""
     if list(labels).count(answer) != 1:
         raise ValueError(f"answerKey {answer[:40]!r} is not one of the labels {', '.join(labels)}")
     return {"id": key, "question": question, "choices": texts, "answer": labels.index(answer)}
 
 
 class HellaSwagLines(Form):
-    """``hellaswag_val.jsonl``, and the Parquet files of ``Rowan/hellaswag``. The test split is published without its answers."""
+    """``hellaswag_val.jsonl``, and the Parquet files of ``Rowan/hellaswag``. The published test split has no answers."""
 
     activity_label: str
     ctx_a: str
@@ -111,11 +111,11 @@ class HellaSwagLines(Form):
     def item(self, number: int, about: str) -> dict[str, Any]:
         label = str(self.label)
         if not label.isdecimal() or int(label) >= len(self.endings):
-            raise ValueError(f"label {label[:40]!r} names none of {len(self.endings)} endings")
+            raise ValueError(f"label {label[:40]!r} is not the number of one of {len(self.endings)} endings")
         begun = f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}"
         return {
             "id": number,
-            "source": self.source_id,  # the video or the article: several items are of one
+            "source": self.source_id,  # the video or article; several items share one
             "question": _plain(begun),
             "choices": [_plain(ending) for ending in self.endings],
             "answer": int(label),
@@ -123,7 +123,7 @@ class HellaSwagLines(Form):
 
 
 def _plain(text: str) -> str:
-    """Without the marks that WikiHow's articles brought along, as in ``hellaswag/utils.py`` of lm-eval.
+    """A text without the marks of WikiHow's articles, as in ``hellaswag/utils.py`` of lm-eval.
 
     >>> _plain("How to nap [title] Lie down [step] Now.  Sleep ")
     'How to nap. Lie down Now. Sleep'

@@ -1,4 +1,4 @@
-"""What a description of a published benchmark is made of."""
+"""The description of a published benchmark."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-TESTED, SHOWN, LEFT_OUT = "tested", "shown", "left out"  # what a record is for
+TESTED, SHOWN, LEFT_OUT = "tested", "shown", "left out"  # the uses of a record
 
 
 class Form(BaseModel):
-    """The fields of one record as published, those that are read. Others may stand beside them: releases of a benchmark differ in them."""
+    """The fields of a published record that are read. Records may have more fields, because versions of a benchmark differ in them."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     @classmethod
     def fields(cls) -> set[str]:
-        """By which it is recognised."""
+        """The required fields, by which a file is recognised."""
         return {name for name, about in cls.model_fields.items() if about.is_required()}
 
     def fits(self) -> bool:
-        """Is it a record of this benchmark? Where the names of the fields do not say so alone."""
+        """Is it a record of this benchmark? Overridden if the names of the fields are not enough to tell."""
         return True
 
     def use(self) -> str:
-        """What the record is for: TESTED, SHOWN (an example) or LEFT_OUT (of another split that lies in the same file)."""
+        """The use of the record: TESTED, SHOWN (an example) or LEFT_OUT (it belongs to another split in the same file)."""
         return TESTED
 
     def item(self, number: int, about: str) -> dict[str, Any]:
-        """The record as an item of ours (``factory.tasks.items``). ``number``: its place, from 1. ``about``: the file's name without its split.
+        """The record as an item of the factory (``factory.tasks.items``).
 
-        Raises: ValueError saying why it is none.
+        ``number``: its place in the file, from 1. ``about``: the file's name without its split. Raises: ValueError saying what is wrong.
         """
         raise NotImplementedError
 
     def example(self, number: int, about: str) -> dict[str, Any]:
-        """The record as it is shown with its answer."""
+        """The record as an example with its answer."""
         return self.item(number, about)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark."""
+    """A benchmark: its forms, and the keys of a task file that measure it as published."""
 
     name: str
-    """As ``published:`` of a task file names it."""
+    """The value of key ``published`` in a task file."""
     kind: str
-    """Of the items: multiple_choice, maths or code."""
+    """The kind of its items: multiple_choice, maths or code."""
     forms: tuple[type[Form], ...]
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task file, where they are not the defaults of its kind."""
+    """Keys of the task file that differ from the defaults."""
     shown: int = 0
-    """Examples before each question, where the file itself holds some."""
+    """Examples before each question, if the file itself has examples."""

@@ -1,4 +1,4 @@
-"""HumanEval, MBPP and BigCodeBench: programs to write, and their tests."""
+"""HumanEval, MBPP and BigCodeBench: programming tasks with tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from factory.tasks.published.form import LEFT_OUT, SHOWN, TESTED, Benchmark, Form
 
-# BigCodeBench's tests are a TestCase that nothing starts. This starts it, and says in one line what failed.
+# BigCodeBench's tests are a TestCase that no code runs. This code runs it and reports the first failure in one line.
 RUN_TEST_CASES = """
 def _run_test_cases():
     import unittest
@@ -43,7 +43,7 @@ class HumanEval(Form):
 
 
 class _Mbpp(Form):
-    """One task of MBPP (Austin et al. 2021). Its numbers say what it is for: 11–510 are tested, 2, 3 and 4 are shown."""
+    """A task of MBPP (Austin et al. 2021). Tasks 11–510 are tested, tasks 2, 3 and 4 are examples."""
 
     task_id: int
     code: str
@@ -55,7 +55,7 @@ class _Mbpp(Form):
         return TESTED if 11 <= self.task_id <= 510 else LEFT_OUT
 
     def asked(self, said: str, before_tests: list[str]) -> dict[str, Any]:
-        """The item. ``before_tests``: what runs before ``test_list``."""
+        """The item. ``said``: the description of the task. ``before_tests``: code that runs before ``test_list``."""
         if not self.test_list:
             raise ValueError("test_list is empty")
         seen = "\n".join(self.test_list[:3])
@@ -93,7 +93,7 @@ class SanitizedMbpp(_Mbpp):
 
 
 class BigCodeBench(Form):
-    """The JSON lines and Parquet files of BigCodeBench (Zhuo et al. 2024), in its form Complete: the docstring is gone on with."""
+    """The JSON lines and Parquet files of BigCodeBench (Zhuo et al. 2024), in its form Complete: the model continues the docstring."""
 
     task_id: str
     complete_prompt: str
@@ -112,16 +112,13 @@ class BigCodeBench(Form):
         }
 
     def _named(self) -> list[str]:
-        """The list, which the files hold as its text.
-
-        Raises: ValueError.
-        """
+        """The names of the libraries. The files have the list as text. Raises: ValueError."""
         try:
             found = ast.literal_eval(self.libs) if isinstance(self.libs, str) else self.libs
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             found = None
         if not isinstance(found, list) or not all(isinstance(lib, str) and lib for lib in found):
-            raise ValueError(f"libs is no list of names: {str(self.libs)[:80]!r}")
+            raise ValueError(f"libs is not a list of names: {str(self.libs)[:80]!r}")
         return found
 
 

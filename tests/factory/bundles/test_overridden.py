@@ -20,6 +20,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
 from tests.support.factory.exports import save_export, tiny_model
 from tests.support.factory.shown import override
+from tests.support.messages import codes, says, tree
 from tests.support.plants.release_scene import with_store
 from tests.support.plants.released_plant import evaluated, released_plant
 
@@ -37,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     candidate = plant.add_candidate(export)
     evaluated(plant, candidate, 2.8)  # as the champion
     verdict = VerdictRow.get(plant.ledger, decide(Plant(plant.workspace, plant.ledger), candidate))
-    assert verdict.outcome == "hold" and "Not shown to be better" in " ".join(verdict.reasons)
+    assert verdict.outcome == "hold"
     number = override(Plant(plant.workspace, plant.ledger), candidate, "ada", WHY)
     return write_bundle(Plant(plant.workspace, plant.ledger), number, BundleOptions()).folder
 
@@ -52,52 +53,55 @@ def test_it_says_who_released_it_and_why(made: Path) -> None:
     found = verify(made)
     assert found.ok, [check for check in found.checks if not check.ok]
     said = {check.name: check.detail for check in found.checks}["verdict"]
-    assert said == f"judged again, it is held, with an override by ada ({WHY}), in the same words"
+    assert codes(tree(said)) == ["two_verdicts.same", "two_verdicts.overridden"]
+    assert says(said, ("two_verdicts.overridden", {"by": "ada", "why": WHY}))
     told = json.loads((made / layout.VERDICT).read_text())
     assert told["outcome"] == "hold" and (told["override"]["by"], told["override"]["why"]) == ("ada", WHY)
     card = (made / layout.CARD).read_text()
-    assert "The release gate said **hold**; ada released it all the same: the demo &lt;b>is" in card
+    assert "said **hold**; ada released it" in card and "same: the demo &lt;b>is" in card
     assert "though the release gate held it: the demo" in card
 
 
 Change = Callable[[dict[str, Any]], object]
-# What is done to a bundle → what is said of it.
-SPOILT: dict[str, tuple[str, Change, str]] = {
-    "no override": (layout.VERDICT, lambda v: v.pop("override"), "the verdict is hold: nothing was to be released"),
-    "nobody": (layout.VERDICT, lambda v: v["override"].update(by=" "), "the override names nobody, or no reason"),
-    "no reason": (layout.VERDICT, lambda v: v["override"].update(why=""), "the override names nobody, or no reason"),
-    "another model": (layout.VERDICT, lambda v: v["override"].update(sha256="0"), "of another model, or of other evidence"),
-    "other evidence": (layout.EVIDENCE, lambda e: e.update(disputed=0.5), "of another model, or of other evidence"),
-    "another form": (layout.VERDICT, lambda v: v.update(override=[1]), "override: expected by, evidence_sha256, sha256, why"),
-    "a number": (layout.VERDICT, lambda v: v["override"].update(by=1), "override: expected by"),
-    "said to be promoted": (layout.VERDICT, lambda v: v.update(outcome="promote"), "expected 'hold'"),
-    "an unmade check": (layout.EVIDENCE, lambda e: e["checks"].update(smoke=[None, "no time"]), "judged again"),
-    "a failed check": (layout.EVIDENCE, lambda e: e["checks"].update(smoke=[False, "no"]), "judged again, it is reject"),
+# A change of a bundle → the file, the change, the message of the verdict's check.
+SPOILT: dict[str, tuple[str, Change, str, dict[str, Any]]] = {
+    "no override": (layout.VERDICT, lambda v: v.pop("override"), "not_released", {"outcome": "hold"}),
+    "nobody": (layout.VERDICT, lambda v: v["override"].update(by=" "), "empty_override", {}),
+    "no reason": (layout.VERDICT, lambda v: v["override"].update(why=""), "empty_override", {}),
+    "another model": (layout.VERDICT, lambda v: v["override"].update(sha256="0"), "override_of_other", {}),
+    "other evidence": (layout.EVIDENCE, lambda e: e.update(disputed=0.5), "override_of_other", {}),
+    "another form": (layout.VERDICT, lambda v: v.update(override=[1]), "odd_override", {}),
+    "a number": (layout.VERDICT, lambda v: v["override"].update(by=1), "odd_override", {}),
+    "said to be promoted": (layout.VERDICT, lambda v: v.update(outcome="promote"), "other_verdict", {"outcome": "hold"}),
+    "an unmade check": (layout.EVIDENCE, lambda e: e["checks"].update(smoke=[None, "no time"]), "other_verdict", {"outcome": "hold"}),
+    "a failed check": (layout.EVIDENCE, lambda e: e["checks"].update(smoke=[False, "no"]), "other_verdict", {"outcome": "reject"}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_what_is_no_override(bundle: Path, what: str) -> None:
-    path, change, words = SPOILT[what]
+def test_an_invalid_override_fails_the_check_of_the_verdict(bundle: Path, what: str) -> None:
+    path, change, code, data = SPOILT[what]
     value = json.loads((bundle / path).read_text())
     change(value)
     if path == layout.EVIDENCE:
         value["sha256"] = evidence_sha256(value)
     (bundle / path).write_text(json.dumps(value))
     found = ask("verdict", BundleFolder.open(bundle))
-    assert found.ok is False and words in found.detail, found.detail
+    assert found.ok is False and says(found.detail, (f"two_verdicts.{code}", data)), found.detail
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "mark"),
     [
-        (lambda e: e["checks"].update(smoke=[None, "no time"]), "Check smoke could not be made: no time."),
-        (lambda e: e.update(releasable=0.5), "licence does not allow"),
-        (lambda e: e.update(anomalies=["loss_spike"]), "Its training went wrong: loss_spike."),
+        (lambda e: e["checks"].update(smoke=[None, "no time"]), "no time"),
+        (lambda e: e.update(releasable=0.5), "licence"),
+        (lambda e: e.update(anomalies=["loss_spike"]), "loss_spike"),
     ],
 )
-def test_a_forged_override_of_what_no_person_overrides_is_found(bundle: Path, change: Change, words: str) -> None:
-    """Signed and hashed anew, in the words of the judge: it is asked again whether the override was allowed."""
+def test_a_forged_override_of_a_reason_that_nobody_can_override_is_found(
+    bundle: Path, change: Change, mark: str
+) -> None:
+    """The forger signed and hashed the bundle again, with the judge's own words."""
     stored = json.loads((bundle / layout.EVIDENCE).read_text())
     change(stored)
     stored["sha256"] = evidence_sha256(stored)
@@ -107,5 +111,5 @@ def test_a_forged_override_of_what_no_person_overrides_is_found(bundle: Path, ch
     del told["judge"]
     (bundle / layout.VERDICT).write_text(json.dumps(told))
     found = ask("verdict", BundleFolder.open(bundle))
-    assert found.ok is False and f"it is held for what no person overrides: {words}"[:40] in found.detail, found.detail
-    assert words in found.detail
+    assert found.ok is False and "two_verdicts.not_overridable" in codes(tree(found.detail)), found.detail
+    assert mark in found.detail

@@ -17,6 +17,7 @@ from factory.bundles.verifying import ask
 from factory.evals.parity import Check
 from factory.gates.release import judged_by
 from factory.gates.release.recorded import evidence_sha256
+from tests.support.messages import codes, says, tree
 from tests.support.paths import ROOT
 
 Change = Callable[[dict[str, Any]], object]
@@ -67,7 +68,7 @@ def test_the_judges_files_are_those_that_it_imports() -> None:
 def test_a_verdict_tells_whose_judge_gave_it(bundle: Path) -> None:
     told = json.loads((bundle / layout.VERDICT).read_text())["judge"]
     assert told == judged_by.judged_by().to_json()
-    assert judged(bundle).detail == "judged again, it is promoted, in the same words"
+    assert codes(tree(judged(bundle).detail)) == ["two_verdicts.same", "two_verdicts.promoted"]
 
 
 def test_the_same_judge_is_held_to_its_words(bundle: Path) -> None:
@@ -76,14 +77,22 @@ def test_the_same_judge_is_held_to_its_words(bundle: Path) -> None:
     assert "version" not in found.detail
 
 
-@pytest.mark.parametrize("record, said", [(forget, "is not recorded"), (forge, "llm-factory 9, sha256 ffffffffffff")])
-def test_another_judge_may_word_reasons_otherwise(bundle: Path, record: Change, said: str) -> None:
+@pytest.mark.parametrize(
+    "record, judges",
+    [
+        (forget, ("two_verdicts.unknown_judge", {})),
+        (forge, ("two_verdicts.other_judge", {"recorded": "llm-factory 9, sha256 ffffffffffff"})),
+    ],
+)
+def test_another_judge_may_give_reasons_in_other_words(
+    bundle: Path, record: Change, judges: tuple[str, dict[str, Any]]
+) -> None:
     found = judged(changed(bundle, layout.VERDICT, record))
-    assert found.ok and "in the same words; " in found.detail and said in found.detail
+    assert found.ok and codes([found.detail]) == ["two_verdicts.same_by_other_judge"] and says(found.detail, judges)
     reasons = json.loads((bundle / layout.VERDICT).read_text())["reasons"]
     found = judged(changed(bundle, layout.VERDICT, reworded))
-    assert found.ok and said in found.detail and judged_by.judged_by().sha256[:12] in found.detail
-    assert f"1 of {len(reasons)} reasons are worded otherwise here" in found.detail
+    assert found.ok and says(found.detail, judges) and judged_by.judged_by().sha256[:12] in found.detail
+    assert says(found.detail, ("two_verdicts.other_words", {"differing": 1, "reasons": len(reasons)}))
     assert "It beats candidate 1" in found.detail
     facts = two_verdicts(BundleFolder.open(bundle)).to_json()
     assert not facts["same"] and facts["worded_otherwise"][0].startswith("It beats candidate 1")
@@ -97,8 +106,8 @@ DECIDES: dict[str, tuple[str, Change, str]] = {
     "no outcome": (layout.VERDICT, lambda v: v.pop("outcome"), "outcome is None, expected 'promote'"),
     "a number of a reason": (layout.VERDICT, lambda v: v["reasons"].__setitem__(0, v["reasons"][0].replace("0.2", "0.9", 1)), "−0.900"),
     "no reasons": (layout.VERDICT, lambda v: v.update(reasons=None), "reasons"),
-    "a gain that is none": (layout.EVIDENCE, lambda e: e["target"].update(gain=-0.1), "judged again, it is reject"),
-    "a check that failed": (layout.EVIDENCE, lambda e: e["checks"].update(logits=[False, "apart"]), "judged again, it is reject"),
+    "a gain that is none": (layout.EVIDENCE, lambda e: e["target"].update(gain=-0.1), "the outcome is reject"),
+    "a check that failed": (layout.EVIDENCE, lambda e: e["checks"].update(logits=[False, "apart"]), "the outcome is reject"),
 }  # fmt: skip
 
 
@@ -133,6 +142,6 @@ def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> No
 @pytest.mark.parametrize(
     "judge", [1, [], {}, {"sha256": "f" * 64}, {"sha256": "f", "version": "x"}, {"sha256": "f" * 64, "version": None}]
 )
-def test_a_record_that_is_none_is_named(bundle: Path, judge: Any) -> None:
+def test_an_invalid_record_of_the_judge_is_a_failed_check(bundle: Path, judge: Any) -> None:
     found = judged(changed(bundle, layout.VERDICT, lambda verdict: verdict.update(judge=judge)))
-    assert found.ok is False and "judge: expected the SHA-256 of a judge's code" in found.detail
+    assert found.ok is False and codes([found.detail]) == ["two_verdicts.odd_judge"]

@@ -32,6 +32,7 @@ from tests.support.factory.export_breaks import (
     rounded,
 )
 from tests.support.factory.exports import VOCAB, FilledPlant
+from tests.support.messages import codes, tree
 from trainer.contract.data.document_stream import Stream
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
@@ -118,12 +119,13 @@ def test_an_export_is_held_to_what_was_recorded_and_without_it_nothing_is_claime
     broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     in_weights(rounded)(broken)
     ok, detail = checks(replace(sound, export_path=str(broken)))["weights"]
-    assert ok is False and "recorded" in detail
+    assert ok is False and codes(tree(detail))[1:] == ["export_parity.other_weights", "export_parity.again"]
     older = CandidateRow.get(plant.ledger, plant.add_candidate(Path(sound.export_path)))
     with plant.ledger.begin() as tx:
         record(tx, "candidate", f"candidate:{older.id}", {"segment": older.segment})
     assert {ok for ok, _ in checks(older).values()} == {None}
-    assert all("nothing was recorded" in detail and "again" in detail for _, detail in checks(older).values())
+    for _, told in checks(older).values():
+        assert codes(tree(told))[1:] == ["export_parity.not_recorded", "export_parity.again"]
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])

@@ -15,6 +15,7 @@ from factory.tasks.task_file import load_task
 from factory.tasks.verifiers import check_programs
 from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import programs, sums, write_task
+from tests.support.messages import refused
 
 LIMITS = TaskLimits(code_cpu_seconds=1, code_seconds=30.0, code_printed_kib=64)
 
@@ -35,14 +36,14 @@ def test_programs_that_misbehave_are_wrong_and_say_why() -> None:
         "def f(:\n": (False, "", "SyntaxError"),
         "while True: pass\n": (False, "cpu", ""),
         "print('x' * 1_000_000)\ndef f(): return 1\n": (False, "log", ""),
-        "import sys; sys.exit(0)\n": (False, "", "it ended before its tests did"),
-        "import os; os._exit(0)\n": (False, "", "it ended before its tests did"),
+        "import sys; sys.exit(0)\n": (False, "", "ended before its tests"),
+        "import os; os._exit(0)\n": (False, "", "ended before its tests"),
         "x = bytearray(1 << 31)\n": (False, "", "MemoryError"),
         "import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')\n": (False, "", "URLError"),
         "print('\\ud800')\ndef f(): return 1\n": (False, "", "UnicodeEncodeError"),
         "f = '\ud800'": (False, "", "'utf-8' codec can't decode"),
-        "import sys\ndef f(): sys.exit(0)\n": (False, "", "it ended before its tests did"),
-        "def f(): exit()\n": (False, "", "it ended before its tests did"),
+        "import sys\ndef f(): sys.exit(0)\n": (False, "", "ended before its tests"),
+        "def f(): exit()\n": (False, "", "ended before its tests"),
     }
     found = check_programs([(program, "assert f() == 1") for program in cases], LIMITS)
     for one, (program, (right, stopped, why)) in zip(found, cases.items(), strict=True):
@@ -111,7 +112,7 @@ def test_a_program_that_sleeps_is_stopped() -> None:
 
 
 def test_no_program_passes_where_none_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TaskError, match="lets no program pass"):
+    with refused("verifiers.nothing_passes", TaskError):
         check_programs([("", "")], LIMITS.model_copy(update={"code_memory_mib": 1}))
 
 

@@ -25,6 +25,7 @@ from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import TaskFile, load_named, load_task, task_folder
 from tests.support.factory import published_files as published
 from tests.support.factory.exports import save_export, tiny_model
+from tests.support.messages import refused
 
 lm_eval = pytest.importorskip("lm_eval")
 SHIPPED = Path(lm_eval.__file__).parent / "tasks"
@@ -267,26 +268,27 @@ def test_prompts_of_published_files_are_those_of_lm_eval(
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "code", "data"),
     [
-        ({"task": "arc_eazy"}, "it has no doc_to_text, and lm-eval"),
-        ({"dataset_kwargs": {"data_files": {"validate": "ARC-Easy-Test.jsonl"}}}, "task arc_easy is measured on the split 'test', and the file"),
-        ({"num_fewshot": 5}, "task arc_easy shows 5 examples of the split 'train', and the file"),
-        ({"task": "humaneval"}, "write a task of kind code, or put the published file"),
-        ({"task": "mmlu"}, "ships no task 'mmlu'"),
-        ({"process_docs": "x"}, None),
+        ({"task": "arc_eazy"}, "not_shipped", {"task": "arc_eazy"}),
+        ({"dataset_kwargs": {"data_files": {"validate": "ARC-Easy-Test.jsonl"}}}, "no_test_split", {"task": "arc_easy", "split": "test"}),
+        ({"num_fewshot": 5}, "no_fewshot_split", {"task": "arc_easy", "shots": 5, "split": "train"}),
+        ({"task": "humaneval"}, "refused_key", {"key": "unsafe_code"}),
+        ({"task": "mmlu"}, "not_shipped", {"task": "mmlu"}),
     ],
 )  # fmt: skip
-def test_what_a_file_that_names_a_task_of_the_package_lacks_is_said(
-    workspace: Workspace, keys: dict[str, Any], says: str | None
+def test_a_file_that_names_a_task_of_the_package_must_be_complete(
+    workspace: Workspace, keys: dict[str, Any], code: str, data: dict[str, Any]
 ) -> None:
     path = named(workspace, "arc_easy", **keys)
-    if says is None:  # other keys are laid over those of the package
-        assert load_task(path, POLICY).format.endswith("multiple_choice, 0 shots")
-        return
-    with pytest.raises(TaskError) as found:
+    with refused(f"lm_eval_file.{code}", TaskError, file=path, **data) as found:
         load_task(path, POLICY)
-    assert says in str(found.value) and "\n" not in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_keys_of_a_file_override_those_of_the_package(workspace: Workspace) -> None:
+    path = named(workspace, "arc_easy", process_docs="x")
+    assert load_task(path, POLICY).format.endswith("multiple_choice, 0 shots")
 
 
 def test_without_lm_eval_one_extra_is_offered(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,5 +296,6 @@ def test_without_lm_eval_one_extra_is_offered(workspace: Workspace, monkeypatch:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(TaskError, match=r"lm-eval, which is not installed: pip install 'llm-factory\[evals\]'"):
+    with refused("lm_eval_file.not_installed", TaskError) as found:
         load_task(named(workspace, "arc_easy"), POLICY)
+    assert "pip install 'llm-factory[evals]'" in str(found.value)

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tests.support.factory import published_files as published
 from tests.support.factory.exports import FilledPlant, save_export, tiny_model
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
 from tests.support.gates.release_evidence import evidence
+from tests.support.messages import refused, says, the, tree
 
 POLICY = TasksPolicy()
 
@@ -96,33 +98,31 @@ def of_size(items: int, before: float, after: float, margin: float = 0.1) -> Tas
 
 
 @pytest.mark.parametrize(
-    ("items", "before", "after", "outcome", "words"),
+    ("items", "before", "after", "outcome", "code", "data"),
     [
-        (40, 0.5, 0.55, "promote", "It is set aside as a guard: of 100 models that are as good, 40 items hold "),
-        (40, 0.5, 0.425, "promote", "It is set aside as a guard: of 100 models that are as good, 40 items hold "),
-        (40, 0.5, 0.35, "hold", "a loss of more than 0.100 was measured, and at most that is allowed."),
-        (40, 0.9, 0.3, "reject", "a loss of at most 0.100 is allowed"),
-        (400, 0.5, 0.5, "promote", "Task t/acc: +0.000 against the champion"),
-        (400, 0.5, 0.4, "hold", "and the bound does not exclude a larger one"),
-        (4, 0.5, 0.75, "promote", "It informs alone: 4 document groups, and 8 are needed."),
-        (1, 1.0, 1.0, "promote", "It informs alone: 1 document groups, and 8 are needed."),
+        (40, 0.5, 0.55, "promote", "no_guard", {"items": 40, "limit": 20.0}),
+        (40, 0.5, 0.425, "promote", "no_guard", {"items": 40, "limit": 20.0}),
+        (40, 0.5, 0.35, "hold", "loss_measured", {"task": "t/acc", "margin": 0.1}),
+        (40, 0.9, 0.3, "reject", "loss_shown", {"task": "t/acc", "margin": 0.1}),
+        (400, 0.5, 0.5, "promote", "no_loss", {"task": "t/acc", "gain": 0.0}),
+        (400, 0.5, 0.4, "hold", "loss_not_excluded", {"task": "t/acc", "margin": 0.1}),
+        (4, 0.5, 0.75, "promote", "only_informs", {"groups": 4, "needed": 8}),
+        (1, 1.0, 1.0, "promote", "only_informs", {"groups": 1, "needed": 8}),
     ],
-)
+)  # fmt: skip
 def test_a_small_task_informs_and_a_large_one_guards(
-    items: int, before: float, after: float, outcome: str, words: str
+    items: int, before: float, after: float, outcome: str, code: str, data: dict[str, Any]
 ) -> None:
     task = of_size(items, before, after)
     verdict = judge(ReleasePolicy(), evidence(), task)
-    assert verdict.outcome == outcome and any(words in reason for reason in verdict.reasons), verdict.reasons
-    assert (outcome == "hold") == (
-        verdict.reasons[0]
-        == "To do: train on ('factory run'), or allow the task a wider margin (as 'factory config set tasks tasks.NAME.margin 0.05')."
-    )
+    assert verdict.outcome == outcome
+    assert any(says(reason, (f"comparing.{code}", data)) for reason in verdict.reasons), verdict.reasons
+    assert (outcome == "hold") == ("tasks.NAME.margin" in verdict.reasons[0])
 
 
-def test_the_size_that_a_task_needs_is_said_and_is_enough() -> None:
-    said = reasons(of_size(40, 0.5, 0.55), 8).facts[0]
-    needed = int(re.findall(r"about (\d+) are needed", said)[0])
+def test_the_size_that_a_task_needs_is_enough() -> None:
+    fact = reasons(of_size(40, 0.5, 0.55), 8).facts[0]
+    needed = the(tree(fact), "comparing.items_needed").data["items"]
     assert set_aside(of_size(needed - 2, 0.5, 0.5), 8) and not set_aside(of_size(needed + 2, 0.5, 0.5), 8)
 
 
@@ -150,26 +150,29 @@ def test_a_model_without_finite_numbers_is_not_recorded(plant: FilledPlant, tmp_
         write_task(plant.workspace, "code", programs(), kind="code", max_tokens=4, samples=2, temperature=1.0),
     ]
     for path in tasks:
-        with pytest.raises(TaskError, match=f"task {path.stem}: the model gives no finite log-probability"):
+        with refused("measuring.failed", TaskError, task=path.stem) as found:
             measure(plant, overflow, load_task(path, POLICY), POLICY)
+        assert found.value.data["problem"].code == (
+            "model.not_finite" if path.stem == "asked" else "model.logits_not_finite"
+        )
     assert recorded(plant) == before
 
 
 def test_what_cannot_be_measured_is_named_and_not_recorded(plant: FilledPlant, candidate: int, tmp_path: Path) -> None:
     before = recorded(plant)
     long = [{**item, "choices": [*item["choices"][:3], "word " * 400], "answer": 0} for item in choice_items()]
-    cases = {
-        "long": (write_task(plant.workspace, "long", long), "longer than the model's context of 256"),
-        "HumanEval": (
-            published.write(plant.workspace.root / "policies" / "tasks" / "HumanEval.jsonl", published.human_eval()),
-            "1024 tokens of an answer leave no room .*: lower max_tokens of the task, in HumanEval.yaml with 'published: humaneval' and "
-            "'items: HumanEval.jsonl'",
-        ),
-        "room": (write_task(plant.workspace, "room", sums(), kind="maths"), "256 tokens of an answer leave no room"),
-    }
-    for path, words in cases.values():
-        with pytest.raises(TaskError, match=words):
-            measure(plant, candidate, load_task(path, POLICY), POLICY)
+    with refused("measuring.failed", TaskError, task="long") as found:
+        measure(plant, candidate, load_task(write_task(plant.workspace, "long", long), POLICY), POLICY)
+    assert says(found.value.message, ("model.long_answer", {"context": 256}))
+    path = published.write(plant.workspace.root / "policies" / "tasks" / "HumanEval.jsonl", published.human_eval())
+    with refused(
+        "measuring.no_room", TaskError, task="HumanEval", published="humaneval", items="HumanEval.jsonl"
+    ) as found:
+        measure(plant, candidate, load_task(path, POLICY), POLICY)
+    assert says(found.value.message, ("model.no_room", {"max_tokens": 1024, "context": 256}))
+    with refused("measuring.failed", TaskError, task="room") as found:
+        measure(plant, candidate, load_task(write_task(plant.workspace, "room", sums(), kind="maths"), POLICY), POLICY)
+    assert says(found.value.message, ("model.no_room", {"max_tokens": 256, "context": 256}))
     task = load_task(write_task(plant.workspace, "asked", choice_items()), POLICY)
     with pytest.raises(InputError, match="no candidate 99"):
         measure(plant, 99, task, POLICY)
@@ -197,7 +200,8 @@ def test_an_exam_that_was_trained_on_is_held(plant: FilledPlant, candidate: int)
     with plant.ledger.begin() as tx:
         record(tx, "ingested", subject)
     assert trained_on(plant, task) == [(0, plant.documents[0].key)]
-    with pytest.raises(TaskError, match=r"1 of 12 items stand in training data .* in document abab"):
+    document = plant.documents[0].key
+    with refused("measuring.contaminated", TaskError, count=1, items=12, record=1, document=document):
         measure(plant, candidate, task, POLICY)
     lenient = TasksPolicy(contaminated_max=0.1)
     number = measure(plant, candidate, task, lenient)
@@ -225,24 +229,25 @@ def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plan
     ledger = plant.workspace.root / "ledger.db"
     spy = f"{{{{ cycler.__init__.__globals__.os.stat('{ledger}') }}}}"
     hostile = write_lm_eval_task(plant.workspace, "spy", items, **{**generated, "doc_to_text": spy})
-    with pytest.raises(TaskError, match=f"lm-eval ended with code 1: FileNotFoundError: .*'{ledger}'"):
+    with refused("measuring.failed", TaskError, task="spy") as found:
         measure(plant, candidate, load_task(hostile, POLICY), POLICY)
+    assert says(found.value.message, ("lm_eval_run.failed", {}))
+    assert re.search(f"FileNotFoundError: .*'{ledger}'", str(found.value))
 
 
 def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: FilledPlant, candidate: int) -> None:
     """As lm-eval counts them."""
     pytest.importorskip("lm_eval")
     without = [{key: value for key, value in item.items() if key != "answer"} for item in choice_items()]
-    with pytest.raises(TaskError, match="un.jsonl, record 1: key 'answer' is missing"):
+    with refused("lm_eval_file.missing_key", TaskError, record=1, key="answer"):
         load_task(write_lm_eval_task(plant.workspace, "un", without), POLICY)
     before = recorded(plant)
     items = choice_items()
     items[7]["answer"] = 4
     task = load_task(write_lm_eval_task(plant.workspace, "un", items), POLICY)
-    with pytest.raises(
-        TaskError, match="task un: lm-eval ended with code 1: document 7 has no answer among its choices: '4'"
-    ):
+    with refused("measuring.failed", TaskError, task="un") as found:
         measure(plant, candidate, task, POLICY)
+    assert says(found.value.message, ("lm_eval_run.failed", {})) and "document 7 has no answer" in str(found.value)
     assert recorded(plant) == before
 
 

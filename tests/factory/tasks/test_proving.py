@@ -18,15 +18,13 @@ from factory.tasks.proving import EVENT, empty_programs, is_proven, prove
 from factory.tasks.task_file import load_task
 from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
+from tests.support.messages import refused, says
 
 POLICY = TasksPolicy()
 
 
-def refusal(plant: FilledPlant, items: list[dict[str, Any]], **keys: Any) -> str:
-    """In words, of a task that is not proven, or not even read."""
-    with pytest.raises(TaskError) as found:
-        prove(plant.ledger, load_task(write_task(plant.workspace, "asked", items, **keys), POLICY), POLICY, SILENT)
-    return str(found.value)
+def prove_task(plant: FilledPlant, items: list[dict[str, Any]], **keys: Any) -> None:
+    prove(plant.ledger, load_task(write_task(plant.workspace, "asked", items, **keys), POLICY), POLICY, SILENT)
 
 
 def test_what_is_right_scores_1_and_what_tells_nothing_scores_chance(plant: FilledPlant) -> None:
@@ -79,7 +77,7 @@ def test_tests_that_test_nothing_are_refused_with_their_item(plant: FilledPlant)
     whole = load_task(write_task(plant.workspace, "asked", programs(), kind="code"), POLICY)
     for tests in TESTS:
         task = replace(whole, items=(whole.items[3].model_copy(update={"tests": tests}),))
-        with pytest.raises(TaskError, match="item 'add3': its tests test nothing: a program that .* passes them"):
+        with refused("proving.empty_program", TaskError, item="add3"):
             prove(plant.ledger, task, POLICY, SILENT)
 
 
@@ -101,22 +99,23 @@ def test_empty_programs_are_programs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "items", "says"),
+    ("keys", "items", "code", "data"),
     [
         ({"format": "letter"}, [{**item, "choices": [item["choices"][item["answer"]], "x", "y"], "answer": 0} for item in choice_items()],
-         "all 12 right choices stand at place 0"),
+         "same_place", {"items": 12, "place": 0}),
         ({}, [{**item, "choices": ["x", item["choices"][item["answer"]]], "answer": 1} for item in choice_items()],
-         "always the longest choice is right in each of 12 items"),
-        ({"kind": "maths"}, [{**item, "answer": 5} for item in sums()], "all 10 items have the answer '5'"),
+         "length_tells", {"rule": "always the longest", "items": 12}),
+        ({"kind": "maths"}, [{**item, "answer": 5} for item in sums()], "same_answer", {"items": 10, "answer": "5"}),
         ({"kind": "maths"}, [{**item, "answer": "no answer" if item["id"] == 4 else 7} for item in sums()],
-         "item '4': the reply 'no answer' is right, which says nothing"),
-        ({"kind": "maths"}, [{**item, "answer": r"\frac{1" if item["id"] == 4 else 7} for item in sums()], "item '4': its own answer is wrong"),
+         "empty_reply", {"item": "4", "reply": "no answer"}),
+        ({"kind": "maths"}, [{**item, "answer": r"\frac{1" if item["id"] == 4 else 7} for item in sums()], "own_answer", {"item": "4"}),
     ],
 )  # fmt: skip
-def test_what_could_not_tell_models_apart_is_refused(
-    plant: FilledPlant, keys: dict[str, Any], items: list[dict[str, Any]], says: str
+def test_a_task_that_cannot_tell_models_apart_is_refused(
+    plant: FilledPlant, keys: dict[str, Any], items: list[dict[str, Any]], code: str, data: dict[str, Any]
 ) -> None:
-    assert says in refusal(plant, items, **keys)
+    with refused(f"proving.{code}", TaskError, **data):
+        prove_task(plant, items, **keys)
 
 
 def copies(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,9 +131,7 @@ def test_an_example_that_is_a_tested_item_is_refused_by_content(plant: FilledPla
     ):
         write_task(plant.workspace, "shown", shown, kind="maths")
         path = write_task(plant.workspace, "asked", sums(), kind="maths", examples="shown.jsonl", shots=3)
-        with pytest.raises(
-            TaskError, match=r"example '.*' asks what the tested item '\d' asks, so the prompts would hold its answer"
-        ):
+        with refused("file_rules.shown_item", TaskError):
             load_task(path, POLICY)
         write_task(plant.workspace, "asked", sums(), kind="maths", examples="shown.jsonl", shots=0)
         assert load_task(path, POLICY).items
@@ -143,7 +140,7 @@ def test_an_example_that_is_a_tested_item_is_refused_by_content(plant: FilledPla
         for n, item in enumerate(choice_items())
     ]
     write_task(plant.workspace, "shown", choices)
-    with pytest.raises(TaskError, match="example 'c0' asks what the tested item 'q0' asks"):
+    with refused("file_rules.shown_item", TaskError, example="c0", item="q0"):
         load_task(write_task(plant.workspace, "asked", choice_items(), examples="shown.jsonl", shots=1), POLICY)
 
 
@@ -155,25 +152,32 @@ def test_a_record_of_lm_eval_that_could_be_shown_to_itself_is_refused(plant: Fil
         "fewshot_split": "train",
     }
     path = write_lm_eval_task(plant.workspace, "asked", items, num_fewshot=2, **split)
-    with pytest.raises(TaskError, match=r"record 1 of train.jsonl is record 4 of asked.jsonl under another id"):
+    with refused(
+        "file_rules.same_record", TaskError, record="record 1 of train.jsonl", other="record 4 of asked.jsonl"
+    ):
         load_task(path, POLICY)
     assert load_task(write_lm_eval_task(plant.workspace, "asked", items, **split), POLICY).records
 
 
 @pytest.mark.parametrize(
-    ("choices", "answers", "says"),
+    ("choices", "answers", "code", "data"),
     [
-        (["one", "two", "three"], [0, "B", 1], "the answer of record 2, 'B', is a letter, and those before it are a place from 0"),
-        (["one", "two", "three"], ["one", "C", "two"], "the answer of record 2, 'C', is a letter, and those before it are the text of a choice"),
-        (["B", "A", "C"], ["A", "B", "C"], "the answer of record 1, 'A', names 'B' as a letter and 'A' as the text of a choice"),
-        (["1", "2", "0"], [1, 0, 2], "the answer of record 1, 1, names '2' as a place from 0 and '1' as the text of a choice"),
+        (["one", "two", "three"], [0, "B", 1], "mixed_answers",
+         {"record": 2, "answer": "B", "way": "a letter", "earlier": "a place from 0"}),
+        (["one", "two", "three"], ["one", "C", "two"], "mixed_answers",
+         {"record": 2, "answer": "C", "way": "a letter", "earlier": "the text of a choice"}),
+        (["B", "A", "C"], ["A", "B", "C"], "ambiguous_answer",
+         {"record": 1, "answer": "A", "choices": ["'B' as a letter", "'A' as the text of a choice"]}),
+        (["1", "2", "0"], [1, 0, 2], "ambiguous_answer",
+         {"record": 1, "answer": 1, "choices": ["'2' as a place from 0", "'1' as the text of a choice"]}),
     ],
 )  # fmt: skip
-def test_answers_of_a_file_are_read_in_one_way(
-    plant: FilledPlant, choices: list[str], answers: list[Any], says: str
+def test_all_answers_of_a_file_are_read_in_the_same_way(
+    plant: FilledPlant, choices: list[str], answers: list[Any], code: str, data: dict[str, Any]
 ) -> None:
     asked = [{"id": n, "question": f"{n}?", "choices": choices, "answer": answers[n % 3]} for n in range(9)]
-    assert says in refusal(plant, asked)
+    with refused(f"file_rules.{code}", TaskError, **data):
+        prove_task(plant, asked)
 
 
 def test_what_reads_one_way_alone_is_taken(plant: FilledPlant) -> None:
@@ -205,5 +209,6 @@ def test_a_task_is_proven_once_before_it_is_first_measured(plant: FilledPlant, e
         write_task(plant.workspace, "once", [{**item, "answer": 5} for item in sums()], kind="maths", max_tokens=8),
         POLICY,
     )
-    with pytest.raises(TaskError, match="task once is not sound: all 10 items have the answer '5'"):
+    with refused("measuring.not_sound", TaskError, task="once") as found:
         measure(plant, candidate, same, POLICY)
+    assert says(found.value.message, ("proving.same_answer", {"items": 10, "answer": "5"}))

@@ -11,6 +11,7 @@ import pytest
 
 from factory.core.workspace import Workspace
 from factory.ingest.held_tasks import hold_task_items
+from factory.ingest.rules.task_folder import SUFFIXES
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.tasks.generation import _prompt as generation_prompt
@@ -22,6 +23,7 @@ from factory.tasks.task_file import VERSIONS, EvalTask, TaskFile, load_named, lo
 from factory.tasks.verifiers import check_maths, check_programs, check_solutions
 from tests.support.factory import published_files as published
 from tests.support.factory.task_files import choice_items, write_task
+from tests.support.messages import refused, says
 
 POLICY = TasksPolicy()
 LIMITS = TaskLimits(code_cpu_seconds=5, code_seconds=60.0, code_printed_kib=64)
@@ -42,12 +44,12 @@ def prompts(task: EvalTask) -> list[str]:
     return [generation_prompt(task.file, item, task) for item in task.items]
 
 
-def refused(path: Path) -> str:
+def error_of(path: Path) -> str:
+    """The message of the error that a task file gives."""
     with pytest.raises(TaskError) as found:
         load_task(path, POLICY)
-    said = str(found.value)
-    assert "\n" not in said
-    return said
+    assert "\n" not in str(found.value)
+    return found.value.message
 
 
 def test_each_file_is_a_task_from_the_moment_it_lies_there(workspace: Workspace) -> None:
@@ -150,22 +152,21 @@ def test_solutions_pass_their_own_tests_and_wrong_programs_fail(
     found = check_programs([(items[0].program(text), items[0].tests) for text in (wrong, empty)], LIMITS)
     assert [one.right for one in found] == [False, False]
     assert any(word in found[0].why for word in ("AssertionError", "NameError")), found[0]
-    with pytest.raises(TaskError, match="its own solution does not pass its tests"):
+    with refused("verifiers.solution_fails", TaskError, item=items[1].key):
         check_solutions([items[1].model_copy(update={"solution": wrong})], LIMITS)
 
 
 def test_libraries_that_programs_do_not_have_are_named(workspace: Workspace) -> None:
     records = published.big_code_bench("['json', 'no_such_library.part', 'nor_this']")
     items = alone(workspace, "BigCodeBench.jsonl", [*records[:2], *published.big_code_bench()[2:]]).items
-    with pytest.raises(
-        TaskError, match="2 of 9 items need libraries that programs here do not have: no_such_library, nor_this"
-    ):
+    with refused("libraries.missing", TaskError, concerned=2, items=9, libraries=["no_such_library", "nor_this"]):
         refuse_missing_libraries(items, LIMITS)
     refuse_missing_libraries(items[2:], LIMITS)
     broken = dropped(
         workspace, "BigCodeBench.jsonl", [*published.big_code_bench(), {**records[0], "task_id": "x", "libs": "json,"}]
     )
-    assert "record 10: libs is no list of names: 'json,'" in refused(broken)
+    assert "'json,'" in error_of(broken)
+    assert says(error_of(broken), ("benchmarks.odd_record", {"record": 10}))
 
 
 def test_examples_of_mmlu_are_of_the_subject_of_the_question(workspace: Workspace) -> None:
@@ -179,7 +180,11 @@ def test_examples_of_mmlu_are_of_the_subject_of_the_question(workspace: Workspac
     assert last.count("(tides)") == 6 and "(harbour_law)" not in last and last.count("Answer:") == 6
     assert last.startswith("The following are multiple choice questions (with answers) about tides.\n\nOn which shelf")
     dropped(workspace, "mmlu_dev.parquet", published.mmlu_table(subjects[:1], 100, 5))
-    assert "mmlu_dev.parquet: 0 examples of tides, 5 are to be shown (shots)" in refused(path)
+    few = (
+        "task_file.few_examples_of_subject",
+        {"file": path.with_name("mmlu_dev.parquet"), "subject": "tides", "count": 0, "shots": 5},
+    )
+    assert says(error_of(path), few)
 
 
 def test_a_yaml_file_changes_what_the_benchmark_says(workspace: Workspace) -> None:
@@ -187,9 +192,8 @@ def test_a_yaml_file_changes_what_the_benchmark_says(workspace: Workspace) -> No
     dropped(workspace, "train.jsonl", published.gsm8k(100))
     found = look_into(task_folder(workspace))
     assert list(found.tasks) == ["gsm8k"]
-    assert found.others == {
-        "train.jsonl": "kept out of training data, but no task: the train split of gsm8k; a YAML file can name it in 'examples'"
-    }
+    assert list(found.others) == ["train.jsonl"]
+    assert says(found.others["train.jsonl"], ("task_file.training_split", {"split": "train", "benchmark": "gsm8k"}))
     path = task_folder(workspace) / "sums.yaml"
     path.write_text("published: gsm8k\nitems: test.jsonl\nexamples: train.jsonl\nshots: 2\nmax_tokens: 64\n")
     task = load_named(workspace, "sums", POLICY)
@@ -198,14 +202,12 @@ def test_a_yaml_file_changes_what_the_benchmark_says(workspace: Workspace) -> No
     assert prompts(task)[0].startswith(f"Question: {first['question']}\nAnswer: {first['answer']}\n\nQuestion: ")
     assert look_into(task_folder(workspace)).others == {}  # both files are named now
     path.write_text("published: gsm8k\nkind: code\nitems: test.jsonl\n")
-    assert "kind code: gsm8k is of kind maths" in refused(path)
+    assert says(error_of(path), ("task_file.other_kind", {"given": "code", "benchmark": "gsm8k", "kind": "maths"}))
     path.write_text("published: gsm8\nitems: test.jsonl\nkind: maths\n")
-    assert "key 'published'" in refused(path)
+    assert "'published'" in error_of(path)
     path.write_text("published: humaneval\nitems: test.jsonl\n")
-    assert (
-        "record 1: it is none of humaneval: canonical_solution, entry_point, prompt, task_id, test is missing"
-        in refused(path)
-    )
+    keys = ["canonical_solution", "entry_point", "prompt", "task_id", "test"]
+    assert says(error_of(path), ("benchmarks.missing_keys", {"benchmark": "humaneval", "keys": keys}))
 
 
 def with_record(records: list[Any], number: int, **changes: Any) -> list[Any]:
@@ -213,29 +215,30 @@ def with_record(records: list[Any], number: int, **changes: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "records", "says"),
+    ("name", "records", "expected"),
     [
-        ("HumanEval.jsonl", published.human_eval()[:1], "1 items, at least 8 are needed (items_min in tasks.yaml)"),
-        ("HumanEval.jsonl", with_record(published.human_eval(), 3, task_id="HumanEval/2"), "id 'HumanEval/2' appears twice, in records 3 and 4"),
-        ("HumanEval.jsonl", with_record(published.human_eval(), 3, test=7), "record 4: key 'test': Input should be a valid string (got '7')"),
-        ("HumanEval.jsonl", [*published.human_eval(), {"task_id": "x"}], "record 10: it is none of humaneval: canonical_solution"),
+        ("HumanEval.jsonl", published.human_eval()[:1], ("task_file.few_items", {"count": 1, "limit": 8})),
+        ("HumanEval.jsonl", with_record(published.human_eval(), 3, task_id="HumanEval/2"),
+         ("items.repeated_id", {"id": "HumanEval/2", "first": 3, "second": 4})),
+        ("HumanEval.jsonl", with_record(published.human_eval(), 3, test=7), ("benchmarks.odd_key", {"key": "test", "given": "7"})),
+        ("HumanEval.jsonl", [*published.human_eval(), {"task_id": "x"}], ("benchmarks.odd_record", {"record": 10})),
         ("mbpp.jsonl", with_record(published.mbpp(), 14, test_list=[]), "record 15: test_list is empty"),
-        ("mbpp.jsonl", with_record(published.mbpp(), 14, test_list=["assert ("]), "its tests are no Python"),
-        ("gsm8k.jsonl", with_record(published.gsm8k(), 3, answer="twelve"), "record 4: its answer has no ####"),
-        ("gsm8k.jsonl", with_record(published.gsm8k(), 3, answer="so #### "), "record 4: it has no answer"),
-        ("math.jsonl", with_record(published.hendrycks_math(), 3, solution="It is 5."), "record 4: its solution has no \\boxed answer"),
+        ("mbpp.jsonl", with_record(published.mbpp(), 14, test_list=["assert ("]), ("items.odd_tests", {})),
+        ("gsm8k.jsonl", with_record(published.gsm8k(), 3, answer="twelve"), "record 4: the answer has no ####"),
+        ("gsm8k.jsonl", with_record(published.gsm8k(), 3, answer="so #### "), ("items.no_answer", {})),
+        ("math.jsonl", with_record(published.hendrycks_math(), 3, solution="It is 5."), "record 4: the solution has no \\boxed"),
         ("mmlu.parquet", with_record(published.mmlu_table(("tides",)), 3, answer=4), "record 4: answer 4 names no choice"),
         ("arc.jsonl", with_record(published.arc_lines(), 3, answerKey="E"), "record 4: answerKey 'E' is not one of the labels 1, 2, 3, 4"),
-        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, label=4), "record 4: label '4' names none of 4 endings"),
-        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, label=""), "record 4: label '' names none of 4 endings"),
-        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, endings=["a", "a", "b", "c"]), "record 4: two of its choices are the same"),
+        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, label=4), "record 4: label '4' is not"),
+        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, label=""), "record 4: label '' is not"),
+        ("hellaswag_val.jsonl", with_record(published.hella_swag(), 3, endings=["a", "a", "b", "c"]), ("items.same_choices", {})),
     ],
 )  # fmt: skip
 def test_a_published_file_that_is_wrong_is_refused_in_one_line(
-    workspace: Workspace, name: str, records: list[Any], says: str
+    workspace: Workspace, name: str, records: list[Any], expected: str | tuple[str, dict[str, Any]]
 ) -> None:
-    said = refused(dropped(workspace, name, records))
-    assert says in said and name in said
+    error = error_of(dropped(workspace, name, records))
+    assert says(error, expected) and name in error, error
 
 
 def test_items_that_a_published_file_has_twice_are_measured_and_count_as_one(workspace: Workspace) -> None:
@@ -249,7 +252,8 @@ def test_items_that_a_published_file_has_twice_are_measured_and_count_as_one(wor
     }  # harmless: letters are scored
     task = alone(workspace, "mmlu.parquet", [*records, records[0], again, double])
     assert len(task.items) == 12 and len({item.cluster for item in task.items}) == 10
-    assert task.notes == ("item '10' asks what '1' does, and 1 more: they count as one",)
+    (note,) = task.notes
+    assert says(note, ("items.repeated_question", {"count": 2, "item": "10", "other": "1"}))
 
 
 def test_math_is_read_from_its_folder_of_numbered_files(workspace: Workspace, ledger: Ledger) -> None:
@@ -270,9 +274,7 @@ def test_math_is_read_from_its_folder_of_numbered_files(workspace: Workspace, le
         0,
     )  # two folders of one content
     (folder / "prealgebra" / "3.json").write_text("[1]")
-    assert (
-        refused(folder / "prealgebra") == f"{folder / 'prealgebra' / '3.json'}: it is list, expected keys with values"
-    )
+    assert error_of(folder / "prealgebra").startswith(str(folder / "prealgebra" / "3.json"))
 
 
 def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> None:
@@ -282,20 +284,15 @@ def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> N
     (inner / "0.json").write_text('{"problem": "1+1?", "solution": "\\\\boxed{2}"}')
     (folder / "empty").mkdir()
     (folder / "MATH.tar").write_bytes(b"")
-    says = {
-        "MATH.tar": "or a published file (.jsonl, .json, .csv, .parquet, .jsonl.gz, .json.gz, .csv.gz; unpack an archive)",
-        "MATH": f"numbered files alone (0.json, 1.json …), a record each, as {inner} has: name that one",
-        "empty": "a record each: name a file in it",
-        "gone.tar": "there is no such file",
+    expected = {
+        "MATH.tar": ("task_file.odd_name", {"file": folder / "MATH.tar"}),
+        "MATH": str(inner),
+        "empty": "0.json",
+        "gone.tar": ("task_file.no_file", {"file": folder / "gone.tar"}),
     }
-    for name, words in says.items():
-        with pytest.raises(TaskError) as found:
-            load_task(folder / name, POLICY)
-        assert (
-            words in str(found.value)
-            and str(found.value).startswith(str(folder / name))
-            and "\n" not in str(found.value)
-        )
+    for name, wanted in expected.items():
+        error = error_of(folder / name)
+        assert says(error, wanted) and error.startswith(str(folder / name)), error
 
 
 def test_no_file_is_ignored_without_a_word(workspace: Workspace) -> None:
@@ -310,15 +307,18 @@ def test_no_file_is_ignored_without_a_word(workspace: Workspace) -> None:
     (folder / "README.md").write_text("About these.")
     found = look_into(folder)
     assert list(found.tasks) == ["HumanEval", "asked", "broken"]
-    assert refused(found.tasks["broken"]).startswith(f"{folder / 'broken.jsonl.gz'}: cannot be unpacked: ")
-    assert found.others == {
-        "MATH.tar": "not read (.jsonl, .json, .csv, .parquet, .jsonl.gz, .json.gz, .csv.gz are), and not kept out of training data",
-        "HumanEval.jsonl.gz": "kept out of training data, but no task: HumanEval.jsonl is task HumanEval already: rename one, or remove it",
-        "below/HumanEval.jsonl": "kept out of training data, but no task: no task file names it",
-        "unknown.jsonl": "kept out of training data, but no task: no published benchmark has its fields (label, prompt); a YAML file with "
-        "'kind' and 'items: unknown.jsonl' makes it one",
+    assert error_of(found.tasks["broken"]).startswith(str(folder / "broken.jsonl.gz"))
+    expected: dict[str, tuple[str, dict[str, Any]]] = {
+        "MATH.tar": ("task_file.not_read", {"suffixes": SUFFIXES}),
+        "HumanEval.jsonl.gz": ("task_file.same_name", {"other": "HumanEval.jsonl", "task": "HumanEval"}),
+        "below/HumanEval.jsonl": ("task_file.not_named", {}),
+        "unknown.jsonl": ("task_file.unknown_fields", {"fields": "label, prompt", "file": "unknown.jsonl"}),
     }
-    assert "no task: no published benchmark has its fields (label, prompt)" in refused(folder / "unknown.jsonl")
+    assert list(found.others) == list(expected)
+    assert [name for name, why in found.others.items() if not says(why, expected[name])] == []
+    kept_out = {name for name, why in found.others.items() if says(why, ("task_file.no_task", {}))}
+    assert kept_out == set(expected) - {"MATH.tar"}
+    assert says(error_of(folder / "unknown.jsonl"), expected["unknown.jsonl"])
 
 
 def test_tasks_that_were_there_before_keep_their_protocol(workspace: Workspace) -> None:

@@ -17,6 +17,7 @@ from factory.tasks.task_file import load_named
 from factory.tasks.tiers import baseline, measure_due, take_baseline
 from tests.support.factory.exports import FilledPlant, measured_alone, save_export, tiny_model, trained
 from tests.support.factory.task_files import choice_items, write_policy, write_task
+from tests.support.messages import says
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,8 @@ def test_dear_tasks_are_measured_only_before_a_promotion_and_each_holds_what_it_
     informed = verdict(plant, better)
     assert informed.outcome in ("promote", "reject")
     assert any(
-        "24 items hold" in reason and "no number is enough for its margin" in reason for reason in informed.reasons
+        says(one, ("comparing.no_guard", {"items": 24})) and says(one, ("comparing.no_size", {}))
+        for one in informed.reasons
     )
 
 
@@ -112,15 +114,12 @@ def test_a_task_that_cannot_be_measured_holds_by_name(plant: FilledPlant, line: 
     path = write_task(plant.workspace, "broken", sources(24)[:1])
     held = verdict(plant, line[1])
     assert held.outcome == "hold"
-    assert held.reasons[:2] == [
-        f"To do: mend task broken ('factory tasks check FILE' looks at it), then 'factory evaluate {line[1]}'; or measure it no more: "
-        "'factory config set tasks tasks.broken.tier never'.",
-        f"Task broken could not be measured: {path.with_suffix('.jsonl')}: 1 items, at least 8 are needed (items_min in tasks.yaml).",
-    ]
+    assert f"'factory evaluate {line[1]}'" in held.reasons[0] and "tasks.broken.tier never" in held.reasons[0]
+    assert held.reasons[1].startswith(f"Task broken could not be measured: {path.with_suffix('.jsonl')} has 1 item")
     path.unlink()
     write_policy(plant.workspace, tasks={"gone": {}})
     held = verdict(plant, line[1])
-    assert held.outcome == "hold" and held.reasons[1].startswith("Task gone: tasks.yaml names it, and there is no ")
+    assert held.outcome == "hold" and "names task gone" in held.reasons[1]
     assert measured(plant) == []
 
 
@@ -138,14 +137,14 @@ def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
     write_task(plant.workspace, "asked", sources(20), format="letter")
     held = verdict(plant, better)
     assert held.outcome == "hold"
-    assert "multiple choice in cloze format, 0 shots → multiple choice in letter format, 0 shots" in held.reasons[1]
+    assert "cloze format, 0 shots → " in held.reasons[1]
     assert "factory tasks run asked --baseline" in held.reasons[0]
     task = load_named(plant.workspace, "asked", policy)
     assert take_baseline(plant, task, policy, "ann")
     promoted = verdict(plant, better)
     assert promoted.outcome == "promote" and any("asked/acc:" in reason for reason in promoted.reasons)
     write_task(plant.workspace, "asked", sources(20), format="letter", prompt="{question} {choices} The answer is")
-    assert "prompt, examples or another key" in verdict(plant, better).reasons[1]
+    assert "or another key of its file" in verdict(plant, better).reasons[1]
     with plant.ledger.begin() as tx:
         tx.execute(sa.text("DELETE FROM events WHERE kind = 'task_baseline'"))
 
