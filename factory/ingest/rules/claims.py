@@ -73,8 +73,8 @@ def strictest(licences: Collection[str], policy: Licences) -> str:
 def conflicts(db: Reads, key: str | None = None) -> list[LicenceConflict]:
     """Every document with differing claims, or only the document with that key."""
     rules = ", ".join(f"'{rule}'" for rule in COPIES)
-    own = [f"d.{name}" for name in ("key", "id", "fate", "token_shard", "supervised_tokens", "license", "shard")]
-    columns = ", ".join([*own, "c.key AS copy", "c.license AS other", "c.shard AS from_shard"])
+    named = [f"d.{name}" for name in ("key", "id", "fate", "token_shard", "supervised_tokens", "license", "shard")]
+    columns = ", ".join([*named, "c.key AS copy", "c.license AS other", "c.shard AS from_shard"])
     other = "AND COALESCE(c.license, '') <> COALESCE(d.license, '')" + (" AND d.key = :key" if key else "")
     # A barred text may be let in later, by a person's word or another policy. The new row is not a copy of the barred row.
     sql = f"""SELECT {columns} FROM documents c JOIN documents d ON d.key = c.matched WHERE c.rule IN ({rules}) {other}
