@@ -115,14 +115,14 @@ def refuse(notes: Notes) -> None:
         if notes.plain and any(name in (*TOOLS, *CALLS, *REASONING, "tool_call_id") for name in named):
             wrong = Message(
                 "shapes.field_not_shown_here",
-                "the chat template of this older workspace cannot show the fields {fields} (a new workspace can). To drop the fields and keep "
+                "the chat template of this older workspace cannot show these fields (a new workspace can): {fields}. To drop the fields and keep "
                 "the text, write 'ignore: [{fields}]' under 'fields' in data.yaml",
                 fields=named,
             )
         else:
             wrong = Message(
                 "shapes.field_not_shown",
-                "the chat template cannot show the fields {fields}. To drop the fields and keep the text, write 'ignore: [{fields}]' under "
+                "the chat template cannot show these fields: {fields}. To drop the fields and keep the text, write 'ignore: [{fields}]' under "
                 "'fields' in data.yaml",
                 fields=named,
             )

@@ -34,6 +34,7 @@ from factory.repairs.token_shards import _hashes_from_backup, rebuild_hashes
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts
 from tests.support.factory.older_ledger import as_schema_5
+from tests.support.messages import refused
 
 Ingest = Callable[..., Any]
 
@@ -113,7 +114,7 @@ def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
     subject = sources(ledger)[0][1]
     harm(hashes_file(workspace.root, subject))
     (workspace.root / INDEX).unlink()
-    with pytest.raises(WorkspaceError, match="compared with it: put it back, or 'factory check --repair'"):
+    with refused("ingest.no_hashes", WorkspaceError):
         ingest(texts(400, 5), "later.jsonl")
     assert CHECKS["hashes"](Plant(workspace, ledger), True).faults
     said = repair_all(workspace, True, SILENT)
@@ -161,7 +162,7 @@ class TestUpgrade:
         assert {row[::2] for row in indexed(upgraded)["held_out n-grams"]} == {row[::2] for row in before}
 
 
-def refused(*_: object) -> None:
+def raise_other_file_system(*_: object) -> None:
     raise OSError(errno.EXDEV, "another file system")
 
 
@@ -269,7 +270,7 @@ class TestMadeAgain:
     ) -> None:
         ingest(texts(0, 40))
         if not links:
-            monkeypatch.setattr("os.link", refused)
+            monkeypatch.setattr("os.link", raise_other_file_system)
         before = indexed(ledger)
         backup, _ = make_backup(Plant(workspace, ledger), tmp_path / "elsewhere")
         ledger.engine.dispose()

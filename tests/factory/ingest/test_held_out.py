@@ -18,6 +18,7 @@ from factory.ingest.rules import split
 from factory.ingest.rules.split import grouping_lines
 from factory.ledger.ledger import Ledger, documents, held_out
 from tests.support.factory.made_up_text import prose, texts, use_policy
+from tests.support.messages import the
 
 Ingest = Callable[..., ShardReport]
 
@@ -98,13 +99,11 @@ def test_a_key_that_makes_one_group_of_a_domain_is_said_with_the_remedy(
     use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
     one = [row | {"domain": "reviews", "source": "shop"} for row in texts(0, 60)]
     report = ingest(one, "one.jsonl")
-    said = describe_shard(report.name, report.state, report.rows, report.counts, None).split("\n")
-    assert [line for line in said if "'MIT'" not in line] == [
-        "  one.jsonl: 60 documents; 44 to train on, 16 held out",
-        "    reviews: 'group: source' makes 1 group of its 60 documents, and none can be held out whole in each half: 16 documents of it are "
-        "held out, which the release gate takes as independent. Bring documents of more groups; or accept it: 'factory data relabel --domain "
-        "reviews --group document'",
-    ]
+    said = describe_shard(report.name, report.state, report.rows, report.counts, None)
+    assert said.data["rows"] == 60 and the(said.data["parts"], "ingest.kept").data == {"train": 44, "held_out": 16}
+    grouped = the(said.data["parts"], "split.single_documents")
+    assert grouped.data == {"domain": "reviews", "kind": "source", "groups": 1, "documents": 60, "parts": 16}
+    assert grouped.endswith("--domain reviews --group document'")
     assert halves(ledger) == {True: 8, False: 8}
     suite = build_suite(ledger, EvalPolicy(), "t")
     assert len(suite.documents) == 8 == len({one.cluster for one in suite.documents})
@@ -120,12 +119,9 @@ def test_a_key_that_makes_one_group_of_a_domain_is_said_with_the_remedy(
 def test_of_too_little_of_one_source_nothing_is_held_out_and_that_is_said(workspace: Workspace, ingest: Ingest) -> None:
     use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
     report = ingest([row | {"domain": "reviews", "source": "shop"} for row in texts(0, 3)], "one.jsonl")
-    said = describe_shard(report.name, report.state, report.rows, report.counts, None).split("\n")[-1]
-    assert (
-        "'group: source' makes 1 group of its 3 documents: 0 are held out in the sealed half and 0 in the dev half"
-        in said
-    )
-    assert said.endswith("or 'factory data relabel --domain reviews --group document'")
+    said = describe_shard(report.name, report.state, report.rows, report.counts, None).data["parts"][-1]
+    assert said.code == "split.empty_half" and said.endswith("--domain reviews --group document'")
+    assert said.data == {"domain": "reviews", "kind": "source", "groups": 1, "documents": 3, "sealed": 0, "dev": 0}
 
 
 GROUPS = {
@@ -181,9 +177,7 @@ def test_of_a_held_out_group_what_cannot_be_held_out_is_not_trained_on(
     assert (counts["held_out"], counts["train"], counts["dropped"]) == (3, 0, {"held_out_group": 3})
     d = documents.c
     why = [row["detail"] for row in ledger.rows(sa.select(d.detail).where(d.rule == "held_out_group").order_by(d.row))]
-    assert "shares words with" in why[0] and why[1].endswith(
-        "of group 'b', which is held out; hold_out_at_most are held out"
-    )
+    assert "shares words with" in why[0] and "'b'" in why[1] and "hold_out_at_most" in why[1]
 
 
 def test_what_a_model_wrote_does_not_count_as_what_came_before(

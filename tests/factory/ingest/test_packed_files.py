@@ -36,6 +36,7 @@ from factory.repairs.lost_ledger import ingest_file
 from factory.repairs.token_shards import rebuild_token_shard
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import prose, texts, use_policy, use_small_vocabulary
+from tests.support.messages import codes, refused, the
 from tests.support.paths import ROOT
 from tests.support.reading.formats import compress, tarred, zipped
 from tests.support.said import Said
@@ -113,9 +114,7 @@ def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Wor
     array = json.dumps(texts(0, 20)).encode()
     put(workspace, array[:-40], "a.json", age=3600)
     said = one_pass(workspace, ledger)
-    assert said.about("a.json: ") and said.about(
-        "QUARANTINED: the JSON array is cut off after 19 whole items; 16 rows before that are ingested"
-    )
+    assert said.about("a.json: ") and said.about("cut off after 19 whole items") and said.about("The 16 rows before")
     assert trained_on(ledger) == exactly(16) and [path.name[17:] for path in workspace.quarantine.iterdir()] == [
         "a.json"
     ]
@@ -127,7 +126,7 @@ def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Wor
 def test_nothing_readable_in_an_archive_is_quarantined_with_the_reason(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, zipped({"a.png": b"x", "b.pdf": b"y"}), "a.zip")
     said = one_pass(workspace, ledger)
-    assert said.about("a.zip: 0 documents; QUARANTINED: nothing in it can be read: not a kind of file")
+    assert said.about("a.zip: 0 documents; QUARANTINED: nothing") and said.about("of a kind that is not read")
     assert len(list(workspace.quarantine.iterdir())) == 1 and not list(workspace.inbox.iterdir())
 
 
@@ -136,12 +135,9 @@ def test_what_an_archive_has_beside_its_documents_is_said(workspace: Workspace, 
     put(workspace, compress(tarred(members), "zst"), "a.tar.zst")
     said = one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(20)
-    (line,) = said.about("left out")
-    assert (
-        "4 left out: 2 not a kind of file that can be ingested (x.png, …)" in line
-        and "archive in an archive" in line
-        and "../up.txt" in line
-    )
+    left = the(said.lines, "ingest.left_out").data
+    assert left["count"] == 4 and "2 of a kind that is not read (x.png, …)" in left["reasons"]
+    assert "archive in an archive" in str(left["reasons"]) and "../up.txt" in str(left["reasons"])
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -175,7 +171,7 @@ def test_a_killed_ingest_of_a_large_file_goes_on_at_its_part(
     assert len(before) == 3  # the third is stored, and not recorded as a part yet
     said = Said()
     reports = ingest_path(Plant(workspace, ledger, said), path, workers=0)
-    assert said.about("large.jsonl: 2 parts of it, 16 rows, are ingested; it goes on from there")
+    assert the(said.lines, "ingest.continues").data == {"pack": "large.jsonl", "parts": 2, "rows": 16}
     after = {row["name"]: row["ingested_at"] for row in ledger.rows(sa.select(shards))}
     assert {name: after[name] for name in before} == before and len(after) == 4
     assert trained_on(ledger) == exactly(30) and [report.rows for report in reports] == [8, 6]
@@ -224,7 +220,7 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     put(workspace, rows(1000, 20), "large.jsonl")
     put(workspace, b"MZ", "a.exe")
     said = one_pass(workspace, ledger)
-    assert said.about("302 small files of the inbox are ingested as one")
+    assert the(said.lines, "ingest.together").data["files"] == 302
     assert sorted(names(ledger)) == ["a.exe", "bad.txt", "inbox#1.jsonl.zst"]
     kept = ledger.rows(sa.select(documents.c.source).where(documents.c.fate.in_(["train", "held_out"])))
     assert {row["source"] for row in kept} == {f"d{n}.txt" for n in range(300)} | {f"s{n}" for n in range(1000, 1020)}
@@ -246,9 +242,9 @@ def test_files_that_spoil_the_many_are_quarantined_and_the_others_taken(
         put(workspace, data, f"f{number:02d}.jsonl")
         (tmp_path / f"g{number:02d}.jsonl").write_bytes(data + b"\n")
     said = one_pass(workspace, ledger)
-    assert said.about("60 small files of the inbox are ingested as one") and said.about(
-        "inbox: 40 left out: 40 unusable, "
-    )
+    assert the(said.lines, "ingest.together").data["files"] == 60
+    left = the(said.lines, "ingest.left_out").data
+    assert (left["pack"], left["count"]) == ("inbox", 40) and left["reasons"][0].startswith("40 unusable, ")
     assert sorted(names(ledger)) == sorted(["inbox#1.jsonl.zst", *(f"f{n:02d}.jsonl" for n in range(60) if n % 3)])
     assert trained_on(ledger) == Counter(f"d{n}" for n in range(0, 60, 3))
     assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
@@ -264,7 +260,7 @@ def test_where_all_of_many_files_are_bad_each_is_quarantined_once(workspace: Wor
     for number in range(40):
         put(workspace, b"garbage %d\n" % number, f"f{number:02d}.jsonl")
     said = one_pass(workspace, ledger)
-    assert len(said.about("small files of the inbox are ingested as one")) == 1
+    assert codes(said.lines).count("ingest.together") == 1
     assert sorted(names(ledger)) == [f"f{n:02d}.jsonl" for n in range(40)]
     assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
 
@@ -288,8 +284,9 @@ def test_one_unreadable_file_ends_no_group_and_none_at_all_is_an_error(
     pack = Pack("docs", [(path.name, path) for path in sorted(tmp_path.glob("*.txt"))])
     (one,) = ingest_pack(Plant(workspace, ledger), pack, workers=0, unread=unread)
     assert one.rows == 5 and unread == {tmp_path / "bad.txt"}
-    with pytest.raises(InputError, match="nothing in it can be read: encoded as UTF-16"):
+    with refused("ingest.pack", InputError, pack="bad") as caught:
         ingest_pack(Plant(workspace, ledger), Pack("bad", [("bad.txt", tmp_path / "bad.txt")]), workers=0)
+    assert caught.value.data["why"].data["why"].data == {"encoding": "UTF-16"}
 
 
 # -- erasure and repair ------------------------------------------------------------------------------------------------
@@ -300,7 +297,7 @@ def test_erasing_reaches_what_the_shard_was_made_of(workspace: Workspace, ledger
     (one,) = ledger.rows(sa.select(documents.c.id, documents.c.key).where(documents.c.fate == "train").limit(1))
     remove(ledger, look(ledger, Selection("key", (one["key"],)), True), "ann", "law", erase=True)
     said = finish_removals(Plant(workspace, ledger))
-    assert any("a.zip, of which the shard was made, is deleted too" in line for line in said)
+    assert the(said, "ingest.original_deleted").data["file"] == "a.zip"
     assert not list((workspace.root / "shards" / "originals").iterdir())
     (raw,) = (workspace.root / "shards" / "raw").iterdir()
     limits = DataPolicy.load(workspace.policy("data.yaml")).limits
@@ -318,6 +315,5 @@ def test_an_original_of_ones_own_is_named_before_an_erasure(
     (tmp_path / "a.csv").write_bytes(csv_of(0, 20))
     ingest_path(Plant(workspace, ledger), tmp_path / "a.csv", workers=0)
     keys = tuple(row["key"] for row in ledger.rows(sa.select(documents.c.key)))
-    assert f"{tmp_path / 'a.csv'} is yours and lies outside the workspace: take them out there yourself" in warnings(
-        Plant(workspace, ledger), Selection("key", keys)
-    )
+    said = warnings(Plant(workspace, ledger), Selection("key", keys))
+    assert the(said, "erasing.outside").data["path"] == str(tmp_path / "a.csv")

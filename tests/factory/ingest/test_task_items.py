@@ -67,16 +67,14 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
     ]
     ingest_shard(Plant(workspace, ledger), write_shard([*texts(0, 60), *leaks], "shard.jsonl"), workers=0)
     found = fates(ledger)
-    assert ["characters cut out" in str(found[f"leak-{number}"]["detail"]) for number in (500, 501, 506, 505)] == [
+    assert ["cut out" in str(found[f"leak-{number}"]["detail"]) for number in (500, 501, 506, 505)] == [
         True,
         True,
         True,
         False,
     ]
     assert str(found["leak-500"]["matched"]).endswith(":4") and str(found["leak-506"]["matched"]).endswith(":1")
-    assert "MATH.tar in policies/tasks, which is not read nor kept out of training data" in {
-        one["what"] for one in waiting(workspace, ledger)
-    }
+    assert any("MATH.tar in policies/tasks" in one["what"] for one in waiting(workspace, ledger))
 
 
 def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(

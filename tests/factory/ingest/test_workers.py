@@ -28,6 +28,7 @@ from factory.retrying.tries import retry
 from factory.status.waiting import waiting
 from tests.support.factory.inbox import exactly, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
+from tests.support.messages import refused, the
 from tests.support.said import Said
 
 
@@ -78,7 +79,7 @@ def test_workers_that_hang_are_killed(tmp_path: Path) -> None:
         stopped = workers()
         for worker in stopped:
             os.kill(worker.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerDiedError, match="hung: no chunk for .* was timed|hung: no chunk for .* is usual"):
+        with refused("ingest.workers_hung", WorkerDiedError):
             list(results)
     assert stopped and not [worker for worker in stopped if worker.is_running()]
 
@@ -117,9 +118,9 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
     path, said = put(workspace, rows(0, 20)), Said()
     with killer():
         take(Plant(workspace, ledger, said), path)
-        assert said.about(
-            "was killed, most likely because memory ran out; nothing was stored; it is tried again in 10 min, with one worker (try 2 of 3)"
-        )
+        why = the([the(said.lines, "ingest.stays").data["why"]], "ingest.worker_died_again").data
+        assert why["why"].code == "ingest.worker_killed"
+        assert (why["wait"], why["number"], why["tries"]) == ("10 min", 2, 3)
         assert held(ledger)["a.jsonl"]["deaths"] == 1 and not list(arrived(Plant(workspace, ledger))), "it rests"
         policy.write_text("first_wait_seconds: 0.001\n")
         for _ in range(2):
@@ -127,9 +128,8 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
             assert list(arrived(Plant(workspace, ledger))) == [path]
             take(Plant(workspace, ledger, said), path)
     time.sleep(0.01)
-    assert said.about("that was try 3: free some memory and run 'factory retry'") and not list(
-        arrived(Plant(workspace, ledger))
-    )
+    last = the([said.lines[-1].data["why"]], "ingest.worker_died_last")  # type: ignore[attr-defined]
+    assert last.data["tries"] == 3 and not list(arrived(Plant(workspace, ledger)))
     (told,) = [one for one in waiting(workspace, ledger) if "a.jsonl" in str(one)]
     assert "factory retry" in str(told)
     assert path.exists() and not trained_on(ledger)
