@@ -37,6 +37,7 @@ from factory.show.pages.provenance import of_document
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here
+from tests.support.messages import refused, the
 from trainer.contract.data.token_shard import TokenShard
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
@@ -99,7 +100,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     exact = of_document(ledger, keys[0])[0]["seen"]
     erase(ledger, keys)
     (said,) = finish_removals(Plant(workspace, ledger))
-    assert said == "removal 1: the text of 3 rows is erased" and removals(ledger)[0].state == "erased"
+    assert the([said], "erasing.done").data == {"removal": 1, "rows": 3} and removals(ledger)[0].state == "erased"
 
     left = readable(workspace, ledger)
     assert not any(text_of(row) in left for row in gone)
@@ -116,7 +117,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     number = plan_trunk(Plant(workspace, ledger), 5)
     run_segment(Plant(workspace, ledger), number)  # its cursors count in the shard that was replaced
     assert SegmentRow.get(ledger, number).state == "done"
-    with pytest.raises(InputError, match="removal 1 erases its text: it cannot be put back"):
+    with refused("data.erased", InputError, number=1):
         undo(ledger, 1, "ann")
 
     copy = workspace.inbox / "copy.jsonl"
@@ -234,11 +235,11 @@ def test_a_planned_segment_is_waited_for(copied: Copy) -> None:
     before = raw_lines(workspace)
     run = partial(command_here, home=workspace)
     done = run("data", "remove", "--document", chosen(ledger)[0], "--erase", "--yes")
-    assert "no longer reproducible: segments 1, 2, 3, 4" in done.stdout, done.output
-    assert f"its text is erased once segment {number}, which reads it, is done" in done.stdout
-    assert raw_lines(workspace) == before and "text of 1 is still to be erased" in run("status").stdout
+    assert "segments 1, 2, 3, 4 can no longer" in done.stdout, done.output
+    assert f"segment {number} still reads the text" in done.stdout
+    assert raw_lines(workspace) == before and "still to be erased" in run("status").stdout
     run_segment(Plant(workspace, ledger), number)
-    assert finish_removals(Plant(workspace, ledger)) == ["removal 1: the text of 1 rows is erased"]
+    assert the(finish_removals(Plant(workspace, ledger)), "erasing.done").data == {"removal": 1, "rows": 1}
 
 
 ROWS = [{"id": str(n), "text": f"the text number {n}"} for n in range(7)]

@@ -14,8 +14,10 @@ from factory.data.exposure import Exposure, UnknownExposureError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import plan_of
+from tests.support.messages import refused
 from trainer.contract.data.data_order import DataOrder, document_keys
 from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.errors import TokenShardError
 from trainer.contract.recipe import Recipe
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
@@ -90,7 +92,7 @@ def test_a_checkpoint_that_lies_is_refused_not_obeyed(copied: Copy) -> None:
         for cursor in state["sampler"]["streams"].values():
             cursor[2] = 10**300
         path.write_text(json.dumps(state))
-    with pytest.raises(UnknownExposureError, match="the data order of segment 1 cannot be worked out"):
+    with refused("data.order_unknown", UnknownExposureError, segment=1):
         Exposure(ledger, every).of(row)
 
 
@@ -98,5 +100,6 @@ def test_a_token_shard_that_is_gone_is_said(copied: Copy) -> None:
     workspace, ledger = copied()
     every = every_document(ledger)
     shutil.rmtree(workspace.shards / next(iter(every.values())))
-    with pytest.raises(UnknownExposureError, match="is not a token shard"):
+    with refused("data.order_unknown", UnknownExposureError, segment=2) as caught:
         Exposure(ledger, every).of(SegmentRow.get(ledger, 2))
+    assert isinstance(caught.value.data["error"], TokenShardError)

@@ -126,7 +126,7 @@ def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Wor
 def test_nothing_readable_in_an_archive_is_quarantined_with_the_reason(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, zipped({"a.png": b"x", "b.pdf": b"y"}), "a.zip")
     said = one_pass(workspace, ledger)
-    assert said.about("a.zip: 0 documents; QUARANTINED: nothing") and said.about("of a kind that is not read")
+    assert said.about("a.zip: 0 documents; QUARANTINED:") and said.about("of a kind that is not read")
     assert len(list(workspace.quarantine.iterdir())) == 1 and not list(workspace.inbox.iterdir())
 
 
@@ -136,7 +136,7 @@ def test_what_an_archive_has_beside_its_documents_is_said(workspace: Workspace, 
     said = one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(20)
     left = the(said.lines, "ingest.left_out").data
-    assert left["count"] == 4 and "2 of a kind that is not read (x.png, …)" in left["reasons"]
+    assert left["count"] == 4 and left["reasons"][0].endswith("not read (x.png, …)")
     assert "archive in an archive" in str(left["reasons"]) and "../up.txt" in str(left["reasons"])
 
 

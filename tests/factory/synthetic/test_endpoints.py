@@ -18,6 +18,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.synthetic.generating import Generated, GenerationRequest, generate
 from factory.synthetic.writers import WriterError
+from tests.support.messages import refused
 
 GOOD = {"choices": [{"text": " flows to the sea.", "finish_reason": "stop"}]}
 NEVER = "a byte now and then"
@@ -92,10 +93,10 @@ def test_what_never_ends_is_cut_off_and_the_rest_is_kept(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     started = time.monotonic()
-    with pytest.raises(
-        WriterError, match=r"no whole answer within 1 s .*; 1 of 2 answers are kept: the same command goes on"
-    ):
+    with refused("synthetic.interrupted", WriterError, kept=1, count=2) as caught:
         asked(workspace, ledger, server, tmp_path, one=[(200, GOOD)], two=[(200, NEVER)])
+    slow = caught.value.data["why"].data["why"]
+    assert (slow.code, slow.data["seconds"]) == ("synthetic.slow_answer", 1)
     assert time.monotonic() - started < 120  # of hours: the bytes never end
     made = asked(workspace, ledger, server, tmp_path, one=[(500, {})], two=[(200, GOOD)])
     assert made.documents == 2 and made.ends == {"stop": 2}
@@ -110,8 +111,10 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again(
         assert asked(workspace, ledger, server, tmp_path, one=[body, (200, GOOD)]).documents == 1
         for path in (workspace.root / "generated").glob("*.jsonl"):
             path.unlink()
-    with pytest.raises(WriterError, match="cannot be read .KeyError.: out of credits .tried 2 times"):
+    with refused("synthetic.gave_up", WriterError, attempts=2) as caught:
         asked(workspace, ledger, server, tmp_path, one=[(200, said)])
+    why = caught.value.data["why"]
+    assert (why.code, why.data) == ("synthetic.unreadable_answer", {"kind": "KeyError", "answer": "out of credits"})
 
 
 def test_what_says_nothing_is_left_out_and_half_a_character_is_no_text(
@@ -125,5 +128,7 @@ def test_what_says_nothing_is_left_out_and_half_a_character_is_no_text(
 
 
 def test_a_redirect_says_what_to_do(workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path) -> None:
-    with pytest.raises(WriterError, match="status 302: .*name that one with --endpoint"):
+    with refused("synthetic.refused", WriterError) as caught:
         asked(workspace, ledger, server, tmp_path, one=[(302, b"")])
+    assert caught.value.data["why"].data["status"] == 302
+    assert caught.value.data["advice"].data["advice"].code == "synthetic.redirected"

@@ -27,6 +27,7 @@ from factory.synthetic.generating import LOCK, AnswerJournal, Generated, Generat
 from factory.synthetic.openings import openings
 from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import Running, command_here
+from tests.support.messages import refused
 from tests.support.serving.served import add_release, serving
 
 Copy = Callable[..., tuple[Workspace, Ledger]]
@@ -164,7 +165,7 @@ def test_a_finished_shard_is_ingested_from_the_inbox_and_measures_nothing(copied
     assert len(rows) == written and not any(row["releasable"] for row in rows)
     assert sum(row["fate"] == "train" for row in rows) > 20
     assert ledger.read("SELECT COUNT(*) AS n FROM held_out")[0]["n"] == before
-    assert "it was ingested before" in command_here("generate", *words, home=workspace).stdout
+    assert "was ingested before" in command_here("generate", *words, home=workspace).stdout
     assert list(workspace.inbox.iterdir()) == []
     found = json.loads(command_here("provenance", "--document", rows[0]["id"], "--json", home=workspace).stdout)
     assert found[0]["synthetic_by"].startswith("release 1 (weights ")
@@ -204,8 +205,9 @@ def test_a_run_is_not_gone_on_with_by_other_weights(copied: Copy) -> None:
         "export_sha256": "0" * 64,
     }  # withdrawn, and its number given again
     (run / "plan.json").write_text(json.dumps(begun))
-    with pytest.raises(InputError, match="begun by release 1 .weights 0000000000000000., .* delete it to begin again"):
+    with refused("synthetic.broken_run", InputError, folder=run) as caught:
         generate(Plant(workspace, ledger), SMALL)
+    assert "release 1 (weights 0000000000000000)" in str(caught.value.data["error"])
 
 
 def generate_without_engine(workspace: Workspace, ledger: Ledger, request: GenerationRequest) -> Generated:
@@ -235,7 +237,7 @@ def test_killed_after_its_last_step_it_is_done(copied: Copy) -> None:
         generate_without_engine(workspace, ledger, SMALL)
     assert plan(Plant(workspace, ledger), SMALL).began and list(folder.glob(".*")) == [run]
     (run / "plan.json").write_text("{")
-    with pytest.raises(InputError, match="delete it to begin again"):
+    with refused("synthetic.broken_run", InputError, folder=run):
         generate(Plant(workspace, ledger), SMALL)
 
 
@@ -279,7 +281,7 @@ def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, t
     licences = lambda request: [p.license for p in plan(Plant(workspace, ledger), request).prompts]
     assert licences(GenerationRequest(prompts=path)) == ["MIT", None]
     assert licences(GenerationRequest(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
-    with pytest.raises(InputError, match="does not allow training"):
+    with refused("synthetic.licence", InputError, licence="proprietary"):
         plan(Plant(workspace, ledger), GenerationRequest(licence="proprietary"))
 
 
@@ -301,14 +303,19 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
             await here.until(1)
             url = f"{here.client.base_url}/v1"
             request = GenerationRequest(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
-            with pytest.raises(WriterError, match="401.*OPENAI_API_KEY"):
+            with refused("synthetic.refused", WriterError) as caught:
                 await asyncio.to_thread(generate, Plant(workspace, ledger), request)
+            assert caught.value.data["why"].data["status"] == 401
+            assert caught.value.data["advice"].data["advice"].code == "synthetic.no_key"
             monkeypatch.setenv("OPENAI_API_KEY", "sesame")
             texts = tmp_path / "texts.jsonl"  # all are asked at once, and what is said of a chat has no advice
             texts.write_text(json.dumps(prompts[0]) + "\n")
             unknown = GenerationRequest(endpoint=url, model="gpt", prompts=texts)
-            with pytest.raises(WriterError, match="404.*there is no model 'gpt'.*answer chats alone"):
+            with refused("synthetic.refused", WriterError) as caught:
                 await asyncio.to_thread(generate, Plant(workspace, ledger), unknown)
+            why = caught.value.data["why"].data
+            assert why["status"] == 404 and "'gpt'" in why["answer"]
+            assert caught.value.data["advice"].data["advice"].code == "synthetic.chats_only"
             return await asyncio.to_thread(generate, Plant(workspace, ledger), request)
 
     made = asyncio.run(scene())
@@ -359,11 +366,10 @@ def test_without_a_release_there_is_nobody_to_write(workspace: Workspace, ledger
     path = tmp_path / "prompts.txt"
     path.write_text("One\n")
     done = command_here("generate", "--prompts", str(path), home=workspace)
-    assert isinstance(done.exception, InputError) and "nothing is released yet" in str(done.exception)
+    assert isinstance(done.exception, InputError) and done.exception.code == "synthetic.no_release"
     words = ["--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--prompts", str(path), "--dry-run"]
-    assert "m at http://127.0.0.1:1/v1 would write 1 documents from 1 prompts" in (
-        command_here("generate", *words, home=workspace).stdout
-    )
+    shown = command_here("generate", *words, home=workspace).stdout
+    assert "m at http://127.0.0.1:1/v1" in shown and "1 documents from 1 prompts" in shown
 
 
 def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:

@@ -271,7 +271,8 @@ def test_math_is_read_from_its_folder_of_numbered_files(workspace: Workspace, le
     )  # two folders of one content
     (folder / "prealgebra" / "3.json").write_text("[1]")
     assert (
-        refused(folder / "prealgebra") == f"{folder / 'prealgebra' / '3.json'}: it is list, expected keys with values"
+        refused(folder / "prealgebra")
+        == f"{folder / 'prealgebra' / '3.json'} holds list; an object of keys and values is expected"
     )
 
 
@@ -284,8 +285,8 @@ def test_an_archive_or_another_folder_says_what_to_do(workspace: Workspace) -> N
     (folder / "MATH.tar").write_bytes(b"")
     says = {
         "MATH.tar": "or a published file (.jsonl, .json, .csv, .parquet, .jsonl.gz, .json.gz, .csv.gz; unpack an archive)",
-        "MATH": f"numbered files alone (0.json, 1.json …), a record each, as {inner} has: name that one",
-        "empty": "a record each: name a file in it",
+        "MATH": f"but {inner} has: name {inner}",
+        "empty": "name a file in the folder",
         "gone.tar": "there is no such file",
     }
     for name, words in says.items():
