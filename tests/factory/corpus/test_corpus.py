@@ -102,7 +102,7 @@ def test_pages_keep_every_line() -> None:
     assert "\n".join(paginate(parts)).split() == text.split()
 
 
-def test_each_badness_of_the_bad_shard_meets_its_rule(
+def test_each_bad_row_of_the_bad_shard_is_dropped_by_its_rule(
     library: Path, workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = (code_root() / "policies" / "data.yaml").read_text().replace("share: 0.03", "share: 0.2")

@@ -1,4 +1,4 @@
-"""The text of removed documents is gone from every file, and all else goes on: order, repairs, the refusal of copies."""
+"""An erasure removes the text from every file; the data order, repairs and the refusal of copies still work."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def raw_lines(workspace: Workspace) -> dict[str, list[bytes]]:
 
 
 def readable(workspace: Workspace, ledger: Ledger) -> str:
-    """All text that the workspace's shards and held-out documents still hold."""
+    """All text that is left in the workspace's shards and held-out documents."""
     tokenizer = Tokenizer.load(workspace.tokenizer)
     folders = [path.parent for path in workspace.shards.glob("*/manifest.json")]
     shards = [tokenizer.decode(np.asarray(TokenShard(folder).tokens).tolist()) for folder in folders]
@@ -74,7 +74,7 @@ def readable(workspace: Workspace, ledger: Ledger) -> str:
 
 
 def state(workspace: Workspace, ledger: Ledger) -> Any:
-    """What an erasure leaves, without names that are drawn and times."""
+    """The state after an erasure, without random names and times."""
     shards = sorted(
         (path.parent.name, path.parent.joinpath("tokens.bin").read_bytes())
         for path in workspace.shards.glob("*/manifest.json")
@@ -131,7 +131,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     assert not whole.exists() and raw_lines(workspace)[name] == after[name], "the old file does not bring the text back"
 
 
-def test_what_is_left_can_be_handed_on_in_a_bundle(copied: Copy) -> None:
+def test_the_remaining_data_can_be_put_into_a_bundle(copied: Copy) -> None:
     workspace, ledger = copied()
     names = {row["license"] for row in ledger.read("SELECT license FROM documents WHERE license IS NOT NULL")}
     rules = Licences(
@@ -167,13 +167,15 @@ def test_a_token_shard_with_erased_documents_is_made_again(copied: Copy) -> None
 
 
 class Killed(BaseException):
-    """As a kill: nothing catches it."""
+    """Stands for a kill: no code catches it."""
 
 
 @pytest.mark.parametrize(
     "at", ["rewrite_without", "write_token_shard", "put_in_place", "remove", "make_backup", "record 1", "record 2"]
 )
-def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_kill_anywhere_the_next_pass_gives_the_same_result(
+    copied: Copy, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workspace, ledger = copied()
     keys = chosen(ledger)
     erase(ledger, keys)
@@ -202,7 +204,7 @@ def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeyp
 
 
 def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What took a token shard's place at the first time holds what is erased at the second."""
+    """The token shard that replaced another in the first erasure has the text of the second erasure."""
     workspace, ledger = copied()
     keys = chosen(ledger)
     before, shard = raw_lines(workspace), keys[0].partition(":")[0]
@@ -229,7 +231,7 @@ def _die(*_: Any) -> None:
     raise Killed
 
 
-def test_a_planned_segment_is_waited_for(copied: Copy) -> None:
+def test_an_erasure_waits_for_a_planned_segment_that_reads_the_text(copied: Copy) -> None:
     workspace, ledger = copied()
     number = plan_trunk(Plant(workspace, ledger), 5)
     before = raw_lines(workspace)

@@ -70,14 +70,14 @@ def halves(ledger: Ledger) -> dict[str, bool]:
 
 
 def as_one_group(ledger: Ledger, sealed: bool) -> None:
-    """As an older factory left it: every document of one source, in one half."""
+    """Make the ledger as an older factory left it: every document is of one source and in one half."""
     with ledger.begin() as tx:
         tx.execute(documents.update().values(group_key="reviews"))
         tx.execute(held_out.update().values(group_key="reviews", sealed=sealed))
 
 
 def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace, Ledger]) -> None:
-    """Where nothing has read them; before, no document of the sealed half is there beside 16 that are held out."""
+    """Nothing has read the 16 held-out documents, all of which are in the dev half before the relabel."""
     ledger = plant[1]
     ingest(plant, reviews(0, 80), "a.jsonl")
     as_one_group(ledger, sealed=False)
@@ -100,7 +100,7 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
 
 
 def read(ledger: Ledger, at: float | None = None) -> None:
-    """An agent worked: what is held out may have been read. ``at``: what the clock said."""
+    """Record an agent's run, which may have read the held-out documents. ``at``: the time of the record."""
     values = {
         "agent": "a",
         "asked": "",
@@ -115,7 +115,7 @@ def read(ledger: Ledger, at: float | None = None) -> None:
 
 
 @pytest.mark.parametrize(("sealed", "at"), [(True, 1e11), (False, 1.0)])  # whatever the clock says
-def test_what_was_read_keeps_its_half_and_the_rest_is_dealt_to_the_other(
+def test_a_document_that_was_read_keeps_its_half_and_the_others_fill_the_other_half(
     plant: tuple[Workspace, Ledger], sealed: bool, at: float | None
 ) -> None:
     ledger = plant[1]
@@ -142,8 +142,8 @@ def test_documents_that_become_one_group_are_of_one_half_and_never_sealed_where_
     assert {row["group_key"] for row in ledger.rows(sa.select(held_out.c.group_key))} == {"shop"}
 
 
-def test_a_group_of_which_something_was_trained_on_is_not_held_out_whole(plant: tuple[Workspace, Ledger]) -> None:
-    """Held-out documents stay groups of their own in their halves, and what comes of it later is trained on."""
+def test_a_group_with_a_training_document_is_not_held_out_as_a_whole(plant: tuple[Workspace, Ledger]) -> None:
+    """Held-out documents stay groups of their own in their halves; later documents of the group are trained on."""
     workspace, ledger = plant
     ingest(plant, reviews(0, 40), "a.jsonl")
     before = halves(ledger)
@@ -183,7 +183,7 @@ def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Led
     assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
 
 
-def test_a_file_is_named_as_it_came_whatever_shards_were_made_of_it(plant: tuple[Workspace, Ledger]) -> None:
+def test_a_filter_takes_the_name_of_the_file_or_of_its_shards(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     use_policy(workspace, POLICY + "limits: {max_rows: 30}\n")
     (workspace.root / "a.json").write_text(json.dumps(reviews(0, 60)))
@@ -204,7 +204,7 @@ def test_a_file_is_named_as_it_came_whatever_shards_were_made_of_it(plant: tuple
 
 
 def test_another_source_gives_its_name_to_groups_that_are_named_within_it(plant: tuple[Workspace, Ledger]) -> None:
-    """So that what comes of a held-out conversation under the right source is held out too, and never trained on."""
+    """Later documents of a held-out conversation come under the right source: they are held out too, and never trained on."""
     workspace, ledger = plant
     use_policy(workspace, POLICY + "domains: {default: {group: conversation}}\n")
     ingest(plant, [row | {"conversation_id": f"c{n % 40}"} for n, row in enumerate(reviews(0, 80))], "a.jsonl")
@@ -218,7 +218,7 @@ def test_another_source_gives_its_name_to_groups_that_are_named_within_it(plant:
     assert ingest(plant, more, "b.jsonl").counts["held_out"] == 16
 
 
-def test_a_name_that_no_row_may_have(plant: tuple[Workspace, Ledger]) -> None:
+def test_an_impossible_or_removed_name_is_refused(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     ingest(plant, [row | {"source": "gone"} for row in reviews(0, 6)], "a.jsonl")
     ingest(plant, reviews(10, 6, license="CC-BY-NC-4.0"), "b.jsonl")
@@ -269,7 +269,7 @@ def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
 def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_replayed_as_they_were(
     copied: Copy,
 ) -> None:
-    """Of documents that the trunk has seen: it goes on from its checkpoint."""
+    """The trunk has seen the documents; it continues from its checkpoint."""
     workspace, ledger = copied()
     trained = ledger.read(
         "SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL AND domain = 'docs' ORDER BY key"
@@ -355,23 +355,25 @@ def weights(recipe: str) -> str:
     return yaml.safe_dump(raw | {"mixture": raw["mixture"] | {"weights": {"docs": 1.0}}})
 
 
-def test_what_cannot_be_is_one_line(plant: tuple[Workspace, Ledger]) -> None:
+def test_an_impossible_relabel_is_an_error_of_one_line(plant: tuple[Workspace, Ledger]) -> None:
     ingest(plant, reviews(0, 6), "a.jsonl")
-    for words, message in (
-        ("--to-domain law", "say which documents: --domain, --source"),
-        ("--domain reviews", "say what changes: --to-domain, --to-source"),
-        ("--domain review --group none", "no document has domain 'review'; did you mean 'reviews'?"),
-        ("--shard b.jsonl --group none", "no document has shard 'b.jsonl'"),
-        ("--source revew --group none", "no document has source 'revew'"),
-        ("--domain reviews --license none --to-domain All", "'All' is no name of a domain"),
-        ("--domain reviews --group host", "--group 'host' is no kind of group"),
+    for words, code, name in (
+        ("--to-domain law", "data.no_filter", None),
+        ("--domain reviews", "data.no_change", None),
+        ("--domain review --group none", "data.no_document_has", "review"),
+        ("--shard b.jsonl --group none", "data.no_document_has", "b.jsonl"),
+        ("--source revew --group none", "data.no_document_has", "revew"),
+        ("--domain reviews --license none --to-domain All", "data.no_match", None),
     ):
         done = command_here("data", "relabel", *words.split(), "--yes", home=plant[0])
-        assert isinstance(done.exception, InputError) and message in str(done.exception)
+        assert isinstance(done.exception, InputError) and "\n" not in str(done.exception)
+        assert (done.exception.code, done.exception.data.get("name")) == (code, name)
+    done = command_here("data", "relabel", "--domain", "reviews", "--group", "host", "--yes", home=plant[0])
+    assert isinstance(done.exception, InputError) and "--group 'host'" in str(done.exception)
     assert plant[1].rows(sa.select(relabels)) == []
 
 
-def test_the_command_asks_or_is_told_and_waits_for_no_daemon(plant: tuple[Workspace, Ledger]) -> None:
+def test_the_command_needs_a_confirmation_and_a_stopped_daemon(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     ingest(plant, reviews(0, 30), "a.jsonl")
     as_one_group(ledger, sealed=True)

@@ -1,4 +1,4 @@
-"""Documents are taken out: plans, marks, copies, held-out ones, what it costs, and back."""
+"""Removals: plans, marks of releases, copies, held-out documents, the cost, and the undo."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
         undo(ledger, 7, "ann")
 
 
-def test_quarantine_and_provenance_tell_the_same_of_releases(copied: Copy) -> None:
-    """Of a document that release 1 was trained on, and of one that its data plan holds, and no step has drawn."""
+def test_quarantine_and_provenance_agree_about_releases(copied: Copy) -> None:
+    """One document was trained on by release 1; the other is in its data plan, but no step has drawn it."""
     _, ledger = copied()
     drawn = trained_once(ledger)
     rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' AND supervised_tokens > 0 ORDER BY key")
@@ -106,8 +106,8 @@ def test_quarantine_and_provenance_tell_the_same_of_releases(copied: Copy) -> No
     assert (mark["release"], mark["count"]) == (1, 1) and "quarantined later" in mark_in_words(mark)
 
 
-def test_an_id_of_several_documents_takes_out_none(copied: Copy) -> None:
-    """And copies of one text, which came under one id, are one document."""
+def test_an_ambiguous_id_takes_out_no_document(copied: Copy) -> None:
+    """Copies of one text with the same id count as one document."""
     workspace, ledger = copied()
     rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[:4]
     first, second, copy, other = (row["key"] for row in rows)
@@ -129,7 +129,7 @@ def test_an_id_of_several_documents_takes_out_none(copied: Copy) -> None:
     assert by_name(ledger, ["4"], fates_of(False)).names == (other,)
 
 
-def test_what_was_taken_out_comes_back_as_it_was(copied: Copy) -> None:
+def test_an_undo_restores_the_removed_documents(copied: Copy) -> None:
     workspace, ledger = copied()
     before = fates(ledger)
     licences = tokens_by_licence(ledger, 3)
@@ -149,7 +149,7 @@ def test_what_was_taken_out_comes_back_as_it_was(copied: Copy) -> None:
     assert fates(ledger) == before
 
 
-def test_held_out_documents_are_measured_no_more(copied: Copy) -> None:
+def test_removed_held_out_documents_are_no_longer_measured(copied: Copy) -> None:
     _, ledger = copied()
     suite = build_suite(ledger, EvalPolicy(), "t")
     gone = suite.documents[0]
@@ -202,7 +202,7 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     assert report.counts["train"] == 1
 
 
-def test_a_new_shard_all_of_which_was_taken_out_joins_no_plan(copied: Copy) -> None:
+def test_a_new_shard_whose_documents_are_all_removed_joins_no_plan(copied: Copy) -> None:
     workspace, ledger = copied()
     fresh = [{"text": " ".join(f"w{n}x{i}" for i in range(60)), "domain": "docs", "source": "new"} for n in range(4)]
     report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, fresh))
@@ -278,7 +278,7 @@ def test_the_commands(copied: Copy) -> None:
     assert "1 document is back" in run("data", "undo", "1").stdout
 
 
-def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledger: Ledger) -> None:
+def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, ledger: Ledger) -> None:
     add_shard(ledger)
     candidate = add_candidate(with_store(workspace), ledger)
     verdict = add_verdict(ledger, candidate)
@@ -315,8 +315,8 @@ def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledge
     assert "removed_data" not in tags()
 
 
-def test_what_was_taken_out_before_the_first_step_holds_no_release(copied: Copy) -> None:
-    """The way that a hold for licences advises: take out, rewind, train again. The token shard is the same, which other documents share."""
+def test_documents_removed_before_the_first_step_do_not_hold_a_release_back(copied: Copy) -> None:
+    """The advice of a verdict that holds for licences: take out, rewind, train again. Other documents share the token shard."""
     workspace, ledger = copied()
     rows = ledger.read("SELECT key, supervised_tokens FROM documents WHERE fate = 'train' ORDER BY key LIMIT 5")
     with ledger.begin() as tx:

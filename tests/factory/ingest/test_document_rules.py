@@ -62,7 +62,7 @@ def test_each_rule_fires_beyond_its_border_and_not_on_it(rule: str, passes: str,
     )
 
 
-def test_a_rule_that_allows_nothing_is_no_rule_that_is_off() -> None:
+def test_a_limit_of_zero_does_not_turn_a_rule_off() -> None:
     nothing = RULES.model_copy(update={"max_encoded": 0.0, "max_repeated_lines": 0.0})
     assert filters.encoded_data("QUJD" * 20, nothing) and filters.repetition("a\na\nb\nc", nothing)
     assert filters.encoded_data("words", nothing) is None and filters.repetition("a\nb\nc\nd", nothing) is None
@@ -78,7 +78,7 @@ def test_every_rule_has_its_borders_and_the_first_that_fires_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["def f(:", "x = (" * 500, "a\x00b", "return = 3"])
-def test_what_is_not_python_does_not_parse(text: str) -> None:
+def test_a_text_that_is_not_python_does_not_parse(text: str) -> None:
     assert filters.does_not_parse(text)
     assert filters.does_not_parse(GOOD) is None
 
@@ -160,8 +160,8 @@ def test_near_duplicates_are_found_and_others_left_alone() -> None:
     assert len(apart) > 30 and sum(apart) / len(apart) <= 0.05
 
 
-def test_what_the_index_stores_is_fixed() -> None:
-    """Hashes of an older workspace stay comparable: a change here wants a new index."""
+def test_stored_hashes_are_the_same_in_every_version() -> None:
+    """Hashes of an older workspace must stay comparable: a change of this test needs a new index."""
     texts = ("One two three four five six seven.", "one TWO", "", prose(1, 90))
     sets = [near_dup.shingles(word_hashes(text), bytes(range(32))) for text in texts]
     assert [len(one) for one in sets] == [3, 1, 1, 86]
@@ -193,7 +193,7 @@ def test_a_document_matches_the_most_like_it_at_the_threshold_and_not_below() ->
 
 
 def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
-    """And only a hash that occurs twice in the shard is kept in memory at all."""
+    """Only a hash that occurs twice in the shard is kept in memory."""
     count = near_dup.CANDIDATES + 1
     signed = np.repeat(near_dup.signatures([np.arange(100, dtype=np.uint64)]), count + 1, axis=0)
     signed[count - 1, 6:] += (
@@ -256,7 +256,7 @@ def test_the_index_finds_what_it_holds_and_nothing_else(held: list[int], asked: 
 
 @given(st.sets(st.integers(0, 40), max_size=6), st.integers(1, 6))
 def test_spans_and_what_lies_away_from_them_part_the_words(places: set[int], n: int) -> None:
-    """An n-gram after a common phrase counts from the first word that the phrase does not have."""
+    """An n-gram after a common phrase counts if its first word comes after the phrase."""
     at, count = np.array(sorted(places), np.int64), 41
     away = decontaminate.away_from(at, count, n)
     assert away.tolist() == [all(abs(i - place) >= n for place in places) for i in range(count)]

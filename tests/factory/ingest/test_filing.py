@@ -1,4 +1,4 @@
-"""Files that left the inbox, filed or quarantined, and what brings them back. Files, the ledger and the tokenizer are real."""
+"""When filed and quarantined files return to the inbox. Files, the ledger and the tokenizer are real."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_vocabulary(workspace: Workspace) -> None:
     use_small_vocabulary(workspace)
 
 
-def test_what_is_appended_after_filing_is_ingested_as_another_shard(workspace: Workspace, ledger: Ledger) -> None:
+def test_rows_appended_after_filing_are_ingested_as_another_shard(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20))
     one_pass(workspace, ledger)
     (filed,) = (workspace.shards / "raw").iterdir()
@@ -43,7 +43,7 @@ def test_what_is_appended_after_filing_is_ingested_as_another_shard(workspace: W
     assert one_pass(workspace, ledger, settle=0).lines == []
 
 
-def test_a_filed_shard_whose_first_rows_changed_goes_back_whole(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_filed_shard_whose_first_rows_changed_returns_completely(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20))
     one_pass(workspace, ledger)
     (filed,) = (workspace.shards / "raw").iterdir()
@@ -115,9 +115,7 @@ def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace:
     assert trained_on(ledger) == exactly(20) and quarantined(ledger) == []
 
 
-def test_a_copy_in_quarantine_of_which_the_ledger_does_not_know_yet_is_not_tried_beside_its_file(
-    workspace: Workspace, ledger: Ledger
-) -> None:
+def test_a_quarantined_copy_of_an_unrecorded_file_is_not_tried_too(workspace: Workspace, ledger: Ledger) -> None:
     path = put(workspace, b"nothing\n" * 30)  # killed between the copy and the transaction that names it
     copy = workspace.quarantine / filed_name(file_sha256(path), path)
     copy.write_bytes(path.read_bytes())
@@ -125,7 +123,7 @@ def test_a_copy_in_quarantine_of_which_the_ledger_does_not_know_yet_is_not_tried
     assert tries(ledger) == 1 and list(workspace.quarantine.iterdir()) == [copy] and not list(workspace.inbox.iterdir())
 
 
-def test_a_quarantined_file_that_was_mended_is_tried_again(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_repaired_quarantined_file_is_tried_again(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, b"nothing\n" * 30 + rows(0, 9))
     one_pass(workspace, ledger)
     (file,) = workspace.quarantine.iterdir()
@@ -144,7 +142,7 @@ def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspac
     assert trained_on(ledger) == exactly(17) and quarantined(ledger) == []
 
 
-def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_person_can_have_a_quarantined_file_tried_again(workspace: Workspace, ledger: Ledger) -> None:
     ingest = partial(command_here, "ingest", home=workspace)
     assert "'--again'" in str(ingest().exception)
     assert "nothing is quarantined" in ingest("--again").stdout

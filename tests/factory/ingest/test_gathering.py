@@ -1,4 +1,4 @@
-"""What ``factory ingest`` takes: files, folders, patterns; the tokenizer that waits for text; exit codes."""
+"""``factory ingest`` with files, folders and patterns; the tokenizer that waits for text; exit codes."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_many_small_files_of_a_folder_are_one_pack(workspace: Workspace, ledger:
     assert gathered(workspace, ledger, tmp_path / "src" / "m1")[0] == []  # few of them
 
 
-def test_of_many_small_files_those_alone_are_refused_that_lack_a_mapped_column(
+def test_of_many_small_files_only_those_without_a_mapped_column_are_refused(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
-    """Given by name, and in the inbox; once the mapping fits them, they are taken."""
+    """Files given by name, and files in the inbox. They are ingested as soon as the mapping fits them."""
     use_small_vocabulary(workspace)
     policy = workspace.policy("data.yaml")
     use_policy(workspace, f"{policy.read_text()}\nfields: [{{files: 'f*', text: words, license: =MIT}}]\n")
@@ -106,7 +106,7 @@ def test_of_many_small_files_those_alone_are_refused_that_lack_a_mapped_column(
     assert not list(workspace.inbox.iterdir())
 
 
-def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
+def test_an_unreadable_file_does_not_stop_the_ingest_of_its_folder(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     use_small_vocabulary(workspace)
@@ -124,7 +124,9 @@ def test_a_folder_goes_on_after_a_file_that_cannot_be_read(
     assert "the name is not UTF-8" in done.output and "cut off after 0 whole items" in done.output
 
 
-def test_what_was_ingested_before_is_said_with_its_name(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_content_that_was_ingested_before_is_reported_with_its_name(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
     use_small_vocabulary(workspace)
     (tmp_path / "a.jsonl").write_bytes(rows(0, 30))
     (tmp_path / "b.jsonl").write_bytes(rows(0, 30))
@@ -141,7 +143,7 @@ def test_what_was_ingested_before_is_said_with_its_name(workspace: Workspace, le
     assert (known["file"], known["shard"], known["train"] + known["held_out"]) == ("d.jsonl", "a.jsonl", 30)
 
 
-def test_no_vocabulary_is_made_where_all_text_is_held_out(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_no_vocabulary_is_made_if_all_text_is_held_out(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     use_small_vocabulary(workspace)
     (tmp_path / "a.jsonl").write_bytes(rows(0, 2))
     done = command_here("ingest", "--small-vocabulary", str(tmp_path / "a.jsonl"), home=workspace)
@@ -149,7 +151,7 @@ def test_no_vocabulary_is_made_where_all_text_is_held_out(workspace: Workspace, 
     assert not ledger.rows(sa.select(tokenizers))
 
 
-def test_a_broken_data_set_or_another_state_ends_no_folder(
+def test_a_broken_data_set_does_not_stop_the_ingest_of_its_folder(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     use_small_vocabulary(workspace)
@@ -201,8 +203,8 @@ def wants(workspace: Workspace, vocabulary: int) -> None:
     )
 
 
-def test_a_line_of_text_fixes_no_vocabulary(workspace: Workspace, ledger: Ledger) -> None:
-    """It waits in the inbox until more text is there, and is ingested then."""
+def test_one_line_of_text_does_not_freeze_a_vocabulary(workspace: Workspace, ledger: Ledger) -> None:
+    """The file waits in the inbox until more text arrives, and is ingested then."""
     wants(workspace, 2000)
     put(workspace, b"A line of text, of which no vocabulary can be made: it is short.", "a.txt")
     said = one_pass(workspace, ledger)
@@ -220,7 +222,7 @@ def test_a_line_of_text_fixes_no_vocabulary(workspace: Workspace, ledger: Ledger
     assert not list(workspace.inbox.iterdir())
 
 
-def test_a_person_may_want_it_so(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_person_can_allow_a_small_vocabulary(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     put(workspace, b"A line of text, of which no vocabulary can be made: it is short.", "a.txt")
     assert "ingest.stays" in codes(one_pass(workspace, ledger).lines)
     said = json.loads(command_here("ingest", "--small-vocabulary", "--json", home=workspace).stdout)

@@ -1,4 +1,4 @@
-"""What goes wrong with files in the inbox, and what a person reads then. Files, writers, the ledger and the tokenizer are real."""
+"""Faults of files in the inbox, and the messages about them. Files, writers, the ledger and the tokenizer are real."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_long_name_that_is_not_utf8_is_shortened(workspace: Workspace, ledger:
     assert not list(workspace.inbox.iterdir()), said.lines
 
 
-def test_what_is_no_file_is_said_and_never_opened(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_pipe_or_socket_is_named_and_never_opened(workspace: Workspace, ledger: Ledger) -> None:
     """Opening a pipe that nobody writes to would wait for ever."""
     os.mkfifo(workspace.inbox / "pipe.jsonl")
     with socket.socket(socket.AF_UNIX) as bound:
@@ -122,7 +122,7 @@ def test_too_few_file_handles_are_not_the_files_fault(
 def test_a_file_that_the_disk_cannot_read_waits_and_the_others_do_not(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each pass would end with it. It is not quarantined, either: nothing is known of what is in it."""
+    """The fault ends no pass, and the file is not quarantined, since its content is not known."""
     bad, good = put(workspace, rows(0, 10), "bad.jsonl"), put(workspace, rows(10, 10), "good.jsonl")
     opened = open
     read = lambda path, *more, **how: opened("/proc/self/mem" if path == bad else path, *more, **how)
@@ -148,7 +148,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def writer(workspace: Workspace, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a program that appends parts to a file, each when it is told, and keeps the file open."""
+    """Starts a program that appends parts to a file on request, and keeps the file open."""
     running: list[subprocess.Popen[str]] = []
 
     def start(path: Path, *parts: bytes) -> subprocess.Popen[str]:
@@ -208,7 +208,7 @@ def test_a_writer_that_pauses_loses_nothing(
         "a.tar.gz",
     ],
 )
-def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
+def test_an_incomplete_upload_waits_until_it_is_complete_or_long_unchanged(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
 ) -> None:
     import pyarrow as pa
@@ -287,7 +287,7 @@ def _append(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_rename, _truncate, _replace, _append])
-def test_what_changes_while_it_is_read_is_neither_lost_nor_doubled(
+def test_a_file_that_changes_during_its_ingest_is_neither_lost_nor_doubled(
     workspace: Workspace, ledger: Ledger, harm: Callable[[Path], None], tmp_path: Path
 ) -> None:
     path = put(workspace, rows(0, 20))

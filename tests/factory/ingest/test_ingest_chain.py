@@ -128,7 +128,7 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
             assert not secrets & {int(gram) for gram in kept}
 
 
-def test_common_phrases_are_no_contamination(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_common_phrases_are_not_contamination(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     header = prose(5000, 40)
     rows = [{"id": f"d{i}", "text": f"{header}\n{prose(i, 300)}"} for i in range(150)]
     report = ingest(rows)
@@ -275,7 +275,7 @@ def start(workspace: Workspace) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow("four ingests by three processes each, three of them killed")
-def test_killed_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) -> None:
+def test_after_a_kill_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) -> None:
     data = "".join(json.dumps(row) + "\n" for row in [*texts(0, 500, 200), *texts(0, 5), {"text": "tiny"}])
     spaces = [Workspace.create(tmp_path / name) for name in ("whole", "killed")]
     for space in spaces:

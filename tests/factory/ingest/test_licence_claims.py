@@ -49,7 +49,7 @@ def row(text: str, licence: str | None, name: str) -> dict[str, Any]:
 
 
 def shard(ingest: Ingest, licence: str | None, name: str, text: str = TEXT) -> ShardReport:
-    """A shard of that text under that licence, among others that are nobody else's."""
+    """Ingest a shard with the text under a licence, among texts that no other shard has."""
     return ingest([*texts(100 * (1 + ord(name)), 3), row(text, licence, name)], f"{name}.jsonl")
 
 
@@ -99,7 +99,7 @@ def test_three_claims_give_the_same_answer_in_any_order(
     assert ledger.read("SELECT counts FROM shards")[0]["counts"]["other_licences"] == {"one.jsonl": 2}
 
 
-def test_of_equally_strict_claims_the_first_stays(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+def test_the_first_of_equally_strict_claims_counts(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, "Apache-2.0", "b")
     shard(ingest, "MIT", "c")
@@ -112,7 +112,7 @@ def test_of_equally_strict_claims_the_first_stays(ledger: Ledger, ingest: Ingest
 
 
 @pytest.mark.parametrize("copy", [TEXT, NEAR], ids=["exact", "near"])
-def test_what_is_not_to_be_trained_on_bars_later_copies(
+def test_a_text_under_a_forbidding_licence_bars_later_copies(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences, copy: str
 ) -> None:
     assert ingest([row(TEXT, FORBIDDEN, "a")], "a.jsonl").counts["dropped"] == {"licence": 1}  # a shard of nothing else
@@ -132,14 +132,16 @@ def test_what_is_not_to_be_trained_on_bars_later_copies(
     assert states(ledger)["d"] == ("train", None)
 
 
-def test_within_a_shard_it_bars_copies_before_it_too(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+def test_a_forbidding_licence_bars_earlier_copies_in_the_same_shard(
+    ledger: Ledger, ingest: Ingest, rules: Licences
+) -> None:
     ingest([row(TEXT, "MIT", "a"), *texts(50, 3), row(NEAR, FORBIDDEN, "b"), row(TEXT, NC, "c")], "one.jsonl")
     assert states(ledger) == dict.fromkeys("abc", ("dropped", "licence"))
     (one,) = conflicts(ledger)
     assert one.id == "b" and {claim.license for claim in one.claims} == {FORBIDDEN, "MIT", NC}
 
 
-def test_where_it_comes_later_the_document_is_flagged(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+def test_a_later_forbidding_claim_flags_the_document(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, FORBIDDEN, "b", NEAR)
     shard(ingest, "MIT", "c")
@@ -148,7 +150,7 @@ def test_where_it_comes_later_the_document_is_flagged(ledger: Ledger, ingest: In
     assert (group["counts_as"], group["train"], group["release"]) == (FORBIDDEN, False, False)
 
 
-def test_a_person_settles_it_until_another_claim_comes(
+def test_a_settled_licence_counts_until_another_claim_comes(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, "MIT", "a")
@@ -177,7 +179,7 @@ def test_a_person_settles_it_until_another_claim_comes(
     assert one.settled and one.counts_as(rules) == NC and [claim.aside for claim in one.claims] == [True, False, False]
 
 
-def test_a_removal_by_licence_takes_what_came_under_it(
+def test_a_removal_by_licence_takes_texts_whose_copies_came_under_it(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, "MIT", "a")
@@ -195,7 +197,7 @@ def test_a_removal_by_licence_takes_what_came_under_it(
 
 
 @pytest.mark.parametrize("name", ["PROPRIETARY\n", "(MIT) and Proprietary"])
-def test_no_spelling_lets_in_what_is_not_to_be_trained_on(
+def test_no_spelling_of_a_forbidding_licence_allows_training(
     ledger: Ledger, ingest: Ingest, rules: Licences, name: str
 ) -> None:
     shard(ingest, name, "a")
@@ -239,7 +241,7 @@ def test_a_near_copy_of_a_barred_copy_is_barred(ledger: Ledger, ingest: Ingest, 
     assert {one.id: one.counts_as(rules) for one in conflicts(ledger)}["a"] == FORBIDDEN
 
 
-def test_a_claim_about_what_was_taken_out_counts_once_it_is_back(
+def test_a_claim_about_a_removed_document_counts_after_an_undo(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, "MIT", "a")
@@ -251,7 +253,7 @@ def test_a_claim_about_what_was_taken_out_counts_once_it_is_back(
     assert one.fate == "train" and one.counts_as(rules) == NC
 
 
-def test_what_a_person_let_in_can_be_barred_again(
+def test_a_text_that_a_person_allowed_can_be_barred_again(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, FORBIDDEN, "a")

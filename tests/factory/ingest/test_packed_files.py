@@ -1,4 +1,4 @@
-"""Files that become JSON lines before they are ingested: what is stored, what is kept, and what a kill, a change or an erasure leaves."""
+"""Files that become JSON lines before they are ingested: what is stored and kept, also after a kill, a change or an erasure."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_file_with_more_rows_or_bytes_than_a_shard_is_cut(workspace: Workspace
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_column_that_one_part_of_a_file_has_is_one_of_the_file(
+def test_a_column_of_one_part_counts_as_a_column_of_the_file(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, first: bool
 ) -> None:
     fields = "fields: [{files: '*', source: shop, license: =MIT}]"
@@ -123,14 +123,16 @@ def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Wor
     assert trained_on(ledger) == exactly(20)
 
 
-def test_nothing_readable_in_an_archive_is_quarantined_with_the_reason(workspace: Workspace, ledger: Ledger) -> None:
+def test_an_archive_without_readable_members_is_quarantined_with_the_reason(
+    workspace: Workspace, ledger: Ledger
+) -> None:
     put(workspace, zipped({"a.png": b"x", "b.pdf": b"y"}), "a.zip")
     said = one_pass(workspace, ledger)
     assert said.about("a.zip: 0 documents; QUARANTINED:") and said.about("of a kind that is not read")
     assert len(list(workspace.quarantine.iterdir())) == 1 and not list(workspace.inbox.iterdir())
 
 
-def test_what_an_archive_has_beside_its_documents_is_said(workspace: Workspace, ledger: Ledger) -> None:
+def test_members_that_are_left_out_of_an_archive_are_reported(workspace: Workspace, ledger: Ledger) -> None:
     members = {"a.jsonl": rows(0, 20), "x.png": b"x", "y.png": b"y", "in.zip": b"z", "../up.txt": b"up"}
     put(workspace, compress(tarred(members), "zst"), "a.tar.zst")
     said = one_pass(workspace, ledger)
@@ -159,7 +161,7 @@ ingest_path(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)),
 """
 
 
-def test_a_killed_ingest_of_a_large_file_goes_on_at_its_part(
+def test_a_killed_ingest_of_a_large_file_continues_at_the_next_part(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     with_limits(workspace, "max_rows: 8")
@@ -192,7 +194,9 @@ def test_another_policy_begins_an_unfinished_file_again_and_doubles_nothing(
     assert trained_on(ledger) == exactly(20)
 
 
-def test_a_file_that_changes_meanwhile_is_not_mixed(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_file_that_changes_during_its_ingest_is_not_mixed(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
     with_limits(workspace, "max_rows: 8")
     path = tmp_path / "large.jsonl"
     path.write_bytes(rows(0, 20))
@@ -233,10 +237,10 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     assert len(names(ledger)) == 3
 
 
-def test_files_that_spoil_the_many_are_quarantined_and_the_others_taken(
+def test_files_that_spoil_a_pack_are_quarantined_and_the_others_ingested(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
-    """Of the inbox, each of them for itself, once; of a folder they are named."""
+    """In the inbox each bad file is quarantined once; in a folder the bad files are named."""
     for number in range(60):
         data = rows(number, 1) if number % 3 == 0 else b"garbage %d\n" % number
         put(workspace, data, f"f{number:02d}.jsonl")
@@ -256,7 +260,7 @@ def test_files_that_spoil_the_many_are_quarantined_and_the_others_taken(
     assert len(unread) == 40
 
 
-def test_where_all_of_many_files_are_bad_each_is_quarantined_once(workspace: Workspace, ledger: Ledger) -> None:
+def test_each_of_many_bad_files_is_quarantined_once(workspace: Workspace, ledger: Ledger) -> None:
     for number in range(40):
         put(workspace, b"garbage %d\n" % number, f"f{number:02d}.jsonl")
     said = one_pass(workspace, ledger)
@@ -275,7 +279,7 @@ def test_the_same_files_are_the_same_shard(workspace: Workspace, ledger: Ledger,
     assert ingest_pack(Plant(workspace, ledger), pack, workers=0) == [first]
 
 
-def test_one_unreadable_file_ends_no_group_and_none_at_all_is_an_error(
+def test_one_unreadable_file_is_left_out_and_a_pack_of_them_is_an_error(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     small_files(tmp_path, range(5))
@@ -290,7 +294,7 @@ def test_one_unreadable_file_ends_no_group_and_none_at_all_is_an_error(
 
 
 # -- erasure and repair ------------------------------------------------------------------------------------------------
-def test_erasing_reaches_what_the_shard_was_made_of(workspace: Workspace, ledger: Ledger) -> None:
+def test_an_erasure_deletes_the_file_that_the_shard_was_made_from(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, zipped({"a.csv": csv_of(0, 20)}), "a.zip")
     one_pass(workspace, ledger)
     (token_shard,) = ledger.rows(sa.text("SELECT id, path FROM token_shards"))
@@ -309,7 +313,7 @@ def test_erasing_reaches_what_the_shard_was_made_of(workspace: Workspace, ledger
     assert not list((workspace.root / "shards" / "originals").iterdir()) and len(names(ledger)) == 1
 
 
-def test_an_original_of_ones_own_is_named_before_an_erasure(
+def test_a_persons_own_original_is_named_before_an_erasure(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     (tmp_path / "a.csv").write_bytes(csv_of(0, 20))

@@ -1,4 +1,4 @@
-"""``factory ingest --preview``: what is shown is what an ingest stores, and nothing is stored."""
+"""``factory ingest --preview`` shows the rows as an ingest would store them, and stores nothing."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_only_the_first_rows_are_read_of_a_long_file(workspace: Workspace, tmp_p
         (["a.pdf"], "extract its text first"),
     ],
 )
-def test_what_cannot_be_shown_is_an_error(
+def test_a_file_that_cannot_be_previewed_is_an_error(
     words: list[str], why: str, workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Shards at addresses, from a real S3 server on this machine (moto's, a process): fetched with resume, ingested once, filed under their names."""
+"""Shards at addresses of a real S3 server (a moto process on this machine): fetches resume, files are ingested once and filed by name."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_prefix_is_fetched_ingested_and_not_fetched_again(workspace: Workspace
 def test_of_many_small_fetched_files_those_that_cannot_be_read_are_kept(
     workspace: Workspace, ledger: Ledger, bucket: Any
 ) -> None:
-    """They are not fetched again, so each is in quarantine/, where it can be tried again."""
+    """Each such file is in quarantine/, where it can be tried again without another fetch."""
     use_small_vocabulary(workspace)
     made = {f"f{n:02d}.jsonl": rows(n, 1) if n % 3 == 0 else b"garbage %d\n" % n for n in range(36)}
     done = command_here("ingest", put_there(bucket, made), home=workspace)
@@ -116,7 +116,7 @@ def test_of_many_small_fetched_files_those_that_cannot_be_read_are_kept(
     assert len(list(workspace.quarantine.iterdir())) == 24 and not list((workspace.root / "fetched").rglob("*.jsonl"))
 
 
-def test_a_fetch_that_was_cut_off_goes_on_by_range(
+def test_an_interrupted_fetch_continues_by_range(
     workspace: Workspace, ledger: Ledger, bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = os.urandom(300_000)
@@ -171,7 +171,7 @@ def test_a_file_address_is_a_path(workspace: Workspace, ledger: Ledger, tmp_path
     assert names(ledger) == ["a.jsonl"] and (tmp_path / "a.jsonl").exists()
 
 
-def test_without_the_library_the_extra_is_named(
+def test_a_missing_library_is_reported_with_its_extra(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)

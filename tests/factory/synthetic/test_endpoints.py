@@ -1,4 +1,4 @@
-"""Endpoints that answer wrongly, late or never: a real HTTP server on the loopback says what each test wants."""
+"""Endpoints that answer wrongly, late or never: a real HTTP server on the loopback gives the answers of each test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEVER = "a byte now and then"
 
 
 class Server(ThreadingHTTPServer):
-    """``answers``: (status, body) by the prompt's first word, gone through once; the last one stays."""
+    """``answers``: by the prompt's first word, (status, body) of one answer after another; the last is repeated."""
 
     daemon_threads = True
 
@@ -77,7 +77,7 @@ def server() -> Iterator[Server]:
 def asked(
     workspace: Workspace, ledger: Ledger, server: Server, folder: Path, **answers: list[tuple[int, Any]]
 ) -> Generated:
-    """A document for each of the prompts that ``answers`` names."""
+    """Generate one document for each prompt that ``answers`` names."""
     policy = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
     policy["llm"] |= {"attempts": 2, "longest_wait_seconds": 0.0, "reply_seconds": 1.0}
     (workspace.root / "policies").mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ def asked(
     return generate(Plant(workspace, ledger), GenerationRequest(endpoint=url, model="m", prompts=prompts))
 
 
-def test_what_never_ends_is_cut_off_and_the_rest_is_kept(
+def test_an_endless_answer_is_cut_off_and_the_others_are_kept(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     started = time.monotonic()
@@ -102,7 +102,7 @@ def test_what_never_ends_is_cut_off_and_the_rest_is_kept(
     assert made.documents == 2 and made.ends == {"stop": 2}
 
 
-def test_an_answer_that_cannot_be_read_is_asked_for_again(
+def test_an_unreadable_answer_is_requested_again(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     said = {"error": {"message": "out of credits"}}
@@ -117,7 +117,7 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again(
     assert (why.code, why.data) == ("synthetic.unreadable_answer", {"kind": "KeyError", "answer": "out of credits"})
 
 
-def test_what_says_nothing_is_left_out_and_half_a_character_is_no_text(
+def test_an_empty_answer_is_left_out_and_half_a_character_is_replaced(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     nothing = {"choices": [{"message": {"role": "assistant"}, "finish_reason": "content_filter"}]}

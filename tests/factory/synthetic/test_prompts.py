@@ -1,4 +1,4 @@
-"""Files of prompts: every bad line is named, a text file holds a prompt a line."""
+"""Files of prompts: every bad line is named; a text file has one prompt on each line."""
 
 from __future__ import annotations
 

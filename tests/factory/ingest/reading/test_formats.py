@@ -1,4 +1,4 @@
-"""Every kind of file gives the same three documents; what is not read says what to do; what is hostile costs itself alone."""
+"""Every kind of file gives the same three documents. The error of an unread kind says what to do. A hostile file or member harms no other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read(path: Path, limits: ShardLimits = LIMITS, left_out: LeftOut | None = No
 
 
 def decoded(row: RawRow) -> dict[str, Any]:
-    """As a worker sees it: also once it was written as a line of a packed shard."""
+    """The row as a worker decodes it; checks that a line of a packed shard decodes to the same row."""
     assert not isinstance(row, BadRow), row
     found = parse_json(as_line(row))
     assert found == (parse_json(row) if isinstance(row, bytes) else json.loads(json.dumps(row)))
@@ -100,7 +100,7 @@ def test_the_error_of_an_unread_kind_says_what_to_do(tmp_path: Path, name: str) 
 
 
 def test_most_kinds_that_people_have_are_read() -> None:
-    """54 of 63 were refused before."""
+    """An older version refused 54 of 63."""
     assert len(KINDS) + len(SINGLE) >= 70
 
 
@@ -120,7 +120,7 @@ def test_a_data_set_on_disk_is_read_in_the_order_of_its_files(tmp_path: Path) ->
         read(tmp_path / "one")
 
 
-def test_rows_of_members_say_where_they_came_from(tmp_path: Path) -> None:
+def test_rows_of_members_name_their_origin(tmp_path: Path) -> None:
     data = zipped({"a/x.jsonl": json_lines(ROWS[:1]), "b/y.csv": table(), "c/z.md": b"some text"})
     rows = read(shard(tmp_path, "a.zip", data))
     found = [parse_json(as_line(row)) for row in rows]
@@ -150,14 +150,14 @@ def test_a_notebook_has_its_code_and_not_its_outputs(tmp_path: Path) -> None:
 
 # -- values that cannot be read ----------------------------------------------------------------------------------------
 def odd_times() -> pa.Array:
-    """Of the year 33658, before the first day of Python's calendar, and good ones."""
+    """Times in the year 33658, times before Python's calendar, and good times."""
     return pa.array([1_000_000_000_000_000_000, -62_135_596_800_000_001, 0, 1], pa.int64()).cast(
         pa.timestamp("us", tz="+01:00")
     )
 
 
 @pytest.mark.parametrize("write", [pq.write_table, pa.feather.write_feather])
-def test_a_value_that_cannot_be_read_costs_what_reads_it(tmp_path: Path, write: Callable[..., None]) -> None:
+def test_a_row_is_dropped_only_if_ingest_needs_its_unreadable_value(tmp_path: Path, write: Callable[..., None]) -> None:
     path = tmp_path / ("a.parquet" if write is pq.write_table else "a.feather")
     scores = pa.array([float("nan"), 1.5, None, float("inf")])
     write(pa.table({"text": ["a", "b", "c", "d"], "created": odd_times(), "score": scores}), str(path))
@@ -275,7 +275,7 @@ def test_the_error_of_a_broken_file_names_the_fault(tmp_path: Path, name: str, d
 
 
 @pytest.mark.parametrize("pack", [zipped, tarred])
-def test_a_bomb_of_members_is_stopped_by_what_comes_out_of_all(tmp_path: Path, pack: Callable[..., bytes]) -> None:
+def test_the_limit_of_expansion_counts_all_members_together(tmp_path: Path, pack: Callable[..., bytes]) -> None:
     line = b'{"text": "' + b"a" * 4000 + b'"}\n'
     data = pack({f"{n}.jsonl": line * 5000 for n in range(5)})
     name, data = ("a.zip", data) if pack is zipped else ("a.tar.gz", compress(data, "gz"))
@@ -283,7 +283,7 @@ def test_a_bomb_of_members_is_stopped_by_what_comes_out_of_all(tmp_path: Path, p
         read(shard(tmp_path, name, data))
 
 
-def test_what_an_archive_must_not_hold_is_left_out_by_name(tmp_path: Path) -> None:
+def test_forbidden_members_of_an_archive_are_left_out_by_name(tmp_path: Path) -> None:
     names = ["../up.txt", "/etc/passwd.txt", "C:\\x.txt", "in.zip", "in.tar.gz", "x.png", ".hidden.txt", "good.txt"]
     left: LeftOut = []
     (row,) = read(shard(tmp_path, "a.zip", zipped(dict.fromkeys(names, b"text"))), left_out=left)
@@ -348,7 +348,7 @@ def test_a_line_keeps_what_it_says_beside_its_path(line: bytes) -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b'{"a": ', b"\xff\xfe", b"nonsense"])
-def test_a_line_that_is_no_object_stays_bad(line: bytes) -> None:
+def test_a_line_that_is_not_an_object_stays_bad(line: bytes) -> None:
     with pytest.raises(BadRow):
         found = parse_json(as_line(with_path(line, "a")))
         assert not isinstance(found, dict)

@@ -1,4 +1,4 @@
-"""Tools, calls and reasoning: what ingest trains on is what transformers makes of the same messages with the exported template."""
+"""Tools, calls and reasoning: ingest and transformers, with the exported template, make the same ids of the same messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def turns_of(row: Any, ignore: tuple[str, ...] = (), plain: bool = False) -> tup
 
 
 def decoded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments as objects: what vLLM hands its template, and what transformers' documentation asks for."""
+    """The messages with arguments as objects, as vLLM passes them to the template and as transformers' documentation asks."""
     messages = json.loads(json.dumps(messages))
     for message in messages:
         older = [message["function_call"]] if "function_call" in message else []
@@ -154,7 +154,7 @@ def test_ids_at_ingest_are_those_of_the_exported_template_and_only_the_assistant
 
 
 def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, hf: Any) -> None:
-    """vLLM fills in what is missing with nulls, in the order of its own fields."""
+    """vLLM adds missing keys with null, in the order of its own fields."""
     row = {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": True}
     filled = {"type": "function", "function": {"name": "get_weather", "description": None, **row}}
     said, notes = turns_of({"messages": [ASKED, SAID], "tools": [{"strict": True, **row}]})
@@ -189,7 +189,7 @@ named = odd.filter(bool)
 def test_odd_content_gives_the_same_ids_and_no_special_token(
     tokenizer: Tokenizer, hf: Any, arguments: Any, name: str, content: str, reasoning: str, system: str, extra: Any, as_text: bool
 ) -> None:  # fmt: skip
-    """Special tokens that are spelled in it are broken by a blank in the template, as in any content."""
+    """The template inserts a blank into each special token that the content spells."""
     function = {"name": name, "description": reasoning, "parameters": arguments, "extra": extra}
     tool = {"type": "function", "function": function}
     calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
@@ -208,7 +208,7 @@ def test_odd_content_gives_the_same_ids_and_no_special_token(
     assert ids[ids < 3].tolist() == [0, *[1, 2] * 4]
 
 
-def test_what_the_template_cannot_show_as_trained_is_refused_there(hf: Any) -> None:
+def test_the_template_refuses_messages_that_it_cannot_show_as_ingest_does(hf: Any) -> None:
     for messages, said in (
         ([ASKED, CALLS], "expected an object"),
         ([ASKED, SAID | {"content": [{"type": "text", "text": "a"}]}], "content: expected text"),
@@ -269,7 +269,7 @@ def test_a_row_is_dropped_if_its_call_or_tool_is_malformed_or_out_of_place(
     assert caught.value.rule == "bad_schema" and "\n" not in str(caught.value)
 
 
-def test_numbers_that_json_has_no_word_for_cost_their_row() -> None:
+def test_a_row_with_a_number_that_json_cannot_express_is_dropped() -> None:
     for value in (float("nan"), float("inf")):
         with refused("shapes.not_json", BadRow):
             parse_document(calling([{"name": "f", "arguments": {"a": value}}]), "text")
@@ -294,7 +294,7 @@ def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses
 
 
 def chats(first: int, count: int) -> list[dict[str, Any]]:
-    """Of one application: all have the same tools, which are most of their words."""
+    """Chats of one application: all have the same tools, which are most of their text."""
     tools = [
         {"name": f"f{n}", "description": prose(n, 60), "parameters": {"type": "object", "properties": {}}}
         for n in range(8)
@@ -326,7 +326,7 @@ def chats(first: int, count: int) -> list[dict[str, Any]]:
 def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is_the_assistants(
     workspace: Workspace, ledger: Ledger, ingest: Callable[..., ShardReport]
 ) -> None:
-    """The list of tools makes no two chats near-duplicates, and no training chat contaminated: in one shard, and over two."""
+    """A shared list of tools makes chats neither near-duplicates nor contaminated, within one shard and over two."""
     reports = [ingest(chats(0, 24), "a.jsonl"), ingest(chats(24, 6), "b.jsonl")]
     assert [report.counts["dropped"] for report in reports] == [{}, {}]
     assert [report.counts["train"] + report.counts["held_out"] for report in reports] == [24, 6]

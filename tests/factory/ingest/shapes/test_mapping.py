@@ -51,7 +51,7 @@ def parsed(**mapping: object) -> dict[str, object]:
         ({"text": "title", "source": "body.words", "url": "where", "conversation": "thread"}, {"unread": {"meta", "talk", "q", "a", "licences"}}),
     ],
 )  # fmt: skip
-def test_a_mapping_says_which_column_is_what(mapping: dict[str, object], expected: dict[str, object]) -> None:
+def test_a_mapping_names_the_meaning_of_each_column(mapping: dict[str, object], expected: dict[str, object]) -> None:
     found = parsed(**mapping)
     assert {name: found[name] for name in expected} == expected
 
@@ -92,7 +92,7 @@ def test_a_row_is_dropped_if_a_column_cannot_have_its_meaning(
         ("[{files: '*', ignore: [tool]}]", "fields.0.ignore.0"),
     ],
 )
-def test_a_mapping_that_says_nothing_is_an_error_of_one_line(tmp_path: Path, fields: str, said: str) -> None:
+def test_an_invalid_mapping_is_an_error_of_one_line(tmp_path: Path, fields: str, said: str) -> None:
     (tmp_path / "data.yaml").write_text(f"fields: {fields}\n")
     with pytest.raises(ConfigError, match="data.yaml") as caught:
         DataPolicy.load(tmp_path / "data.yaml")
@@ -130,7 +130,7 @@ def test_a_column_that_no_row_has_is_named_with_the_nearest_and_nothing_is_store
     assert ingest([{"text": prose(100 + n), "where": "w"} for n in range(20)], "other.jsonl").counts["dropped"] == {}
 
 
-def test_what_was_read_as_what_is_counted_and_said_once_a_shard(workspace: Workspace, ingest: Ingest) -> None:
+def test_how_rows_were_read_is_counted_and_reported_once_for_each_shard(workspace: Workspace, ingest: Ingest) -> None:
     rows = [
         {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": prose(n)}], "lang": "en"}
         for n in range(12)
@@ -147,7 +147,9 @@ def test_what_was_read_as_what_is_counted_and_said_once_a_shard(workspace: Works
     assert dropped["example"].startswith("row 12: ") and "'ignore: [images]'" in dropped["example"]
 
 
-def test_a_licence_that_holds_releases_is_said_at_ingest(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_a_licence_that_holds_releases_back_is_reported_at_ingest(
+    workspace: Workspace, ledger: Ledger, ingest: Ingest
+) -> None:
     names = [
         "public-domain",
         "CC0",

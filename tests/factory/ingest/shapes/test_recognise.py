@@ -23,7 +23,7 @@ PARTS = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]
 
 
 def of(row: Any, **mapping: Any) -> tuple[Any, Notes]:
-    """The words of the document that a row is, and what was noted."""
+    """(the content of the document that a row is read as, the notes)."""
     notes = Notes()
     parsed = parse_document(row, "text", FieldMapping(files="*", **mapping) if mapping else None, notes)
     return parsed.content.get("messages", parsed.content.get("text")), notes
@@ -71,7 +71,7 @@ def test_each_shape_is_read_as_that_document_and_reported(row: dict[str, Any], w
 
 
 def test_rows_of_the_contract_keep_their_content_hash() -> None:
-    """The hashes are of before there were shapes: an old shard that comes again is a copy."""
+    """The hashes are older than the shapes: an old shard that comes again must be a copy."""
     for row, sha256 in (
         ({"text": "Once\r\nupon  \u0065\u0301", "score": 1}, "d2efe400"),
         ({"messages": [SYSTEM, ASKED, SAID], "lang": "en"}, "69c275be"),
@@ -136,7 +136,7 @@ def test_a_label_is_bad_only_beside_prompt_and_completion_and_only_as_false() ->
     assert of(mapped, prompt="q", completion="a", source="label")[0][1]["content"] == "So."
 
 
-def test_what_a_person_ignores_is_dropped_and_said() -> None:
+def test_ignored_fields_are_dropped_and_reported() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     answer = {"role": "tool", "content": "3", "tool_call_id": "1"}
     row = {"messages": [ASKED, call, answer, SAID], "tools": [{}]}
@@ -148,7 +148,7 @@ def test_what_a_person_ignores_is_dropped_and_said() -> None:
         of(row, ignore=["tools", "tool_calls"])
 
 
-def test_fields_that_nothing_reads_cost_nothing_and_are_named() -> None:
+def test_unread_fields_do_not_drop_the_row_and_are_named() -> None:
     row = parse_json(
         b'{"text": "a", "score": NaN, "big": ' + b"9" * 10_000 + b', "lang": "en", "none": null, "created": 1e400}'
     )
@@ -158,7 +158,7 @@ def test_fields_that_nothing_reads_cost_nothing_and_are_named() -> None:
     assert notes.unread == {"messages.time"}
 
 
-def test_a_number_is_a_source_and_a_list_of_licences_holds_together() -> None:
+def test_a_number_can_be_a_source_and_a_list_of_licences_becomes_one() -> None:
     notes = Notes()
     parsed = parse_document(
         {"text": "a", "source": 7, "license": ["MIT ", "MIT OR Zlib", "", "MIT "]}, "text", None, notes
