@@ -219,7 +219,8 @@ def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, mo
                 monkeypatch.setattr(erasing, name, real)
                 update_inbox(Plant(workspace, ledger), settle=0)
                 assert list(workspace.inbox.iterdir()) == []
-        assert finish_removals(Plant(workspace, ledger))[-1].endswith("the text of 1 rows is erased")
+        said = finish_removals(Plant(workspace, ledger))[-1:]
+        assert the(said, "erasing.done").data["rows"] == 1
     named = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
     assert {path.parent.name for path in workspace.shards.glob("*/tokens.bin")} == named
     (name,) = (name for name in before if name.startswith(shard))

@@ -15,6 +15,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace, code_root
 from factory.ingest.gathering import gather
 from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.vocabulary import LittleTextError
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger, shards, tokenizers
 from factory.ledger.plant import Plant
@@ -237,7 +238,7 @@ def test_files_named_together_are_counted_together(workspace: Workspace, ledger:
     for number, path in enumerate(paths):
         path.write_text("\n".join(prose(number * 10 + n) for n in range(12)))
     alone = command_here("ingest", str(paths[-1]), home=workspace)
-    assert alone.exit_code != 0 and "too little text" in str(alone.exception)
+    assert alone.exit_code != 0 and isinstance(alone.exception, LittleTextError)
     done = command_here("ingest", *map(str, paths), home=workspace)
     assert done.exit_code == 0 and len(names(ledger)) == 8, done.output
     assert "8 shards" in done.output

@@ -12,32 +12,32 @@ from tests.support.messages import codes, refused
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "code"),
     [
-        ("nothing", "line 2: Expecting value"),
-        ("[1]", "line 2: expected an object, got list"),
-        ('{"text": "x"}', "line 2: exactly one of 'prompt' and 'messages' is needed"),
-        ('{"prompt": "x", "messages": []}', "line 2: exactly one of"),
-        ('{"prompt": 7}', "line 2: 'prompt' is not a text"),
-        ('{"prompt": " "}', "line 2: 'prompt' is not a text"),
-        ('{"prompt": "x", "domain": "No Such"}', "line 2: 'domain' 'No Such'"),
-        ('{"prompt": "x", "license": 3}', "line 2: 'license' is not a string"),
-        ('{"messages": []}', "line 2: 'messages' is not a list of messages"),
-        ('{"messages": [{"role": "boss", "content": "x"}]}', "message 0: the role 'boss' is not one of"),
+        ("nothing", "ingest.bad_json"),
+        ("[1]", "shapes.not_an_object"),
+        ('{"text": "x"}', "synthetic.one_prompt"),
+        ('{"prompt": "x", "messages": []}', "synthetic.one_prompt"),
+        ('{"prompt": 7}', "synthetic.blank_prompt"),
+        ('{"prompt": " "}', "synthetic.blank_prompt"),
+        ('{"prompt": "x", "domain": "No Such"}', "ingest.row_domain"),
+        ('{"prompt": "x", "license": 3}', "ingest.row_name"),
+        ('{"messages": []}', "shapes.messages_type"),
+        ('{"messages": [{"role": "boss", "content": "x"}]}', "shapes.role"),
         (
             '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
-            "ends with an answer",
+            "synthetic.answered",
         ),
-        ('{"prompt": "\\ud800"}', "line 2: the row contains half"),
+        ('{"prompt": "\\ud800"}', "ingest.surrogate"),
     ],
 )
-def test_a_bad_prompt_is_named_by_its_line(line: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_prompt_is_named_by_its_line(line: str, code: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One"}\n' + line + "\n")
     with refused("synthetic.bad_line", InputError, path=path, line=2) as caught:
         read_prompts(path, "text", None)
-    assert message in str(caught.value)
-    assert len(read_prompts(path, "text", 1)) == 1  # what is not asked for is not read
+    assert codes([caught.value.data["why"]]) == [code]
+    assert len(read_prompts(path, "text", 1)) == 1  # later lines are not read
 
 
 def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
