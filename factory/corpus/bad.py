@@ -1,5 +1,5 @@
-"""A deliberately bad shard, to show and test ingest: every kind of bad row, made from the workspace's own documents, between
-good rows.
+"""Makes a deliberately bad shard, to show and test ingest: every kind of bad row, made from the workspace's own documents,
+between good rows.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
 from trainer.contract.data.token_shard import TokenShard
 
-_OF_EACH = 8
+_OF_EACH = 8  # rows of each kind
 _SEED = 7
-_WORDS_PER_EDIT = 90  # one word in so many is changed in a near copy: about nine shingles in ten stay
+_WORDS_PER_EDIT = 90  # a near copy has one changed word in so many: about nine shingles in ten stay
 
 
 def write_bad_shard(path: Path, plant: Plant) -> Path:
-    """Write JSONL with, in mixed order: new good documents (some with e-mail addresses and a key in them), copies of
-    ingested documents (exact and lightly edited), copies of held-out documents (whole, and quoted inside new ones),
-    rows that are too short, of the wrong shape, cut off, and shuffled bytes.
+    """Write JSONL with these rows in mixed order: new good documents (some with e-mail addresses and a key), copies of
+    ingested documents (exact and lightly edited), copies of held-out documents (whole, and quoted inside new documents),
+    and rows that are too short, have the wrong shape, are cut off, or are shuffled bytes.
 
-    Raises: InputError when nothing was ingested into the workspace yet.
+    Raises: InputError if the workspace has no ingested and held-out text yet.
     """
     rng = random.Random(_SEED)
     known = list(_ingested_texts(plant))
     secret = _held_out_texts(plant.ledger)
     if not known or not secret:
-        raise InputError(f"{plant.workspace.root} has no ingested and held-out text yet: ingest the corpus first")
+        raise InputError(
+            "corpus.nothing_ingested",
+            "{workspace} has no ingested and held-out text yet: ingest the corpus first",
+            workspace=plant.workspace.root,
+        )
     good = list(_inventories(6 * _OF_EACH))
     plain, personal = good[: 2 * _OF_EACH], good[2 * _OF_EACH : 3 * _OF_EACH]
     carriers = good[3 * _OF_EACH : 4 * _OF_EACH]
@@ -71,7 +75,7 @@ def _row(name: str, text: str) -> dict[str, Any]:
 
 
 def _ingested_texts(plant: Plant) -> Iterator[str]:
-    """Texts of training documents that ingest did not change, decoded from the token shards."""
+    """The texts of training documents that ingest did not change, decoded from the token shards."""
     d, t = documents.c, token_shards.c
     statement = (
         sa.select(d.key, t.path)
@@ -114,7 +118,7 @@ def _with_personal_data(text: str, number: int) -> str:
 
 
 def _shuffled(line: bytes, rng: random.Random) -> bytes:
-    """The bytes in random order, every tenth replaced by a non-ASCII one, without line ends."""
+    """The bytes in random order without line ends; every tenth is replaced by a non-ASCII byte."""
     data = bytearray(line.replace(b"\n", b" "))
     rng.shuffle(data)
     for place in range(0, len(data), 10):
@@ -123,7 +127,7 @@ def _shuffled(line: bytes, rng: random.Random) -> bytes:
 
 
 def _inventories(count: int) -> Iterator[str]:
-    """New text that is in no other shard: counts of the names in some modules."""
+    """New texts that no other shard has: counts of the names in some modules."""
     written = 0
     for path, source in source_files():
         module = read_module(path, source)

@@ -1,6 +1,6 @@
-"""Questions and answers about a module, from its docstrings and signatures. Deterministic: a hash picks the wording.
+"""Makes questions and answers about a module from its docstrings and signatures. Deterministic: a hash picks the wording.
 
-No wording has a run of 13 words without a name: chats that share so much would count as contaminated.
+Every run of 13 words in a wording has a name of the module in it: otherwise chats would share the run and count as contaminated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class Described:
-    """One name of a module. ``head``: its ``def`` or ``class`` line, empty for a module; ``members``: the parameters of a
-    function, the public names of a class or module.
+    """One name of a module. ``head``: its ``def`` or ``class`` line; empty for a module. ``members``: the parameters of a
+    function, or the public names of a class or module.
     """
 
     kind: str  # 'module' | 'class' | 'function' | 'method'
@@ -84,7 +84,7 @@ def chats(described: Sequence[Described]) -> Iterator[Messages]:
 
 
 def summary_of(doc: str, longest: int) -> str:
-    """The first paragraphs of a docstring, up to ``longest`` characters; empty when the first does not fit."""
+    """The first paragraphs of a docstring, up to ``longest`` characters; empty if the first does not fit."""
     kept: list[str] = []
     size = 0
     for paragraph in textwrap.dedent(doc).strip().split("\n\n"):

@@ -1,4 +1,4 @@
-"""The standard library's source files: found, decoded and parsed; never imported."""
+"""Finds, decodes and parses the standard library's source files; never imports them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TESTS = {"test", "tests", "idle_test"}
 
 @dataclass(frozen=True)
 class Module:
-    """One source file of the library. ``tree`` is None for tests, whose docstrings explain nothing, and for what does not parse."""
+    """One source file of the library. ``tree`` is None for tests, whose docstrings explain nothing, and for files that do not parse."""
 
     source: str  # 'Lib/json/decoder.py', the same on every machine
     name: str  # 'json.decoder'
@@ -27,7 +27,7 @@ class Module:
 
 
 def source_files() -> Iterator[tuple[Path, str]]:
-    """(path, source) of the library's Python files in the order of their sources."""
+    """(path, source) of the library's Python files, in the order of ``source``: the path inside the library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, inner, files in os.walk(root):
@@ -40,7 +40,7 @@ def source_files() -> Iterator[tuple[Path, str]]:
 
 
 def read_module(path: Path, source: str) -> Module | None:
-    """None for a file that is not text in the encoding it declares."""
+    """The module of a source file; None if the file is not text in the encoding that it declares."""
     try:
         data = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)

@@ -1,4 +1,4 @@
-"""Docstrings as reference pages: the public names of a module's syntax tree, joined into documents."""
+"""Makes reference pages of docstrings: the public names of a module's syntax tree, joined into documents."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from factory.corpus.chat import Described
 from factory.corpus.library import Module
 
-_PAGE = 4000  # characters at which a page is full
+_PAGE = 4000  # characters of a full page
 _LONGEST_PAGE = 6000
 _SHORTEST_PAGE = 200
 
 
 def describe(module: Module) -> Iterator[Described]:
-    """The module, its public functions, classes and their methods, in the order of the source."""
+    """The module, its public functions and classes, and their methods, in the order of the source."""
     assert module.tree
     yield Described("module", module.name, module.name, "", ast.get_docstring(module.tree) or "", _members(module.tree))
     for node in module.tree.body:
@@ -46,7 +46,7 @@ def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
 
 
 def render(one: Described) -> str:
-    """A part of a reference page; empty without a docstring."""
+    """The text of one name on a reference page; empty if it has no docstring."""
     if not one.doc:
         return ""
     indented = "\n".join(f"    {line}".rstrip() for line in one.doc.strip().split("\n"))
@@ -56,7 +56,7 @@ def render(one: Described) -> str:
 
 
 def topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """The help topics of ``pydoc_data.topics``, which is one literal: {name: text}."""
+    """(name, text) of the help topics in ``pydoc_data.topics``, a module with one literal."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for name, text in ast.literal_eval(node.value).items():
@@ -64,7 +64,7 @@ def topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def split_long(text: str) -> list[str]:
-    """Parts of at most ``_LONGEST_PAGE`` characters, cut between paragraphs, or between lines of a longer paragraph."""
+    """The text in parts of at most ``_LONGEST_PAGE`` characters, cut between paragraphs, or between lines of a long paragraph."""
     if len(text) <= _LONGEST_PAGE:
         return [text] if text else []
     parts, current = [], ""
@@ -81,7 +81,7 @@ def split_long(text: str) -> list[str]:
 
 
 def paginate(parts: list[str]) -> list[str]:
-    """Parts joined into pages, in order."""
+    """Join parts into pages, in order."""
     pages, current = [], ""
     for part in filter(None, parts):
         if current and len(current) + len(part) > _PAGE:

@@ -1,4 +1,4 @@
-"""The library's modules as JSONL shards of three domains, some to start with and some that arrive later."""
+"""Writes the library's modules as JSONL shards of three domains: the first shards, and the later shards that arrive while the factory runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Documents = dict[str, list[dict[str, Any]]]  # by domain
 
 
 def write_corpus(folder: Path, progress: Progress, share: float = 1.0) -> list[Path]:
-    """Write ``code-00``, ``docs-00``, ``chat-00`` and then ``…-01``, all ``.jsonl``, of that share of the library's modules;
-    returns their paths in this order.
+    """Write ``code-00``, ``docs-00``, ``chat-00`` and then ``…-01``, all ``.jsonl``, of a share of the library's modules.
+    Returns their paths in this order.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[Documents] = [{"code": [], "docs": [], "chat": []} for _ in range(2)]

@@ -1,9 +1,12 @@
-"""From a document to everything that it touched, and out again. Erasing its text is in ``factory.erasing``.
+"""Finds everything that a document was used for, and takes documents out. ``factory.erasing`` erases their text.
 
-``selecting``  which documents a person means
-``exposure``   at which steps a segment was trained on a document, worked out again from the data order
-``cost``       what training again without documents takes
-``metrics``    of a segment's steps
-``removing``   documents are taken out, and back: rows and events, in one transaction
-``listing``    what data there is
+``selecting``    find the documents that a person names
+``exposure``     compute from the data order at which steps a segment was trained on a document
+``cost``         the cost of training again without documents
+``metrics``      the metrics of a segment's steps
+``removing``     take documents out, or put them back: rows and events, in one transaction
+``relabelling``  give documents another domain, source, licence or group
+``settling``     settle which licence of a text is right
+``synthetic``    find the documents that models wrote
+``listing``      list the data
 """

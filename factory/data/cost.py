@@ -1,4 +1,4 @@
-"""What training the trunk again without documents takes: from the newest checkpoint that never saw them to where it is now."""
+"""The cost of training the trunk again without some documents: from the newest checkpoint that never saw them to the trunk's newest step."""
 
 from __future__ import annotations
 
@@ -10,40 +10,56 @@ from factory.data.exposure import Exposure, UnknownExposureError, trained_in
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_segment
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import steps_in
 
 
 @dataclass(frozen=True)
 class RetrainingCost:
-    """``first_step``: the first that saw one of the documents; None: the trunk never did, and nothing is to be trained again."""
+    """``first_step``: the trunk's first step on one of the documents; None: it has none, and no training must be repeated."""
 
     first_step: int | None = None
     segment: int | None = None  # of that step
     from_step: int = 0
-    checkpoint: str = ""  # that it would start from; '': from the beginning
+    checkpoint: str = ""  # to start from; '': from the beginning
     until: int = 0  # the trunk's newest step
     steps: int = 0
-    unknown: str = ""  # why none of it is known
+    unknown: str = ""  # why the cost cannot be computed; '': it can
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
+    @property
+    def message(self) -> Message:
+        """The cost in words."""
         if self.unknown:
-            return f"what training again without them takes is not known: {self.unknown}"
+            return Message(
+                "data.cost_unknown", "the cost of training again without them is not known: {why}", why=self.unknown
+            )
         if self.first_step is None:
-            return "the trunk was never trained on them: nothing is to be trained again"
-        start = (
-            f"from {self.checkpoint}" if self.checkpoint else "from the beginning: no checkpoint from before is left"
+            return Message("data.no_cost", "the trunk was never trained on them, so no training must be repeated")
+        known = {"first_step": self.first_step, "segment": self.segment, "steps": self.steps, "until": self.until}
+        if not self.checkpoint:
+            return Message(
+                "data.cost_from_start",
+                "the trunk first saw one of them at step {first_step} (segment {segment}). Training again without them takes {steps:,} steps "
+                "from the beginning to step {until}: no earlier checkpoint is left",
+                **known,
+            )
+        return Message(
+            "data.cost",
+            "the trunk first saw one of them at step {first_step} (segment {segment}). Training again without them takes {steps:,} steps from "
+            "{checkpoint} to step {until}",
+            checkpoint=self.checkpoint,
+            **known,
         )
-        return (
-            f"the trunk first saw one at step {self.first_step} (segment {self.segment}); training again without them: "
-            f"{self.steps:,} steps (to step {self.until}), {start}"
-        )
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def cost_of(ledger: Ledger, exposure: Exposure) -> RetrainingCost:
-    """Of the trunk as it is now."""
+    """The cost of training the present trunk again without the documents of ``exposure``."""
     trunk = last_segment(ledger, "trunk")
     if trunk is None:
         return RetrainingCost()
@@ -68,9 +84,10 @@ def cost_of(ledger: Ledger, exposure: Exposure) -> RetrainingCost:
 def releases_that_saw(
     ledger: Ledger, exposure: Exposure, segments: dict[int, int]
 ) -> dict[int, tuple[list[str], bool]]:
-    """By release, the documents that it was trained on, and whether that is known: else that could have been, by its data plans.
+    """By release: (the documents that it was trained on, True), or (the documents that it may have been trained on by its data plans, False) if
+    the exact steps are not known.
 
-    ``segments``: by release, its segment. Those that saw none are left out.
+    ``segments``: by release, its segment. Releases that saw none of the documents are left out.
     """
     by_segment: dict[int, tuple[set[str], bool]] = {}
     found: dict[int, tuple[list[str], bool]] = {}

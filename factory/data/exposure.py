@@ -1,8 +1,8 @@
-"""At which steps segments were trained on documents, worked out again from the data order.
+"""Computes from the data order at which steps segments were trained on documents.
 
-Between two checkpoints a document was drawn only if one of its pieces stands at a place between their cursors, or waited at the first:
-that is seen without walking there, however many documents there are. Only the stretches where one was drawn are walked, step by step.
-What a checkpoint says of the order is believed.
+Between two checkpoints a document was drawn only if one of its pieces has a place between the checkpoints' cursors, or waited at the first
+checkpoint. That test needs no replay of the order, for any number of documents. Only stretches in which a document was drawn are replayed, step
+by step. The state of the order in a checkpoint is trusted.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
-MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError)  # a state that is none
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError)  # errors of a malformed state
 State = Mapping[str, Any] | None
 
 
 class UnknownExposureError(FactoryError):
-    """The data order of a segment cannot be worked out any more: says why."""
+    """The data order of a segment cannot be computed any more."""
 
 
 @dataclass(frozen=True)
 class SeenStep:
-    """One step that a document, or a part of it, was trained on."""
+    """One step that trained on a document or on a part of it."""
 
     segment: int
     step: int
@@ -42,7 +42,7 @@ class SeenStep:
 
 
 class Exposure:
-    """Of these documents: ``{key: id of its token shard}``."""
+    """The steps that trained on some documents. ``documents``: by key, the id of the document's token shard."""
 
     def __init__(self, ledger: Ledger, documents: Mapping[str, str]) -> None:
         self.ledger, self.documents = ledger, documents
@@ -50,7 +50,7 @@ class Exposure:
         self._ends: dict[int, State] = {}
 
     def of(self, row: SegmentRow) -> dict[str, list[SeenStep]]:
-        """The documents that a segment was trained on, with the steps, in order. Raises: UnknownExposureError."""
+        """By key, the steps of a segment that trained on the document, in order. Raises: UnknownExposureError."""
         found: dict[str, list[SeenStep]] = {}
         for seen, key in self.each(row):
             if seen not in found.setdefault(key, []):
@@ -58,7 +58,7 @@ class Exposure:
         return found
 
     def first(self, row: SegmentRow) -> int | None:
-        """The first step of a segment that was trained on any of them. Raises: UnknownExposureError."""
+        """The first step of a segment that trained on any of the documents. Raises: UnknownExposureError."""
         return next((seen.step for seen, _ in self.each(row)), None)
 
     def each(self, row: SegmentRow) -> Iterator[tuple[SeenStep, str]]:
@@ -66,7 +66,12 @@ class Exposure:
         try:
             yield from self._each(row)
         except (TrainerError, OSError, *MALFORMED) as error:
-            raise UnknownExposureError(f"the data order of segment {row.id} cannot be worked out: {error}") from error
+            raise UnknownExposureError(
+                "data.order_unknown",
+                "the data order of segment {segment} cannot be computed: {error}",
+                segment=row.id,
+                error=error,
+            ) from error
 
     def _each(self, row: SegmentRow) -> Iterator[tuple[SeenStep, str]]:
         last = _trained_until(row)
@@ -89,13 +94,13 @@ class Exposure:
                         yield SeenStep(row.id, step, piece.place // stream.pieces), stream.key(piece.document)
 
     def wanted(self, row: SegmentRow) -> list[str]:
-        """The documents that a segment's plan holds and that carry loss there."""
+        """The keys of the documents that are in a segment's plan and carry loss there."""
         plan = plan_of(self.ledger, row)
         held, masked = {shard["id"] for shard in plan["token_shards"]}, set(plan.get("masked", ()))
         return [key for key, shard in self.documents.items() if shard in held and key not in masked]
 
     def _order(self, row: SegmentRow) -> DataOrder:
-        """At the beginning, with the wanted documents as those that are masked: the order is the same."""
+        """The data order at its beginning, with the wanted documents as masked documents. Masks do not change the order."""
         identity = f"{row.data_plan} {row.recipe_sha256}"
         if identity not in self._orders:
             recipe = Recipe.parse(row.recipe_json)
@@ -107,7 +112,7 @@ class Exposure:
         return self._orders[identity]
 
     def _start(self, row: SegmentRow) -> State:
-        """The sampler's state that a segment began with; None: the data's beginning."""
+        """The sampler's state at a segment's start; None: the beginning of the data."""
         if row.parent is None:
             return None
         parent = SegmentRow.get(self.ledger, row.parent)
@@ -117,7 +122,7 @@ class Exposure:
         return self._ends[parent.id]
 
     def _walked(self, row: SegmentRow) -> State:
-        """At the end of a segment whose last checkpoint is gone."""
+        """The sampler's state at the end of a segment whose last checkpoint is gone."""
         state = self._start(row)
         walk = self._order(row).at(state) if state is not None else self._order(row).fork(row.first_step)
         while walk.step < row.last_step:
@@ -126,7 +131,7 @@ class Exposure:
 
 
 def trained_in(db: Reads, segment: int) -> list[SegmentRow]:
-    """The segments whose steps a segment's weights come from, oldest first: its lineage; of an average also those of what was averaged."""
+    """The segments whose steps made a segment's weights, oldest first: its lineage. An average also has the lineages of the averaged segments."""
     found: dict[int, SegmentRow] = {}
     pending: list[int] = [segment]
     while pending:
@@ -139,7 +144,7 @@ def trained_in(db: Reads, segment: int) -> list[SegmentRow]:
 
 
 def _drawn(walk: DataOrder, after: Mapping[str, Any]) -> bool:
-    """Does a wanted document wait, or stand between two states?"""
+    """Does a wanted document wait in the first state, or have a place between the two states?"""
     if any(piece.document in walk.streams[piece.stream].masked for piece in walk.pending):
         return True
     for name, stream in walk.streams.items():
@@ -156,7 +161,7 @@ def _drawn(walk: DataOrder, after: Mapping[str, Any]) -> bool:
 
 
 def _trained_until(row: SegmentRow) -> int:
-    """The step after the last one that a segment was trained on, so far."""
+    """The step after the last step that a segment has trained so far."""
     if row.result is not None:
         return row.last_step
     lines = metrics_of(row)
@@ -164,7 +169,7 @@ def _trained_until(row: SegmentRow) -> int:
 
 
 def _states(row: SegmentRow) -> Sequence[tuple[int, State]]:
-    """(step, state of the sampler) of the checkpoints of a segment that are left, in order."""
+    """(step, state of the sampler) of the remaining checkpoints of a segment, in order."""
     listed = sorted(steps_in(Path(row.folder) / "checkpoints"))
     return [(step, state) for step, path in listed if (state := _read(path)) is not None]
 

@@ -1,4 +1,4 @@
-"""What data there is: documents and tokens by shard, domain, source and licence, and what was taken out."""
+"""Lists the data: documents and tokens by shard, domain, source and licence, and the removals."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from factory.data.selecting import NOUNS
 from factory.ingest.rules.claims import conflicts
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import FATE, NO_LICENCE, removals
+from kernels.contract.message import Message
 
-USED = "SUM(CASE WHEN d.fate = 'train' THEN {} ELSE 0 END)"
 GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
 
 
 def listed(ledger: Ledger, most: int) -> dict[str, Any]:
-    """``shards``, ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by tokens to train on), ``licence_conflicts``
-    (how many documents), ``removals``."""
-    counts = ", ".join(
-        [
-            f"{USED.format('1')} AS documents",
-            f"{USED.format('d.tokens')} AS tokens",
-            f"{USED.format('d.supervised_tokens')} AS supervised_tokens",
-            "SUM(CASE WHEN d.fate = 'held_out' THEN 1 ELSE 0 END) AS held_out",
-            f"SUM(CASE WHEN d.fate = '{FATE}' THEN 1 ELSE 0 END) AS removed",
-        ]
+    """``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
+    documents); ``removals``."""
+    sums = (
+        ("documents", "1", "train"),
+        ("tokens", "d.tokens", "train"),
+        ("supervised_tokens", "d.supervised_tokens", "train"),
+        ("held_out", "1", "held_out"),
+        ("removed", "1", FATE),
     )
+    counts = ", ".join(f"SUM({_value_of_fate(value, fate)}) AS {name}" for name, value, fate in sums)
     shards = ledger.read(
         f"SELECT s.name, s.sha256, s.state, {counts} FROM shards s LEFT JOIN documents d ON d.shard = s.sha256 "
         "GROUP BY s.name, s.sha256, s.state, s.ingested_at ORDER BY s.ingested_at"
@@ -42,9 +41,15 @@ def listed(ledger: Ledger, most: int) -> dict[str, Any]:
     return found
 
 
+def _value_of_fate(value: str, fate: str) -> str:
+    """SQL: ``value`` for documents with this fate, else 0."""
+    when = f"CASE WHEN d.fate = '{fate}'"
+    return f"{when} THEN {value} ELSE 0 END"
+
+
 def lines(found: dict[str, Any]) -> list[str]:
-    """``listed`` for a person."""
-    said = []
+    """The result of ``listed`` as lines for a person."""
+    said: list[str] = []
     for group, rows in found.items():
         if group in ("removals", "licence_conflicts"):
             continue
@@ -55,13 +60,25 @@ def lines(found: dict[str, Any]) -> list[str]:
             extra += [row["state"]] if row.get("state") == "quarantined" else []
             noun = NOUNS.get(group, group.removesuffix("s"))
             said.append(
-                f"{noun:<8} {name:<32} {row['documents']:>9,} documents {row['tokens']:>13,} tokens "
-                f"{row['supervised_tokens']:>13,} with loss{'; ' if extra else ''}{', '.join(extra)}"
+                Message(
+                    "data.row",
+                    "{noun:<8} {name:<32} {documents:>9,} documents {tokens:>13,} tokens {supervised_tokens:>13,} with loss{extra}",
+                    noun=noun,
+                    name=name,
+                    documents=row["documents"],
+                    tokens=row["tokens"],
+                    supervised_tokens=row["supervised_tokens"],
+                    extra=f"; {', '.join(extra)}" if extra else "",
+                )
             )
     if count := found["licence_conflicts"]["documents"]:
-        settled = found["licence_conflicts"]["settled"]
         said.append(
-            f"licences {count:,} documents came under several, {settled:,} of them settled: 'factory data claims'"
+            Message(
+                "data.licence_conflicts",
+                "licences {documents:,} documents came under several licences, {settled:,} of them are settled: 'factory data claims'",
+                documents=count,
+                settled=found["licence_conflicts"]["settled"],
+            )
         )
     for row in found["removals"]:
         named = (
@@ -69,8 +86,16 @@ def lines(found: dict[str, Any]) -> list[str]:
             if row["column"] == "key"
             else f"{NOUNS[row['column']]} {', '.join(row['names'])}"
         )
-        why = f": {row['why']}" if row["why"] else ""
         said.append(
-            f"removal  {row['number']} by {row['by']}, {named}, {row['documents']:,} documents, {row['state']}{why}"
+            Message(
+                "data.removal",
+                "removal  {number} by {by}, {named}, {documents:,} documents, {state}{why}",
+                number=row["number"],
+                by=row["by"],
+                named=named,
+                documents=row["documents"],
+                state=row["state"],
+                why=f": {row['why']}" if row["why"] else "",
+            )
         )
-    return said or ["no data yet"]
+    return said or [Message("data.none", "no data yet")]

@@ -1,4 +1,4 @@
-"""The metrics of a segment's steps, as its trainer left them."""
+"""Reads the metrics of a segment's steps that its trainer wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from factory.ledger.rows import SegmentRow
 
 
 def metrics_of(row: SegmentRow) -> list[dict[str, Any]]:
-    """The lines of a segment's metrics that can be read, the newest of each step, by step."""
+    """The readable lines of a segment's metrics in the order of the steps; of each step only the newest line."""
     found: dict[int, dict[str, Any]] = {}
     try:
         with open_file(Path(row.folder) / "metrics.jsonl") as file:

@@ -1,12 +1,12 @@
-"""A person gives documents another domain, source, licence or group: in place, as a recorded decision, without a new ingest.
+"""Gives documents another domain, source, licence or group: in place, as a recorded decision of a person, without a new ingest.
 
-Rows, held-out halves, the domains of token shards and the record (table ``relabels``) are one transaction. Token shards stay as they are: what
-is of another domain now stands in their ledger row (``moved``), and in every data plan that is made from then on; segments that were planned
-before are replayed from their own plans. A held-out document stays held out.
+Rows, held-out halves, the domains of token shards and the record (table ``relabels``) change in one transaction. Token shards stay as they are.
+A token shard's ledger row (``moved``) and every later data plan name the rows that have another domain now. Earlier segments are replayed from
+their own plans. A held-out document stays held out.
 
-Halves, where held-out documents get another group: a document that something may have read keeps its half, and so does its new group. A new
-group of documents that nothing has read since they came is dealt anew, to the half that has fewer groups of its domains. So a document that
-choices were made by never becomes sealed. What reads: an evaluation, a verdict, a proposal or an agent's run, an average.
+Held-out documents may get another group. A document that something may have read keeps its half, and its new group gets that half. A new group
+of documents that nothing has read yet goes to the half with fewer groups of its domains. So a document that influenced a choice never becomes
+sealed. Readers are evaluations, verdicts, proposals, agents' runs, and averages.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.errors import InputError, nearest
-from factory.data.selecting import AT_ONCE, Selection, by_value, keys_of_one
+from factory.core.errors import InputError
+from factory.data.selecting import AT_ONCE, Selection, by_value, keys_of_one, no_document_has
 from factory.ingest.document import LONGEST_NAME, refuse_domain
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy
@@ -32,13 +32,14 @@ from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT, refused
 from factory.ledger.rows import SegmentRow
 from factory.ledger.writing import insert
 from factory.training.planning import load_recipe, plan_of
+from kernels.contract.message import Message
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard, ranges_of, rows_of
 from trainer.contract.errors import DataPlanError, TokenShardError
 
 RELABELLED = "relabelled"  # kind of its event
 FATES = {"train": "to train on", "held_out": "held out"}  # as a person reads them
-# Kinds of the events of what chooses by held-out documents: an evaluation, a verdict, a proposal, an agent's run.
+# Kinds of events of readers of held-out documents: an evaluation, a verdict, a proposal, an agent's run.
 READING = ("evaluated", "judged", "drafted", "agent_began")
 c = documents.c
 COLUMNS = (
@@ -48,18 +49,18 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Filter:
-    """Which documents: of one of these domains, and one of these sources, and so on; empty: of any."""
+    """Selects documents with one of these domains, and one of these sources, and so on. An empty field selects all."""
 
     domain: Sequence[str] = ()
     source: Sequence[str] = ()
-    license: Sequence[str] = ()  # 'none': that name none
+    license: Sequence[str] = ()  # 'none': documents without a licence
     shard: Sequence[str] = ()  # names of shards, or of the files that they are parts of
     document: Sequence[str] = ()  # ids or keys
 
 
 @dataclass(frozen=True)
 class NewLabels:
-    """None: unchanged. ``license`` 'none' or '', ``source`` '': none named."""
+    """The new values; None: unchanged. ``license`` 'none' or '' and ``source`` '' remove the name."""
 
     domain: str | None = None
     source: str | None = None
@@ -69,8 +70,8 @@ class NewLabels:
 
 @dataclass
 class Relabelling:
-    """What a relabel changes, and what follows. ``documents``: by key, the columns that become others; ``held``: so of the held-out ones;
-    ``token_shards``: by id, rows by domain (``PlannedShard.moved``)."""
+    """The changes of a relabel, and their consequences. ``documents``: by key, the new values of columns; ``held``: the same for held-out
+    documents. ``token_shards``: by id, rows by domain (``PlannedShard.moved``). ``said``: lines for a person."""
 
     filter: Filter
     change: NewLabels
@@ -86,27 +87,33 @@ class Relabelling:
 
 
 def look(plant: Plant, chosen: Filter, change: NewLabels) -> Relabelling:
-    """Changes nothing. Raises: InputError for names that nothing has, for a change that leaves all as it is, that no plan can follow, or that a
-    licence forbids."""
+    """Find what a relabel would change; changes nothing. Raises: InputError for names that no document has, for a change without effect, for a
+    change after which no segment can be planned, or one that a licence forbids."""
     if not any(vars(chosen).values()):
-        raise InputError("say which documents: --domain, --source, --license, --shard or --document")
+        raise InputError("data.no_filter", "choose documents with --domain, --source, --license, --shard or --document")
     if all(value is None for value in vars(change).values()):
-        raise InputError("say what changes: --to-domain, --to-source, --to-license or --group")
+        raise InputError("data.no_change", "give new labels with --to-domain, --to-source, --to-license or --group")
     policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     if change.domain is not None:
         refuse_domain(change.domain)
     if change.license is not None and not policy.licences.of(_licence(change.license)).train:
         raise InputError(
-            f"licence {change.license!r} does not allow training (licences in data.yaml): 'factory data remove' takes these documents out"
+            "data.licence_forbids",
+            "the licence {licence!r} does not allow training (licences in data.yaml). To take these documents out, use 'factory data remove'",
+            licence=change.license,
         )
     _refuse_names(plant.ledger, change)
     rows = _selected(plant.ledger, chosen)
     if not rows:
-        raise InputError("no document matches all of these filters; nothing was changed")
+        raise InputError("data.no_match", "no document matches all of these filters; nothing was changed")
     _refuse_unknown_facts(rows, change)
     changed = {row["key"]: new for row in rows if (new := _changed(row, change, policy))}
     if not changed:
-        raise InputError(f"the {len(rows):,} documents have that already; nothing was changed")
+        raise InputError(
+            "data.same_labels",
+            "the {documents:,|document has|documents have} these labels already; nothing was changed",
+            documents=len(rows),
+        )
     found = Relabelling(chosen, change, len(rows), changed)
     found.held = _held(plant.ledger, changed, _trained_groups(plant.ledger, rows, changed), found.said)
     found.token_shards = _moved(
@@ -117,7 +124,7 @@ def look(plant: Plant, chosen: Filter, change: NewLabels) -> Relabelling:
 
 
 def relabel(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
-    """Do what ``look`` found; returns the number of the relabel. The caller holds the model loop's lock since before it looked."""
+    """Make the changes that ``look`` found; returns the number of the relabel. The caller has held the model loop's lock since before ``look``."""
     with plant.ledger.begin() as tx:
         number = insert(
             tx, relabels, at=time.time(), who=by, why=why, counts=found.to_json(),
@@ -166,11 +173,14 @@ def _licence(name: str) -> str | None:
 
 
 def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
-    """Raises: InputError for what no row may name, and for a source or licence whose documents were taken out."""
+    """Raises: InputError for a name that no row may have, and for a source or licence whose documents a person took out."""
     for noun, name in (("source", change.source), ("license", change.license)):
         if name is not None and (len(name) > LONGEST_NAME or not name.isprintable()):
             raise InputError(
-                f"--to-{noun}: at most {LONGEST_NAME:,} characters, all of them printable; nothing was changed"
+                "data.unusable_name",
+                "--to-{label} may have at most {limit:,} characters, all of them printable; nothing was changed",
+                label=noun,
+                limit=LONGEST_NAME,
             )
     known = refused(ledger)
     sources = {str(name): number for name, number in known["source"].items()}
@@ -182,8 +192,12 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
     ):
         if number is not None:
             raise InputError(
-                f"{noun} {name!r} was taken out (removal {number}), and what comes of it is refused: 'factory data undo {number}' takes that back; "
-                "nothing was changed"
+                "data.removed_name",
+                "removal {removal} took out the {noun} {name!r}, and ingest refuses its documents; nothing was changed. To put it back: "
+                "'factory data undo {removal}'",
+                removal=number,
+                noun=noun,
+                name=name,
             )
 
 
@@ -199,7 +213,7 @@ def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
         where.append(c.shard.in_([row["sha256"] for row in listed if {row["name"], whole_name(row["name"])} & names]))
     for column in ("source", "license"):
         if names := getattr(chosen, column):
-            by_value(ledger, column, names)  # refuses a name that no document has
+            by_value(ledger, column, names)  # raises for a name that no document has
             where.append(Selection(column, tuple(names)).own())
     if not chosen.document:
         return ledger.rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
@@ -213,7 +227,7 @@ def _known(names: Sequence[str], noun: str, rows: Iterable[Mapping[str, Any]]) -
     known = {row["name"] for row in rows}
     for name in names:
         if name not in known:
-            raise InputError(f"no document has {noun} {name!r}{nearest(name, known)[:300]}")
+            raise no_document_has(noun, name, known)
     return set(names)
 
 
@@ -221,13 +235,16 @@ def _refuse_unknown_facts(rows: Sequence[Mapping[str, Any]], change: NewLabels) 
     if change.group in ("url-host", "conversation") and not any((row["facts"] or {}).get(change.group) for row in rows):
         what = {"url-host": "url", "conversation": "conversation_id"}[change.group]
         raise InputError(
-            f"none of the {len(rows):,} documents has a known {what}: their rows named none, or came before the factory kept it. Group by "
-            "'document', 'source' or 'path', or take them out and ingest rows that name it"
+            "data.no_grouping_key",
+            "none of the {documents:,} documents has a known {key}: their rows have none, or an older factory did not keep it. Group by "
+            "'document', 'source' or 'path', or take the documents out and ingest rows with {key!r}",
+            documents=len(rows),
+            key=what,
         )
 
 
 def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> dict[str, Any]:
-    """The columns of a document that become others."""
+    """The columns of a document that change, with their new values."""
     new: dict[str, Any] = {}
     source = row["source"] if change.source is None else change.source or None
     if change.domain is not None:
@@ -248,7 +265,7 @@ def _group(kind: Kind, source: str | None, row: Mapping[str, Any]) -> str | None
 
 
 def _kind_of(row: Mapping[str, Any]) -> Kind | None:
-    """By what a document is grouped: its source is part of some names, and later documents are grouped by the one that they name."""
+    """The kind of group that a document's group key was made by; None: it is a group of its own. A new source changes the keys of some kinds."""
     if row["group_key"] is None:
         return None
     return next((kind for kind in KINDS if _group(kind, row["source"], row) == row["group_key"]), None)
@@ -258,7 +275,7 @@ def _kind_of(row: Mapping[str, Any]) -> Kind | None:
 def _trained_groups(
     ledger: Ledger, rows: Sequence[Mapping[str, Any]], changed: Mapping[str, Mapping[str, Any]]
 ) -> set[str]:
-    """Of the groups that documents get, those of which some were trained on: held-out ones stay parts of them, each a group of its own."""
+    """The new groups with a training document. A held-out document of such a group is held out as a group of its own."""
     names = {new["group_key"] for new in changed.values() if new.get("group_key")}
     found = {
         changed[row["key"]]["group_key"]
@@ -276,7 +293,7 @@ def _trained_groups(
 def _held(
     ledger: Ledger, changed: Mapping[str, Mapping[str, Any]], trained: set[str], said: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """By key, the columns of ``held_out`` that become others; ``said`` gets a line on halves that are dealt anew or kept."""
+    """By key, the columns of ``held_out`` that change, with their new values. ``said`` gets a line about the halves of the new groups."""
     h = held_out.c
     listed = sa.select(h.key, h.domain, h.group_key, h.sealed, c.fate, c.content_sha256)
     listed = listed.join(documents, c.key == h.key)
@@ -298,18 +315,18 @@ def _held(
 
 
 def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[str], said: list[str]) -> None:
-    """Set ``sealed`` of the regrouped ones; ``unread``: keys of documents that nothing has read."""
+    """Set ``sealed`` of the documents in the groups ``regrouped``. ``unread``: keys of documents that nothing has read."""
     members: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in held.values():
         members[row["group_key"]].append(row)
     kept = {name: [row for row in members[name] if row["key"] not in unread] for name in regrouped}
     for name in regrouped:
         if kept[name]:
-            half = all(row["sealed"] for row in kept[name])  # one that choices were made by makes all of it dev
+            half = all(row["sealed"] for row in kept[name])  # one document of the dev half makes the whole group dev
             for row in members[name]:
                 row["sealed"] = half
     dealt = [name for name in regrouped if not kept[name]]
-    more: Counter[str] = Counter()  # by domain, groups in the sealed half less those in the dev half
+    more: Counter[str] = Counter()  # by domain, groups in the sealed half minus groups in the dev half
     for name, rows in members.items():
         if name not in dealt:
             for domain in {row["domain"] for row in rows if row["fate"] != FATE}:
@@ -324,28 +341,34 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
         for domain in domains:
             more[domain] += 1 if half else -1
     if regrouped:
-        what = (
-            f"held out as {len(regrouped):,} groups: {len(dealt):,} that nothing has read yet are dealt to both halves"
+        said.append(
+            Message(
+                "data.halves",
+                "held out as {groups:,|group|groups}: {dealt:,} that nothing has read yet are distributed over both halves, {kept:,} keep the half "
+                "in which they were read",
+                groups=len(regrouped),
+                dealt=len(dealt),
+                kept=len(regrouped) - len(dealt),
+            )
         )
-        said.append(f"{what}, {len(regrouped) - len(dealt):,} keep the half in which they were read")
 
 
 def _last_read(ledger: Ledger) -> int:
-    """The newest event of anything that chooses by held-out documents; 0: there was none. By number: a clock may go back."""
+    """The number of the newest event of a reader of held-out documents; 0: no such event. A number, not a time: a clock may go back."""
     sql = f"""SELECT MAX(id) AS id FROM events WHERE kind IN ({", ".join(map(repr, READING))})
         OR kind = 'segment_planned' AND subject IN (SELECT 'segment:' || id FROM segments WHERE kind = 'average')"""
     return int(ledger.read(sql)[0]["id"] or 0)
 
 
 def _came(ledger: Ledger) -> dict[str, int]:
-    """By the first 16 digits of a shard's SHA-256, the event of its ingest."""
+    """By the first 16 digits of a shard's SHA-256, the number of its ingest's event."""
     rows = ledger.read("SELECT subject, MAX(id) AS id FROM events WHERE kind = 'ingested' GROUP BY subject")
     return {row["subject"].removeprefix("shard:"): int(row["id"]) for row in rows}
 
 
 # -- training documents ------------------------------------------------------------------------------------------------
 def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None) -> dict[str, dict[str, str]]:
-    """By token shard, the rows that are of another domain than it says, or were once."""
+    """By token shard, the rows with another domain than the token shard has for them, now or earlier."""
     of: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         if row["token_shard"]:
@@ -357,7 +380,11 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
         try:
             keys = TokenShard(row["path"]).documents["key"].to_pylist()
         except (TokenShardError, OSError) as error:
-            raise InputError(f"{error}: 'factory check --repair' makes it again; nothing was changed") from error
+            raise InputError(
+                "data.token_shard",
+                "{error}. Nothing was changed. To make the token shard again: 'factory check --repair'",
+                error=error,
+            ) from error
         now = {number: name for name, text in (row["moved"] or {}).items() for number in rows_of(text)}
         now |= {number: str(domain) for number, key in enumerate(keys) if key in of[row["id"]]}
         found[row["id"]] = {
@@ -371,32 +398,51 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
 def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], found: Relabelling) -> None:
     change, said = found.change, found.said
     fates = Counter(FATES.get(row["fate"], row["fate"]) for row in rows if row["key"] in found.documents)
-    counts = ", ".join(f"{count:,} {fate}" for fate, count in sorted(fates.items()))
-    said.insert(0, f"{len(found.documents):,} of {found.selected:,} documents change ({counts})")
+    first = Message(
+        "data.relabels",
+        "{changed:,} of {selected:,} documents change ({fates})",
+        changed=len(found.documents),
+        selected=found.selected,
+        fates=[f"{count:,} {fate}" for fate, count in sorted(fates.items())],
+    )
+    said.insert(0, first)
     domains = {change.domain} if change.domain is not None else {row["domain"] for row in rows}
     if change.group is not None:
         groups = {found.documents.get(row["key"], row).get("group_key", row["group_key"]) or row["key"] for row in rows}
-        said.append(f"grouped by {change.group}: {len(groups):,} group{'' if len(groups) == 1 else 's'}")
+        said.append(
+            Message("data.groups", "grouped by {kind}: {groups:,|group|groups}", kind=change.group, groups=len(groups))
+        )
         others = sorted(
             domain for domain in domains if policy.rules(domain).group not in (change.group, _same(change.group))
         )
         said += [
-            f"data.yaml groups domain {domain} by {policy.rules(domain).group}: write 'group: {change.group}' there for later documents"
+            Message(
+                "data.policy_groups_otherwise",
+                "data.yaml groups the domain {domain} by {old}. For later documents, write 'group: {new}' there",
+                domain=domain,
+                old=policy.rules(domain).group,
+                new=change.group,
+            )
             for domain in others
         ]
     if found.held:
-        said.append("the held-out suite changes: a champion is measured again before the next candidate is compared")
+        said.append(
+            Message(
+                "data.suite_changes",
+                "the held-out suite changes: the factory measures the champion again before it compares the next candidate",
+            )
+        )
     if found.token_shards:
         said += _refuse_or_say_plans(plant, rows, found)
 
 
 def _same(kind: str) -> str:
-    """'document' and 'none' are one."""
+    """The other name of a kind of group: 'document' and 'none' mean the same."""
     return {"document": "none", "none": "document"}.get(kind, kind)
 
 
 def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found: Relabelling) -> list[str]:
-    """Raises: InputError where no data plan can be made any more."""
+    """Lines for a person about later data plans. Raises: InputError if no data plan can be made after the change."""
     recipe = load_recipe(plant.workspace)
     other, gone = str(found.change.domain), {row["key"] for row in rows}
     trained = sa.select(c.key).where(c.token_shard.is_not(None))
@@ -405,27 +451,43 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
     } | {other}
     for domain in {row["domain"] for row in rows} - {other}:
         if all(row["key"] in gone for row in plant.ledger.rows(trained.where(c.domain == domain).limit(len(gone) + 1))):
-            held.discard(domain)  # all of it moves
+            held.discard(domain)  # all its training documents get the new domain
     try:
         plan = DataPlan.make(recipe.mixture, "trunk", [("a", "a", 0)], recipe.seed)
         plan.of_arrived(held, 0, recipe.schedule.trunk_steps.first)
     except DataPlanError as error:
         raise InputError(
-            f"no segment could be planned any more: recipe {recipe.name}: {error}. Give domain {other!r} a weight under mixture.weights first; "
-            "nothing was changed"
+            "data.no_plan_left",
+            "after this change no segment could be planned: recipe {recipe}: {error}. Nothing was changed. First give the domain {domain!r} a "
+            "weight under mixture.weights",
+            recipe=recipe.name,
+            error=error,
+            domain=other,
         ) from error
-    said = []
+    said: list[str] = []
     if not recipe.mixture.weights.get(other, recipe.mixture.weights.get("*")):
         said.append(
-            f"recipe {recipe.name} gives domain {other} no weight: nothing of it is trained on until mixture.weights does"
+            Message(
+                "data.domain_without_weight",
+                "the recipe {recipe} gives the domain {domain} no weight: the factory does not train on the domain until mixture.weights names it",
+                recipe=recipe.name,
+                domain=other,
+            )
         )
     ids = set(found.token_shards)
     planned = SegmentRow.first(plant.ledger, "WHERE state = 'planned' ORDER BY id")
     if planned and ids & {shard["id"] for shard in plan_of(plant.ledger, planned)["token_shards"]}:
         said.append(
-            f"segment {planned.id} is planned already and still has them as they were ('factory rewind {planned.id}' takes it back)"
+            Message(
+                "data.planned_with_old_labels",
+                "segment {segment} is planned already, with the old labels. To plan the segment again: 'factory rewind {segment}'",
+                segment=planned.id,
+            )
         )
     said.append(
-        "later segments have them in their new domain; its order, and that of the domains they leave, begins anew"
+        Message(
+            "data.order_begins_anew",
+            "later segments have the documents in their new domain. The data order of this domain, and of the domains they leave, begins anew",
+        )
     )
     return said

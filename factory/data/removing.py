@@ -1,8 +1,8 @@
-"""A person takes documents out, or puts them back. Rows, event and marks of releases are one transaction, as of a quarantine.
+"""Takes documents out for a person, or puts them back. Rows, the event and marks of releases change in one transaction, as for a quarantine.
 
-A removed document stays in its token shard and keeps its place in the data order, but carries no loss in any segment that is planned later;
-a shard that the trunk has not seen is left out when nothing else is in it. A held-out one is measured no more. What is known of it for
-recognising copies stays, so that ingest refuses them. Its text stays too, unless it is to be erased (``factory.erasing.erasing``).
+A removed document stays in its token shard and keeps its place in the data order, but carries no loss in later segments. A token shard that the
+trunk has not seen is left out if all its documents are removed. Evaluations no longer measure a removed held-out document. The hashes by which
+copies are recognised stay, so ingest refuses copies. The text stays too, unless a person asks to erase it (``factory.erasing.erasing``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from factory.ledger.anomalies import MARKED
 from factory.ledger.ledger import Ledger, documents, events, record
 from factory.ledger.removals import FATE, REMOVED, RETURNED, TAKEN_OUT, Removal, removals, rule_of
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
+from kernels.contract.message import Message
 
 SHOWN = 100  # keys in a release's mark
 c = documents.c
@@ -30,35 +31,68 @@ c = documents.c
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a removal would take out, and what follows."""
+    """What a removal would take out, and its consequences."""
 
     selection: Selection
-    fates: dict[str, int]  # of what would be removed, as it is now
-    domains: dict[str, int]  # supervised tokens of its training documents
+    fates: dict[str, int]  # by present fate, the number of documents that would be removed
+    domains: dict[str, int]  # by domain, supervised tokens of the training documents
     releases: dict[int, tuple[list[str], bool]]  # as ``releases_that_saw``
-    open_segment: int | None  # planned already, and trained on them
+    open_segment: int | None  # a segment that is planned already and trains on the documents
     cost: RetrainingCost
 
-    def lines(self) -> list[str]:
-        """For a person."""
-        fates = ", ".join(f"{count:,} {FATES[fate]}" for fate, count in self.fates.items())
-        said = [f"{sum(self.fates.values()):,} documents: {fates}"]
+    def lines(self) -> list[Message]:
+        """The removal in lines for a person."""
+        said = [
+            Message(
+                "data.removes",
+                "{documents:,|document|documents}: {fates}",
+                documents=sum(self.fates.values()),
+                fates=[f"{count:,} {FATES[fate]}" for fate, count in self.fates.items()],
+            )
+        ]
         if self.domains:
-            tokens = ", ".join(f"{domain} {count:,}" for domain, count in sorted(self.domains.items()))
-            said.append(f"supervised tokens, by domain: {tokens}")
+            said.append(
+                Message(
+                    "data.tokens_by_domain",
+                    "supervised tokens, by domain: {domains}",
+                    domains=[f"{domain} {count:,}" for domain, count in sorted(self.domains.items())],
+                )
+            )
         for number, (keys, exact) in self.releases.items():
-            said.append(f"release {number} {'was' if exact else 'may have been'} trained on {len(keys):,} of them")
+            said.append(
+                Message(
+                    "data.release_saw",
+                    "release {release} was trained on {documents:,} of them",
+                    release=number,
+                    documents=len(keys),
+                )
+                if exact
+                else Message(
+                    "data.release_may_have_seen",
+                    "release {release} may have been trained on {documents:,} of them",
+                    release=number,
+                    documents=len(keys),
+                )
+            )
         if not self.releases:
-            said.append("no release was trained on them")
+            said.append(Message("data.no_release_saw", "no release was trained on them"))
         if self.open_segment is not None:
             said.append(
-                f"segment {self.open_segment} is planned already and still sees them ('factory rewind {self.open_segment}' takes it back)"
+                Message(
+                    "data.planned_segment_sees",
+                    "segment {segment} is planned already and still trains on them. To plan the segment again: 'factory rewind {segment}'",
+                    segment=self.open_segment,
+                )
             )
         if self.fates.get("held_out"):
             said.append(
-                "candidates are measured without the held-out ones; the champion is measured again before the next is compared"
+                Message(
+                    "data.measured_without",
+                    "candidates are measured without the held-out documents. The factory measures the champion again before it compares the next "
+                    "candidate",
+                )
             )
-        return [*said, str(self.cost)]
+        return [*said, self.cost.message]
 
     def to_json(self) -> dict[str, Any]:
         seen = [
@@ -84,7 +118,8 @@ FATES = {
 
 
 def look(ledger: Ledger, selection: Selection, erase: bool = False) -> Outlook:
-    """Changes nothing. Raises: InputError where there is nothing to take out, or, of documents that were named, one is not."""
+    """Find what a removal would take out; changes nothing. Raises: InputError if there is nothing to take out, or if one of the named documents
+    cannot be taken out."""
     wanted = fates_of(erase)
     fates: Counter[str] = Counter()
     domains: Counter[str] = Counter()
@@ -116,7 +151,7 @@ def look(ledger: Ledger, selection: Selection, erase: bool = False) -> Outlook:
 
 
 def remove(ledger: Ledger, found: Outlook, by: str, why: str = "", erase: bool = False) -> Removal:
-    """Take out what ``look`` found."""
+    """Take out the documents that ``look`` found."""
     selection, changed = found.selection, 0
     with ledger.begin() as tx:
         number = int(tx.execute(sa.select(sa.func.count()).where(events.c.kind == REMOVED)).scalar() or 0) + 1
@@ -129,7 +164,7 @@ def remove(ledger: Ledger, found: Outlook, by: str, why: str = "", erase: bool =
                 shards.add(shard)
                 tokens += count
             for fate in TAKEN_OUT:
-                if erase:  # what was removed before is this one's now
+                if erase:  # documents of an earlier removal become documents of this one
                     old = documents.update().where(part, c.fate == FATE, c.rule.like(f"removal % of {fate}"))
                     changed += tx.execute(old.values(rule=rule_of(number, fate))).rowcount
                 update = documents.update().where(part, c.fate == fate)
@@ -145,16 +180,22 @@ def remove(ledger: Ledger, found: Outlook, by: str, why: str = "", erase: bool =
 
 
 def undo(ledger: Ledger, number: int, by: str) -> str:
-    """Put back what a removal took out; returns a line for a person. Raises: InputError where that cannot be."""
+    """Put back the documents of a removal; returns a line for a person. Raises: InputError if the removal cannot be put back."""
     known = {one.number: one for one in removals(ledger)}
     if number not in known:
-        there = ", ".join(map(str, known)) or "none yet"
-        raise InputError(f"no removal {number}; there are: {there}")
+        raise InputError(
+            "data.no_removal",
+            "there is no removal {number}. The removals: {known}",
+            number=number,
+            known=[*known] or ["none yet"],
+        )
     removal = known[number]
     if removal.erase:
-        raise InputError(f"removal {number} erases its text: it cannot be put back")
+        raise InputError(
+            "data.erased", "removal {number} erases the text of its documents and cannot be put back", number=number
+        )
     if removal.state != "removed":
-        raise InputError(f"removal {number} was put back already")
+        raise InputError("data.put_back_already", "removal {number} was put back already", number=number)
     changed = 0
     with ledger.begin() as tx:
         for fate in TAKEN_OUT:
@@ -164,17 +205,21 @@ def undo(ledger: Ledger, number: int, by: str) -> str:
                 changed += tx.execute(doctor.values(fate=fate, rule="loss_doctor")).rowcount
             changed += tx.execute(update.values(fate=fate, rule="person" if fate == "quarantined" else None)).rowcount
         record(tx, RETURNED, Subject("removal", number), {"by": by, "documents": changed})
-    return f"{changed:,} documents are back: they are used again from the next segment and the next evaluation on"
+    return Message(
+        "data.put_back",
+        "{documents:,|document is|documents are} back. The next segment and the next evaluation use the documents again",
+        documents=changed,
+    )
 
 
 def mark_new_releases(ledger: Ledger) -> list[str]:
-    """Mark releases that were made after a removal from segments that were planned before it; returns lines for a person."""
+    """Mark releases that were made after a removal, from segments that were planned before it; returns lines for a person."""
     taken = [one for one in removals(ledger) if one.state != "returned" and one.token_shards]
     if not taken:
         return []
     known = ledger.read("SELECT subject, detail FROM events WHERE kind = :kind", kind=MARKED)
     marked = {(row["subject"], row["detail"].get("removal")) for row in known}
-    said = []
+    said: list[str] = []
     for removal in taken:
         for release in ReleaseRow.select(ledger):
             if release.created_at <= removal.at or (str(Subject("release", release.number)), removal.number) in marked:
@@ -183,10 +228,18 @@ def mark_new_releases(ledger: Ledger) -> list[str]:
                 continue
             exposure = Exposure(ledger, _documents(ledger, removal))
             saw = releases_that_saw(ledger, exposure, {release.number: release.segment}).get(release.number, ([], True))
-            with ledger.begin() as tx:  # one that saw none too: it is not looked at again
+            with ledger.begin() as tx:  # also a release that saw none, so that it is not checked again
                 _mark(tx, release.number, removal.number, *saw)
             if saw[0]:
-                said.append(f"release {release.number} was trained on {len(saw[0]):,} documents of {removal}")
+                said.append(
+                    Message(
+                        "data.release_saw_removed",
+                        "release {release} was trained on {documents:,|document|documents} of {removal}",
+                        release=release.number,
+                        documents=len(saw[0]),
+                        removal=str(removal),
+                    )
+                )
     return said
 
 
@@ -201,12 +254,19 @@ def _mark(tx: sa.Connection, release: int, removal: int, keys: Sequence[str], ex
     record(tx, MARKED, Subject("release", release), detail)
 
 
-def _nothing(selection: Selection, others: dict[str, str]) -> str:
+def _nothing(selection: Selection, others: dict[str, str]) -> Message:
     if selection.column == "key":
         key, fate = next(iter(others.items()), (selection.names[0], "none"))
-        return f"document {key!r} is neither trained on nor held out (its fate: {fate}); nothing was changed"
-    noun = NOUNS[selection.column]
-    fates = ", ".join(f"{count:,} {fate}" for fate, count in Counter(others.values()).items())
-    return (
-        f"no document of {noun} {', '.join(selection.names)} is trained on or held out ({fates}); nothing was changed"
+        return Message(
+            "data.document_not_used",
+            "the document {key!r} is neither training data nor held out (its fate: {fate}); nothing was changed",
+            key=key,
+            fate=fate,
+        )
+    return Message(
+        "data.nothing_used",
+        "no document of the {noun} {names} is training data or held out ({fates}); nothing was changed",
+        noun=NOUNS[selection.column],
+        names=selection.names,
+        fates=[f"{count:,} {fate}" for fate, count in Counter(others.values()).items()],
     )

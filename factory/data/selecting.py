@@ -1,8 +1,8 @@
-"""Which documents a person means: by id or key, by source, by licence."""
+"""Finds the documents that a person names: by id or key, by source, by licence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +12,23 @@ from factory.core.errors import InputError, nearest
 from factory.ingest.rules.claims import COPIES
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT
+from kernels.contract.message import Message
 
 AT_ONCE = 5000  # values in one IN (…)
-LISTED = 20  # documents of one id
+LISTED = 20  # documents with the same id that an error lists
 COLUMNS = {"source": documents.c.source, "license": documents.c.license}
 NOUNS = {"source": "source", "license": "licence"}
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``; of a licence also those that came under it as a copy."""
+    """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``. By licence: also documents of which a copy came under it."""
 
     column: str
     names: tuple[str, ...]
 
     def where(self, start: int = 0) -> sa.ColumnElement[bool]:
-        """The condition on ``documents``; of keys at most ``AT_ONCE`` from number ``start`` on."""
+        """The condition on ``documents``; for keys: on at most ``AT_ONCE`` keys from number ``start`` on."""
         if self.column == "key":
             return documents.c.key.in_(self.names[start : start + AT_ONCE])
         if self.column == "license":
@@ -39,7 +40,7 @@ class Selection:
         return self.own()
 
     def own(self) -> sa.ColumnElement[bool]:
-        """The condition that a document's own row names one, copies aside."""
+        """The condition that a document's own row, and not only a copy, has one of the names."""
         column = COLUMNS[self.column]
         return self._licence(column) if self.column == "license" else column.in_(self.names)
 
@@ -48,13 +49,13 @@ class Selection:
         return sa.or_(named, column.is_(None), column == "") if NO_LICENCE in self.names else named
 
     def parts(self) -> list[sa.ColumnElement[bool]]:
-        """Conditions that together select all, none of them too long for a database."""
+        """Conditions that together select all documents; none of them is too long for a database."""
         count = len(self.names) if self.column == "key" else 1
         return [self.where(start) for start in range(0, count, AT_ONCE)]
 
 
 def fates_of(erase: bool) -> tuple[str, ...]:
-    """Of documents that a removal is about."""
+    """The fates of documents that a removal may take out."""
     return (*TAKEN_OUT, FATE, "dropped") if erase else TAKEN_OUT
 
 
@@ -65,10 +66,10 @@ def by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> Selec
 
 
 def keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
-    """The document that a person who changes it means, with the copies of its text that came under the same id: by its key, or by an id that no
-    other document has. Of several documents of one id those that ``fitting`` does not fit are left aside; where it fits none, all are given.
+    """The keys of the one document that a person means by a key, or by an id that no other document has; with the copies of its text that have
+    the same id. If several documents have the id, only those that meet the conditions ``fitting`` count; if none meets them, all count.
 
-    Raises: InputError where several remain, with their keys, or where there is none, with ids near it.
+    Raises: InputError with the keys if several documents remain, or with similar ids if no document has the id.
     """
     found = keys_of(ledger, name)
     if name in found:
@@ -85,30 +86,47 @@ def keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> 
         f"{row['key']} ({', '.join(filter(None, (row['source'] and 'source ' + row['source'], row['shard'], row['fate'])))})"
         for row in list(one_of_each.values())[:LISTED]
     ]
-    more = f"; 'factory provenance --document {name}' lists all" if len(one_of_each) > LISTED else ""
+    if len(one_of_each) > LISTED:
+        listed.append(Message("data.more_with_id", "'factory provenance --document {id}' lists all of them", id=name))
     raise InputError(
-        f"{len(one_of_each)} documents have the id {name!r}; nothing was changed: name the key of the one that is meant: {'; '.join(listed)}{more}"
+        "data.ambiguous_id",
+        "{documents} documents have the id {id!r}; nothing was changed. Name the key of the document that you mean: {keys}",
+        documents=len(one_of_each),
+        id=name,
+        keys="; ".join(listed),
     )
 
 
 def keys_of(ledger: Ledger, name: str) -> list[str]:
-    """Of all documents with that id or key, for those who only look. Raises: InputError that names near ids when there is none."""
+    """The keys of all documents with that id or key. Raises: InputError with similar ids if there is none."""
     rows = ledger.read("SELECT key FROM documents WHERE id = :name OR key = :name ORDER BY key", name=name)
     if rows:
         return [row["key"] for row in rows]
     part = name.rsplit("/", 1)[-1][:40]
     like: Any = documents.c.id.contains(part, autoescape=True)
     near = [row["id"] for row in ledger.rows(sa.select(documents.c.id).where(like).limit(200))] if part else []
-    raise InputError(f"no document {name!r} was ever ingested" + (nearest(name, near[:8]) if near else ""))
+    raise InputError(
+        "data.no_document",
+        "no document {id!r} was ever ingested{near}",
+        id=name,
+        near=nearest(name, near[:8]) if near else "",
+    )
 
 
 def by_value(ledger: Ledger, column: str, names: Sequence[str]) -> Selection:
-    """Documents of these sources or licences. Raises: InputError that names near ones for one that no document has."""
+    """The documents of these sources or licences. Raises: InputError with a similar name for a name that no document has."""
     selection = Selection(column, tuple(dict.fromkeys(names)))
     for name in selection.names:
         if not ledger.one(sa.select(documents.c.key).where(Selection(column, (name,)).where()).limit(1)):
             noun, values = NOUNS[column], COLUMNS[column]
             known = ledger.rows(sa.select(values.label("name")).where(values.is_not(None)).distinct().limit(10_000))
-            near = nearest(name, [row["name"] for row in known][:10_000]) if known else ""
-            raise InputError(f"no document has {noun} {name!r}{near[:300]}")
+            raise no_document_has(noun, name, [row["name"] for row in known])
     return selection
+
+
+def no_document_has(noun: str, name: str, known: Collection[str]) -> InputError:
+    """The error of a domain, source, licence or shard (``noun``) of this name that no document has. ``known``: the names that documents have."""
+    near = nearest(name, known)[:300] if known else ""
+    return InputError(
+        "data.no_document_has", "no document has the {noun} {name!r}{near}", noun=noun, name=name, near=near
+    )

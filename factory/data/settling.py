@@ -1,4 +1,4 @@
-"""Texts that came under several licences: what is claimed, and a person's word on which claim is right."""
+"""Texts that came under several licences: lists the claims, and records a person's decision which claim is right."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from factory.ingest.rules.policy import Licences
 from factory.ingest.shapes.mapping import whole_name
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.removals import NO_LICENCE
+from kernels.contract.message import Message
 
-NAMED = 5  # documents of a group
+NAMED = 5  # keys of a group's documents that are listed
 
 
 def grouped(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
-    """Conflicts with the same claims of the same shards together, most supervised tokens first: ``claims`` (licence and shard of each),
-    ``counts_as``, ``release`` (does that licence allow one), ``settled``, ``fates``, ``documents``, ``supervised_tokens``, ``keys`` (some)."""
+    """Conflicts grouped by their claims, with the most supervised tokens first. Of each group: ``claims`` (licence and shard of each),
+    ``counts_as``, ``train`` and ``release`` (what that licence allows), ``settled``, ``fates``, ``documents``, ``supervised_tokens``, and some
+    ``keys``."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in conflicts(ledger):
         claims = tuple(dict.fromkeys((claim.license, claim.shard, claim.aside) for claim in one.claims))
@@ -47,40 +49,56 @@ def grouped(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
 
 
 def lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    """``grouped`` for a person."""
-    said = []
+    """The result of ``grouped`` as lines for a person."""
+    said: list[str] = []
     for group in found:
-        claims = ", ".join(
-            f"{claim['license'] or NO_LICENCE} in {claim['shard']}{' (set aside)' if claim['aside'] else ''}"
-            for claim in group["claims"]
-        )
-        fates = ", ".join(f"{count:,} {fate}" for fate, count in sorted(group["fates"].items()))
-        allowed = (
-            "may be released"
-            if group["release"]
-            else "no release of a model trained on it"
-            if group["train"]
-            else "not to be trained on"
-        )
-        how = "settled as" if group["settled"] else "counts as"
+        if group["release"]:
+            allowed = Message("data.allows_release", "allows releases")
+        elif group["train"]:
+            allowed = Message("data.allows_training", "allows training, but no release of the model")
+        else:
+            allowed = Message("data.allows_nothing", "does not allow training")
         said.append(
-            f"{group['documents']:,} documents ({fates}), {group['supervised_tokens']:,} tokens with loss: {claims}"
+            Message(
+                "data.claims",
+                "{documents:,|document|documents} ({fates}), {supervised_tokens:,} tokens with loss: {claims}",
+                documents=group["documents"],
+                fates=[f"{count:,} {fate}" for fate, count in sorted(group["fates"].items())],
+                supervised_tokens=group["supervised_tokens"],
+                claims=[
+                    f"{claim['license'] or NO_LICENCE} in {claim['shard']}{' (set aside)' if claim['aside'] else ''}"
+                    for claim in group["claims"]
+                ],
+            )
         )
-        said.append(f"  {how} {group['counts_as'] or NO_LICENCE}: {allowed}; {', '.join(group['keys'])}")
+        said.append(
+            Message(
+                "data.claims_count",
+                "  {how} {licence}, which {allowed}; {keys}",
+                how="settled as" if group["settled"] else "counts as",
+                licence=group["counts_as"] or NO_LICENCE,
+                allowed=allowed,
+                keys=group["keys"],
+            )
+        )
     if any(not group["settled"] for group in found):
         said.append(
-            "the strictest counts until you say which is right: factory data settle LICENCE --shard NAME, or --document ID; 'none': no licence"
+            Message(
+                "data.strictest_counts",
+                "the strictest licence counts until you say which is right: 'factory data settle LICENCE --shard NAME' or '--document ID'. For no "
+                "licence, write 'none'",
+            )
         )
-    return said or ["no text came under two licences"]
+    return said or [Message("data.no_conflicts", "no text came under two licences")]
 
 
 def settle(
     ledger: Ledger, licence: str, names: Sequence[str], shards: Sequence[str], by: str, why: str
 ) -> list[LicenceConflict]:
-    """Set aside every other claim than ``licence`` ('none': that no licence is named) about documents with these ids or keys, or about all
-    documents for which these shards, or parts of these files, claim something that others don't; returns the conflicts as they were.
+    """Set aside all claims except ``licence`` ('none': no licence) about the documents with these ids or keys, and about all documents on which
+    these shards, or parts of these files, conflict with others. Returns the conflicts before the change.
 
-    Raises: InputError where there is no conflict, or nobody claims ``licence``, and as ``keys_of_one``.
+    Raises: InputError if there is no conflict, or no row claims ``licence``; and as ``keys_of_one``.
     """
     wanted = {key for name in names for key in keys_of_one(ledger, name)}
     about = [
@@ -91,14 +109,20 @@ def settle(
     ]
     if not about:
         raise InputError(
-            f"no licence of {', '.join([*names, *shards])} is in conflict; 'factory data claims' lists those that are"
+            "data.no_conflict",
+            "no licence of {names} is in conflict. To list the conflicts: 'factory data claims'",
+            names=[*names, *shards],
         )
     known = "" if licence == NO_LICENCE else folded(licence)
     for one in about:
         claimed = {claim.license or NO_LICENCE for claim in one.claims}
         if known not in {folded(claim.license) for claim in one.claims}:
             raise InputError(
-                f"{one.key}: nobody claims {licence!r} for it{nearest(licence, claimed)}; nothing was changed"
+                "data.unclaimed_licence",
+                "{key}: no shard has this text under {licence!r}{near}; nothing was changed",
+                key=one.key,
+                licence=licence,
+                near=nearest(licence, claimed),
             )
     aside = {one.key: [claim.key for claim in one.claims if folded(claim.license) != known] for one in about}
     with ledger.begin() as tx:

@@ -1,7 +1,7 @@
-"""What of the training data models wrote, and which: by the maker that ``documents.detail`` names (``factory.ingest.document``).
+"""Finds the training documents that models wrote, by the maker that ``documents.detail`` names (``factory.ingest.document``).
 
-A maker that reads like ``written_by`` of a release here, number and weights, is that release: what it wrote, its successors may be trained on.
-Any other is somebody else's word.
+A maker with the number and weights of a release of this factory (``written_by``) is that release; its successors may be trained on its text. Any
+other maker is only what the shard claims.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RELEASE = re.compile(r"release (\d{1,9}) \(weights [0-9a-f]{16}\)\Z")
 
 @dataclass(frozen=True)
 class WrittenBy:
-    """By one maker. ``release``: of this factory, by number and weights; None: it is none of those."""
+    """The documents of one maker. ``release``: the release of this factory that the maker is; None: it is not one."""
 
     maker: str
     release: int | None
@@ -32,8 +32,8 @@ class WrittenBy:
 
 
 def written_in(ledger: Ledger, used: Collection[str]) -> list[WrittenBy]:
-    """What models wrote of the documents in these token shards, by maker, most tokens first. Removed and quarantined ones count: they were
-    trained on."""
+    """The documents in these token shards that models wrote, by maker, most tokens first. Removed and quarantined documents count too, since
+    models were trained on them."""
     found: dict[str, tuple[int, int]] = {}
     for row in _rows(ledger):
         if row["token_shard"] in used and (maker := maker_of(row["detail"])):
@@ -45,7 +45,7 @@ def written_in(ledger: Ledger, used: Collection[str]) -> list[WrittenBy]:
 
 
 def written_of(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
-    """By token shard, how many training documents of it a release wrote."""
+    """By token shard, the number of its training documents that a release wrote."""
     maker = written_by(release.number, release.export_sha256)
     found: dict[str, int] = {}
     for row in _rows(ledger):
@@ -55,7 +55,8 @@ def written_of(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
 
 
 def release_of(maker: str, weights: Mapping[int, str]) -> int | None:
-    """
+    """The release that a maker is; None: it is not a release of this factory. ``weights``: by release, the hash of its export.
+
     >>> weights = {3: "0123456789abcdef0123"}
     >>> release_of("release 3 (weights 0123456789abcdef)", weights), release_of("release 3 (weights 1123456789abcdef)", weights)
     (3, None)

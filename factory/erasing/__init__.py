@@ -1,1 +1,1 @@
-"""The text of removed documents is overwritten, wherever the workspace holds it."""
+"""Erases the text of removed documents from all files of the workspace."""

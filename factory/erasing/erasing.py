@@ -1,10 +1,11 @@
-"""The text of removed documents is overwritten: in the raw shards that the workspace keeps, in token shards, among the held-out documents.
+"""Overwrites the text of removed documents: in the workspace's raw shards, in token shards, and among the held-out documents.
 
     held-out contents ─► each shard: made again aside ─► one transaction: its new places ─► files put in place, old ones removed ─► a backup
 
-A token shard's tokens become end tokens, as many as there were, and its loss mask stays: cursors, order and every other document's place
-remain what they were. It keeps its name in the ledger and in plans; what lies there has another (``content``). The raw shard keeps its
-rows' numbers. So both can be made again from each other's records. Killed anywhere, the next pass does it again.
+In a token shard, each token of an erased document becomes an end token, and the loss mask stays. So cursors, the data order and the places of
+all other documents stay the same. The token shard keeps its name in the ledger and in plans; the new files have another name (``content``). The
+raw shard keeps the numbers of its rows. So each of the two can be made again from the records of the other. After a kill, the next pass repeats
+the work.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ from factory.repairs.token_shards import raw_shard
 from factory.sandbox.together import remove_left
 from factory.training.planning import plan_of
 from kernels.contract.files import put_in_place, sync_folder
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
 c = documents.c
 
 
 def warnings(plant: Plant, selection: Selection) -> list[str]:
-    """What is no longer possible once the text of these documents is gone, for a person."""
+    """Lines for a person: the consequences of erasing the text of these documents."""
     held = {
         shard
         for part in selection.parts()
@@ -68,45 +70,78 @@ def warnings(plant: Plant, selection: Selection) -> list[str]:
         for row in SegmentRow.select(plant.ledger)
         if held & {shard["id"] for shard in plan_of(plant.ledger, row)["token_shards"]}
     ]
-    said = ["their text is overwritten for good; what recognises copies of them (hashes) stays"]
+    said: list[str] = [
+        Message(
+            "erasing.for_good", "their text is overwritten for good; the hashes by which ingest recognises copies stay"
+        )
+    ]
     if read:
         said.append(
-            f"no longer reproducible: segments {', '.join(map(str, read))} (no audit, no diagnosis, and a checkpoint of them that is lost cannot be "
-            "made again by a replay); their metrics, checkpoints and exports stay"
+            Message(
+                "erasing.segments",
+                "segments {segments} can no longer be reproduced: no audit, no diagnosis, and no replay that restores a lost checkpoint. Their "
+                "metrics, checkpoints and exports stay",
+                segments=read,
+            )
         )
     if any(_select(plant.ledger, [c.key], part, c.fate == "held_out") for part in selection.parts()):
         said.append(
-            "no longer reproducible: evaluations on the held-out ones; reports and MLflow may quote answers about them"
+            Message(
+                "erasing.evaluations",
+                "evaluations on the held-out documents can no longer be reproduced. Reports and MLflow may still quote answers about them",
+            )
         )
     for sha256 in _shards_of(plant.ledger, selection):
         path, _ = raw_shard(plant, sha256)
         if path is not None and not path.is_relative_to(plant.workspace.root):
-            said.append(f"{path} is yours and lies outside the workspace: take them out there yourself")
+            said.append(_outside(path))
         for origin in sorted({one["origin"] for one in origins(plant.ledger, sha256)}):
             if Path(origin).exists() and not Path(origin).is_relative_to(plant.workspace.root):
-                said.append(f"{origin} is yours and lies outside the workspace: take them out there yourself")
+                said.append(_outside(origin))
     if made := [path.name for path in backups_of(plant.workspace.root)]:
-        said.append(f"backups keep the held-out ones' text until they are deleted: {', '.join(made)}")
+        said.append(
+            Message(
+                "erasing.backups",
+                "these backups keep the text of the held-out documents until you delete them: {backups}",
+                backups=made,
+            )
+        )
     return said
 
 
+def _outside(path: Path | str) -> Message:
+    return Message(
+        "erasing.outside",
+        "{path} is your own file outside the workspace: remove the documents from it yourself",
+        path=path,
+    )
+
+
 def finish_removals(plant: Plant) -> list[str]:
-    """Mark releases made since, and erase what is still to be erased; returns lines for a person. The caller holds the model loop's lock."""
+    """Mark the releases made since each removal, and erase the text of removals that ask for it; returns lines for a person. The caller holds the
+    model loop's lock."""
     said = mark_new_releases(plant.ledger)
     pending = [one for one in removals(plant.ledger) if one.erase and one.state == "removed"]
     for removal in pending:
         if waits := _reader(plant.ledger, removal):
-            said.append(f"removal {removal.number}: its text is erased once segment {waits}, which reads it, is done")
+            said.append(
+                Message(
+                    "erasing.waits",
+                    "removal {removal}: segment {segment} still reads the text. The factory erases the text when the segment is done",
+                    removal=removal.number,
+                    segment=waits,
+                )
+            )
             continue
         said += _erase(plant, removal)
     for line in said:
-        plant.progress.line(f"  {line}")
+        plant.progress.line(Message("erasing.line", "  {line}", line=line))
     return said
 
 
 def _erase(plant: Plant, removal: Removal) -> list[str]:
     said = []
-    for left in plant.workspace.shards.glob(".writing-*"):  # of a time before that was killed
+    for left in plant.workspace.shards.glob(".writing-*"):  # of a run that was killed
         remove(left)
     remove_left(plant.workspace.shards)
     with plant.ledger.begin() as tx:
@@ -116,15 +151,21 @@ def _erase(plant: Plant, removal: Removal) -> list[str]:
     for sha256, group in groupby(everything, key=lambda row: row[0]):
         said += _erase_in_shard(plant, sha256, {number for _, number, _ in group})
     if plant.ledger.file:
-        make_backup(plant)  # one that a restored ledger can be made of without the rows that are gone
+        make_backup(plant)  # a ledger restored from this backup does not have the erased rows
     with plant.ledger.begin() as tx:
         detail = {"rows": len(everything), "held_out": len(plant.ledger.rows(rows))}
         record(tx, ERASED, Subject("removal", removal.number), detail)
-    return [*said, f"removal {removal.number}: the text of {len(everything):,} rows is erased"]
+    done = Message(
+        "erasing.done",
+        "removal {removal}: the text of {rows:,|row|rows} is erased",
+        removal=removal.number,
+        rows=len(everything),
+    )
+    return [*said, done]
 
 
 def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
-    """Of the rows ``rows`` of a shard, and of those that were erased before."""
+    """Erase the text of these rows of a shard, and again of the rows that were erased before."""
     before = erased_shards(plant.ledger).get(sha256)
     rows |= set(before["rows"]) if before else set()
     listed = plant.ledger.read("SELECT id, path FROM token_shards WHERE shard = :shard", shard=sha256)
@@ -135,7 +176,9 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
         "raw": before["raw"] if before else None,
         "token_shards": {},
     }
-    with plant.progress.task(f"erase {len(rows)} rows of shard {sha256[:16]}"):
+    with plant.progress.task(
+        Message("erasing.task", "erase {rows} rows of shard {shard}", rows=len(rows), shard=sha256[:16])
+    ):
         made: list[tuple[str, Path, TokenShard]] = []
         for row in listed:
             old = TokenShard(row["path"])
@@ -163,11 +206,11 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
         if aside is not None and raw is not None:
             put_in_place(aside, raw)
         said += remove_originals(plant, sha256)
-        former = former_contents(plant.ledger, sha256)  # also of a time before, if that was killed here
+        former = former_contents(plant.ledger, sha256)  # also of an earlier run that was killed at this point
         for number, old_path, new in made:
             for path in {old_path, *(plant.workspace.shards / name for name in (number, *former))} - {new.path}:
                 remove(path)
-        sync_folder(plant.workspace.shards)  # before it is recorded that nothing is left
+        sync_folder(plant.workspace.shards)  # before the ledger records that the text is gone
     return said
 
 
@@ -178,12 +221,28 @@ def _raw_without(
     name: str,
     rows: Collection[int],
 ) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """(the raw shard without these rows, beside it; what filing is to know of it; lines for a person)."""
-    if raw is None or not raw.is_relative_to(plant.workspace.root):
-        where = "is gone" if raw is None else f"lies at {raw}, outside the workspace"
-        return None, None, [f"shard {name} {where}: nothing of it was erased there"]
+    """(the new raw shard without these rows, beside the old one; the event for ``filing``; lines for a person)."""
+    if raw is None:
+        return (
+            None,
+            None,
+            [Message("erasing.gone", "the raw shard {shard} is gone: there is nothing to erase", shard=name)],
+        )
+    if not raw.is_relative_to(plant.workspace.root):
+        outside = Message(
+            "erasing.not_ours",
+            "the raw shard {shard} is outside the workspace, at {path}: the factory erased nothing in this file",
+            shard=name,
+            path=raw,
+        )
+        return None, None, [outside]
     if file_sha256(raw) not in {sha256, *former_files(plant.ledger, sha256)}:
-        return None, None, [f"{raw} is not the file that was ingested: nothing of it was erased there"]
+        other = Message(
+            "erasing.other_file",
+            "{path} is not the file that was ingested: the factory erased nothing in this file",
+            path=raw,
+        )
+        return None, None, [other]
     aside = raw.with_name(f".{raw.name}.erased")
     rewrite_without(raw, name, rows, aside)
     shutil.copymode(raw, aside)
@@ -193,7 +252,7 @@ def _raw_without(
 
 
 def _overwritten(workspace: Workspace, old: TokenShard, keys: Collection[str]) -> TokenShard:
-    """A token shard whose documents ``keys`` are end tokens; the same where they are already."""
+    """Write a token shard in which the documents ``keys`` consist of end tokens. If they do already, it is the same token shard."""
 
     def each() -> Iterator[TokenizedDocument]:
         for row in old.documents.to_pylist():
@@ -211,7 +270,7 @@ def _overwritten(workspace: Workspace, old: TokenShard, keys: Collection[str]) -
 
 
 def _fill(shard: TokenShard) -> int:
-    """The end token, which each document ends with."""
+    """The end token: the last token of every document."""
     return int(shard.tokens[-1])
 
 
@@ -220,9 +279,9 @@ def _places(shard: TokenShard, keys: Collection[str]) -> Iterator[tuple[str, dic
 
 
 def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
-    """A document's loss mask as lengths of its runs, the first of tokens without loss.
+    """A document's loss mask as the lengths of its runs; the first run has no loss.
 
-    So that a token shard that is damaged later can be made again: its text no longer tells.
+    A damaged token shard can be made again with these lengths, since its text no longer tells the mask.
     """
     mask = shard.loss_mask(row["start"], row["start"] + row["length"])
     ends = np.flatnonzero(np.diff(np.concatenate([[False], mask, [not mask[-1]]])))
@@ -230,7 +289,7 @@ def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
 
 
 def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
-    """(shard, row, key) of all that a removal is about: its documents, rows dropped as copies of them, dropped rows of its source or licence."""
+    """(shard, row, key) of all rows of a removal: its documents, rows dropped as copies of them, and dropped rows of its source or licence."""
     rules = [removal.rule(fate) for fate in TAKEN_OUT]
     mine = sa.select(c.key).where(c.fate == FATE, c.rule.in_(rules))
     found = [c.rule.in_(rules), sa.and_(c.fate == "dropped", c.matched.in_(mine))]
@@ -241,7 +300,7 @@ def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
 
 
 def _reader(ledger: Ledger, removal: Removal) -> int | None:
-    """A planned segment that reads a token shard which would be replaced."""
+    """The planned segment that reads a token shard of the removal; None: no such segment."""
     held = set(removal.token_shards)
     for row in SegmentRow.select(ledger, "WHERE state = 'planned' ORDER BY id"):
         if held & {shard["id"] for shard in plan_of(ledger, row)["token_shards"]}:
@@ -257,11 +316,11 @@ def _select(ledger: Ledger, columns: list[Any], *where: Any) -> list[tuple[Any, 
     return [tuple(row.values()) for row in ledger.rows(sa.select(*columns).where(*where).distinct())]
 
 
-ROW = b'{"erased": true}'  # in place of a line
+ROW = b'{"erased": true}'  # replaces an erased line
 
 
 def rewrite_without(path: Path, name: str, rows: Collection[int], target: Path) -> None:
-    """Write ``path``, a shard that arrived as ``name``, to ``target`` without the content of these rows.
+    """Write the raw shard ``path``, which arrived as ``name``, to ``target`` without the content of these rows.
 
     Raises: OSError; pyarrow.ArrowException for a damaged file.
     """
@@ -270,7 +329,7 @@ def rewrite_without(path: Path, name: str, rows: Collection[int], target: Path) 
         _lines(path, compression, rows, target)
     elif kind == ".parquet":
         _parquet(path, rows, target)
-    else:  # one document a file
+    else:  # the file is one document
         target.write_bytes(b"" if rows else path.read_bytes())
 
 

@@ -8,8 +8,8 @@
 Items of evaluation tasks that are new are recorded first, to be decontaminated against (``rules/held_tasks``).
 All work is done before the transaction, which is the only step that changes the ledger. After a kill the next call starts
 again and ends with the same rows, because every step is a function of the shard, the policy and the ledger. A killed run
-leaves a spool (removed by the next run) or a token shard that no ledger row names (used by the next run, because a token
-shard is named by its content).
+leaves a spool, which the next run removes, or a token shard that no ledger row names. The next run uses that token shard,
+because a token shard is named by its content.
 
 The caller holds the workspace's ``model-loop`` lock: two shards are never ingested at once.
 """
@@ -40,6 +40,7 @@ from factory.ingest.held_tasks import hold_task_items
 from factory.ingest.index import PARAMETERS, Index
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import BAD_RULES
+from factory.ingest.reading.streams import file_unreadable
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.claims import CONFLICT
 from factory.ingest.rules.policy import DataPolicy
@@ -52,11 +53,12 @@ from factory.ledger.ledger import Ledger, meta, record, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import put_in_place
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
 _CHUNK_BYTES = 1 << 19
 _CHUNK_ROWS = 1000
-_WORTH_WORKERS = 4 << 20  # bytes of a shard below which starting processes takes longer than the work
+_WORTH_WORKERS = 4 << 20  # bytes of a shard from which processes save more time than their start takes
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,9 @@ class ShardReport:
     state: str  # 'ingested' | 'quarantined'
     reason: str | None
     rows: int
-    counts: dict[
-        str, Any
-    ]  # {"train", "held_out", "dropped": {rule: n}, "pii", "pii_kinds": {kind: n}, "trimmed"}; "groups": to be said of them
-    domains: dict[str, dict[str, int]]  # of the train part
+    # {"train", "held_out", "dropped": {rule: n}, "pii", "pii_kinds": {kind: n}, "trimmed"}; "groups": for ``grouping_lines``
+    counts: dict[str, Any]
+    domains: dict[str, dict[str, int]]  # of the documents to train on
     tokens: int
 
     def to_json(self) -> dict[str, Any]:
@@ -88,17 +89,17 @@ def ingest_shard(
     whole: Callable[[], Iterator[RawRow]] | None = None,
     quarantines: bool = True,
 ) -> ShardReport:
-    """Ingest one file. A file with the same content is never ingested twice: the recorded report is returned. One that was quarantined is
-    tried again when its name, the data policy or the code that reads it is another, or where ``again`` says so.
+    """Ingest one file. A file with the same content is never ingested twice: the second call returns the recorded report. A quarantined file
+    is tried again when its name, the data policy or the code that reads it has changed, or with ``again``.
 
-    ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard. ``other_files``: files that are
-    to be ingested after this one: the tokenizer, which the first ingest trains, is trained on text of them too. ``whole``: of a part, all rows
-    of its file, where a mapped column is looked for that the part lacks. Without ``quarantines`` a file that is unusable as a whole leaves no
-    trace, and ShardProblem is raised.
+    ``workers``: processes for the per-document work; 0: none; None: one for each core, and none for a small shard. ``other_files``: files that
+    are ingested after this one. The first ingest trains the tokenizer, on their text too. ``whole``: yields all rows of the file that this
+    shard is a part of; mapped columns that the part lacks are looked for in them. Without ``quarantines`` an unusable file leaves no trace and
+    raises ShardProblem.
 
-    Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad policy;
-    WorkerDiedError; LittleTextError where there is too little text to train the tokenizer on; FactoryError when the disk is full. What is wrong
-    *inside* the file ends in a report: rows are dropped, each by a rule, and a file that is unusable as a whole is quarantined.
+    Raises: InputError when the path is not a readable file or changes during the ingest, or a task file cannot be read; ConfigError for a bad
+    policy; WorkerDiedError; LittleTextError when the text is too little to train the tokenizer; FactoryError when the disk is full. Faults
+    *inside* the file end in a report: a rule drops each bad row, and a file that is unusable as a whole is quarantined.
     """
     policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     before, sha256 = _identify(path)
@@ -130,11 +131,15 @@ def ingest_shard(
         with plant.ledger.begin() as tx:
             _store(tx, plant.ledger, path, before.st_size, sha256, found, parameters, reading_key(plant.workspace))
     except OSError as error:
-        _refuse_changed(path, before)  # which may be why
+        _refuse_changed(path, before)  # a changed file may be the cause
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
             raise
         raise FactoryError(
-            f"ingest of {path.name} stopped, nothing was stored: {error.strerror} ({error.filename})"
+            "ingest.stopped",
+            "ingest of {file} stopped, nothing was stored: {error} ({where})",
+            file=path.name,
+            error=error.strerror,
+            where=error.filename,
         ) from error
     finally:
         shutil.rmtree(spool, ignore_errors=True)
@@ -144,7 +149,8 @@ def ingest_shard(
 
 
 def settled(plant: Plant, path: Path, sha256: str, again: bool) -> ShardReport | None:
-    """The report of a file that needs no ingest: it was ingested, or quarantined and nothing that read it changed since."""
+    """The report of a file that needs no ingest; None: it needs one. It needs none if it was ingested, or was quarantined and neither its name,
+    the policy nor the reading code has changed."""
     known = report(plant.ledger, sha256)
     if known and (known.state == "ingested" or not (again or _may_be_readable(plant, path, sha256))):
         return known
@@ -152,7 +158,7 @@ def settled(plant: Plant, path: Path, sha256: str, again: bool) -> ShardReport |
 
 
 def quarantine(plant: Plant, path: Path, sha256: str, problem: ShardProblem) -> ShardReport:
-    """Record a file that is unusable as a whole, and keep a copy of it."""
+    """Record a file that is unusable as a whole, and keep a copy of the file."""
     _copy_to_quarantine(plant.workspace, path, sha256)
     with plant.ledger.begin() as tx:
         _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", reading_key(plant.workspace))
@@ -162,7 +168,7 @@ def quarantine(plant: Plant, path: Path, sha256: str, problem: ShardProblem) -> 
 
 
 def report(ledger: Ledger, sha256: str) -> ShardReport | None:
-    """The recorded report of a shard, None when it was never ingested."""
+    """The recorded report of a shard; None: it was never ingested."""
     row = ledger.one(sa.select(shards).where(shards.c.sha256 == sha256))
     if row is None:
         return None
@@ -175,7 +181,7 @@ class Ingested:
 
     rows: list[Row]
     decided: Decided | None  # None when every row was dropped before it was compared
-    finished: dict[str, Finished]  # by key; token arrays left out
+    finished: dict[str, Finished]  # by key, without the token arrays
     tokenizer: Tokenizer | None
     token_shard: TokenShard | None
     told: Told
@@ -251,7 +257,7 @@ def _run(
 def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
     """Set the row's fate. Returns the tokenised document when it is training data."""
     if result.dropped:
-        row.fate = ""  # a held-out document that does not decode to the same text is dropped
+        row.fate = ""  # a held-out document may be dropped too, if it does not decode to the same text
         row.drop(*result.dropped, matched=row.matched)
         return None
     row.tokens, row.supervised_tokens = len(result.tokens), int(result.loss_mask.sum())
@@ -259,15 +265,19 @@ def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
         return None
     row.fate, row.trimmed = "train", result.trimmed
     if result.trimmed:
-        row.detail = f"{result.trimmed} characters cut out: words of a held-out document"
+        row.detail = Message(
+            "ingest.trimmed",
+            "{count:,|character|characters} cut out: words of a held-out document",
+            count=result.trimmed,
+        )
     return TokenizedDocument(
         row.key, row.id, row.domain, row.source or "", row.license or "", result.tokens, result.loss_mask
     )
 
 
 def _look_in_the_whole(rows: Iterator[RawRow], told: Told, policy: DataPolicy, name: str) -> None:
-    """Look for mapped columns that a part lacks in all rows of its file, until each is found."""
-    with contextlib.suppress(ShardProblem):  # of a later part, which says so itself
+    """Look in the rows of the whole file for mapped columns that this part lacks, until each is found."""
+    with contextlib.suppress(ShardProblem):  # the ingest of that later part reports the problem
         while missing_columns(told, policy.fields) and (row := next(rows, None)) is not None:
             look_at(policy, row, name, told)
 
@@ -283,46 +293,68 @@ def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int
         rows.append(raw)
         size += len(raw) if isinstance(raw, bytes) else 0 if isinstance(raw, BadRow) else len(str(raw))
         if first + len(rows) > policy.limits.max_rows:
-            raise ShardProblem(f"more than {policy.limits.max_rows} rows (limits.max_rows): split it")
+            raise ShardProblem(
+                "ingest.too_many_rows",
+                "the file has more than {limit} rows (limits.max_rows in data.yaml): split the file",
+                limit=policy.limits.max_rows,
+            )
     if rows:
         yield chunk, first, rows
 
 
 def mostly_bad(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
-    """Why a file is unusable as a whole; None: it is not."""
+    """The problem of a file with too many rows that cannot be read; None: the file is usable."""
     bad = Counter(row.rule for row in rows if row.rule in BAD_RULES)
     share = bad.total() / max(len(rows), 1)
     if share <= max_share and bad.total() < max(len(rows), 1):
         return None
-    named = ", ".join(f"{rule} {count}" for rule, count in bad.most_common())
-    example = next((row for row in rows if row.rule in BAD_RULES), None)
-    first = f"; first: row {example.number}, {example.detail}" if example else ""
-    reason = f"{share:.0%} of {len(rows)} rows cannot be read ({named}){first}"
-    return ShardProblem(reason, len(rows), {str(rule): count for rule, count in bad.items()})
+    dropped = {str(rule): count for rule, count in bad.items()}
+    example = next(row for row in rows if row.rule in BAD_RULES)
+    return ShardProblem(
+        "ingest.mostly_bad",
+        "{share:.0%} of {count} rows cannot be read ({rules}); the first is row {row}: {why}",
+        rows=len(rows),
+        dropped=dropped,
+        share=share,
+        count=len(rows),
+        rules=[f"{rule} {count}" for rule, count in bad.most_common()],
+        row=example.number,
+        why=example.detail,
+    )
 
 
 # -- at the edge -------------------------------------------------------------------------------------------------------
 def _identify(path: Path) -> tuple[os.stat_result, str]:
     try:
         if not path.is_file():
-            raise InputError(f"{path}: {'is a folder; name the files in it' if path.is_dir() else 'no such file'}")
+            if path.is_dir():
+                raise InputError("ingest.folder", "{path} is a folder: name the files in it", path=path)
+            raise InputError("ingest.no_file", "{path}: no such file", path=path)
         return path.stat(), file_sha256(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        raise file_unreadable(path, error) from error
 
 
 def _refuse_changed(path: Path, before: os.stat_result) -> None:
-    """Raises: InputError when a file is not the one that was there before."""
+    """Raises: InputError when a file changed since ``before``, or is gone."""
     try:
         if _identity(path.stat()) == _identity(before):
             return
     except FileNotFoundError:
-        raise InputError(f"{path} was moved or removed while it was read; nothing of it was stored") from None
-    raise InputError(f"{path} changed while it was read; nothing of it was stored: ingest it again when it is complete")
+        raise InputError(
+            "ingest.file_gone",
+            "{path} was moved or removed during the ingest; nothing of the file was stored",
+            path=path,
+        ) from None
+    raise InputError(
+        "ingest.file_changed",
+        "{path} changed during the ingest; nothing of the file was stored. Ingest the file again when it is complete",
+        path=path,
+    )
 
 
 def _may_be_readable(plant: Plant, path: Path, sha256: str) -> bool:
-    """Was a quarantined file read under another name, by another policy or by other code, or did a person ask for another try since?"""
+    """May another try read a quarantined file? True if its name, the policy or the reading code has changed, or a person asked for a try."""
     sql = f"SELECT kind, detail FROM events WHERE kind IN ('quarantined', '{FILED}') AND subject = :subject ORDER BY id DESC"
     events = plant.ledger.read(sql, subject=f"shard:{sha256[:16]}")
     if events and events[0]["detail"].get("read_by") == ASKED:
@@ -343,7 +375,7 @@ def _copy_to_quarantine(workspace: Workspace, path: Path, sha256: str) -> None:
     workspace.quarantine.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.writing")
     shutil.copy2(path, aside)
-    put_in_place(aside, target)  # half a copy would be another shard
+    put_in_place(aside, target)  # an incomplete copy would be another shard
 
 
 def _store(
@@ -356,7 +388,7 @@ def _store(
     parameters: str,
     read_by: str,
 ) -> None:
-    tx.execute(shards.delete().where(shards.c.sha256 == sha256, shards.c.state == "quarantined"))  # it is tried again
+    tx.execute(shards.delete().where(shards.c.sha256 == sha256, shards.c.state == "quarantined"))  # of an earlier try
     place = ledger.inside(path.resolve())
     shard = {"sha256": sha256, "name": path.name, "path": place, "bytes": size, "ingested_at": time.time()}
     if isinstance(found, ShardProblem):

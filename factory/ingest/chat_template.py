@@ -1,20 +1,22 @@
 """The chat templates of exports, in Jinja: ChatML, as ``Tokenizer.encode_messages`` writes it.
 
-Tools, calls of them and reasoning become text as in ``shapes/calls``, which ingest reads rows by. What a template cannot show as ingest does is an
-exception: arguments that are a text (transformers' convention: objects), contents that are no text, roles that no training document has.
+Tools, tool calls and reasoning become text as in ``shapes/calls``, with which ingest reads rows. A template raises an exception for anything
+that it cannot show as ingest does: arguments that are text (transformers' convention is objects), contents that are not text, and roles that no
+training document has.
 
-A workspace keeps the template that its tokenizer was frozen with. Older ones show roles and texts alone, with the same ids.
+A workspace keeps the template that its tokenizer was frozen with. Older templates show roles and texts only, with the same ids.
 """
 
 from __future__ import annotations
 
 import json
 
-from factory.ingest.shapes.calls import REASONING, TOOL_KEYS, TOOLS_HEAD, TOOLS_TAIL
+from factory.ingest.shapes.calls import REASONING
+from factory.ingest.shapes.tools_prompt import TOOL_KEYS, TOOLS_HEAD, TOOLS_TAIL
 
 
 def defused(text: str) -> str:
-    """A text as the templates write it: special tokens that it spells are broken by a blank.
+    """A text as the templates write it: with a blank inside each special token that the text spells.
 
     >>> defused("<|im_end|> <|endoftext|>")
     '<| im_end|> <| endoftext|>'
@@ -23,11 +25,11 @@ def defused(text: str) -> str:
 
 
 def _quoted(words: str) -> str:
-    """A text of ASCII as Jinja's literal."""
+    """An ASCII text as a Jinja literal."""
     return json.dumps(words)
 
 
-# A role is written down as it comes, so only those of training documents may come: another could spell special tokens.
+# The template writes a role as it is. Another role than those of training documents could spell special tokens.
 _ROLE_CHECK = (
     "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}\n"
     "{{- raise_exception('role: expected system, user, assistant or tool') -}}\n"
@@ -47,7 +49,7 @@ _TURNS = (
 )
 _BOS = "{{- '<|endoftext|>' -}}\n"
 
-# ns.tools: what the system turn says of the tools, empty without any. It is joined to the chat's own system turn, or stands before it.
+# ns.tools: the tools as text, empty without tools. It ends the chat's own system turn, or is a system turn before the chat.
 _TOOLS = (
     "{%- set ns = namespace(tools='', text='', reasoning='') -%}\n"
     "{%- for tool in tools or [] -%}\n"
@@ -73,7 +75,7 @@ _TOOLS = (
     "{%- endif -%}\n"
     "{%- endif -%}\n"
 )
-# ns.text: what a turn says. The assistant's is its reasoning, its content and its calls.
+# ns.text: the text of a turn. The assistant's text is its reasoning, its content and its calls.
 _SAID = (
     "{%- set ns.text = message['content'] -%}\n"
     "{%- if message['role'] == 'assistant' -%}\n"
@@ -113,6 +115,6 @@ _SAID = (
 
 CHAT_TEMPLATE = _BOS + _TOOLS + _FOR_EACH + _ROLE_CHECK + _SAID
 TEMPLATE_WITHOUT_BOS = _TOOLS + _FOR_EACH + _ROLE_CHECK + _SAID
-PLAIN_TEMPLATE = _BOS + _FOR_EACH + _ROLE_CHECK + _TURNS  # before tools and reasoning had a place
+PLAIN_TEMPLATE = _BOS + _FOR_EACH + _ROLE_CHECK + _TURNS  # of older factories: without tools and reasoning
 PLAIN_WITHOUT_BOS = _FOR_EACH + _ROLE_CHECK + _TURNS
-OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers without BOS: the same ids, for any role
+OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers without BOS: the same ids, but without a check of roles

@@ -1,9 +1,9 @@
-"""What later documents are compared with: MinHash signatures, and hashes of runs of words.
+"""The hashes that later documents are compared with: MinHash signatures, and hashes of runs of words.
 
-The record is a file of each shard and of each task's items, ``shards/hashes/<name>.parquet``, a row a document: written before the ledger says
-that the shard was ingested, never changed after. ``index.db``, in which a hash is found, is made of these files in the order in which the
-ledger recorded them, and may be removed at any time. Who reads it first adds what it lacks; where it holds what the ledger does not know,
-as after a restore, or is damaged, it is made anew.
+Each shard and each task file has a file of hashes, ``shards/hashes/<name>.parquet``, with one row for each document. Ingest writes the file
+before the ledger records the shard, and never changes the file later. ``index.db`` is an index of all these files, in the order in which the
+ledger recorded them. ``index.db`` may be removed at any time. The next reader adds the files that the index lacks. The reader makes the index
+again if it is damaged, or holds a file that the ledger does not know (after a restore).
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from factory.ingest.rules.words import Hashes
 from factory.ledger.engine import DAMAGED
 from factory.ledger.ledger import Ledger
 from kernels.contract.files import sync_folder, write_atomically
+from kernels.contract.message import Message
 
 FOLDER, INDEX = "hashes", "index.db"  # below ``shards/``; in the workspace
 HELD = "task_items_held"  # an event: the items of a file are recorded (``held_tasks``)
-PATIENCE = 600.0  # seconds for which another process's writes are waited for
+PATIENCE = 600.0  # seconds to wait while another process writes the index
 _AT_ONCE = 5000  # values in one query
 _COLUMNS = pa.schema(
     [
         ("key", pa.string()),
-        ("signature", pa.binary()),  # little-endian uint32; null: of a task's item
+        ("signature", pa.binary()),  # little-endian uint32; null for a task's item
         ("grams", pa.list_(pa.uint64())),
         ("held_out", pa.bool_()),
     ]
@@ -54,7 +55,8 @@ _FOUND = "SELECT h.hash, d.key FROM json_each(?) v JOIN {} h ON h.hash = v.value
 
 @dataclass(frozen=True)
 class HashedDocument:
-    """One document's. ``signature``: None of a task's item; ``grams``: those of a held-out document by which copies are found, else a sample."""
+    """The hashes of one document. ``signature``: None for a task's item. ``grams``: of a held-out document, all n-grams by which copies are
+    found; of other documents, a sample."""
 
     key: str
     signature: npt.NDArray[np.uint32] | None
@@ -63,12 +65,12 @@ class HashedDocument:
 
 
 def hashes_file(root: Path, subject: str) -> Path:
-    """Of the workspace ``root``, by the subject of the event that recorded it: 'shard:ab12…', 'task:ab12…'."""
+    """The file of hashes below the workspace ``root``. ``subject`` is that of the event that recorded it: 'shard:ab12…' or 'task:ab12…'."""
     return root / "shards" / FOLDER / f"{prefix_of(subject)}.parquet"
 
 
 def prefix_of(subject: str) -> str:
-    """What the keys of a shard's or a task file's rows begin with, up to the colon before the row's number.
+    """The prefix of the keys of a shard's or a task file's rows, up to the colon before the row's number.
 
     >>> prefix_of("shard:00112233"), prefix_of("task:00112233")
     ('00112233', 'task-00112233')
@@ -77,7 +79,7 @@ def prefix_of(subject: str) -> str:
 
 
 def write_hashes(root: Path, subject: str, documents: Iterable[HashedDocument]) -> None:
-    """Write the file of a shard or a task, whole or not at all. Raises: OSError."""
+    """Write the hashes of a shard or a task file, completely or not at all. Raises: OSError."""
     rows = list(documents)
     columns = {
         "key": [one.key for one in rows],
@@ -97,30 +99,33 @@ def write_hashes(root: Path, subject: str, documents: Iterable[HashedDocument]) 
 
 
 def read_hashes(root: Path, subject: str) -> pa.Table:
-    """Raises: WorkspaceError when the file is gone or damaged."""
+    """The hashes of a shard or a task file. Raises: WorkspaceError when the file is gone or damaged."""
     path = hashes_file(root, subject)
     try:
         return pq.read_table(path, schema=_COLUMNS, page_checksum_verification=True)
     except FileNotFoundError:
-        what = "is gone"
+        why = Message("ingest.hashes_gone", "the file is gone")
     except (pa.ArrowException, OSError) as error:
-        what = f"is damaged: {str(error)[:200]}"
+        why = Message("ingest.hashes_damaged", "the file is damaged: {error}", error=str(error)[:200])
     raise WorkspaceError(
-        f"{path} {what}; later documents are compared with it: put it back, or 'factory check --repair' (stop 'factory run' "
-        "first) makes it again from its raw shard"
+        "ingest.no_hashes",
+        "{path}: {why}. Ingest compares later documents with this file. Put the file back, or stop 'factory run' and run "
+        "'factory check --repair', which makes the file again from its raw shard",
+        path=path,
+        why=why,
     )
 
 
 def sources(ledger: Ledger) -> list[tuple[int, str]]:
-    """(event, subject) of all that has a file, in the order of their recording."""
+    """(event, subject) of all shards and task files that have hashes, in the order in which the ledger recorded them."""
     sql = "SELECT MIN(id) AS id, subject FROM events WHERE kind IN ('ingested', :held) GROUP BY subject ORDER BY 1"
     return [(row["id"], row["subject"]) for row in ledger.read(sql, held=HELD)]
 
 
 class HashIndex:
-    """All that the ledger recorded, in ``index.db`` of its workspace. Each question brings it up to date first.
+    """The index of all recorded hashes, ``index.db`` of the workspace. Each query first brings the index up to date.
 
-    Raises: WorkspaceError when a file that it is made of is gone or damaged.
+    Raises: WorkspaceError when a file of hashes is gone or damaged.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -129,11 +134,11 @@ class HashIndex:
         self.file = ledger.root / INDEX
 
     def in_bands(self, hashes: Iterable[int]) -> list[tuple[int, str]]:
-        """(hash of a band, key) of documents that have it, the oldest first."""
+        """(hash of a band, key) of all documents with one of these bands, the oldest first."""
         return self._found("bands", hashes)
 
     def sampled(self, grams: Iterable[int]) -> list[tuple[int, str]]:
-        """(n-gram, key) of documents that are not held out and whose sample holds the n-gram."""
+        """(n-gram, key) of the documents that are not held out and have one of these n-grams in their sample."""
         return self._found("sampled", grams)
 
     def signatures(self, keys: Sequence[str]) -> dict[str, npt.NDArray[np.uint32]]:
@@ -149,7 +154,8 @@ class HashIndex:
         return [(key, np.array(grams[key], np.int64).astype(np.uint64)) for key in sorted(grams)]
 
     def remove(self) -> None:
-        """A damaged one is made anew by the next question; again, where a process that had it open spoils it on its way out."""
+        """Delete the index; the next query makes it again. A process that still has the old index open may damage the new one as it ends: the
+        query after that makes the index once more."""
         for ending in ("", "-wal", "-shm"):
             remove(self.file.with_name(self.file.name + ending))
 
@@ -183,7 +189,7 @@ class HashIndex:
             index.execute("SELECT event, subject FROM sources ORDER BY event").fetchall(),
             sources(self._ledger),
         )
-        if wanted[: len(held)] != held:  # emptied where it lies: another process may have it open
+        if wanted[: len(held)] != held:  # emptied, not deleted: another process may have it open
             with index:
                 index.execute("BEGIN IMMEDIATE")
                 for table in ("sources", "documents", "bands", "sampled", "held_out"):

@@ -1,7 +1,7 @@
 """Decisions that need all documents of a shard: duplicates, the held-out split, contamination. In the order of rows.
 
-The input is the analysed chunks and the ledger's index; the output is fates on the rows, and the work left for each
-remaining document. Nothing is written here.
+The input is the analysed chunks and the ledger's index. The output is fates on the rows, and the remaining work for each
+remaining document. This module writes nothing.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes
 from factory.ingest.worker import Analysed, FinishTask, spool_ngrams
 from factory.ledger.removals import FATE
+from kernels.contract.message import Message
 
-COPY_OF_BARRED = "this text came under a licence that does not allow training"  # in ``documents.detail``
-DRAWS = 4  # of held-out documents from a shard, each of which reads all its n-grams
+# Stands in ``documents.detail``; 'factory check --repair' finds such rows by this text, in ledgers of older versions too.
+COPY_OF_BARRED = Message("ingest.copy_of_barred", "this text came under a licence that does not allow training")
+DRAWS = 4  # selections of held-out documents from a shard at most; each reads all n-grams of the shard
 
 
 @dataclass(frozen=True)
 class Decided:
-    """``tasks``: by chunk, for the remaining documents; ``held_out``: n-grams of the new held-out ones; ``licences``: by shard ('': this one),
-    how many of the dropped copies came there under another licence."""
+    """``tasks``: by chunk, the work on the remaining documents. ``held_out``: n-grams of the new held-out documents. ``licences``: by shard ('':
+    this one), the number of dropped copies that the shard has under another licence."""
 
     tasks: list[list[FinishTask]]
     held_out: dict[str, Hashes]
     near: NearDuplicates
     signatures: Signatures  # [alive, permutations], numbered as ``numbers``
-    numbers: dict[str, int]  # key → number among the signatures, of all that later shards are compared with
+    numbers: dict[str, int]  # key → number among the signatures, of all documents that later shards are compared with
     licences: dict[str, int]
-    groups: dict[str, Any]  # by domain, what is to be said of how it is grouped (``_grouping``)
+    groups: dict[str, Any]  # by domain, the facts about its groups that a person is told (``_grouping``)
 
 
 @dataclass(frozen=True)
 class _Living:
-    """A document without a fate yet, the place of its content, and its number in the shard."""
+    """A document that has no fate yet, with the place of its content in the spool and its number in the shard."""
 
     row: Row
     number: int
@@ -55,6 +57,7 @@ class _Living:
 
 
 def decide(analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path) -> Decided:
+    """Set the fates that depend on other documents, on the rows of ``analysed``."""
     signed = np.concatenate([one.signatures for one in analysed])
     near = NearDuplicates(signed, policy.near_duplicates.threshold, index.near)
     living, barred = _drop_duplicates(list(_living(analysed)), index, near)
@@ -92,18 +95,23 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
         assert content
         if content in known:
             key, fate = known[content]
-            return "exact_duplicate", fate, "the same content", key
+            return "exact_duplicate", fate, Message("ingest.same", "the same content"), key
         if content in first:
-            return "exact_duplicate", here[first[content]], "the same content, in this shard", first[content]
+            same = Message("ingest.same_here", "the same content, in this shard")
+            return "exact_duplicate", here[first[content]], same, first[content]
         if found := near.match(one.number):
             other, similarity = found
             if isinstance(other, int):
                 key = by_number[other]
-                return "near_duplicate", here[key], f"{similarity:.0%} similar, in this shard", key
-            return "near_duplicate", fates[other], f"{similarity:.0%} similar", other
+                near_here = Message(
+                    "ingest.near_here", "{similarity:.0%} similar, in this shard", similarity=similarity
+                )
+                return "near_duplicate", here[key], near_here, key
+            said = Message("ingest.near", "{similarity:.0%} similar", similarity=similarity)
+            return "near_duplicate", fates[other], said, other
         return None
 
-    for one in sorted(living, key=lambda one: not one.row.barred):  # in the order of rows, those that bar first
+    for one in sorted(living, key=lambda one: not one.row.barred):  # barred rows first, else in the order of rows
         row = one.row
         if not row.barred and (why := refusal(row.source, row.license)):
             row.drop("removed", why)
@@ -113,7 +121,7 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
             row.drop("licence", row.barred, found and found[3])
         elif found:
             _drop_copy(row, *found)
-        if not found or row.barred:  # a copy bars too, what is near to it and not to the first
+        if not found or row.barred:  # a barred copy may be near to documents that its original is not near to
             near.keep(one.number)
             by_number[one.number] = row.key
             assert row.content_sha256
@@ -124,7 +132,7 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
 
 
 def _other_licences(rows: Mapping[str, Row], index: Index) -> dict[str, int]:
-    """By shard ('': this one), how many of its texts came there under another licence."""
+    """By shard ('': this one), the number of this shard's texts that it has under another licence."""
     copies = [row for row in rows.values() if row.matched and row.rule in COPIES]
     stored = index.licences(sorted({row.matched for row in copies if row.matched and row.matched not in rows}))
     found: Counter[str] = Counter()
@@ -139,17 +147,20 @@ def _other_licences(rows: Mapping[str, Row], index: Index) -> dict[str, int]:
 
 def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
     if fate == BARRED:
-        row.drop("licence", f"{COPY_OF_BARRED} ({how})", key)
+        row.drop("licence", Message("ingest.barred", "{what} ({how})", what=COPY_OF_BARRED, how=how), key)
     elif fate == FATE:
-        row.drop("removed", f"a copy of a document that was taken out ({how})", key)
+        said = Message("ingest.copy_of_removed", "a copy of a document that a person took out ({how})", how=how)
+        row.drop("removed", said, key)
     elif fate == "held_out":
-        row.drop("contaminated", f"a copy of a held-out document ({how})", key)
+        row.drop(
+            "contaminated", Message("ingest.copy_of_held_out", "a copy of a held-out document ({how})", how=how), key
+        )
     else:
         row.drop(rule, how, key)
 
 
 def _grams(living: Sequence[_Living], analysed: Sequence[Analysed], spool: Path) -> Iterator[tuple[_Living, Hashes]]:
-    """n-grams of each living document, one chunk in memory at a time."""
+    """The n-grams of each document, with one chunk in memory at a time."""
     chunk, loaded = -1, []
     for one in living:
         if one.chunk != chunk:
@@ -161,13 +172,13 @@ def _hold_out(
     living: Sequence[_Living], analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
-    own = [one for one in living if not one.row.synthetic_by]  # a model's words measure no model, whatever their group
+    own = [one for one in living if not one.row.synthetic_by]  # text that a model wrote cannot measure models
     trained = index.trained_groups(sorted({one.row.group_key for one in own if one.row.group_key}))
     recorded = {name: half for name, half in index.held_out_groups().items() if name not in trained}
     select = _selecting(own, index, policy, recorded, trained)
     held: dict[int, split.Held] = {}
     refused: dict[int, str] = {}
-    for _ in range(DRAWS):  # others take the place of those that share words with training data
+    for _ in range(DRAWS):  # each time, other documents replace those that share words with training data
         held = select(refused)
         candidates, overlaps = _own_words(
             [one for one in own if one.number in held], living, analysed, index, policy, spool
@@ -182,20 +193,29 @@ def _hold_out(
     for one in own:
         row = one.row
         if one.number in refused:
-            row.detail = f"not held out: shares words with {refused[one.number]}, which is trained on"
+            row.detail = Message(
+                "ingest.not_held_out",
+                "not held out: it shares words with {key}, which is training data",
+                key=refused[one.number],
+            )
         if as_one := held.get(one.number):
             row.fate, row.held_as, row.sealed = "held_out", as_one.group, as_one.sealed
             chosen[row.key] = candidates[one.number]
         elif row.group in groups:
-            why = row.detail or ("spells a special token" if row.special else "hold_out_at_most are held out")
-            row.drop("held_out_group", f"of group {row.group!r}, which is held out; {why}")
+            limit = Message("ingest.enough_held_out", "as many as hold_out_at_most (data.yaml) are held out already")
+            special = Message("ingest.spells_special", "the document spells a special token")
+            why = row.detail or (special if row.special else limit)
+            group = Message(
+                "ingest.of_held_out_group", "of group {group!r}, which is held out; {why}", group=row.group, why=why
+            )
+            row.drop("held_out_group", group)
     return chosen
 
 
 def _selecting(
     living: Sequence[_Living], index: Index, policy: DataPolicy, recorded: Mapping[str, bool], trained: Collection[str]
 ) -> Callable[[Collection[int]], dict[int, split.Held]]:
-    """A selection that leaves out documents of these numbers."""
+    """A function that selects held-out documents; it leaves out the documents with the numbers in its argument."""
     before = index.held_out_before()
     count = functools.cache(index.count_trained)
 
@@ -217,9 +237,9 @@ def _selecting(
 
 
 def _grouping(rows: Sequence[Row], index: Index, policy: DataPolicy) -> dict[str, Any]:
-    """Of each domain that is grouped by a key: {"group": kind, "documents": n, "groups": n, "lacking": documents that lack it, "parts": those
-    held out as groups of their own though they have it, "halves": groups in each half, the sealed one first}; without those of which there is
-    nothing to say."""
+    """Of each domain that is grouped by a key, and of which a person should know something: {"group": kind, "documents": n, "groups": n,
+    "lacking": documents without the key, "parts": documents with the key that are held out as groups of their own, "halves": [groups in the
+    sealed half, groups in the dev half]}."""
     found = {}
     before = index.held_out_before()
     for domain in sorted({row.domain for row in rows}):
@@ -252,7 +272,8 @@ def _own_words(
     policy: DataPolicy,
     spool: Path,
 ) -> tuple[dict[int, Hashes], dict[int, str]]:
-    """Of each, by its number: its n-grams away from common phrases; and the key of a document that is trained on and shares one of them."""
+    """By number of each ``wanting`` document: its n-grams without common phrases; and, for some, the key of a training document that shares
+    one of them."""
     if not wanting:
         return {}, {}
     candidates = {one.number: grams for one, grams in _grams(wanting, analysed, spool)}
@@ -278,7 +299,7 @@ def _own_words(
 
 
 def _places(ordered: Hashes, values: Hashes) -> np.ndarray:
-    """The positions in ``ordered`` of those ``values`` that are there."""
+    """The positions in ``ordered`` of the ``values`` that it holds."""
     places = np.searchsorted(ordered, values)
     places[places == len(ordered)] = 0
     return places[ordered[places] == values]

@@ -1,4 +1,4 @@
-"""One row of a shard: from its bytes to a normalised document, or to the rule that drops it."""
+"""One row of a shard: from its bytes to a normalised document, or to the rule that drops the row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from factory.ingest.shapes.chats import ROLES as ROLES
 from factory.ingest.shapes.chats import Notes, carries_loss
 from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.shapes.recognise import as_contract
+from kernels.contract.message import Message
 
 _RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures
-_OPERATOR = re.compile(r"\s(OR|or|WITH|with)\s")  # of SPDX expressions, which bind less or more than AND
+_OPERATOR = re.compile(
+    r"\s(OR|or|WITH|with)\s"
+)  # operators of SPDX expressions whose precedence differs from that of AND
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 
-SYNTHETIC = "synthetic, by "  # how ``documents.detail`` begins of one that a model wrote
+SYNTHETIC = "synthetic, by "  # the beginning of ``documents.detail`` of a document that a model wrote
 
 LONGEST_NAME = 1000  # characters of a source, a licence, a URL …
 # {"text": str} or {"messages": [{"role", "content"}]}; an answer that carries no loss has {"weight": 0} too
@@ -32,7 +35,7 @@ Content = dict[str, Any]
 
 @dataclass(slots=True)
 class Row:
-    """One row and its fate: empty until it is decided, then 'train' | 'held_out' | 'dropped'."""
+    """One row and its fate: empty until it is decided, then 'train', 'held_out' or 'dropped'."""
 
     number: int
     key: str
@@ -49,13 +52,13 @@ class Row:
     tokens: int = 0
     supervised_tokens: int = 0
     trimmed: int = 0  # characters removed by decontamination
-    special: bool = False  # spells a special token: other programs encode it differently, so it cannot compare models
-    group_key: str | None = None  # what its domain's ``group`` names of it; None: it is a group of its own
-    facts: dict[str, str] = field(default_factory=dict)  # what else may group it (``rules/split``)
-    held_as: str = ""  # of a held-out one: the group that it is held out as
-    sealed: bool = False  # and its half
-    synthetic_by: str | None = None  # model or release that wrote it, as its metadata says
-    barred: str = ""  # why its licence does not allow training: it is only compared with others, and then dropped
+    special: bool = False  # it spells a special token: programs encode it differently, so it cannot be held out
+    group_key: str | None = None  # the name of its group, by ``group`` of its domain; None: it is a group of its own
+    facts: dict[str, str] = field(default_factory=dict)  # other names that may group it (``rules/split``)
+    held_as: str = ""  # of a held-out document: the group that it is held out as
+    sealed: bool = False  # of a held-out document: it is in the sealed half
+    synthetic_by: str | None = None  # model or release that wrote it, from its metadata
+    barred: str = ""  # why its licence does not allow training; the row is compared with others, and then dropped
     pii: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -77,11 +80,11 @@ class Parsed:
     source: str | None
     license: str | None
     synthetic_by: str | None
-    facts: dict[str, str] = field(default_factory=dict)  # what may group it (``rules/split``)
+    facts: dict[str, str] = field(default_factory=dict)  # names that may group it (``rules/split``)
 
 
 def written_by(release: int, export_sha256: str) -> str:
-    """``synthetic_by`` of what a release of a factory wrote: its number, and of which weights.
+    """The ``synthetic_by`` of documents that a release wrote: its number and the hash of its weights.
 
     >>> written_by(3, "0123456789abcdef0123")
     'release 3 (weights 0123456789abcdef)'
@@ -90,7 +93,7 @@ def written_by(release: int, export_sha256: str) -> str:
 
 
 def maker_of(detail: str | None) -> str | None:
-    """Which model wrote a document, by ``documents.detail``; None: it names none.
+    """The model that wrote a document, from ``documents.detail``; None: it names no model.
 
     >>> maker_of("synthetic, by release 3; replaced: 1 email"), maker_of("replaced: 1 email")
     ('release 3', None)
@@ -99,7 +102,7 @@ def maker_of(detail: str | None) -> str | None:
 
 
 def keeping_maker(before: str | None, detail: str | None) -> str | None:
-    """Another ``documents.detail``, which still says who wrote the document.
+    """A new ``documents.detail`` that still names the model that wrote the document, as ``before`` does.
 
     >>> keeping_maker("synthetic, by release 3; replaced: 1 email", "by ann: private"), keeping_maker("replaced: 1 email", None)
     ('synthetic, by release 3; by ann: private', None)
@@ -109,36 +112,41 @@ def keeping_maker(before: str | None, detail: str | None) -> str | None:
 
 
 def parse_json(line: bytes) -> Any:
-    """Raises: BadRow 'bad_encoding' | 'empty' | 'bad_json'."""
+    """The JSON value of a line. Raises: BadRow 'bad_encoding' | 'empty' | 'bad_json'."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadRow("bad_encoding", f"not UTF-8 at byte {error.start} of the row") from error
+        unread = Message("ingest.row_not_utf8", "the row is not UTF-8 at byte {byte}", byte=error.start)
+        raise BadRow("bad_encoding", unread) from error
     text = text.removeprefix("\ufeff").strip().strip("\x00")
     if not text:
-        raise BadRow("empty", "an empty row")
+        raise BadRow("empty", Message("ingest.empty_row", "the row is empty"))
     try:
         try:
             return json.loads(text)
-        except ValueError:  # perhaps a number of more digits than Python reads, in a field that nobody reads
+        except ValueError:  # perhaps a number with more digits than Python reads, in a field that is not used
             return json.loads(text, parse_int=_bounded_int)
     except RecursionError:
-        raise BadRow("bad_json", "JSON nested too deeply") from None
+        raise BadRow("bad_json", Message("ingest.deep_json", "the JSON is nested too deeply")) from None
     except ValueError as error:
-        raise BadRow("bad_json", str(error)[:200]) from None
+        raise BadRow(
+            "bad_json", Message("ingest.bad_json", "the row is not JSON: {error}", error=str(error)[:200])
+        ) from None
 
 
 def refuse_domain(name: str) -> None:
-    """Raises: InputError for what no domain may be called."""
+    """Raises: InputError for a name that no domain may have."""
     if not _DOMAIN.match(name) or name in _RESERVED:
-        raise InputError(f"{name[:40]!r} is no name of a domain: {_better_domain(name)}")
+        raise InputError(
+            "ingest.domain_name", "{name!r} cannot name a domain: {why}", name=name[:40], why=_better_domain(name)
+        )
 
 
 def parse_document(
     row: Any, default_domain: str, mapping: FieldMapping | None = None, notes: Notes | None = None
 ) -> Parsed:
-    """Check a decoded row against the document contract, by the mapping of its file or by its shape (``shapes/``). What was read as what, and
-    fields that nothing reads, are added to ``notes``.
+    """Check a decoded row against the document contract, by the mapping of its file or by its shape (``shapes/``). ``notes`` gets how the row
+    was read, and the fields that nothing reads.
 
     Raises: BadRow 'bad_schema' | 'bad_encoding' | 'no_supervised' | 'empty'.
     """
@@ -146,17 +154,22 @@ def parse_document(
     row = as_contract(row, mapping, notes)
     content: Content = {"messages": row["messages"]} if "messages" in row else {"text": row["text"]}
     if "text" in content and not isinstance(content["text"], str):
-        raise BadRow("bad_schema", f"'text' is {type(content['text']).__name__}, not a string")
+        kind = type(content["text"]).__name__
+        raise BadRow("bad_schema", Message("ingest.text_type", "'text' is {kind}, not a string", kind=kind))
     domain = _string(row, "domain", notes) or ("chat" if "messages" in content else default_domain)
     if not _DOMAIN.match(domain) or domain in _RESERVED:
-        raise BadRow("bad_schema", f"'domain' {domain[:40]!r}: {_better_domain(domain)}")
+        why = _better_domain(domain)
+        raise BadRow("bad_schema", Message("ingest.row_domain", "'domain' {name!r}: {why}", name=domain[:40], why=why))
     identity = row.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = _digits("id", identity)
     if identity is not None and (not isinstance(identity, str) or len(identity) > 500):
-        raise BadRow(
-            "bad_schema", f"'id' is not a string of 500 characters at most, nor a whole number ({_shown(identity)})"
+        wrong = Message(
+            "ingest.row_id",
+            "'id' must be a string of at most 500 characters or a whole number ({value})",
+            value=_shown(identity),
         )
+        raise BadRow("bad_schema", wrong)
     named = {name: _string(row, name, notes) for name in ("source", "license", "synthetic_by")}
     parsed = Parsed(content, identity or None, domain, **named, facts=facts_of(row))
     for value in (flat(content), parsed.id, *named.values()):
@@ -164,34 +177,35 @@ def parse_document(
             try:
                 value.encode("utf-8")
             except UnicodeEncodeError:
-                raise BadRow("bad_encoding", "contains half of a surrogate pair") from None
+                half = Message("ingest.surrogate", "the row contains half of a surrogate pair")
+                raise BadRow("bad_encoding", half) from None
     return parsed
 
 
 def normalise(content: Content, *, code: bool) -> Content:
-    """Unix line ends, no BOM, no blank edge lines; prose in Unicode NFC. Code keeps its characters.
+    """The content with Unix line ends, without BOM and blank edge lines; prose in Unicode NFC. Code keeps its characters.
 
     Raises: BadRow 'empty' when nothing is left.
     """
     if "text" in content:
         text = _normal(content["text"], code)
         if not text:
-            raise BadRow("empty", "there is no text")
+            raise BadRow("empty", Message("ingest.no_text", "the row has no text"))
         return {"text": text}
     # Blanks at the start of a message would merge with the line end after its role.
     messages = [m | {"content": _normal(m["content"], code).strip()} for m in content["messages"]]
     if not any(m["content"] for m in messages if carries_loss(m)):
-        raise BadRow("empty", "the assistant's messages are empty")
+        raise BadRow("empty", Message("ingest.no_answer", "the assistant's messages are empty"))
     return {"messages": messages}
 
 
 def flat(content: Content) -> str:
-    """All words of a document as one text, for filters and the vocabulary."""
+    """The whole text of a document as one string, for filters and the vocabulary."""
     return content["text"] if "text" in content else "\n".join(m["content"] for m in content["messages"])
 
 
 def compared(content: Content) -> str:
-    """The words by which documents are compared with others: of a chat not the list of tools, which many share and nobody learns."""
+    """The text by which a document is compared with others. A chat's list of tools is left out: many chats share it, and it carries no loss."""
     if "messages" not in content or content["messages"][0]["role"] != "system":
         return flat(content)
     first, *others = content["messages"]
@@ -220,20 +234,27 @@ def _string(row: dict[str, Any], key: str, notes: Notes) -> str | None:
     if key == "license" and isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         names = [name.strip() for name in dict.fromkeys(value) if name.strip()]
         value = " AND ".join(f"({name})" if _OPERATOR.search(name) and len(names) > 1 else name for name in names)
-        notes.said.add("'license' is a list: all of its names hold, joined by AND")
+        notes.said.add(Message("ingest.licence_list", "'license' is a list: all of its licences apply, joined by AND"))
     if value is None or value == "":
         return None
     if key in ("source", "domain") and isinstance(value, int) and not isinstance(value, bool):
         value = _digits(key, value)
-        notes.said.add(f"{key!r} is a number: its digits are read")
+        notes.said.add(Message("ingest.number_as_text", "{key!r} is a number: its digits are the text", key=key))
     if not isinstance(value, str) or len(value) > LONGEST_NAME:
-        raise BadRow("bad_schema", f"{key!r} is not a string of {LONGEST_NAME} characters at most ({_shown(value)})")
+        wrong = Message(
+            "ingest.row_name",
+            "{key!r} must be a string of at most {limit} characters ({value})",
+            key=key,
+            limit=LONGEST_NAME,
+            value=_shown(value),
+        )
+        raise BadRow("bad_schema", wrong)
     return value
 
 
 def _digits(key: str, value: int) -> str:
     if abs(value) >= 1 << 128:
-        raise BadRow("bad_schema", f"{key!r} is a number of too many digits")
+        raise BadRow("bad_schema", Message("ingest.long_number", "{key!r} is a number with too many digits", key=key))
     return str(value)
 
 
@@ -241,13 +262,19 @@ def _shown(value: Any) -> str:
     return f"it is {value}" if isinstance(value, float | bool) else f"it is {type(value).__name__}"
 
 
-def _better_domain(domain: str) -> str:
-    """How to write a domain that is not allowed."""
+def _better_domain(domain: str) -> Message:
+    """Why a name cannot be a domain's, and how to write it."""
     if domain in _RESERVED:
-        return f"the release gate has a measure of that name; write '{domain}-text'"
-    return "letters a-z, digits, '-' and '_' only, 40 at most"
+        return Message(
+            "ingest.reserved_domain",
+            "the release gate has a measure with the name {name!r}; write '{name}-text'",
+            name=domain,
+        )
+    return Message(
+        "ingest.domain_characters", "a domain has at most 40 characters, all of them letters a-z, digits, '-' or '_'"
+    )
 
 
 def _bounded_int(digits: str) -> float:
-    """A number that Python refuses to read counts as infinite: where it is read, it is refused."""
+    """A number that Python refuses to read becomes infinite; a field that needs the number refuses infinity."""
     return int(digits) if len(digits) < 1000 else math.inf

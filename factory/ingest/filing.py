@@ -1,12 +1,12 @@
-"""A file of the inbox: is it whole, where does it go once it is ingested, and what brings it back?
+"""Files of the inbox: when a file is complete, where it goes after its ingest, and when it comes back to the inbox.
 
-A shard's file is kept in ``shards/raw/``, or in ``quarantine/``; what shards were made of in ``shards/originals/``. The first two are looked at
-again: a program that still had a file open, or wrote to it from another machine, changed it, and what is new is ingested as another shard. A
-quarantined file comes back when its name or content, the data policy or the code that reads it changed.
+Ingest moves a shard's file to ``shards/raw/`` or ``quarantine/``, and a file that was cut into shards to ``shards/originals/``. A file in
+``shards/raw/`` may change later: a program still has it open, or writes to it from another machine. The changed file goes back to the inbox and
+is ingested as another shard. A quarantined file goes back when its name or content, the data policy or the reading code has changed.
 
-It is whole when nobody writes to it any more, and it does not end in the middle of a row. A writer is seen by the kernel's read lease, which it
-refuses while any process has the file open for writing; where a file system has no leases, by the open files of all processes that this one
-may look at. What is written from another machine is seen by neither: the last row is looked at too.
+A file is complete when no process writes to it and it does not end in the middle of a row. The kernel refuses a read lease while a process has
+the file open for writing. Where a file system has no leases, the open files of all visible processes are searched. Neither finds a writer on
+another machine, so the end of the file is checked too.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from factory.ledger.ledger import Ledger, record, shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards, former_files
 from kernels.contract.files import put_in_place, sync_folder
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
 LONGEST_NAME = 50  # characters, of four bytes at most
-# Of the files that were filed last: each pass looks at them. By number, which no jump of the clock changes.
+# Each pass checks so many of the files that were filed last. A number, and not an age: a clock may jump.
 WATCHED = 4096
 RAW, QUARANTINE = "shards/raw", "quarantine"
-ORIGINALS = "shards/originals"  # of what became JSON lines before it was ingested
-ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants to be tried again
-PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # of a filed file's name: of the SHA-256
+ORIGINALS = "shards/originals"  # files that were cut into shards of JSON lines
+ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants tried again
+PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # the digits of the SHA-256 before a filed file's name
 
 
 def filed_name(sha256: str, path: Path) -> str:
-    """Of a file that is moved out of the inbox, not too long for any file system."""
+    """The name of a file after it is moved out of the inbox; short enough for any file system."""
     return f"{sha256[:16]}-{path.name[-LONGEST_NAME:]}"
 
 
 def file_away(plant: Plant, path: Path, sha256: str, state: str) -> None:
-    """Move an ingested file to its place. Another file that got the same name meanwhile is found by its hash, and goes back."""
+    """Move an ingested file out of the inbox. If another file took its name meanwhile, the hash differs, and that file goes back."""
     folder = QUARANTINE if state == "quarantined" else RAW
     place = plant.workspace.root / folder / filed_name(sha256, path)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -65,15 +66,16 @@ def file_away(plant: Plant, path: Path, sha256: str, state: str) -> None:
         tx.execute(shards.update().where(shards.c.sha256 == sha256).values(path=plant.ledger.inside(place)))
         record(tx, FILED, f"shard:{sha256[:16]}", detail | {"sha256": sha256, "read_by": reading_key(plant.workspace)})
     shutil.move(path, place)
-    if path.exists() and path.samefile(place):  # two names of one file, which a rename leaves as they are
+    if path.exists() and path.samefile(place):  # two hard links to one file: a rename leaves both
         path.unlink()
     if file_sha256(place) != sha256:
         shutil.move(place, plant.workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")
 
 
 def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
-    """Move a file of the inbox of which shards were made to its place: the shards, which hold its rows, are what is read again. One of which
-    text was erased is not kept, and one that has a report of its own, among the SHA-256 ``reported``, could not be read to its end."""
+    """Move a file that was cut into shards out of the inbox. The shards hold its rows, so nothing reads the original again. The original is
+    deleted if text of its shards was erased. It is quarantined if ``reported``, the SHA-256 of all reports, has its own: then it could not be
+    read to its end."""
     sha256 = file_sha256(path)
     if sha256 in reported:
         file_away(plant, path, sha256, "quarantined")
@@ -87,17 +89,24 @@ def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
 
 
 def remove_originals(plant: Plant, shard: str) -> list[str]:
-    """Delete what a shard was made of, once text of it is erased; returns lines for a person about what lies elsewhere."""
-    said = []
+    """Delete the files that a shard was cut from, after text of the shard was erased; returns lines for a person."""
+    said: list[str] = []
     for one in origins(plant.ledger, shard):
         for path in (plant.workspace.root / ORIGINALS).glob(f"{one['sha256'][:16]}-*"):
             path.unlink()
-            said.append(f"{one['name']}, of which the shard was made, is deleted too")
+            said.append(
+                Message(
+                    "ingest.original_deleted",
+                    "the file {file}, from which the shard was made, is deleted too",
+                    file=one["name"],
+                )
+            )
     return said
 
 
 def return_changed(plant: Plant) -> None:
-    """Files of ``shards/raw/`` whose content is no longer what was ingested go to the inbox again; what was ingested stays, where it can be told."""
+    """Move files of ``shards/raw/`` that changed after their ingest back to the inbox. The ingested content stays, if it is the file's first
+    part."""
     for (folder, name), known in filed(plant.ledger, WATCHED).items():
         path = plant.workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
@@ -106,8 +115,7 @@ def return_changed(plant: Plant) -> None:
         wanted = {known["sha256"], *former_files(plant.ledger, known["sha256"])}
         if sha256 not in wanted:
             kept = _split(plant.workspace, path, known, wanted)
-            was = "what was ingested of it stays" if kept else "what was ingested of it is in its token shard alone"
-            plant.progress.line(f"  {name} changed after it was ingested; it is in the inbox again, and {was}")
+            plant.progress.line(_changed_line(name, kept))
         if sha256 in wanted or kept:
             status = path.stat()
             with plant.ledger.begin() as tx:
@@ -115,9 +123,23 @@ def return_changed(plant: Plant) -> None:
                 record(tx, FILED, f"shard:{known['sha256'][:16]}", known | stamp)
 
 
+def _changed_line(name: str, kept: bool) -> Message:
+    if kept:
+        return Message(
+            "ingest.changed_after",
+            "  {file} changed after its ingest. The changed file is in the inbox again; the ingested content stays in shards/raw/",
+            file=name,
+        )
+    return Message(
+        "ingest.changed_after_and_lost",
+        "  {file} changed after its ingest. The changed file is in the inbox again; the ingested content is left in the token shard only",
+        file=name,
+    )
+
+
 def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Container[str]) -> bool:
-    """Move a changed file to the inbox, itself and no copy: who has it open writes on there. Returns whether its first part, which was
-    ingested, could be put in its place."""
+    """Move a changed file, and not a copy, to the inbox: a process that has it open continues to write there. Returns whether the ingested
+    content was the file's first part, which then takes the file's old place."""
     aside = path.with_name(f".{path.name}")
     with open(path, "rb") as source, open(aside, "wb") as target:
         left = known["bytes"]
@@ -132,7 +154,7 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
         if not back.exists():
             shutil.copy2(path, back)
         sync_folder(back)
-        sync_folder(back.parent)  # before its content loses its other name
+        sync_folder(back.parent)  # before the content loses its old name
         put_in_place(aside, path)
     else:
         aside.unlink()
@@ -141,7 +163,7 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
 
 
 def return_quarantined(plant: Plant) -> None:
-    """Files of ``quarantine/`` that may be readable by now go to the inbox again."""
+    """Move files of ``quarantine/`` that may be readable now back to the inbox."""
     there = quarantined_files(plant.workspace)
     known = filed(plant.ledger) if there else {}
     key = reading_key(plant.workspace) if there else ""
@@ -151,21 +173,34 @@ def return_quarantined(plant: Plant) -> None:
             continue
         if last is None or last["read_by"] != key or _changed(path, last):
             back = return_file(plant.workspace, path)
-            why = "a person asked" if last and last["read_by"] == ASKED else "it or what reads it changed since"
-            plant.progress.line(f"  {back.name} was quarantined, and {why}: it is tried again")
+            asked = last is not None and last["read_by"] == ASKED
+            plant.progress.line(
+                Message(
+                    "ingest.asked_again",
+                    "  {file} was quarantined; it is tried again, as a person asked",
+                    file=back.name,
+                )
+                if asked
+                else Message(
+                    "ingest.readable_now",
+                    "  {file} was quarantined; it is tried again, since the file, the data policy or the reading code changed",
+                    file=back.name,
+                )
+            )
 
 
 def ask_again(ledger: Ledger, paths: Sequence[Path]) -> None:
-    """Have the daemon try quarantined files again in its next pass: as if what reads shards were another since they were filed."""
+    """Let the daemon try quarantined files again in its next pass, as if the reading code had changed since they were filed."""
     known = filed(ledger)
     with ledger.begin() as tx:
         for path in paths:
-            if last := known.get((QUARANTINE, path.name)):  # one that was never filed is tried anyway
+            if last := known.get((QUARANTINE, path.name)):  # a file that was never filed is tried anyway
                 record(tx, FILED, f"shard:{last['sha256'][:16]}", last | {"read_by": ASKED})
 
 
 def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
-    """Was a copy made before its file could be put away, which the next pass does? The copy is made before the ledger knows of the shard."""
+    """Is ``copy`` in ``quarantine/`` a copy of a file that is still in the inbox? The copy is made before the ledger knows of the shard; the next
+    pass moves the file."""
     prefix = PREFIX.match(copy.name)
     if not prefix:
         return False
@@ -178,12 +213,12 @@ def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
 
 
 def quarantined_files(workspace: Workspace) -> list[Path]:
-    """What lies in ``quarantine/``, by name."""
+    """The files in ``quarantine/``, by name."""
     return [p for p in sorted(workspace.quarantine.glob("[!.]*")) if p.is_file() and not p.is_symlink()]
 
 
 def return_file(workspace: Workspace, path: Path) -> Path:
-    """Move a filed file to the inbox, under the name that it arrived with; returns where it is."""
+    """Move a filed file to the inbox, under the name that it arrived with; returns its new path."""
     back = _free(workspace, _plain(path.name))
     os.rename(path, back)
     return back
@@ -193,7 +228,7 @@ def _changed(path: Path, known: dict[str, Any]) -> bool:
     try:
         status = os.lstat(path)
     except FileNotFoundError:
-        return False  # a person took it away
+        return False  # a person removed the file
     return (status.st_size, status.st_mtime_ns) != (known["bytes"], known["mtime_ns"])
 
 
@@ -206,23 +241,23 @@ def _plain(name: str) -> str:
 
 
 def _free(workspace: Workspace, name: str) -> Path:
-    """A place in the inbox that no file has, of that name if it can be."""
+    """A free path in the inbox, with that name if no file has it."""
     path = workspace.inbox / name
     return workspace.inbox / f"{time.time_ns()}-{name[-LONGEST_NAME:]}" if os.path.lexists(path) else path
 
 
-Stamp = tuple[int, ...]  # of a file's content: another one, another content
-STILL_SECONDS = 600.0  # without a change, after which a file is whole whatever its last row looks like
-TAIL = 1 << 20  # bytes of the last row that are looked at
-ENDS = {
+Stamp = tuple[int, ...]  # identifies a file's content: another content has another stamp
+STILL_SECONDS = 600.0  # a file without a change for so long is complete, whatever its last row looks like
+TAIL = 1 << 20  # bytes of the last row that are checked
+ENDS = {  # the bytes that such files begin and end with
     ".parquet": b"PAR1",
     **dict.fromkeys((".arrow", ".feather", ".ipc"), b"ARROW1"),
-}  # with which such files begin and end
+}
 ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Size, times in ns of its content and of its name, owner and mode. Of what is no file: its inode. Raises: OSError."""
+    """(size, mtime, ctime) of a file, times in ns; (inode,) of anything else. Raises: OSError."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         return (status.st_ino,)
@@ -230,13 +265,15 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def writer_of(path: Path) -> str:
-    """Who has a file open for writing, in words; '': nobody, as far as this process can see."""
+    """The process that has a file open for writing, in words; '': no visible process has."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return ""  # what cannot be opened cannot be ingested either, which says why
+        return ""  # a file that cannot be opened cannot be ingested either; its ingest names the reason
     try:
-        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)  # for who opens it meanwhile; SIGIO would end this process
+        fcntl.fcntl(
+            handle, fcntl.F_SETSIG, signal.SIGURG
+        )  # sent if a process opens the file now; SIGIO would end this process
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return ""
@@ -247,7 +284,7 @@ def writer_of(path: Path) -> str:
 
 
 def _listed_writer(wanted: os.stat_result) -> str:
-    """The process that has the file open for writing, of those whose open files can be read."""
+    """The process that has the file open for writing, among those whose open files can be read."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             for opened in (process / "fd").iterdir():
@@ -255,7 +292,7 @@ def _listed_writer(wanted: os.stat_result) -> str:
                 if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino) and _writes(process, opened.name):
                     return f"process {process.name} ({(process / 'comm').read_text(errors='replace').strip()})"
         except OSError:
-            continue  # ended, or another user's
+            continue  # the process ended, or is another user's
     return ""
 
 
@@ -266,8 +303,8 @@ def _writes(process: Path, descriptor: str) -> bool:
     return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def cut_off(path: Path) -> str:
-    """Where a file ends too early, in words; '': it ends as a file of its kind does, or it is of a kind that cannot tell.
+def cut_off(path: Path) -> Message | None:
+    """How a file ends too early; None: it is complete, or of a kind whose end cannot be recognised.
 
     Raises: OSError.
     """
@@ -275,20 +312,23 @@ def cut_off(path: Path) -> str:
 
 
 @lru_cache(maxsize=256)
-def _cut_off(path: Path, stamp: Stamp) -> str:
-    """Compressed files are read whole, once for each ``stamp``."""
+def _cut_off(path: Path, stamp: Stamp) -> Message | None:
+    """As ``cut_off``. A compressed file is read completely, once for each ``stamp``."""
     kind, compression = kind_of(path.name)
     if kind == ".zip":
-        return "" if zipfile.is_zipfile(path) else "it has no directory of a zip file yet"
+        return None if zipfile.is_zipfile(path) else Message("ingest.zip_open", "the zip file has no directory yet")
     if not compression and kind in ENDS:
         with open(path, "rb") as file:
             head = file.read(len(ENDS[kind]))
             file.seek(max(0, stamp[0] - len(ENDS[kind])))
-            if file.read() == ENDS[kind] or (
-                kind != ".parquet" and head != ENDS[kind]
-            ):  # else an Arrow stream, which cannot tell
-                return ""
-            return "it has no Parquet footer yet" if kind == ".parquet" else "it has no Arrow footer yet"
+            is_stream = kind != ".parquet" and head != ENDS[kind]  # the end of an Arrow stream cannot be recognised
+            if file.read() == ENDS[kind] or is_stream:
+                return None
+            return Message(
+                "ingest.footer",
+                "the file has no {kind} footer yet",
+                kind="Parquet" if kind == ".parquet" else "Arrow",
+            )
     if compression:
         from factory.ingest.reading.streams import decompressed
 
@@ -298,34 +338,39 @@ def _cut_off(path: Path, stamp: Stamp) -> str:
                 while block := file.read(TAIL):
                     last = (last + block)[-TAIL:]
         except EOFError:
-            return "its compressed data end too early"
-        except OSError as error:  # what is damaged, waiting does not mend
-            return "its compressed data end too early" if "Truncated" in str(error) else ""
+            return _compression_cut_off()
+        except OSError as error:  # waiting does not repair damage
+            return _compression_cut_off() if "Truncated" in str(error) else None
         except (zlib.error, lzma.LZMAError):
-            return ""
+            return None
     else:
         with open(path, "rb") as file:
             array = kind == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
             file.seek(max(0, stamp[0] - TAIL))
             last = file.read(TAIL)
         if array:
-            return "" if last.rstrip().endswith(b"]") else "its JSON array is not closed yet"
+            closed = last.rstrip().endswith(b"]")
+            return None if closed else Message("ingest.array_open", "the JSON array is not closed yet")
     if kind == ".json" and last.rstrip().endswith((b"]", b"}")):
-        return ""
-    return _last_row(last) if kind in ROWS else ""
+        return None
+    return _last_row(last) if kind in ROWS else None
 
 
-def _last_row(tail: bytes) -> str:
+def _compression_cut_off() -> Message:
+    return Message("ingest.compression_open", "the compressed data end too early")
+
+
+def _last_row(tail: bytes) -> Message | None:
     """
     >>> _last_row(b'{"text": "a"}\\n'), _last_row(b'{"text": "a"}\\n{"text": "b"}')
-    ('', '')
+    (None, None)
     >>> _last_row(b'{"text": "a"}\\n{"te')
-    'its last row is cut off'
+    'the last row is cut off'
     """
     row = tail.rpartition(b"\n")[2]
     try:
         if row.strip():
             json.loads(row)
     except (ValueError, RecursionError):
-        return "its last row is cut off"
-    return ""
+        return Message("ingest.row_open", "the last row is cut off")
+    return None

@@ -1,4 +1,4 @@
-"""What ``factory ingest`` was asked for, as files: paths, folders, patterns and addresses; data sets on disk and many small files are packs."""
+"""Finds the files that ``factory ingest`` names: paths, folders, patterns and addresses. A data set on disk, and many small files, form a pack."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from factory.ingest.reading.kinds import is_archive
 from factory.ingest.remote import fetched, is_address
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 
 @dataclass
 class Gathered:
-    """``left_out``: by suffix, how many files of folders and patterns are of kinds that are not read. ``addresses``: of files that were
-    fetched. ``known``: how many of an address were ingested before. ``broken``: data sets in a folder that
-    cannot be read, with why."""
+    """The files that a command names. ``left_out``: by suffix, the number of files of kinds that are not read. ``addresses``: the address of
+    each fetched file. ``known``: the number of files at addresses that were ingested before. ``broken``: by folder, why a data set cannot be
+    read."""
 
     packs: list[Pack] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
@@ -34,17 +35,22 @@ class Gathered:
     broken: dict[str, str] = field(default_factory=dict)
 
     def words(self) -> str:
-        """What is left out, for a person; '': nothing."""
-        kinds = ", ".join(f"{suffix or 'no suffix'} {count:,}" for suffix, count in self.left_out.most_common(6))
-        if (count := self.left_out.total()) == 0:
+        """A line for a person about the files that are left out; '': none are."""
+        if self.left_out.total() == 0:
             return ""
-        return f"{count:,} {'file is' if count == 1 else 'files are'} left out, of kinds that are not read: {kinds}"
+        return Message(
+            "ingest.kinds_left_out",
+            "{files:,|file is|files are} left out, of kinds that are not read: {kinds}",
+            files=self.left_out.total(),
+            kinds=[f"{suffix or 'no suffix'} {count:,}" for suffix, count in self.left_out.most_common(6)],
+        )
 
 
 def gather(plant: Plant, names: Sequence[str]) -> Gathered:
-    """Raises: InputError for a name that is no file, folder or pattern, and for an address that cannot be read."""
+    """Find the files of these names; fetch those at addresses. Raises: InputError for a name that is not a file, folder or pattern, and for an
+    address that cannot be read."""
     found = Gathered()
-    listed: list[tuple[Path, Path]] = []  # (folder that was asked for, file in it)
+    listed: list[tuple[Path, Path]] = []  # (folder that a person named, file in it)
     for name in names:
         if is_address(name):
             folder, there, found.known = fetched(plant, name)
@@ -73,10 +79,11 @@ def gather(plant: Plant, names: Sequence[str]) -> Gathered:
 
 
 def _paths(workspace: Workspace, name: str) -> list[Path]:
-    """A file or folder, also by its name in quarantine/ alone, or what a pattern matches."""
-    if not name.strip():  # of a variable that is not set, say; to Python it is the current folder
+    """The file or folder with this path, the file with this name in quarantine/, or the files that the pattern matches."""
+    if not name.strip():  # for example an unset shell variable; Python would read it as the current folder
         raise InputError(
-            "one of the names is empty: name files, folders, patterns or addresses ('.' is the current folder)"
+            "ingest.empty_name",
+            "one of the names is empty: name files, folders, patterns or addresses ('.' is the current folder)",
         )
     path = Path(name)
     if path.exists():
@@ -85,22 +92,29 @@ def _paths(workspace: Workspace, name: str) -> list[Path]:
         return [kept]
     if glob.has_magic(name):
         if matched := [Path(one) for one in sorted(glob.glob(name, recursive=True))]:
-            files = list({one.resolve(): one for one in matched if not one.is_dir()}.values())  # links may lead round
+            files = list(
+                {one.resolve(): one for one in matched if not one.is_dir()}.values()
+            )  # links may form a circle
             return files or matched
-        raise InputError(f"{name}: no file matches")
-    raise InputError(f"{path.name}: no such file, here or in {workspace.quarantine}")
+        raise InputError("ingest.no_match", "{pattern}: no file matches this pattern", pattern=name)
+    raise InputError(
+        "ingest.no_named_file",
+        "{file}: no such file, here or in {quarantine}",
+        file=path.name,
+        quarantine=workspace.quarantine,
+    )
 
 
 def _dataset(folder: Path) -> Pack:
     try:
         return Pack.of_dataset(folder)
     except ShardProblem as problem:
-        raise InputError(f"{folder}: {problem}") from problem
+        raise InputError("ingest.dataset", "{folder}: {why}", folder=folder, why=problem.message) from problem
 
 
 def _walk(folder: Path, found: Gathered, workspace: Path) -> Iterator[Path]:
-    """Regular files, by name; data sets on disk inside become packs; hidden files and folders are passed over, links to folders not followed,
-    and so is the workspace in a folder that holds it: its policies and logs are no data."""
+    """Regular files below ``folder``, by name. Data sets on disk become packs of ``found``. Skipped are hidden files and folders, links to
+    folders, and the workspace itself: its policies and logs are not data."""
     for where, folders, files in os.walk(folder):
         home = [one for one in folders if (Path(where) / one).resolve() == workspace.resolve()]
         folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in home)

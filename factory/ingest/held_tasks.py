@@ -1,15 +1,15 @@
-"""Puts the items of evaluation tasks among the n-grams that training data may not share, before a shard is ingested.
+"""Records the n-grams of evaluation tasks before a shard is ingested, so that training data cannot share them.
 
-Their n-grams are recorded as a shard's are (``compared``), so that an ingest, and the repair of a token shard, stay functions of what is
-recorded. They stay there when the file leaves the folder: what was an exam once is not trained on.
+The n-grams are recorded as a shard's are (``compared``). So an ingest, and the repair of a token shard, depend only on what is recorded. The
+n-grams stay recorded after the task file leaves its folder: the factory never trains on a former exam.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from factory.core.errors import InputError
 from factory.ingest.compared import HELD, HashedDocument, hashes_file, prefix_of, write_hashes
+from factory.ingest.reading.streams import file_unreadable
 from factory.ingest.rules.task_folder import item_files
 from factory.ingest.rules.task_items import item_ngrams, items_sha256, read_items
 from factory.ledger.ledger import record
@@ -17,16 +17,16 @@ from factory.ledger.plant import Plant
 
 
 def hold_task_items(plant: Plant, n: int) -> int:
-    """Record the n-grams of every data file of ``policies/tasks/`` that is new; returns how many files were. Idempotent.
+    """Record the n-grams of every new data file in ``policies/tasks/``. Returns the number of new files. Idempotent.
 
-    Raises: InputError for a file that cannot be read: nothing is ingested that might hold its items.
+    Raises: InputError for a file that cannot be read; then no shard is ingested, since it might hold the file's items.
     """
     new = 0
     for path in item_files(plant.workspace.root / "policies" / "tasks"):
         try:
             subject = f"task:{items_sha256(path)[:16]}"
         except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+            raise file_unreadable(path, error) from error
         if not _held(plant, subject):
             _hold(plant, subject, n, path.name, [item_ngrams(one, n) for one in read_items(path).records])
             new += 1
@@ -51,7 +51,7 @@ def _hold(plant: Plant, subject: str, n: int, name: str, items: list[np.ndarray]
 
 
 def _held(plant: Plant, subject: str) -> bool:
-    """Whole: of a workspace whose folders were lost the ledger has the event without the n-grams."""
+    """Is the task file recorded, with its n-grams? A workspace that lost its folders has the event without the n-grams."""
     sql = "SELECT id FROM events WHERE kind = :kind AND subject = :subject LIMIT 1"
     return (
         bool(plant.ledger.read(sql, kind=HELD, subject=subject)) and hashes_file(plant.workspace.root, subject).exists()

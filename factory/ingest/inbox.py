@@ -1,7 +1,8 @@
-"""The inbox: files that people put there are ingested once they are whole, and then moved away.
+"""The inbox: the daemon ingests a file that a person put there as soon as the file is complete, and then moves the file away.
 
-``arrived`` lists what can be taken, ``take`` takes one of them, and ``update_inbox``, once a pass, says what has to wait and why. What keeps a file
-out is an event ``file_held`` of the ledger: it is tried again once the file, the data policy or the code that reads it is another.
+``arrived`` lists the files that can be ingested, and ``take`` ingests one of them. ``update_inbox``, called once a pass, names the files that
+wait and why. The reason is an event ``file_held`` of the ledger. A refused file is tried again when the file, the data policy or the reading
+code has changed.
 """
 
 from __future__ import annotations
@@ -48,18 +49,19 @@ from factory.ledger.writing import record_once
 from factory.retrying.backoff import keep_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import newest_asked
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
 
 SETTLE_SECONDS = 2.0  # a file that changed more recently may be incomplete
-LONGEST_BYTES = 255  # of a file's name, on every file system of Linux
+LONGEST_BYTES = 255  # the longest file name that every file system of Linux allows
 PARTIAL = (".part", ".tmp", ".crdownload")
 
 
 @dataclass(frozen=True)
 class InboxFile:
-    """``why``: what it waits for, for a person; '': it can be ingested."""
+    """A file, folder or link in the inbox. ``why``: why it waits, for a person; '': it can be ingested."""
 
     path: Path
     stamp: Stamp
@@ -71,23 +73,26 @@ class InboxFile:
 
 
 def arrived(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
-    """Whole files of the inbox, by name: regular, not hidden, not named as partial, unchanged for ``settle`` seconds, not refused before."""
+    """The files of the inbox that can be ingested, by name: complete, regular, not hidden, not named as partial, unchanged for ``settle``
+    seconds, and not refused before."""
     return (file.path for file in _look(plant, settle) if not file.why)
 
 
 def update_inbox(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
-    """Return to the inbox what changed since it was filed, or may be readable by now; say what waits there and why, once."""
+    """Return changed files, and quarantined files that may be readable now, to the inbox. Name each file that waits there, and why, once."""
     return_changed(plant)
     return_quarantined(plant)
     for file in _look(plant, settle):
         if file.why and (_hold(plant, file) or settle == 0):
-            plant.progress.line(f"  {file.name} waits in the inbox: {file.why}")
+            plant.progress.line(
+                Message("ingest.waits", "  {file} waits in the inbox: {why}", file=file.name, why=file.why)
+            )
 
 
 def take(plant: Plant, path: Path) -> None:
-    """Ingest a file of the inbox and move it away. What is wrong with it keeps it there, with the reason; the others don't wait for it.
+    """Ingest a file of the inbox and move it away. A file with a fault stays in the inbox, with the reason; other files do not wait for it.
 
-    Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for what is wrong with the machine, the policy or the ledger.
+    Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for faults of the machine, the policy or the ledger.
     """
     alone = _take_together(plant, path)
     for one in [path] if alone is None else alone:
@@ -107,42 +112,72 @@ def _take_alone(plant: Plant, path: Path) -> None:
     except FileNotFoundError:
         if path.exists():
             raise
-        plant.progress.line(f"  {shown_name(path)} was taken away again; nothing of it was stored")
+        plant.progress.line(_removed_line(path))
     except WorkerDiedError as died:
         deaths = _deaths(plant, path, stamp) + 1
         policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
         if deaths < policy.tries:
-            again = f"it is tried again in {span(_wait(policy, deaths))}, with one worker (try {deaths + 1} of {policy.tries})"
-        else:
-            again = (
-                f"that was try {deaths}: free some memory and run 'factory retry', or split the file into smaller ones"
+            why = Message(
+                "ingest.worker_died_again",
+                "{why}. The daemon tries the file again in {wait}, with one worker (try {number} of {tries})",
+                why=died.message,
+                wait=span(_wait(policy, deaths)),
+                number=deaths + 1,
+                tries=policy.tries,
             )
-        _hold(plant, InboxFile(path, stamp, f"{died}; {again}"), refused=True, deaths=deaths)
-        plant.progress.line(f"  {shown_name(path)} stays in the inbox: {died}; {again}")
+        else:
+            why = Message(
+                "ingest.worker_died_last",
+                "{why}. The daemon tried the file {tries:,|time|times}. Free some memory and run 'factory retry', or split the file",
+                why=died.message,
+                tries=deaths,
+            )
+        _hold(plant, InboxFile(path, stamp, why), refused=True, deaths=deaths)
+        plant.progress.line(_stays_line(path, why))
     except Exception as error:
         if not is_about_the_file(error):
             raise
         if not path.exists():
-            plant.progress.line(f"  {shown_name(path)} was taken away while it was read; nothing of it was stored")
+            plant.progress.line(_removed_line(path))
             return
-        known = isinstance(error, FactoryError | PermissionError)
         log = plant.workspace.logs / "errors.log"
-        why = str(error) if known else f"an unexpected {type(error).__name__}: {error} (traceback in {log})"
-        if not known:
+        if isinstance(error, FactoryError):
+            why = Message.from_json(error.message)
+        elif isinstance(error, PermissionError):
+            why = Message.from_json(str(error))
+        else:
+            why = Message(
+                "ingest.unexpected",
+                "an unexpected {kind}: {error} (traceback in {log})",
+                kind=type(error).__name__,
+                error=error,
+                log=log,
+            )
             with contextlib.suppress(OSError):
                 keep_traceback(log, f"ingest of {shown_name(path)}", error)
-        if stamp == stamp_of(path):  # else it is another file by now, which is tried
+        if stamp == stamp_of(path):  # else another file has this name now, and is tried
             text = _text_there(plant) if isinstance(error, LittleTextError) else ""
             _hold(plant, InboxFile(path, stamp, why), refused=True, text=text)
-        plant.progress.line(f"  {shown_name(path)} stays in the inbox: {why}")
+        plant.progress.line(_stays_line(path, why))
+
+
+def _removed_line(path: Path) -> Message:
+    return Message(
+        "ingest.removed_from_inbox",
+        "  {file} was removed from the inbox before its ingest ended; nothing of the file was stored",
+        file=shown_name(path),
+    )
+
+
+def _stays_line(path: Path, why: str) -> Message:
+    return Message("ingest.stays", "  {file} stays in the inbox: {why}", file=shown_name(path), why=why)
 
 
 def _take_together(plant: Plant, path: Path) -> list[Path] | None:
-    """Ingest the inbox's many small files as one shard, if ``path`` is one of them. They are in it then, and are removed, but for those that
-    could not be read.
+    """Ingest the inbox's many small files as one shard, if ``path`` is one of them. The files that were read are then deleted.
 
-    Returns those that are to be taken, and quarantined, each for itself; None: ``path`` is not one of many. Each is named once: as one of fewer,
-    a file that spoils the others would do so again.
+    Returns the files that must be ingested, or quarantined, each alone; None: ``path`` is not one of many. Returns all of them if one spoils the
+    shard: it would spoil a shard of fewer files too.
     """
     from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
     from factory.ingest.readers import is_read
@@ -169,14 +204,22 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     )
     if not pack.files:
         return refused
-    unread.update(refused)  # each says for itself why
-    plant.progress.line(f"  {len(pack.files):,} small files of the inbox are ingested as one")
+    unread.update(refused)  # the ingest of each names the reason
+    plant.progress.line(
+        Message(
+            "ingest.together",
+            "  {files:,} small files of the inbox are ingested as one shard",
+            files=len(pack.files),
+        )
+    )
     try:
         ingest_pack(plant, pack, ingested=say, unread=unread)
     except (FactoryError, OSError) as error:
         if not is_about_the_file(error) and not isinstance(error, FileNotFoundError):
             raise
-        plant.progress.line(f"  they are not: {error}; each is taken for itself")
+        plant.progress.line(
+            Message("ingest.not_together", "  the small files are ingested one by one instead: {why}", why=error)
+        )
         return [path] if isinstance(error, FileNotFoundError | LittleTextError) else [file.path for file in ready]
     for file in ready:
         with contextlib.suppress(FileNotFoundError):
@@ -186,7 +229,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
 
 
 def is_about_the_file(error: Exception) -> bool:
-    """Does it keep out one file, and no other?"""
+    """Is the error about this file alone, so that other files can be ingested?"""
     if isinstance(error, FactoryError):
         return isinstance(error, InputError) and not cannot_be_read_now(error)
     return not isinstance(error, sa.exc.DBAPIError) and not is_of_the_machine(error)
@@ -195,7 +238,7 @@ def is_about_the_file(error: Exception) -> bool:
 def ingest_arrived(plant: Plant, path: Path, workers: int | None = None) -> None:
     """Ingest a file of the inbox, then move it to ``shards/raw/`` or ``quarantine/``.
 
-    After a kill between the two the next call recognises the content and only moves the file.
+    After a kill between the two steps the next call recognises the content and only moves the file.
     """
     before = ingested_before(plant.ledger)
     say = lambda report: plant.progress.line(describe_report(shown_name(path), report, before))
@@ -211,8 +254,8 @@ def ingest_path(
     ingested: Callable[[ShardReport], object] = lambda report: None,
     other_files: Sequence[Path] = (),
 ) -> list[ShardReport]:
-    """Ingest a file, wherever it lies. One of the inbox or of ``quarantine/`` is filed then, once ``ingested`` was called with each report; any
-    other stays. ``other_files``: files that are to be ingested after it.
+    """Ingest a file, and call ``ingested`` with each report. Then a file of the inbox or of ``quarantine/`` is moved to its place; any other
+    file stays where it is. ``other_files``: files that are ingested after this one.
 
     Raises: as ``ingest_shard``.
     """
@@ -225,7 +268,9 @@ def ingest_path(
         path = _readable(path, plant.progress)
     elif (shown := _shown(path.resolve())) != str(path.resolve()):
         raise InputError(
-            f"{shown}: a name that is not UTF-8 cannot be stored: rename it, or put the file into the inbox, which does"
+            "ingest.name_not_utf8",
+            "{file}: the name is not UTF-8 and cannot be stored. Rename the file, or put it into the inbox, where the daemon renames it",
+            file=shown,
         )
     if folder == plant.workspace.quarantine.resolve():
         path = return_file(plant.workspace, path)
@@ -245,15 +290,21 @@ def ingest_path(
     report = ingest_shard(plant, path, again=again, workers=workers, other_files=other_files)
     ingested(report)
     if folder == plant.workspace.inbox.resolve() and report.sha256 in erased_shards(plant.ledger):
-        path.unlink()  # its text would be back
-        plant.progress.line(f"  {shown_name(path)} is a shard of which text was erased: it is not kept")
+        path.unlink()  # keeping it would restore erased text
+        plant.progress.line(
+            Message(
+                "ingest.erased_shard",
+                "  {file} is deleted: text of this shard was erased before",
+                file=shown_name(path),
+            )
+        )
     elif folder == plant.workspace.inbox.resolve():
         file_away(plant, path, report.sha256, report.state)
     return [report]
 
 
 def shown_name(path: Path) -> str:
-    r"""A file's name as text that can be printed and stored: bytes that are not UTF-8 as ``\xe9``."""
+    r"""A file's name as text that can be printed and stored. Bytes that are not UTF-8 become ``\xe9`` and the like."""
     return _shown(path.name)
 
 
@@ -262,7 +313,7 @@ def _shown(name: str | Path) -> str:
 
 
 def _readable(path: Path, progress: Progress) -> Path:
-    """The file, under a name that can be stored."""
+    """Rename a file of the inbox if its name is not UTF-8. Returns its path."""
     if shown_name(path) == path.name:
         return path
     name = shown_name(path)
@@ -270,12 +321,18 @@ def _readable(path: Path, progress: Progress) -> Path:
     if os.path.lexists(target):
         target = path.with_name(f"{time.time_ns()}-{target.name[-LONGEST_NAME:]}")
     os.rename(path, target)
-    progress.line(f"  a file of the inbox has a name that is not UTF-8; it is named {target.name} now")
+    progress.line(
+        Message(
+            "ingest.renamed",
+            "  a file of the inbox had a name that is not UTF-8; its new name is {name}",
+            name=target.name,
+        )
+    )
     return target
 
 
 def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
-    """Everything in the inbox that is, or will be, ingested or has to be said something about, by name."""
+    """All files, folders and links in the inbox by name, without hidden and partial ones, and files that changed a moment ago."""
     plant.workspace.inbox.mkdir(exist_ok=True)
     names = [n for n in sorted(os.listdir(plant.workspace.inbox)) if not n.startswith(".") and not n.endswith(PARTIAL)]
     refused = {name: one for name, one in held(plant.ledger).items() if one["refused"]} if names else {}
@@ -302,7 +359,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
 
 
 def _deaths(plant: Plant, path: Path, stamp: Stamp) -> int:
-    """How often workers died that read this file as it is."""
+    """How often workers died that read this file in its present state."""
     known = held(plant.ledger).get(shown_name(path), {})
     if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (stamp, reading_key(plant.workspace)):
         return 0
@@ -310,7 +367,7 @@ def _deaths(plant: Plant, path: Path, stamp: Stamp) -> int:
 
 
 def _rests(workspace: Workspace, known: dict[str, Any], asked: int) -> bool:
-    """Is it too early to try a refused file again? What is wrong with the file itself stays wrong; what workers died of may be over."""
+    """Is it too early to try a refused file again? A fault of the file itself stays; the cause of a worker's death may have passed."""
     deaths = known.get("deaths", 0)
     if not deaths:
         return True
@@ -321,35 +378,46 @@ def _rests(workspace: Workspace, known: dict[str, Any], asked: int) -> bool:
 
 
 def _wait(policy: RetryPolicy, deaths: int) -> float:
-    """Seconds."""
+    """Seconds to wait after so many deaths of workers."""
     return min(policy.first_wait_seconds * 2.0 ** min(deaths - 1, 40), policy.longest_wait_seconds)
 
 
-def _no_file(path: Path) -> str:
+def _no_file(path: Path) -> Message:
     if path.is_symlink():
-        return "it is a link, and a link is not followed: copy the file here"
+        return Message("ingest.link", "the factory does not follow links: copy the file itself into the inbox")
     if path.is_dir():
-        return "it is a folder: move its files into the inbox itself"
-    return "it is no regular file: remove it"
+        return Message("ingest.inbox_folder", "this is a folder: move its files into the inbox itself")
+    return Message("ingest.special_file", "this is not a regular file: remove it")
 
 
 def _incomplete(path: Path, stamp: Stamp) -> str:
+    """Why a file is not complete yet; '': it is."""
     if writer := writer_of(path):
-        return f"{writer} has it open for writing; it is taken once it is closed"
+        return Message(
+            "ingest.open_for_writing",
+            "{writer} has the file open for writing; the daemon ingests the file when {writer} closes it",
+            writer=writer,
+        )
     if abs(time.time() - stamp[1] / 1e9) >= STILL_SECONDS or not (end := cut_off(path)):
         return ""
-    return f"{end}; it is taken once it is whole, or unchanged for {STILL_SECONDS / 60:.0f} minutes"
+    return Message(
+        "ingest.incomplete",
+        "{end}; the daemon ingests the file when it is complete, or unchanged for {minutes:.0f} minutes",
+        end=end,
+        minutes=STILL_SECONDS / 60,
+    )
 
 
 def _text_there(plant: Plant) -> str:
-    """What a file that waits for more text is tried again by: which files are there, and whether a person said that there is enough."""
+    """A hash of all that lets a file that waits for more text be tried again: the files in the inbox, a tokenizer, and a person's word that a
+    small vocabulary is enough."""
     files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(plant.workspace.inbox) if entry.is_file())
     tokenizer = bool(plant.ledger.read("SELECT sha256 FROM tokenizers LIMIT 1"))
     return hashlib.sha256(repr((files, tokenizer, small_vocabulary(plant.ledger))).encode()).hexdigest()[:16]
 
 
 def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = "") -> bool:
-    """Record why a file waits; returns whether that is news. ``text``: of a file that waits for more text, the text that was there."""
+    """Record why a file waits; returns whether the reason is new. ``text``: ``_text_there`` of a file that waits for more text, else ''."""
     known = held(plant.ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
@@ -365,44 +433,76 @@ def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0,
 
 
 def ingested_before(ledger: Ledger) -> dict[str, float]:
-    """By SHA-256, when each shard that there is was ingested: seconds since 1970."""
+    """By SHA-256, when each shard was ingested: seconds since 1970."""
     rows = ledger.read("SELECT sha256, ingested_at FROM shards WHERE state = 'ingested'")
     return {row["sha256"]: row["ingested_at"] for row in rows}
 
 
 def describe_report(name: str, report: ShardReport, before: Mapping[str, float]) -> str:
-    """As ``describe_shard``; of content that was ingested ``before``, when, and under which name, if another than the file's own."""
+    """As ``describe_shard``. For content that was ingested ``before``: when, and under which name, if that is not the file's own."""
     if report.sha256 not in before:
         return describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(before[report.sha256]))
-    named = f", as {report.name}" if report.name != name else ""
-    counts = f"{report.counts.get('train', 0):,} to train on, {report.counts.get('held_out', 0):,} held out"
-    return f"  {name} was ingested already, on {when}{named}: {counts}; nothing of it was stored again"
+    return Message(
+        "ingest.known",
+        "  {file} was ingested already, on {when} as {shard}: {train:,} to train on, {held_out:,} held out; nothing was stored again",
+        file=name,
+        when=time.strftime("%Y-%m-%d %H:%M", time.localtime(before[report.sha256])),
+        shard=report.name,
+        train=report.counts.get("train", 0),
+        held_out=report.counts.get("held_out", 0),
+    )
 
 
-def describe_shard(name: str, state: str, rows: int, counts: dict[str, object] | None, reason: str | None) -> str:
-    """For people: a line, and one more for each thing that has to be said of its rows."""
+def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | None, reason: str | None) -> Message:
+    """For a person: one line about a shard, and one line more for each fact about its rows. ``parts`` of the data are the messages in it."""
     counts = counts or {}
-    words = [f"{counts.get('train', 0):,} to train on, {counts.get('held_out', 0):,} held out"]
+    parts: list[str] = []
     dropped = counts.get("dropped")
     if isinstance(dropped, dict) and dropped:
-        by_rule = ", ".join(f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1]))
-        words.append(f"{sum(dropped.values()):,} dropped ({by_rule})")
+        by_rule = [f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])]
+        parts.append(
+            Message("ingest.dropped", "{count:,} dropped ({rules})", count=sum(dropped.values()), rules=by_rule)
+        )
     if isinstance(others := counts.get("other_licences"), dict):
         for shard, count in others.items():
-            words.append(f"{count:,} OF ITS TEXTS CAME UNDER ANOTHER LICENCE in {shard}")
-        words.append(
-            "the strictest counts, and none named is strict too: releases may be held back until 'factory data settle LICENCE --shard "
-            f"{shlex.quote(whole_name(name))}' says which is right ('factory data claims' lists them)"
+            parts.append(
+                Message(
+                    "ingest.other_licence",
+                    "{texts:,} OF ITS TEXTS CAME UNDER ANOTHER LICENCE in {shard}",
+                    texts=count,
+                    shard=shard,
+                )
+            )
+        parts.append(
+            Message(
+                "ingest.strictest_licence",
+                "the strictest licence counts (no licence is strict too), and may hold releases back. 'factory data claims' lists the texts. "
+                "Say which licence is right: 'factory data settle LICENCE --shard {shard}'",
+                shard=shlex.quote(whole_name(name)),
+            )
         )
     if state == "quarantined":
-        words = [f"QUARANTINED: {reason}"] + words[1:]
-    said = [f"  {name}: {rows:,} documents; {'; '.join(words)}", *(f"    {line}" for line in row_lines(counts))]
+        first = Message("ingest.quarantined", "QUARANTINED: {why}", why=reason)
+    else:
+        kept = {"train": counts.get("train", 0), "held_out": counts.get("held_out", 0)}
+        first = Message("ingest.kept", "{train:,} to train on, {held_out:,} held out", **kept)
+    lines = [*row_lines(counts)]
     if isinstance(dropped, dict) and dropped.get(FATE):
-        said.append(
-            "    what is 'removed' a person took out before, or is a copy of that: 'factory data undo N' puts it back ('factory data list' has N). "
-            "Another source, domain, licence or group needs no new ingest: 'factory data relabel'"
+        lines.append(
+            Message(
+                "ingest.removed_before",
+                "a person took out the documents dropped by 'removed', or their originals. 'factory data list' shows the removals; "
+                "'factory data undo N' puts removal N back. To change source, domain, licence or group, use 'factory data relabel'",
+            )
         )
     if isinstance(groups := counts.get("groups"), dict):
-        said += [f"    {line}" for domain, found in groups.items() for line in grouping_lines(domain, found)]
-    return "\n".join(said)
+        lines += [line for domain, found in groups.items() for line in grouping_lines(domain, found)]
+    return Message(
+        "ingest.shard",
+        "  {shard}: {rows:,} documents; {facts}{lines}",
+        shard=name,
+        rows=rows,
+        facts="; ".join([first, *parts]),
+        lines="".join(f"\n    {line}" for line in lines),
+        parts=[first, *parts, *lines],
+    )

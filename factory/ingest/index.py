@@ -1,4 +1,4 @@
-"""Ingest's queries of earlier shards: of the ledger, and of what documents are compared with (``compared``)."""
+"""Queries about earlier shards, for ingest: of the ledger, and of the index of hashes (``compared``)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from factory.ingest.rules.split import HALVES, HeldBefore
 from factory.ingest.rules.words import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, shards
 from factory.ledger.removals import FATE, refused, removals
+from kernels.contract.message import Message
 
 _AT_ONCE = 5000  # values in one IN (…)
-BARRED = (
-    "barred"  # in place of the fate of a row whose licence does not allow training: copies of its text are dropped too
-)
+# Stands for the fate of a row whose licence does not allow training. Copies of its text are dropped too.
+BARRED = "barred"
 PARAMETERS = "ingest_index"  # key in ``meta``
 TRAINED = ("train", "quarantined")
 
@@ -37,7 +37,7 @@ class Index:
         self._hashes = HashIndex(ledger)
 
     def check(self, policy: DataPolicy) -> str:
-        """The parameters that the stored hashes were made with; only hashes made with the same ones are comparable.
+        """The parameters of the stored hashes. Only hashes that were made with the same parameters can be compared.
 
         Raises: ConfigError when the policy (or an installed library) has changed them.
         """
@@ -47,13 +47,16 @@ class Index:
         found = self._ledger.one(sa.select(meta.c.value).where(meta.c.key == PARAMETERS))
         if found and found["value"] != wanted:
             raise ConfigError(
-                f"data.yaml: this workspace's index was made with '{found['value']}', the policy now asks for '{wanted}': "
-                "go back to the old values, or start a new workspace and ingest the same shards"
+                "ingest.index_parameters",
+                "data.yaml: this workspace's index was made with '{old}', but the policy now asks for '{new}'. Restore the old values, or "
+                "start a new workspace and ingest the same shards",
+                old=found["value"],
+                new=wanted,
             )
         return wanted
 
     def kept_by_content(self, hashes: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """content_sha256 → (key, fate) of documents that were kept, or that bar a text: their licence does not allow training."""
+        """content_sha256 → (key, fate) of documents that were kept, or whose licence does not allow training (fate ``BARRED``)."""
         c = documents.c
         columns = [c.content_sha256, c.key, c.fate, c.license]
         found = list(self._select(columns, c.content_sha256, hashes, sa.or_(c.fate != "dropped", c.rule == "licence")))
@@ -61,7 +64,7 @@ class Index:
         return barred | {row[0]: (row[1], row[2]) for row in found if row[2] != "dropped"}
 
     def _bars(self, key: str, licence: str | None) -> bool:
-        """Does a row that was dropped by the rule 'licence' still say that its text is not to be trained on?"""
+        """Does a row that the rule 'licence' dropped still forbid training on its text?"""
         return key not in self._aside and not self._policy.of(licence).train
 
     def near(self, hashes: near_dup.Bands) -> near_dup.Stored:
@@ -78,18 +81,25 @@ class Index:
         return near_dup.Stored(keys, self._hashes.signatures([name for name in names if name not in over]))
 
     def refusal(self) -> Callable[[str | None, str | None], str]:
-        """Says why a document of a source and a licence is refused: a person took that source or licence out; '': it is not."""
+        """A function of (source, licence) that returns why a document is refused: a person took out its source or licence. '': it is not."""
         known = refused(self._ledger)
         licences = {folded(name): number for name, number in known["license"].items()}
         why = {removal.number: removal.why for removal in removals(self._ledger)}
 
         def of(source: str | None, licence: str | None) -> str:
-            for noun, number in (
-                (f"source {source!r}", known["source"].get(source)),
-                (f"licence {licence or 'none'!r}", licences.get(folded(licence))),
+            for noun, name, number in (
+                ("source", source, known["source"].get(source)),
+                ("licence", licence or "none", licences.get(folded(licence))),
             ):
                 if number is not None:
-                    return f"{noun} was taken out (removal {number}{': ' + why[number] if why[number] else ''})"
+                    return Message(
+                        "ingest.taken_out",
+                        "a person took out the {noun} {name!r} (removal {removal}{why})",
+                        noun=noun,
+                        name=name,
+                        removal=number,
+                        why=f": {why[number]}" if why[number] else "",
+                    )
             return ""
 
         return of
@@ -100,13 +110,13 @@ class Index:
         return {row[0]: BARRED if row[1] == "dropped" else row[1] for row in found}
 
     def licences(self, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """By key, the licence that its row names ('': none) and the name of its shard."""
+        """By key, (the licence that the row names, '' for none; the name of its shard)."""
         c = documents.c
         names = {row["sha256"]: row["name"] for row in self._ledger.read("SELECT sha256, name FROM shards")}
         return {row[0]: (row[1] or "", names[row[2]]) for row in self._select([c.key, c.license, c.shard], c.key, keys)}
 
     def trained_with(self, grams: Hashes) -> list[tuple[int, str]]:
-        """(n-gram, key) of documents that are training data and whose sample holds the n-gram."""
+        """(n-gram, key) of the training documents that have one of these n-grams in their sample."""
         return self._hashes.sampled(grams.tolist())
 
     def held_out_ngrams(self) -> list[tuple[str, Hashes]]:
@@ -121,11 +131,11 @@ class Index:
         return self._ledger.rows(listed.join(documents, d.key == h.key))
 
     def held_out_groups(self) -> dict[str, bool]:
-        """Groups that were ever held out, and whether in the sealed half."""
+        """By group that was ever held out: is it in the sealed half?"""
         return {row["group_key"]: bool(row["sealed"]) for row in self._held_out}
 
     def held_out_before(self) -> dict[str, HeldBefore]:
-        """By domain, without what was removed."""
+        """By domain, what is held out of earlier shards; removed documents do not count."""
         of: dict[str, list[dict[str, Any]]] = {}
         for row in self._held_out:
             if row["there"]:
@@ -133,12 +143,12 @@ class Index:
         return {domain: _before(rows) for domain, rows in of.items()}
 
     def trained_groups(self, groups: Sequence[str]) -> set[str]:
-        """Those of which a document was ever trained on."""
+        """Those of ``groups`` with a document that is, or was, training data."""
         c = documents.c
         return {row[0] for row in self._select([c.group_key], c.group_key, groups, c.token_shard.is_not(None))}
 
     def count_trained(self, domain: str) -> int:
-        """Documents of a domain that are training data, quarantined since or not, and that no model wrote."""
+        """The number of training documents of a domain, also quarantined ones, that no model wrote."""
         c = documents.c
         rows = self._ledger.rows(sa.select(shards.c.sha256, shards.c.domains))
         there = sorted(row["sha256"] for row in rows if domain in (row["domains"] or {}))
@@ -154,7 +164,7 @@ class Index:
 
 
 def _before(rows: Sequence[dict[str, Any]]) -> HeldBefore:
-    """Of the held-out documents of a domain."""
+    """``HeldBefore`` of one domain, from the rows of its held-out documents."""
     of = {half: [row for row in rows if bool(row["sealed"]) == half] for half in HALVES}
     groups = {half: frozenset(row["group_key"] for row in ones if row["whole"]) for half, ones in of.items()}
     return HeldBefore(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})

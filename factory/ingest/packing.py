@@ -1,15 +1,15 @@
-"""Files that become shards of JSON lines before they are ingested: archives, tables, pages, data sets on disk, files too large for one shard,
-and many small files, which are one shard.
+"""Some files become shards of JSON lines before they are ingested: archives, tables, pages, data sets on disk, and files too large for one
+shard. Many small files become one shard.
 
     docs.zip (a.csv, b.md)      ─►  docs.zip#1.jsonl.zst, docs.zip#2.jsonl.zst …  ─►  each an ingest of its own  ─►  shards/raw/
 
-A part holds the rows as they were read, at most ``limits.max_rows`` of them and about ``limits.part_bytes`` bytes, so that what was ingested can
-be read again, or written again without a row, whatever it came in. Each part is a transaction: of a file whose ingest was killed the finished
-parts stay, and its next ingest reads over their rows (the reading, not the analysis, is done again). That holds while the data policy and the code
-that reads are the same: with others it begins at the first row, and what is known by then is dropped as a copy.
+A part holds the rows as they were read: at most ``limits.max_rows`` rows and about ``limits.part_bytes`` bytes. So the rows can be read again,
+or written again without one of them, whatever format they came in. Each part is one transaction. After a kill the finished parts stay, and the
+next ingest skips their rows (it reads the rows again, but does not analyse them). If the data policy or the reading code has changed, the next
+ingest begins at the first row and drops known rows as copies.
 
-Parts of one large file, and not a spool of analysed chunks that a next run takes up: duplicates, the held-out split and contamination are decided
-over a whole shard, with the ledger as it is at that moment, and one transaction over hours is one that a kill undoes.
+A large file is cut into parts because one transaction over hours would be lost to a kill. Each part must be a whole shard: ingest decides
+duplicates, the held-out split and contamination over a whole shard, with the ledger as it is at that moment.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from factory.ingest.filing import file_away
 from factory.ingest.readers import RawRow, ShardProblem, is_longer, is_shard, read_rows
 from factory.ingest.reading.columns import dataset_files
 from factory.ingest.reading.rows import BadRow, as_line, with_path
+from factory.ingest.reading.streams import file_unreadable
 from factory.ingest.reading_code import reading_key
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
 from factory.ingest.shapes.told import Told, missing_columns
@@ -42,16 +43,18 @@ from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from kernels.contract.files import sync_folder
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
 SMALL_BYTES = 256 << 10  # a file of fewer bytes is small
-MANY = 32  # small files from which they are ingested as one shard
-_NAMED = 4  # reasons, of what was left out, that are said
+MANY = 32  # so many small files are ingested as one shard
+_NAMED = 4  # reasons for leaving files out that a message names
 
 
 @dataclass(frozen=True)
 class Pack:
-    """``files``: by the path that their rows name ('': none, of a file that is ingested alone), in the order of their rows."""
+    """Files that are cut into shards of JSON lines together. ``files``: (path that the rows name, file), in the order of the rows. The path is
+    '' for a file that is ingested alone."""
 
     name: str
     files: list[tuple[str, Path]]
@@ -63,22 +66,22 @@ class Pack:
 
     @classmethod
     def of_dataset(cls, folder: Path) -> Pack:
-        """Raises: ShardProblem."""
+        """The pack of a data set on disk. Raises: ShardProblem."""
         return cls(folder.name, [(str(file.relative_to(folder)), file) for file in dataset_files(folder)], folder)
 
     def without_refused(self, policy: DataPolicy) -> tuple[Pack, list[Path]]:
-        """The pack without those of its many files of which a mapping names a column that they lack, and these: each is refused for itself."""
+        """(the pack without the files that lack a mapped column, those files). Each of those files is refused alone."""
         refused = [path for name, path in self.files if policy.fields and _lacks_columns(name, path, self.name, policy)]
         return replace(self, files=[one for one in self.files if one[1] not in refused]), refused
 
     def without_bad(self, policy: DataPolicy) -> tuple[Pack, dict[str, ShardProblem]]:
-        """The pack without those of its many files that would be quarantined if they came alone, and why each would be, by its path."""
+        """(the pack without the files that would be quarantined if they came alone, by path why each would be)."""
         bad = {name: why for name, path in self.files if (why := _unusable(name, path, self.name, policy))}
         return replace(self, files=[one for one in self.files if one[0] not in bad]), bad
 
     @property
     def alone(self) -> Path | None:
-        """The file, where it is one."""
+        """The file, where the pack is one file."""
         return self.files[0][1] if not self.files[0][0] else None
 
     @property
@@ -86,7 +89,7 @@ class Pack:
         return str((self.folder or self.alone or _common(self.files)).resolve())
 
     def sha256(self) -> str:
-        """Of the file; of several, of their paths and contents. Raises: InputError."""
+        """The hash of the one file, or of the paths and contents of several. Raises: InputError."""
         try:
             if self.alone:
                 return file_sha256(self.alone)
@@ -95,40 +98,51 @@ class Pack:
                 digest.update(f"{file_sha256(path)} {name}\n".encode())
             return digest.hexdigest()
         except OSError as error:
-            raise InputError(f"{error.filename or self.name} cannot be read: {error.strerror}") from error
+            raise file_unreadable(error.filename or self.name, error) from error
 
 
 @dataclass
 class _LeftOut:
-    """What was not read, by reason."""
+    """Counts the files and members that are not read. ``reasons``: their number by reason. ``first``: by reason, the path of the first.
+    ``files``: those of many files of which nothing is read."""
 
     reasons: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
     files: set[Path] = field(default_factory=set)
 
-    def __call__(self, path: str, why: str) -> None:
-        why = why.split(":", 1)[0] if why.startswith("not a kind of file") else why
+    def __call__(self, path: str, why: Message) -> None:
+        if why.code == "ingest.unknown_kind":  # its text names the file, so that each file would be a reason
+            why = Message("ingest.kinds_not_read", "of a kind that is not read")
         self.reasons[why] += 1
         self.first.setdefault(why, path)
 
-    def words(self) -> str:
-        """
+    def describe(self, pack: str) -> Message | None:
+        """A line for a person about the pack of this name; None: everything was read.
+
         >>> left = _LeftOut()
-        >>> left("a.png", "not a kind of file that can be ingested: a.png: an image"), left("b", "encrypted")
+        >>> left("a.png", Message("ingest.unknown_kind", "of a kind …")), left("b", Message("reading.encrypted", "encrypted"))
         (None, None)
-        >>> left.words()
-        '2 left out: 1 not a kind of file that can be ingested (a.png), 1 encrypted (b)'
+        >>> left.describe("x.zip")
+        '  x.zip: 2 left out: 1 of a kind that is not read (a.png), 1 encrypted (b)'
         """
+        if not self.reasons:
+            return None
         named = [
             f"{count:,} {why}" + (f" ({self.first[why]}{', …' if count > 1 else ''})" if self.first[why] else "")
             for why, count in self.reasons.most_common(_NAMED)
         ]
         more = ["…"] if len(self.reasons) > _NAMED else []
-        return f"{self.reasons.total():,} left out: {', '.join(named + more)}" if self.reasons else ""
+        return Message(
+            "ingest.left_out",
+            "  {pack}: {count:,} left out: {reasons}",
+            pack=pack,
+            count=self.reasons.total(),
+            reasons=named + more,
+        )
 
 
 def is_packed(path: Path, limits: ShardLimits) -> bool:
-    """Is a file cut, or written as JSON lines, before it is ingested? Raises: OSError."""
+    """Is a file cut into parts, or written as JSON lines, before it is ingested? Raises: OSError."""
     return path.stat().st_size > 0 and (not is_shard(path, limits) or is_longer(path, limits))
 
 
@@ -142,12 +156,13 @@ def ingest_pack(
     other_files: Sequence[Path] = (),
     unread: set[Path] | None = None,
 ) -> list[ShardReport]:
-    """Ingest what a pack holds, part by part; ``ingested`` is called with the report of each. What was packed stays where it is.
+    """Ingest the rows of a pack, part by part. ``ingested`` is called with the report of each part. The packed files stay where they are.
 
-    A file that cannot be read to its end is quarantined, and its report is the last: the parts before stay. Of many files those that would be
-    quarantined if they came alone are left out where they spoil a part. ``unread`` gets those of many files of which nothing was read.
+    A file that cannot be read to its end is quarantined; the parts before that stay, and the last report is that of the file. Where some of
+    many files spoil a part, those that would be quarantined if they came alone are left out. The files of which nothing was read are added to
+    ``unread``.
 
-    Raises: as ``ingest_shard``; InputError where nothing of a folder or of many files can be read, or one of them changed meanwhile.
+    Raises: as ``ingest_shard``; InputError if nothing of a folder or of many files can be read, or a file changed during the ingest.
     """
     policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     limits, together = policy.limits, pack.alone is None and pack.folder is None
@@ -175,7 +190,13 @@ def ingest_pack(
         skip = sum(part["rows"] for part in done)
         if done:
             plant.progress.line(
-                f"  {pack.name}: {len(done)} parts of it, {skip:,} rows, are ingested; it goes on from there"
+                Message(
+                    "ingest.continues",
+                    "  {pack}: {parts:,|part|parts} with {rows:,|row|rows} were ingested before; ingest continues after them",
+                    pack=pack.name,
+                    parts=len(done),
+                    rows=skip,
+                )
             )
         for part in _parts(rows_of(pack, limits, left), folder, pack.name, limits, len(done), skip):
             _refuse_changed(pack, before)
@@ -183,7 +204,7 @@ def ingest_pack(
             how: dict[str, Any] = {"again": again, "workers": workers, "other_files": other_files, "whole": whole}
             how["quarantines"] = not together
             one = ingest_shard(plant, part.path, **how)
-            if together and one.state == "quarantined":  # in a time when such a part was
+            if together and one.state == "quarantined":  # by an older version of the factory
                 raise ShardProblem(str(one.reason))
             ingested(one)
             _file(plant, part.path, one)
@@ -196,8 +217,8 @@ def ingest_pack(
                 record(tx, PACKED, f"file:{sha256[:16]}", detail)
             reports.append(one)
         if not reports and not done:
-            why = next(iter(left.reasons), "it is empty")
-            raise ShardProblem(f"nothing in it can be read: {why}")
+            why = next(iter(left.reasons), Message("ingest.pack_empty", "it is empty"))
+            raise ShardProblem("ingest.pack_unread", "nothing in the file can be read: {why}", why=why)
     except ShardProblem as problem:
         _refuse_changed(pack, before)
         rest, bad = pack.without_bad(policy) if together else (pack, {})
@@ -205,9 +226,10 @@ def ingest_pack(
             spoilt = _LeftOut()
             for name, path in pack.files:
                 if name in bad:
-                    spoilt(name, f"unusable, {bad[name]}")
+                    spoilt(name, Message("ingest.unusable_file", "unusable, {why}", why=bad[name].message))
                     left.files.add(path)
-            plant.progress.line(f"  {pack.name}: {spoilt.words()}")
+            if line := spoilt.describe(pack.name):
+                plant.progress.line(line)
             how = {
                 "again": again,
                 "workers": workers,
@@ -219,21 +241,28 @@ def ingest_pack(
         stored = [*done, *reports]
         if stored:
             rows = sum(part["rows"] for part in done) + sum(one.rows for one in reports)
-            problem = ShardProblem(f"{problem}; {rows:,} rows before that are ingested, as {len(stored)} shards")
+            problem = ShardProblem(
+                "ingest.partly",
+                "{why}. The {before:,} rows before that were ingested, as {parts:,|shard|shards}",
+                why=problem.message,
+                before=rows,
+                parts=len(stored),
+            )
         if pack.alone is None:
-            raise InputError(f"{pack.name}: {problem}") from problem
+            raise InputError("ingest.pack", "{pack}: {why}", pack=pack.name, why=problem.message) from problem
         one = quarantine(plant, pack.alone, sha256, problem)
         ingested(one)
         reports.append(one)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if words := left.words():
-        plant.progress.line(f"  {pack.name}: {words}")
+    if line := left.describe(pack.name):
+        plant.progress.line(line)
     return reports
 
 
 def _finished(parts: Sequence[dict[str, Any]], key: str, ledger: Ledger) -> list[dict[str, Any]]:
-    """The parts from the first on that need no ingest: of a whole file those of its newest run, else those that today's code read."""
+    """The first parts that need no ingest: all parts of the newest run that read the whole file, else the parts that the current policy and
+    code read."""
     runs: list[list[dict[str, Any]]] = []
     for part in parts:
         if part["part"] == 1 or not runs:
@@ -248,14 +277,14 @@ def _finished(parts: Sequence[dict[str, Any]], key: str, ledger: Ledger) -> list
 
 def _file(plant: Plant, path: Path, one: ShardReport) -> None:
     if one.sha256 in erased_shards(plant.ledger):
-        path.unlink()  # its text would be back
+        path.unlink()  # keeping it would restore erased text
     else:
-        sync_folder(path)  # what it was made of may go
+        sync_folder(path)  # the packed file may be deleted next
         file_away(plant, path, one.sha256, one.state)
 
 
 def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
-    """All rows of a pack, in order. ``left`` is told what is not read. Raises: ShardProblem, but for one of many small files."""
+    """All rows of a pack, in order. ``left`` counts what is not read. Raises: ShardProblem, except for one of many small files."""
     left = left or _LeftOut()
     if pack.alone:
         yield from read_rows(pack.alone, limits, left)
@@ -267,7 +296,7 @@ def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> It
         try:
             found = [with_path(row, name) for row in read_rows(path, limits, left, name)]
         except ShardProblem as problem:
-            left(name, str(problem))
+            left(name, Message.from_json(problem.message))
             left.files.add(path)
             continue
         yield from found
@@ -275,7 +304,7 @@ def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> It
 
 def _lacks_columns(name: str, path: Path, pack: str, policy: DataPolicy) -> bool:
     told = Told()
-    with contextlib.suppress(ShardProblem):  # which is said when the pack is read
+    with contextlib.suppress(ShardProblem):  # reported when the pack is read
         for row in read_rows(path, policy.limits, lambda path, why: None, name):
             look_at(policy, with_path(row, name), pack, told)
             if told.mapped and not missing_columns(told, policy.fields):
@@ -292,7 +321,7 @@ def _unusable(name: str, path: Path, pack: str, policy: DataPolicy) -> ShardProb
                 read_row(policy, row, with_path(raw, name), pack, Told())
             except BadRow as bad:
                 row.drop(bad.rule, bad.detail)
-    except ShardProblem:  # which is said when the pack is read
+    except ShardProblem:  # reported when the pack is read
         return None
     return mostly_bad(rows, policy.limits.max_bad_rows)
 
@@ -309,7 +338,7 @@ class _Part:
 def _parts(
     rows: Iterator[RawRow], folder: Path, name: str, limits: ShardLimits, number: int, skip: int
 ) -> Iterator[_Part]:
-    """Files of rows, one at a time: the same rows give the same bytes. ``number`` of them are done, with ``skip`` rows."""
+    """Write the rows into files, one at a time; the same rows give the same bytes. ``number`` parts with ``skip`` rows are done already."""
     first = skip
     ahead = next(itertools.islice(rows, skip, None), None)
     while ahead is not None:
@@ -329,7 +358,7 @@ def _stamps(pack: Pack) -> list[tuple[int, int, int]]:
     try:
         found = [path.stat() for _, path in pack.files]
     except OSError as error:
-        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise file_unreadable(error.filename, error) from error
     return [(one.st_size, one.st_mtime_ns, one.st_ino) for one in found]
 
 
@@ -337,7 +366,11 @@ def _refuse_changed(pack: Pack, before: list[tuple[int, int, int]]) -> None:
     now = _stamps(pack)
     for (_, path), was, is_now in zip(pack.files, before, now, strict=True):
         if was != is_now:
-            raise InputError(f"{path} changed while it was read: ingest it again when it is complete")
+            raise InputError(
+                "ingest.packed_file_changed",
+                "{path} changed during the ingest: ingest the file again when it is complete",
+                path=path,
+            )
 
 
 def _common(files: Sequence[tuple[str, Path]]) -> Path:

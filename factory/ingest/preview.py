@@ -1,6 +1,6 @@
-"""``factory ingest --preview``: how the first rows of a file are read, before anything is stored.
+"""``factory ingest --preview`` shows how ingest would read the first rows of a file, and stores nothing.
 
-What a mapping got wrong cannot be taken back by another ingest: the same texts are copies then.
+A wrong mapping cannot be corrected by a second ingest: ingest then drops the same texts as copies.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from factory.ingest.shapes.told import Told, refuse_missing_columns, row_lines
 from factory.ingest.store import held_back, totals
 from factory.ingest.tokenizer import shows_calls
 from factory.ingest.worker import read_row
+from kernels.contract.message import Message
 
-ROWS = 1000  # that are read
-SHOWN = 3  # documents that are shown
-_LONGEST = 240  # characters of a text that are shown
+ROWS = 1000  # rows that a preview reads
+SHOWN = 3  # documents that a preview shows
+_LONGEST = 240  # characters of a text that a preview shows
 
 
 @dataclass(frozen=True)
 class Preview:
-    """``counts``: as of a shard, of the rules that look at one row. ``whole``: every row was read. ``shown``: the first documents."""
+    """``counts``: as a shard's, by the rules that look at one row. ``whole``: every row was read. ``shown``: the first documents."""
 
     name: str
     rows: int
@@ -46,9 +47,20 @@ class Preview:
 
     def lines(self) -> Iterator[str]:
         """For a person."""
-        read = f"{self.rows:,} {'row' if self.rows == 1 else 'rows'}" if self.whole else f"the first {self.rows:,} rows"
-        kept, dropped = self.counts["train"], sum(self.counts["dropped"].values())
-        yield f"{self.name}: {read} read: {kept:,} would be documents, {dropped:,} would be dropped"
+        counts = {"train": self.counts["train"], "dropped": sum(self.counts["dropped"].values())}
+        known = {"file": self.name, "rows": self.rows, **counts}
+        if self.whole:
+            yield Message(
+                "ingest.preview",
+                "{file}: {rows:,|row|rows} read: {train:,} would become documents, {dropped:,} would be dropped",
+                **known,
+            )
+        else:
+            yield Message(
+                "ingest.preview_of_part",
+                "{file}: the first {rows:,|row|rows} read: {train:,} would become documents, {dropped:,} would be dropped",
+                **known,
+            )
         yield from (f"  {line}" for line in row_lines(self.counts))
         for row, content in self.shown:
             names = {"domain": row.domain, "source": row.source, "licence": row.license, "group": row.group_key}
@@ -59,9 +71,10 @@ class Preview:
 
 
 def preview(workspace: Workspace, pack: Pack) -> Preview:
-    """Read at most ``ROWS`` rows, by the rules that look at one row. Copies, and what shares words with held-out documents, are found at ingest.
+    """Read at most ``ROWS`` rows and apply the rules that look at one row. Only ingest finds copies, and documents that share words with
+    held-out ones.
 
-    Raises: ShardProblem where the file cannot be read; InputError where a mapping names a column that none of these rows has.
+    Raises: ShardProblem when the file cannot be read; InputError when a mapping names a column that none of these rows has.
     """
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     told, rows, shown = Told(), list[Row](), list[tuple[Row, Content]]()

@@ -1,7 +1,7 @@
-"""Shard files as a stream of rows, in bounded memory. ``READERS`` names the reader of each suffix; what they are made of is in ``reading/``.
+"""Shard files as a stream of rows, in bounded memory. ``READERS`` maps each suffix to its reader; the readers are in ``reading/``.
 
-A row that cannot be read is still a row: it is passed on as a ``BadRow`` and gets its fate like any other. What is wrong with the file as a
-whole (not of a known kind, cut off inside its compression, a decompression bomb …) raises ``ShardProblem``, and the shard is quarantined.
+A row that cannot be read is still a row: the reader yields a ``BadRow``, and ingest drops it. A file that is unusable as a whole (an unknown
+kind, cut off inside its compression, a decompression bomb …) raises ``ShardProblem``, and ingest quarantines the shard.
 """
 
 from __future__ import annotations
@@ -23,67 +23,72 @@ from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
 from factory.ingest.reading.streams import Readable, as_text, blocks, lines, open_file, whole
 from factory.ingest.reading.tables import read_csv, read_tsv
 from factory.ingest.rules.policy import ShardLimits
+from kernels.contract.message import Message
 
 __all__ = ["COMPRESSIONS", "RawRow", "ShardProblem", "is_longer", "is_read", "is_shard", "read_rows", "too_long"]
 
-SUPPORTED = (
-    "JSON (.jsonl, .json), tables (.parquet, .csv, .tsv, .arrow, .feather), text (.txt, .md, .rst …), code, HTML, .warc, .ipynb, "
-    "compressed (.gz, .zst, .bz2, .xz) or not, and .zip or .tar of them"
+SUPPORTED = Message(
+    "ingest.supported_kinds",
+    "supported are JSON (.jsonl, .json), tables (.parquet, .csv, .tsv, .arrow, .feather), text (.txt, .md, .rst …), code, HTML, .warc and "
+    ".ipynb, compressed (.gz, .zst, .bz2, .xz) or not, and .zip or .tar of these files",
 )
 
 
-def _nothing(path: str, why: str) -> None: ...
+def _nothing(path: str, why: Message) -> None: ...
 
 
 def read_rows(path: Path, limits: ShardLimits, left_out: LeftOut = _nothing, name: str = "") -> Iterator[RawRow]:
-    """The rows of a shard, in order; ``path`` may be a data set of Hugging Face, which is a folder. ``left_out`` is told what of an archive
-    is not read. ``name``: what it is called as a source, if not by its file's name.
+    """The rows of a shard, in order. ``path`` may be the folder of a Hugging Face data set. ``left_out`` is called for each member of an
+    archive that is not read. ``name``: the source of the rows, if not the file's name.
 
-    Raises: ShardProblem; InputError where the machine cannot read it.
+    Raises: ShardProblem; InputError where the machine cannot read the file.
     """
     if path.is_dir():
         if not is_dataset(path):
-            raise ShardProblem("a folder, and no data set on disk")
+            raise ShardProblem("ingest.not_a_dataset", "the folder is not a data set on disk")
         yield from read_dataset(path, limits, left_out)
         return
     compression = kind_of(path.name)[1]
     if path.stat().st_size == 0:
-        raise ShardProblem("the file is empty")
+        raise ShardProblem("ingest.empty_file", "the file is empty")
     opens = functools.partial(open_file, path, compression, limits)
     source = Readable(name or path.name, opens, limits, path.stat().st_size, left_out, None if compression else path)
     yield from read_source(source)
 
 
 def read_source(source: Readable) -> Iterator[RawRow]:
-    """Raises: ShardProblem."""
+    """The rows of a file or of an archive's member. Raises: ShardProblem."""
     read = READERS.get(kind_of(source.name)[0])
     if read is None:
         raise ShardProblem(
-            f"not a kind of file that can be ingested: {source.name}{conversion_hint(source.name) or f'; supported: {SUPPORTED}'}"
+            "ingest.unknown_kind",
+            "files of this kind are not read: {file}: {hint}",
+            file=source.name,
+            hint=conversion_hint(source.name) or SUPPORTED,
         )
     yield from read(source)
 
 
 def is_read(name: str) -> bool:
-    """Is a file of this name of a kind that is read?"""
+    """Does some reader read files of this name?"""
     return kind_of(name)[0] in READERS
 
 
 def is_shard(path: Path, limits: ShardLimits) -> bool:
-    """Is a file ingested as it is, so that it can be read again by the number of its row, and be written again without one? JSON lines,
-    Parquet, and text or code of one document; what is of another kind becomes JSON lines first (``packing``)."""
+    """Is a file ingested as it is? True for JSON lines, Parquet, and text or code of one document: their rows can be read again by number,
+    and the file can be written again without a row. Other kinds become JSON lines first (``packing``)."""
     kind, compression = kind_of(path.name)
     if kind == ".json":
         source = Readable(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
         try:
             return is_lines(source)
         except ShardProblem:
-            return True  # its ingest says what is wrong
+            return True  # ingest will name what is wrong
     return kind not in READERS or READERS[kind] in (_jsonl, _text, _code) or (kind == ".parquet" and not compression)
 
 
 def is_longer(path: Path, limits: ShardLimits) -> bool:
-    """Is a file too large for one shard: in bytes on disk, or in rows? Of one that cannot be read, its ingest says so."""
+    """Is a file too large for one shard, in bytes on disk or in rows? False for a file that cannot be read: ingest will name what is wrong."""
     kind, compression = kind_of(path.name)
     size = path.stat().st_size
     if size > limits.part_bytes or READERS.get(kind) not in (_jsonl, read_json, read_parquet):
@@ -116,7 +121,7 @@ def _code(source: Readable) -> Iterator[RawRow]:
 
 
 Reader = Callable[[Readable], Iterator[RawRow]]
-READERS: dict[str, Reader] = {  # by suffix, without that of a compression
+READERS: dict[str, Reader] = {  # by suffix, without the suffix of a compression
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _jsonl),
     ".json": read_json,
     **dict.fromkeys(TEXT, _text),

@@ -1,4 +1,4 @@
-"""Which policy and which code read shards: what they could not read, others may."""
+"""A key of the policy and the code that read shards. A shard that could not be read is tried again when this key changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from factory.ingest.rules.policy import DataPolicy
 
 
 def reading_key(workspace: Workspace) -> str:
-    """16 hex digits: of the data policy's values and of the code of ``factory/ingest/``. Raises: ConfigError."""
+    """16 hex digits of a hash of the data policy's values and of the code of ``factory/ingest/``. Raises: ConfigError."""
     policy = policy_sha256(DataPolicy.load(workspace.policy("data.yaml")))
     return hashlib.sha256(f"{policy}\0{_code()}".encode()).hexdigest()[:16]
 

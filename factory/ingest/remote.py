@@ -1,6 +1,6 @@
-"""Shards at addresses (``s3://bucket/prefix/*.jsonl.gz``, ``hf://datasets/…``, ``https://…``), through fsspec: fetched into ``fetched/`` of the
-workspace, then ingested as local files. A fetch that ended early goes on where it was, if size and etag of the file are still the same; a
-file that was ingested once is not fetched again unless they changed.
+"""Shards at addresses (``s3://bucket/prefix/*.jsonl.gz``, ``hf://datasets/…``, ``https://…``) are fetched with fsspec into ``fetched/`` of the
+workspace, then ingested as local files. An interrupted fetch continues where it stopped if the file's size and etag are the same. An ingested
+file is fetched again only if its size or etag changed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from factory.ingest.filing import file_away
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from kernels.contract.files import put_in_place, write_atomically
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def is_address(name: str) -> bool:
 
 
 def fetched(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]:
-    """(the folder, files in it with the address of each, how many of the address were ingested before).
+    """Fetch the files at an address. Returns (the local folder, by local file its address, the number of files that were ingested before).
 
-    Raises: InputError for an address that cannot be read: the same call goes on where this one ended.
+    Raises: InputError for an address that cannot be read. The same call then continues where this one stopped.
     """
     system, root = _system(address)
     folder = plant.workspace.root / FETCHED / hashlib.sha256(address.encode()).hexdigest()[:16]
@@ -67,7 +68,8 @@ def fetched(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]:
 
 
 def settle(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
-    """Put a fetched file that was ingested away, and record that it was: as a shard it is kept, and else it is what lies at the address."""
+    """Record that a fetched file was ingested, and move it to its place as a shard. A file that was cut into shards is deleted: the address
+    still has it."""
     sha256 = file_sha256(path)
     about = json.loads(_note(path).read_text())
     detail = {"address": address, **about, "shards": [one.sha256 for one in reports]}
@@ -99,29 +101,32 @@ def _system(address: str) -> tuple[Any, str]:
         return found
     except ImportError as error:
         raise InputError(
-            f"{address}: addresses of {scheme}:// need more than is installed: pip install 'llm-factory[remote]'"
+            "ingest.remote_not_installed",
+            "{address}: a package for {scheme}:// is not installed: run 'pip install \"llm-factory[remote]\"'",
+            address=address,
+            scheme=scheme,
         ) from error
     except ValueError as error:
-        raise InputError(f"{address}: {error}") from error
+        raise InputError("ingest.address", "{address}: {error}", address=address, error=error) from error
 
 
 def _listed(system: Any, root: str, address: str) -> list[str]:
-    """Paths of the files, by name."""
+    """The paths of all files at an address, by name."""
     try:
         if any(sign in root for sign in "*?["):
             found = [path for path in system.glob(root) if not system.isdir(path)]
         else:
             found = system.find(root) if system.isdir(root) else [root]
-    except Exception as error:  # of any library behind fsspec  # noqa: BLE001
+    except Exception as error:  # from any library that fsspec uses  # noqa: BLE001
         raise _unread(address, error) from error
     found = sorted(path for path in found if not PurePosixPath(path).name.startswith("."))
     if not found:
-        raise InputError(f"{address}: no file is there")
+        raise InputError("ingest.no_remote_file", "{address}: this address has no file", address=address)
     return found
 
 
 def _inside(path: str, paths: Sequence[str]) -> str:
-    """Of a file, its path below the folder that all have: names of files stay, which say how they are read."""
+    """The path of a file below the folder that all ``paths`` share. File names stay as they are, since they tell how to read a file."""
     parents = [PurePosixPath(unquote(urlsplit(one).path) if "://" in one else one) for one in paths]
     mine = parents[list(paths).index(path)]
     common = parents[0].parent
@@ -156,28 +161,36 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
             try:
                 _append(system, path, about, part, task)
                 break
-            except Exception as error:  # of any library behind fsspec  # noqa: BLE001
+            except Exception as error:  # from any library that fsspec uses  # noqa: BLE001
                 if isinstance(error, OSError) and (is_of_no_file(error) or error.filename):
-                    raise  # this machine's own disk
+                    raise  # a fault of this machine's own disk
                 if attempt == _TRIES - 1:
                     there = part.stat().st_size if part.exists() else 0
                     raise InputError(
-                        f"{path} cannot be read to its end: {type(error).__name__}: {str(error)[:200]}; "
-                        f"the same command goes on at byte {there:,}"
+                        "ingest.fetch_stopped",
+                        "{path} cannot be read to its end: {kind}: {error}. The same command continues at byte {at:,}",
+                        path=path,
+                        kind=type(error).__name__,
+                        error=str(error)[:200],
+                        at=there,
                     ) from error
                 time.sleep(attempt)
     if _about(system, path, path) != about:
         part.unlink()
-        raise InputError(f"{path} changed while it was fetched: fetch it again when it is complete")
+        raise InputError(
+            "ingest.changed_in_fetch",
+            "{path} changed during the fetch: fetch the file again when it is complete",
+            path=path,
+        )
     put_in_place(part, target)
 
 
 def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any) -> None:
-    """Raises: EOFError where it ends before its size."""
+    """Fetch the rest of a file into ``part``. Raises: EOFError where the file ends before its size."""
     with open(part, "ab") as out:
         there = out.tell()
         task.advance(there)
-        if about["size"] is None:  # a server that does not say: from the beginning, in one go
+        if about["size"] is None:  # the server does not know the size: fetch everything in one request
             out.truncate(0)
             with system.open(path, "rb") as source:
                 shutil.copyfileobj(source, out, _BLOCK)
@@ -185,7 +198,10 @@ def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any
         while there < about["size"]:
             block = system.cat_file(path, start=there, end=min(there + _BLOCK, about["size"]))
             if not block:
-                raise EOFError(f"it ends at byte {there:,} of {about['size']:,}")
+                ends = Message(
+                    "ingest.remote_cut_off", "the file ends at byte {at:,} of {size:,}", at=there, size=about["size"]
+                )
+                raise EOFError(ends)
             out.write(block)
             out.flush()
             there += len(block)
@@ -194,6 +210,12 @@ def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any
 
 def _unread(address: str, error: Exception) -> InputError:
     if isinstance(error, FileNotFoundError):
-        return InputError(f"{address}: no such file or folder there")
+        return InputError("ingest.no_address", "{address}: no such file or folder at this address", address=address)
     words = str(error).strip().splitlines()
-    return InputError(f"{address} cannot be read: {type(error).__name__}: {words[0][:200] if words else ''}")
+    return InputError(
+        "ingest.unreadable_address",
+        "{address} cannot be read: {kind}: {error}",
+        address=address,
+        kind=type(error).__name__,
+        error=words[0][:200] if words else "",
+    )

@@ -1,4 +1,4 @@
-"""The ledger rows of an ingested shard, all written in the caller's one transaction."""
+"""Writes the ledger rows of an ingested shard, all in the caller's transaction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_GRAMS = np.zeros(0, np.uint64)
 
 
 def totals(rows: Sequence[Row]) -> dict[str, Any]:
-    """``counts``, ``domains`` and ``tokens`` of the ledger's ``shards`` row."""
+    """``counts``, ``domains`` and ``tokens`` of a row of the ledger's table ``shards``."""
     assert all(row.fate for row in rows)
     fates = Counter(row.fate for row in rows)
     kinds: Counter[str] = Counter()
@@ -54,14 +54,14 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def held_back(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
-    """By licence as it is written, the training documents that no release may hold: how many, and why ('missing', 'listed' as such, 'unlisted')."""
+    """By licence as written, the training documents that hold a release back: their number, and why ('missing', 'listed', 'unlisted')."""
     counts = Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable)
     why = lambda name: "listed" if policy.lists(name) else "unlisted" if name else "missing"
     return {name: {"documents": count, "why": why(name)} for name, count in sorted(counts.items())}
 
 
 def _examples(rows: Sequence[Row]) -> dict[str, str]:
-    """By rule, the first row that it dropped."""
+    """By rule, the first row that the rule dropped."""
     found: dict[str, str] = {}
     for row in rows:
         if row.fate == "dropped" and row.rule:
@@ -109,8 +109,8 @@ def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str
 
 
 def hashed(rows: Sequence[Row], decided: Decided, finished: Mapping[str, Finished]) -> Iterator[HashedDocument]:
-    """What later shards are compared with: of each document that was kept, and of a text whose licence does not allow training only what its
-    copies are known by."""
+    """The hashes that later shards are compared with: of each kept document, and of each text whose licence does not allow training. The latter
+    has only its signature, by which copies are found."""
     barring = (row for row in rows if row.rule == "licence" and row.key in decided.numbers)
     for row in (*(row for row in rows if row.fate != "dropped"), *barring):
         is_held = row.fate == "held_out"

@@ -1,11 +1,11 @@
 """The tokenizer: byte-level BPE, trained once on a bounded sample of the first ingest, then frozen.
 
-It is frozen because the trunk has learned its token ids: the ledger records its hash, and every later ingest checks it.
+The tokenizer is frozen because the trunk has learned its token ids. The ledger records its hash, and every later ingest checks it.
 Text is split with the Qwen2 pattern (numbers digit by digit, runs of line ends together: both matter for code) and encoded
 as bytes, so every string has ids and decodes to itself. Chat is ChatML.
 
-A document begins and ends with ``<|endoftext|>`` (as GPT-2 has it, one token is BOS and end), so that its first token is predicted
-too. tokenizer.json says so to other programs, in its post-processor; a tokenizer without one, which an older factory trained, has no BOS.
+A document begins and ends with ``<|endoftext|>`` (one token is BOS and end, as in GPT-2), so that its first token is predicted too.
+The post-processor in tokenizer.json adds BOS in other programs. A tokenizer of an older factory has no post-processor and no BOS.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -17,9 +17,9 @@ too. tokenizer.json says so to other programs, in its post-processor; a tokenize
     True
     True
 
-A document cannot produce special tokens: the string ``<|im_end|>`` inside text or a message is encoded as ordinary
-characters here, and the exported chat template breaks it with a blank (``<| im_end|>``), because other programs match
-special tokens in the rendered string. Roles that could spell them are refused there (``chat_template``).
+A document cannot produce special tokens. Here the string ``<|im_end|>`` inside text or a message is encoded as ordinary
+characters. Other programs match special tokens in the rendered string, so the exported chat template inserts a blank
+(``<| im_end|>``), and refuses roles that could spell a special token (``chat_template``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from factory.ingest.chat_template import (
 )
 from factory.ingest.document import Content
 from factory.ingest.shapes.chats import carries_loss, turn_of
+from factory.ingest.tokenizer_probes import PROBES
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END, IM_START, IM_END)  # their ids are 0, 1, 2
@@ -58,34 +60,19 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The same pattern for ASCII text, in the standard library's regex: without letters, digits or blanks beyond ASCII the two
-# agree, and a table of known pieces then makes encoding three times as fast (4 instead of 1.5 MB/s on a core).
+# The same pattern for ASCII text, in the standard library's regex. On ASCII text the two agree, and a table of known pieces
+# then makes encoding three times as fast (4 instead of 1.5 MB/s on a core).
 _ASCII_PATTERN = re.compile(
     r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     re.ASCII,
 )
-# No piece spans a line end and the visible character after it, so text may be cut there.
+# No piece spans a line end and the visible character after it, so text can be cut between the two.
 _SEGMENT = re.compile(r"(?<=\n)(?=\S)")
-_PIECES_AT_MOST = 300_000  # pieces in the table; then it is cleared
+_PIECES_AT_MOST = 300_000  # a larger table of pieces is cleared
 _LONGEST_PIECE = 64  # characters; longer pieces are not put in the table
 
-# The corners in which split patterns and normalisers differ: contractions, numbers, blanks, line ends, composed letters, scripts.
-PROBES = (
-    "I'll say it's DON'T, they've; we'RE here 'twas",
-    "in 2024 the 1234567 of 12.5% and v1.0.3, ½ x² Ⅷ ٣٤٥",
-    "def f(x):\n    return x  # twice\n\n\n\tdone\r\n   \n  end  ",
-    "  leading, two  inner,   three and trailing   ",
-    "http://a.b/c?d=e_f&g=--h!!! ...\n\n(*[]{}*)<|>\x0b\x0c",
-    "naïve café cafe\u0301 ſ \u212b ﬁ straße Ωμέγα",
-    "日本語の文章です。中文字符，한국어 ไทย हिन्दी עברית",
-    "emoji 👩‍👩‍👧 ☃\ufe0f\u00a0nbsp\u2003em\u200bzero\u2028line",
-    "CamelCaseHTTPServer snake_case_42 ALLCAPS iOS x1y2",
-    "\n",
-    " ",
-    "",
-)
-_ADDED_AT_MOST = 256  # added tokens whose spelling is tried
+_ADDED_AT_MOST = 256  # added tokens whose spelling is checked
 
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -110,60 +97,76 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, probed: bool = True) -> Tokenizer:
-        """Raises: InputError when the folder holds no tokenizer of this factory. ``probed``: also when it splits text otherwise than this factory
-        does; who encodes nothing with it has checks of its own."""
+        """The tokenizer of a folder. ``probed``: check too that it splits text as this factory does. Raises: InputError when the folder has no
+        tokenizer of this factory."""
         path = folder / "tokenizer.json"
         try:
             data = path.read_bytes()
             inner = tokenizers.Tokenizer.from_buffer(data)
         except OSError as error:
-            raise InputError(f"{folder} has no tokenizer: {error.strerror}; the first ingest trains it") from error
-        except Exception as error:  # the library raises bare Exception for a broken file
-            raise InputError(f"{path} is not a tokenizer: {error}") from error
-        if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
-            raise InputError(f"{path} is not a tokenizer of this factory: ids 0, 1, 2 must be {', '.join(SPECIAL)}")
-        if inner.encode("").ids not in ([], [0]):
             raise InputError(
-                f"{path} is not a tokenizer of this factory: documents must begin with {END} or with nothing"
-            )
+                "ingest.no_tokenizer",
+                "{folder} has no tokenizer: {error}. The first ingest trains it",
+                folder=folder,
+                error=error.strerror,
+            ) from error
+        except Exception as error:  # the library raises bare Exception for a broken file
+            raise InputError(
+                "ingest.not_a_tokenizer", "{path} is not a tokenizer: {error}", path=path, error=error
+            ) from error
+        if [inner.token_to_id(token) for token in SPECIAL] != [0, 1, 2]:
+            raise _foreign(path, Message("ingest.special_ids", "ids 0, 1, 2 must be {tokens}", tokens=SPECIAL))
+        if inner.encode("").ids not in ([], [0]):
+            raise _foreign(path, Message("ingest.bos", "documents must begin with {token} or with nothing", token=END))
         tokenizer = cls(folder, inner, hashlib.sha256(data).hexdigest())
         if probed and (wrong := tokenizer.misread()):
-            raise InputError(f"{path} is not a tokenizer of this factory: {wrong}")
+            raise _foreign(path, wrong)
         return tokenizer
 
-    def misread(self) -> str:
-        """How this factory would read the tokenizer otherwise than its own library does; empty: not at all.
+    def misread(self) -> Message | None:
+        """How the ids of this factory differ from those of the tokenizer's own library; None: they do not.
 
-        Both encode ``PROBES`` and the spelling of every token that is added to the vocabulary: another split pattern, a normaliser, a blank put
-        before the text, or words that are matched whole give other ids in some of them, or another text back.
+        Both encode ``PROBES`` and the spelling of every added token. Another split pattern, a normaliser, an added leading blank, or words that
+        are matched whole change the ids, or the decoded text, of at least one of these.
         """
         added = [token.content for token in self._inner.get_added_tokens_decoder().values()]
         for text in (*PROBES, *(f"a {word} b{word}" for word in added[:_ADDED_AT_MOST])):
             theirs, ours = self._inner.encode(text, add_special_tokens=False).ids, self.ids(text)
             if theirs != ours:
-                return f"of {text[:40]!r} it makes the ids {_shown(theirs)}, which would be read as {_shown(ours)} here (another split pattern?)"
+                return Message(
+                    "ingest.other_ids",
+                    "its ids of {text!r} are {theirs}, but the ids of this factory are {ours} (its split pattern may differ)",
+                    text=text[:40],
+                    theirs=_shown(theirs),
+                    ours=_shown(ours),
+                )
             if self.decode(ours) != text:
-                return f"of {text[:40]!r} its ids give back {self.decode(ours)[:40]!r}"
-        return ""
+                return Message(
+                    "ingest.other_text",
+                    "its ids of {text!r} decode to {back!r}",
+                    text=text[:40],
+                    back=self.decode(ours)[:40],
+                )
+        return None
 
     def has_gaps(self) -> bool:
-        """Are its ids other than 0 to ``vocab_size`` − 1? Then an embedding of that many rows lacks some."""
+        """Do its ids differ from 0 to ``vocab_size`` − 1? Then an embedding of ``vocab_size`` rows lacks some ids."""
         return sorted(self._inner.get_vocab().values()) != list(range(self.vocab_size))
 
     @property
     def chat_template(self) -> str:
-        """This factory's template, as it must be for this tokenizer: an older one, where it was frozen with that."""
+        """This factory's chat template for this tokenizer; an older template if the tokenizer was frozen with it."""
         if shows_calls(self.folder):
             return CHAT_TEMPLATE if self.bos else TEMPLATE_WITHOUT_BOS
         return PLAIN_TEMPLATE if self.bos else PLAIN_WITHOUT_BOS
 
     @property
     def bos_token(self) -> int | None:
-        """The id of BOS, where there is one."""
+        """The id of BOS; None: the tokenizer has no BOS."""
         return next(iter(self.bos), None)
 
     def text_prompt(self, text: str) -> Ids:
-        """Ids of a text that is to be continued, as other programs encode one: with BOS."""
+        """Ids of a text for a model to continue: with BOS, as other programs encode it."""
         return np.array([*self.bos, *self.ids(text)], np.uint32)
 
     def encode_text(self, text: str) -> tuple[Ids, Mask]:
@@ -172,8 +175,8 @@ class Tokenizer:
         return ids, np.ones(len(ids), bool)
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
-        """Ids of a chat from BOS to the end token; supervised are the assistant's content and its closing
-        ``<|im_end|>``, but for answers of weight 0."""
+        """Ids of a chat from BOS to the end token, and which are supervised: the assistant's content and its closing ``<|im_end|>``, except of
+        answers with weight 0. Two arrays of shape [L]."""
         ids, mask = self._render(messages)
         ids.append(self.end_token)
         mask.append(False)
@@ -187,11 +190,11 @@ class Tokenizer:
         return np.array(ids, np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
+        """The text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def content(self, ids: npt.NDArray[np.integer[Any]], mask: Mask) -> Content:
-        """A document from its tokens and their loss mask, as ``encode_text`` or ``encode_messages`` made them: what they hold is all of it."""
+        """The document that ``encode_text`` or ``encode_messages`` made these tokens and this loss mask of."""
         if self.start_token not in ids:
             return {"text": self.decode(ids)}
         starts, stops = np.flatnonzero(ids == self.start_token), np.flatnonzero(ids == self.stop_token)
@@ -199,10 +202,10 @@ class Tokenizer:
         return {"messages": [turn_of(role, content, bool(learned)) for role, content, learned in turns]}
 
     def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
-        """Copy the files that transformers and vLLM need into an export folder, with the tokenizer's ``chat_template``, and name BOS in its
-        config.json: the trainer, which writes that, knows no tokenizer.
+        """Copy the files that transformers and vLLM need, with ``chat_template``, into an export folder. Add BOS to the folder's config.json: the
+        trainer wrote that file without knowing the tokenizer.
 
-        ``as_it_was``: with the template that the tokenizer was trained with, for an older export that is made again.
+        ``as_it_was``: keep the template that the tokenizer was trained with, for making an older export again.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
@@ -221,7 +224,7 @@ class Tokenizer:
             template.write_text(self.chat_template, encoding="utf-8")
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text, no special tokens."""
+        """Ids of a text, without special tokens."""
         if text.isascii():
             return self._ascii_ids(text)
         ids: list[int] = []
@@ -259,8 +262,8 @@ class Tokenizer:
         return ids, mask
 
     def _message(self, head: str, content: str) -> tuple[list[int], list[int]]:
-        """Ids of role and content, as if encoded in one go: whoever renders the template to a string does that."""
-        if not content[:1].isspace():  # then no piece spans the line end between them
+        """Ids of role and content, as if encoded as one string: programs that render the chat template to a string do that."""
+        if not content[:1].isspace():  # then no piece spans the line end between the two
             return self.ids(head), self.ids(content)
         encoded = self._inner.encode(head + content, add_special_tokens=False)
         cut = sum(start < len(head) for start, _ in encoded.offsets)
@@ -268,7 +271,7 @@ class Tokenizer:
 
 
 def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
-    """Train on ``texts`` and write the folder's files, each one whole or not at all (tokenizer.json last).
+    """Train on ``texts`` and write the folder's files, each completely or not at all (tokenizer.json last).
 
     The same texts give the same file. A small sample may give fewer than ``vocab_size`` tokens, never more.
     """
@@ -287,7 +290,7 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        max_token_length=32,  # characters of byte-level text; longer ones are rulers of dashes and the like
+        max_token_length=32,  # characters of byte-level text; longer tokens are lines of dashes and the like
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
@@ -296,7 +299,7 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
 
 
 def write_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
-    """The files that a tokenizer.json of this text is used with, each one whole or not at all, and itself last."""
+    """Write ``tokenizer`` as tokenizer.json, and before it the files that belong to it; each completely or not at all."""
     template = CHAT_TEMPLATE if has_bos else TEMPLATE_WITHOUT_BOS
     bos: dict[str, Any] = {"bos_token": END} if has_bos else {}
     names = {**bos, "eos_token": IM_END, "pad_token": END, "additional_special_tokens": [IM_START]}
@@ -321,13 +324,19 @@ def write_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
 
 
 def shows_calls(folder: Path) -> bool:
-    """Does the template of a tokenizer's folder write tools, calls of them and reasoning as ingest does? One that is not there yet will."""
+    """Does the chat template in a tokenizer's folder write tools, tool calls and reasoning as ingest does? True before the tokenizer exists."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8") in (CHAT_TEMPLATE, TEMPLATE_WITHOUT_BOS)
     except FileNotFoundError:
         return True
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def _foreign(path: Path, why: Message) -> InputError:
+    return InputError(
+        "ingest.foreign_tokenizer", "{path} is not a tokenizer of this factory: {why}", path=path, why=why
+    )
 
 
 def _shown(ids: list[int]) -> str:
@@ -339,5 +348,5 @@ def _write_json(path: Path, content: dict[str, Any], indent: int) -> None:
 
 
 def holds_special(text: str) -> bool:
-    """Does the text spell a special token? Programs that match them in text encode it differently."""
+    """Does the text spell a special token? Programs that match special tokens in text encode such a text differently."""
     return any(token in text for token in SPECIAL)

@@ -1,7 +1,7 @@
-"""The workspace's one tokenizer: loaded when it exists, else trained on a bounded sample of what waits to be ingested.
+"""The workspace's one tokenizer: loaded if it exists, else trained on a bounded sample of the text that waits for ingest.
 
-The sample is taken from the training documents of the first shard and, in equal shares, from the other shards in the
-inbox, so that a first shard of chats does not leave code without tokens of its own.
+The sample is drawn in equal shares from the training documents of the first shard and from the other shards in the
+inbox, so that after a first shard of chats code still has tokens of its own.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from factory.ledger.files import small_vocabulary
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 _OF_ONE_DOCUMENT = 50_000  # characters: one large file must not fill the sample
 _OTHER_SHARDS = 16
-_ENOUGH = 100_000  # characters of text; where more give too few tokens, it is of few words, and waiting helps nothing
+_ENOUGH = (
+    100_000  # characters; if more text gives too few tokens, it repeats few words, and waiting for more does not help
+)
 
 
 class LittleTextError(InputError):
-    """There is too little text to train the tokenizer on, which is trained once: what is to be ingested waits for more."""
+    """The text is too little to train the tokenizer, which is trained once. The file waits for more text."""
 
 
 def frozen_tokenizer(
@@ -46,24 +49,27 @@ def frozen_tokenizer(
     path: Path,
     other_files: Sequence[Path],
 ) -> Tokenizer:
-    """``other_files``: files that are to be ingested after ``path``.
+    """The workspace's tokenizer; the first call trains it. ``other_files``: files that are ingested after ``path``.
 
-    Raises: DamagedTokenizerError when the tokenizer's files are not those the ledger recorded; ConfigError before a shard is made of more
-    entries than the recipe's model has room for; LittleTextError where all text that waits is short and gives fewer tokens than
-    ``tokenizer.vocab_size`` of the data policy, and no person said that this is wanted.
+    Raises: DamagedTokenizerError when the tokenizer's files are not the recorded ones; ConfigError when the vocabulary is larger than the
+    recipe's embedding; LittleTextError when all text that waits is short and gives fewer tokens than ``tokenizer.vocab_size`` of the data
+    policy, unless a person allowed that.
     """
     refuse_vocabulary_to_be(plant.workspace)
     recorded = plant.ledger.one(sa.select(tokenizers))
     if recorded:
-        advice = "the daemon puts it back from a backup or an export; 'factory check --repair' does so where none runs"
         try:
             tokenizer = Tokenizer.load(plant.workspace.tokenizer)
         except InputError as error:
-            raise DamagedTokenizerError(f"{error}. {advice}") from error
+            raise _damaged(error.message) from error
         if tokenizer.sha256 != recorded["sha256"]:
-            raise DamagedTokenizerError(
-                f"{plant.workspace.tokenizer}/tokenizer.json is not the tokenizer this workspace was trained with "
-                f"(SHA-256 {recorded['sha256'][:16]}…): {advice}"
+            raise _damaged(
+                Message(
+                    "ingest.other_tokenizer",
+                    "{path} is not the tokenizer that this workspace was trained with (SHA-256 {sha256:.16}…)",
+                    path=plant.workspace.tokenizer / "tokenizer.json",
+                    sha256=recorded["sha256"],
+                )
             )
         return tokenizer
     others = _other_shards(plant.workspace, path, other_files)
@@ -72,36 +78,55 @@ def frozen_tokenizer(
         sample = list(_sample_spool(tasks, spool, share))
         for other in others:
             sample += _sample_file(other, policy, share)
-        if not any(sample):  # no vocabulary of nothing, whatever a person said of little text
+        if not any(sample):  # without any text a small vocabulary cannot be allowed either
             raise LittleTextError(
-                "the tokenizer is trained once, on documents to train on, and all so far are held out: ingest this file together with more documents"
+                "ingest.all_held_out",
+                "the tokenizer is trained once, on training documents, and all documents so far are held out. Ingest this file together with "
+                "more documents",
             )
         bar.advance(note=f"{sum(map(len, sample)) / 1e6:.1f} MB of {len(others) + 1} shards")
-        # It may be called from worker-free code, where the library would start threads of its own.
+        # Without worker processes, the library may start threads of its own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         aside = spool / "tokenizer"
         made = train(iter(sample), policy.tokenizer.vocab_size, aside)
         if made.vocab_size < policy.tokenizer.vocab_size:
             if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(plant.ledger):
                 raise LittleTextError(
-                    f"the tokenizer is trained once, and there is too little text for it: {sum(map(len, sample)):,} characters give "
-                    f"{made.vocab_size:,} of the {policy.tokenizer.vocab_size:,} tokens that policies/data.yaml asks for "
-                    f"(tokenizer.vocab_size); {_ENOUGH:,} are enough. Ingest this file together with more text, or train the tokenizer on "
-                    "it with 'factory ingest --small-vocabulary'"
+                    "ingest.little_text",
+                    "the tokenizer is trained once, and the text is too little for it: {characters:,} characters give {made:,} of the {wanted:,} "
+                    "tokens that tokenizer.vocab_size in policies/data.yaml asks for; {enough:,} characters are enough. Ingest this file together "
+                    "with more text, or accept the small vocabulary: 'factory ingest --small-vocabulary'",
+                    characters=sum(map(len, sample)),
+                    made=made.vocab_size,
+                    wanted=policy.tokenizer.vocab_size,
+                    enough=_ENOUGH,
                 )
             plant.progress.line(
-                f"  the tokenizer has {made.vocab_size:,} tokens, not {policy.tokenizer.vocab_size:,}: the text gives no more, and it is trained once"
+                Message(
+                    "ingest.small_vocabulary",
+                    "  the tokenizer has {made:,} tokens, not {wanted:,}: the text gives no more, and the tokenizer is trained only once",
+                    made=made.vocab_size,
+                    wanted=policy.tokenizer.vocab_size,
+                )
             )
         plant.workspace.tokenizer.mkdir(parents=True, exist_ok=True)
         for name in sorted(
             FILES, key=lambda name: name == "tokenizer.json"
-        ):  # that one last: it makes the folder a tokenizer
+        ):  # tokenizer.json last: it completes the folder
             write_atomically(plant.workspace.tokenizer / name, (aside / name).read_bytes())
         return Tokenizer.load(plant.workspace.tokenizer)
 
 
+def _damaged(why: str) -> DamagedTokenizerError:
+    return DamagedTokenizerError(
+        "ingest.damaged_tokenizer",
+        "{why}. The daemon restores the tokenizer from a backup or an export. Where no daemon runs, run 'factory check --repair'",
+        why=why,
+    )
+
+
 def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: int) -> Iterator[str]:
-    """Every k-th training document, so that about ``budget`` characters come from all over the shard."""
+    """Every k-th training document of a shard, so that the sample of about ``budget`` characters is spread over the shard."""
     total = sum(file.stat().st_size for file in spool.glob("*.jsonl"))
     every = max(1, -(-total // budget))
     number = 0
@@ -122,7 +147,7 @@ def _other_shards(workspace: Workspace, path: Path, other_files: Sequence[Path])
 
 
 def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
-    """The first documents of a shard that is not ingested yet; its ingest will report what is wrong with it."""
+    """The first documents of a shard that is not ingested yet, up to ``budget`` characters. Faults are ignored: the shard's ingest reports them."""
     drawn = 0
     try:
         for number, raw in enumerate(islice(read_rows(path, policy.limits), policy.limits.max_rows)):
@@ -140,5 +165,5 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
                 return
     except (ShardProblem, InputError, OSError) as error:
         if cannot_be_read_now(error):
-            raise  # the vocabulary stays for good: it is made of all that is there
+            raise  # the vocabulary stays for good, so no file may be missing from its sample
         return

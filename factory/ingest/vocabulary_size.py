@@ -1,4 +1,4 @@
-"""Does the recipe's embedding fit the vocabulary? Asked where a workspace is made, before a tokenizer is frozen, and before the first segment."""
+"""Checks that the recipe's embedding fits the vocabulary: when a workspace is made, before a tokenizer is frozen, and before the first segment."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
 
-PADDED_TO = 128  # matrix units want round sizes: so far the embedding may be larger than the vocabulary
+PADDED_TO = 128  # the embedding may be padded to a multiple of this, for the GPU's matrix units
 
 
 def refuse_vocabulary(plant: Plant, recipe: Recipe) -> None:
-    """``model.vocab_size`` is that of ``data.yaml``, or the next multiple of ``PADDED_TO``, and holds the tokenizer that there is.
+    """Check that the recipe's ``model.vocab_size`` is ``tokenizer.vocab_size`` of ``data.yaml`` or the next multiple of ``PADDED_TO``, and is not
+    smaller than the existing tokenizer.
 
     Raises: ConfigError that names both files and keys.
     """
@@ -28,16 +30,22 @@ def refuse_vocabulary(plant: Plant, recipe: Recipe) -> None:
     there, size = frozen["vocab_size"] if frozen else 0, recipe.model.vocab_size
     if size < there:
         raise ConfigError(
-            f"{plant.workspace.recipe_path()}: model.vocab_size is {size}, {plant.workspace.tokenizer}/tokenizer.json has {there} entries and stays: "
-            f"write model.vocab_size: {padded(there)}"
+            "ingest.embedding_too_small",
+            "{recipe}: model.vocab_size is {size}, but the existing tokenizer {tokenizer} has {entries} entries: write "
+            "'model.vocab_size: {padded}'",
+            recipe=plant.workspace.recipe_path(),
+            size=size,
+            tokenizer=plant.workspace.tokenizer / "tokenizer.json",
+            entries=there,
+            padded=padded(there),
         )
     if not fits(size, wanted):
         raise ConfigError(refusal(plant.workspace, size, wanted, bool(frozen)))
 
 
 def refuse_vocabulary_to_be(workspace: Workspace) -> None:
-    """The same before a shard is made, the first of which freezes the tokenizer. A vocabulary smaller than the embedding is for planning to
-    refuse: the recipe can still follow it. Raises: ConfigError."""
+    """Check, before the first shard freezes the tokenizer, that the vocabulary is not larger than the recipe's embedding. Planning refuses a
+    smaller vocabulary later: the recipe can still be changed then. Raises: ConfigError."""
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
@@ -50,21 +58,42 @@ def refuse_vocabulary_to_be(workspace: Workspace) -> None:
         raise ConfigError(refusal(workspace, size, wanted, False))
 
 
-def refusal(workspace: Workspace, size: int, wanted: int, frozen: bool) -> str:
-    where, policy = workspace.recipe_path(), workspace.policy("data.yaml")
-    way = (
-        f"write model.vocab_size: {wanted} in a copy of the recipe ({workspace.own_recipe()})"
-        if frozen
-        else f"'factory init --recipe {workspace.config.recipe} -w FOLDER' sets both together; here write tokenizer.vocab_size: {size} in "
-        f"{workspace.root / 'policies' / 'data.yaml'}, a copy of {policy}"
+def refusal(workspace: Workspace, size: int, wanted: int, frozen: bool) -> Message:
+    """Why an embedding of ``size`` rows does not fit a vocabulary of ``wanted`` entries, and what to change. ``frozen``: the tokenizer exists."""
+    policy = workspace.policy("data.yaml")
+    if frozen:
+        do = Message(
+            "ingest.change_recipe",
+            "write 'model.vocab_size: {wanted}' in a copy of the recipe ({copy})",
+            wanted=wanted,
+            copy=workspace.own_recipe(),
+        )
+    else:
+        do = Message(
+            "ingest.change_policy",
+            "write 'tokenizer.vocab_size: {size}' in {copy}, a copy of {policy}; in a new workspace "
+            "'factory init --recipe {recipe} -w FOLDER' sets both values",
+            size=size,
+            copy=workspace.root / "policies" / "data.yaml",
+            policy=policy,
+            recipe=workspace.config.recipe,
+        )
+    return Message(
+        "ingest.vocabularies_differ",
+        "model.vocab_size in {recipe} is {size}, but tokenizer.vocab_size in {policy} is {wanted}. The two must agree: {do}",
+        recipe=workspace.recipe_path(),
+        size=size,
+        policy=policy,
+        wanted=wanted,
+        do=do,
     )
-    return f"{where}: model.vocab_size is {size}, {policy}: tokenizer.vocab_size is {wanted}: they must agree; {way}"
 
 
 def fits(size: int, vocabulary: int) -> bool:
-    """Is an embedding of ``size`` rows that of a vocabulary, but for padding?"""
+    """Is an embedding of ``size`` rows as large as the vocabulary, or padded to the next multiple of ``PADDED_TO``?"""
     return vocabulary <= size <= padded(vocabulary)
 
 
 def padded(size: int) -> int:
+    """The next multiple of ``PADDED_TO``, from ``size`` on."""
     return -(-size // PADDED_TO) * PADDED_TO

@@ -1,14 +1,14 @@
 """The per-document work, chunk by chunk, in worker processes: functions of picklable arguments, without the ledger.
 
-``analyse``  raw rows → fates of the bad ones; content, n-grams and near-duplicate signatures of the others
-``finish``   the chunk's documents that are kept → trimmed, tokenised, checked to decode to the same text
+``analyse``  raw rows → fates of the bad rows; content, n-grams and near-duplicate signatures of the other rows
+``finish``   kept documents of a chunk → trimmed, tokenised, checked to decode to the same text
 
-Between the two the normalised content lies in a spool of two files for each chunk (JSON lines and n-gram hashes), so that
+Between the two steps the normalised content is in a spool, with two files for each chunk (JSON lines and n-gram hashes), so that
 memory does not grow with the shard.
 
-``Pool`` has them done: results in order, a bounded number of chunks at a time. Processes are spawned, not forked, because the parent may have
-threads and database connections. A worker ends with its parent, also when the parent is killed. Workers that finish no chunk any more are
-noticed as a trainer is that makes no step, and ended.
+``Pool`` runs these functions, with a bounded number of chunks at a time, and returns the results in order. Processes are spawned, not forked,
+because the parent may have threads and database connections. A worker ends when its parent ends, also when the parent is killed. Workers that
+finish no more chunks are found as a trainer without steps is found, and killed.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ from factory.ingest.shapes.told import Told
 from factory.ingest.tokenizer import Tokenizer, holds_special
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog
+from kernels.contract.message import Message
 
-READ = ("text", "messages", "id", "domain", "source", "license", "synthetic_by")  # keys of a row that count
-LONGEST_MAKER = 300  # characters of a model's name: it is printed, and stands in reports and cards
+READ = ("text", "messages", "id", "domain", "source", "license", "synthetic_by")  # keys of a row that ingest needs
+LONGEST_MAKER = 300  # characters of a model's name, which reports and cards show
 
 
 @dataclass(frozen=True)
 class IngestJob:
-    """What all chunks of a shard share."""
+    """The arguments that all chunks of a shard share."""
 
     policy: DataPolicy
     spool: Path
     prefix: str  # of the keys: the first 16 hex digits of the shard's SHA-256
     name: str  # of the file, by which its columns are mapped
-    plain: bool  # the tokenizer was frozen with a chat template that shows no tools, calls or reasoning
+    plain: bool  # the tokenizer was frozen with an older chat template: without tools, calls or reasoning
 
 
 @dataclass(frozen=True)
 class Analysed:
-    """One chunk. ``rows``: every row; ``alive``: positions in ``rows`` of those without a fate, in spool order."""
+    """One analysed chunk. ``rows``: every row. ``alive``: positions in ``rows`` of the rows that have no fate yet, in spool order."""
 
     chunk: int
     rows: list[Row]
@@ -74,7 +75,7 @@ class Analysed:
 
 @dataclass(frozen=True)
 class FinishTask:
-    """One document of the spool for ``finish``: its position there, and the word spans to cut."""
+    """One document that ``finish`` takes from the spool: its position in the spool, and the word spans to cut."""
 
     place: int
     key: str
@@ -88,15 +89,15 @@ class Finished:
     tokens: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     loss_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
     sampled: Hashes = field(default_factory=lambda: np.zeros(0, np.uint64))  # winnowed n-grams of the final text
-    trimmed: int = 0  # characters removed
-    content: Content | None = None  # of a held-out document
+    trimmed: int = 0  # number of characters removed
+    content: Content | None = None  # of a held-out document only
     dropped: tuple[str, str] | None = None  # rule, detail
 
 
 def start_worker() -> None:
-    """Initialiser of a worker process: end when the parent does, however it ends."""
+    """Initialiser of a worker process. The process ends when its parent ends, for whatever reason."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the parent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = parent_process()
     assert parent is not None
 
@@ -108,6 +109,7 @@ def start_worker() -> None:
 
 
 def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRow]) -> Analysed:
+    """Read and check the rows of a chunk, and write the content of the good rows to the spool."""
     rows: list[Row] = []
     alive: list[int] = []
     contents: list[Content] = []
@@ -136,7 +138,10 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
 
 
 def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, plain: bool = False) -> Content:
-    """Validate, normalise, filter and redact one row of a file, filling in ``row`` and ``told``. ``plain``: as in a job. Raises: BadRow."""
+    """Validate, normalise, filter and redact one row of a file; sets fields of ``row`` and adds to ``told``. ``plain``: as of ``IngestJob``.
+
+    Raises: BadRow.
+    """
     decoded, origin, mapping = _looked_at(policy, raw, file, told)
     notes, read = Notes(plain), {*READ}
     if mapping:
@@ -155,7 +160,11 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, p
     row.group_key = split.group_of(rules.group, row.source, row.facts, row.key.partition(":")[0])
     licence = policy.licences.of(row.license)
     row.releasable = licence.release
-    row.barred = "" if licence.train else f"licence {row.license!r} does not allow training"
+    row.barred = (
+        ""
+        if licence.train
+        else Message("ingest.no_training", "the licence {licence!r} does not allow training", licence=row.license)
+    )
     content = normalise(parsed.content, code=row.domain == "code")
     text = flat(content)
     failure = filters.first_failure(text, rules)
@@ -171,7 +180,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, p
 
 
 def look_at(policy: DataPolicy, raw: RawRow, file: str, told: Told) -> None:
-    """Note in ``told`` which columns a row has of its mapping; nothing, where it cannot be read."""
+    """Add to ``told`` which columns of its mapping a row has; nothing for a row that cannot be read."""
     with contextlib.suppress(BadRow):
         _looked_at(policy, raw, file, told)
 
@@ -179,7 +188,7 @@ def look_at(policy: DataPolicy, raw: RawRow, file: str, told: Told) -> None:
 def _looked_at(
     policy: DataPolicy, raw: RawRow, file: str, told: Told
 ) -> tuple[Any, Origin, tuple[int, FieldMapping] | None]:
-    """A row decoded, where it came from, and the mapping of its file. Raises: BadRow."""
+    """(the decoded row, where it came from, the mapping of its file). Raises: BadRow."""
     if isinstance(raw, BadRow):
         raise raw
     decoded = parse_json(raw) if isinstance(raw, bytes) else raw
@@ -202,6 +211,7 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
 
 
 def finish(job: IngestJob, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path) -> list[Finished]:
+    """Trim and tokenise the kept documents of a chunk."""
     tokenizer = _tokenizer(tokenizer_folder)
     contents = spool_contents(job.spool, chunk)
     return [_finish_one(job.policy, task, contents[task.place], tokenizer) for task in tasks]
@@ -212,11 +222,15 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
     trimmed = 0
     if task.cuts:
         if "messages" in content:
-            return Finished(task.place, dropped=("contaminated", "a chat that shares words with a held-out document"))
+            chat = Message("ingest.contaminated_chat", "the chat shares words with a held-out document")
+            return Finished(task.place, dropped=("contaminated", chat))
         shorter = decontaminate.trim(content["text"], task.cuts, rules.margin, rules.max_trimmed)
         if shorter is None:
-            shared = "a passage" if len(task.cuts) == 1 else f"{len(task.cuts)} passages"
-            reason = f"shares {shared} with held-out documents, too much of it to cut out"
+            reason = Message(
+                "ingest.contaminated",
+                "the document shares {passages:,|passage|passages} with held-out documents, too much to cut out",
+                passages=len(task.cuts),
+            )
             return Finished(task.place, dropped=("contaminated", reason))
         trimmed = len(content["text"]) - len(shorter)
         content = {"text": shorter}
@@ -228,7 +242,8 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
         rendered = "".join(f"{m['role']}\n{m['content']}\n" for m in content["messages"])
         back = tokenizer.decode(tokens) == rendered
     if not back:
-        return Finished(task.place, dropped=("no_round_trip", "the tokenizer does not give the same text back"))
+        lossy = Message("ingest.no_round_trip", "the tokenizer does not decode the document to the same text")
+        return Finished(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
         return Finished(task.place, tokens, mask, content=content)
     sampled = winnow(decontaminate.ngrams(word_hashes(compared(content)), rules.ngram), rules.sample_window)
@@ -237,7 +252,7 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
 
 @lru_cache(maxsize=1)
 def _tokenizer(folder: Path) -> Tokenizer:
-    """Loaded once by each worker process."""
+    """The tokenizer; each worker process loads it once."""
     return Tokenizer.load(folder)
 
 
@@ -250,30 +265,31 @@ def _spool_write(spool: Path, chunk: int, contents: Sequence[Content], grams: Se
 
 
 def spool_contents(spool: Path, chunk: int) -> list[Content]:
+    """The contents of a chunk's documents, in spool order."""
     with open(spool / f"{chunk:06d}.jsonl", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def spool_ngrams(spool: Path, analysed: Analysed) -> list[Hashes]:
-    """n-grams of each document of a chunk, in spool order."""
+    """The n-grams of each document of a chunk, in spool order."""
     joined = np.load(spool / f"{analysed.chunk:06d}.npy")
     return np.split(joined, np.cumsum(analysed.lengths)[:-1]) if len(analysed.lengths) else []
 
 
 R = TypeVar("R")
 POLL_SECONDS = 1.0
-_AHEAD = 2  # chunks of each worker that wait or are worked on
+_AHEAD = 2  # chunks for each worker, in work or waiting
 
 
 class WorkerDiedError(FactoryError):
-    """A worker process was killed, most likely because memory ran out, or hung. Nothing was stored."""
+    """A worker process was killed (most likely because memory ran out), or hung. Nothing was stored."""
 
 
 class Pool:
-    """``workers`` processes; with 0 the work is done in this process, chunk by chunk."""
+    """``workers`` processes. With 0, the work is done in this process, chunk by chunk."""
 
     def __init__(self, workers: int | None, spool: Path, policy: RetryPolicy) -> None:
-        """spool: a folder that grows while they work. policy: when they count as hung."""
+        """spool: a folder that grows while the processes work. policy: after which time they count as hung."""
         self.workers = min(os.cpu_count() or 1, 16) if workers is None else workers
         self.spool, self.policy = spool, policy
         self._executor: ProcessPoolExecutor | None = None
@@ -289,7 +305,7 @@ class Pool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def map(self, function: Callable[..., R], calls: Iterable[tuple[Any, ...]]) -> Iterator[R]:
-        """``function(*call)`` for each call, in order; ``calls`` is consumed only as fast as the work is done.
+        """Yield ``function(*call)`` for each call, in order. Takes from ``calls`` only as fast as the work is done.
 
         Raises: WorkerDiedError.
         """
@@ -311,7 +327,8 @@ class Pool:
                 done += 1
         except BrokenProcessPool as error:
             raise WorkerDiedError(
-                "a worker process of ingest was killed, most likely because memory ran out; nothing was stored"
+                "ingest.worker_killed",
+                "a worker process of ingest was killed, most likely because memory ran out; nothing was stored",
             ) from error
 
     def _result(self, future: Future[R], dog: Watchdog, done: int) -> R:
@@ -320,13 +337,15 @@ class Pool:
             try:
                 found = future.result(timeout=POLL_SECONDS)
             except TimeoutError:
-                if future.done():  # it ended a moment later, or that was the work's own error
+                if future.done():  # the work ended a moment later, or itself raised TimeoutError
                     dog.look(done + 1)
                     return future.result()
                 if hung := dog.look(done):
                     self._kill()
                     raise WorkerDiedError(
-                        f"the worker processes of ingest hung: {hung}; they were killed, and nothing was stored"
+                        "ingest.workers_hung",
+                        "the worker processes of ingest hung: {why}. The factory killed the processes; nothing was stored",
+                        why=hung,
                     ) from None
                 continue
             dog.look(done + 1)

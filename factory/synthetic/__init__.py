@@ -1,10 +1,9 @@
-"""Documents that a model writes: the champion, another release, or any OpenAI-compatible endpoint.
+"""Lets a model write documents: the champion, another release, or any OpenAI-compatible endpoint.
 
-``prompts``     what it goes on from, of a file, and what licence the text has then
-``openings``    the same, of this workspace's training documents; never of held-out ones
-``writers``     the model: a release behind the engine that ``factory serve`` uses, or an address; and how it is asked
-``journal``     the answers so far, which outlive a kill
+``prompts``     read prompts from a file, and find the licence of the text that continues them
+``openings``    take openings of this workspace's training documents as prompts; never of held-out documents
+``writers``     the model, a release behind the engine of ``factory serve`` or an address; and the requests to it
 ``generating``  a run: prompts → answers → a shard, written aside
 
-What comes out is a shard like any other. Nothing here trusts it: ingest filters, deduplicates and decontaminates it.
+The result is a shard like any other. Ingest filters, deduplicates and decontaminates it as any other.
 """

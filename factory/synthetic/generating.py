@@ -1,10 +1,10 @@
-"""A run: prompts and writer are fixed first, then every prompt is answered, then the shard is put in place whole.
+"""One run of a model: fixes the prompts and the writer, answers every prompt, then puts the complete shard in place.
 
     arguments ─► <workspace>/generated/.<arguments' hash>/ {plan.json, answers.jsonl} ─► generated/<name>.jsonl ─► inbox
 
-The folder is made aside and renamed, so it is whole or absent. Killed at any instruction, the same arguments find it and go on with its
-writer and its prompts, whatever was released or ingested meanwhile. Rows are written in the order of their prompts when all are answered: a
-shard does not show how often its run was cut off.
+The folder is made aside and renamed, so it is complete or absent. After a kill at any instruction, a run with the same arguments finds the folder
+and continues with its writer and prompts, even if something was released or ingested meanwhile. When all prompts are answered, the rows are
+written in the order of the prompts: a shard is the same however often its run was interrupted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from factory.core.progress import Progress, Task
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
+from factory.ingest.reading.streams import file_unreadable
 from factory.ingest.rules.claims import counted, strictest
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
@@ -44,13 +45,16 @@ from factory.synthetic.writers import (
     release_writer,
 )
 from kernels.contract.files import put_in_place
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
 
-# The answers of a run so far: a file of JSON lines that is only appended to, so that a run that was killed goes on.
 class AnswerJournal:
-    """Of the file ``path``, which is made where there is none. What a kill or a power cut left of a last line is cut off: that answer is
-    asked for again. The file is not flushed to the disk after each answer: a power cut costs time alone."""
+    """The answers of a run so far, in a file of JSON lines that is only appended to; a killed run continues after them.
+
+    The file ``path`` is made if it does not exist. An incomplete last line (after a kill or a power cut) is removed, and that answer is requested
+    again. The file is not flushed to the disk after each answer: a power cut only costs time.
+    """
 
     def __init__(self, path: Path) -> None:
         self._places: dict[int, int] = {}
@@ -96,13 +100,14 @@ class AnswerJournal:
 
 FOLDER = "generated"
 LOCK = "generate"
-OF_OPENINGS = 100  # documents, where no number is given
-LEFT_OUT = {"taken out", "refused", "empty"}
+OF_OPENINGS = 100  # documents of a run with openings, if a person gives no number
+LEFT_OUT = {"taken out", "refused", "empty"}  # ends of answers that give no document
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What a person asks for. ``release`` None and no ``endpoint``: the champion. ``count`` None: a document for each prompt of the file."""
+    """The arguments of a person. ``release`` None and no ``endpoint``: the champion writes. ``count`` None: one document for each prompt of the
+    file."""
 
     release: int | None = None
     endpoint: str = ""
@@ -117,47 +122,58 @@ class GenerationRequest:
     licence: str | None = None
 
     def check(self, policy: DataPolicy) -> None:
-        """Raises: InputError for options that do not go together."""
+        """Raises: InputError for options that exclude one another."""
         if self.endpoint == "champion":
             raise InputError(
-                "--endpoint champion: leave it out, the champion writes by default; --release N is another one"
+                "synthetic.endpoint_champion",
+                "leave out '--endpoint champion': without options the champion writes. To let another release write, use '--release N'",
             )
         if self.endpoint and self.release is not None:
-            raise InputError("name one who writes: --release N or --endpoint URL --model NAME")
+            raise InputError(
+                "synthetic.two_writers", "name one writer: either --release N or --endpoint URL --model NAME"
+            )
         if bool(self.endpoint) != bool(self.model):
-            raise InputError("--endpoint URL and --model NAME go together: an endpoint serves several models")
+            raise InputError(
+                "synthetic.endpoint_without_model",
+                "give both --endpoint URL and --model NAME: an endpoint may serve several models",
+            )
         if self.prompts and self.domain:
-            raise InputError("--domain chooses among this workspace's documents; a row of --prompts names its own")
+            raise InputError(
+                "synthetic.domain_of_prompts",
+                "give either --domain or --prompts: --domain chooses among this workspace's documents, but rows of --prompts name their own",
+            )
         if self.licence and not policy.licences.of(self.licence).train:
             raise InputError(
-                f"--license {self.licence!r} does not allow training (data.yaml): ingest would drop every document"
+                "synthetic.licence",
+                "--license {licence!r} does not allow training (licences in data.yaml): ingest would drop every document",
+                licence=self.licence,
             )
 
     def key(self) -> str:
-        """A hash of the arguments, and of the prompts' file. Raises: InputError when that cannot be read."""
+        """A hash of the arguments and of the file of prompts. Raises: InputError if that file cannot be read."""
         try:
             prompts = file_sha256(self.prompts) if self.prompts else ""
         except OSError as error:
-            raise InputError(f"{self.prompts} cannot be read: {error.strerror}") from error
+            raise file_unreadable(str(self.prompts), error) from error
         said = json.dumps(asdict(self) | {"prompts": prompts}, sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What is fixed before the first answer."""
+    """All that is fixed before the first answer."""
 
     name: str  # of the shard, without suffix
     writer: TextWriter
     prompts: list[Prompt]
-    count: int  # documents: prompts are gone through again where there are fewer
-    began: bool = False  # in an earlier call
+    count: int  # documents; if the prompts are fewer, they are used again from the first
+    began: bool = False  # True: an earlier call began this run
 
     def prompt(self, number: int) -> Prompt:
         return self.prompts[number % len(self.prompts)]
 
     def says(self) -> dict[str, Any]:
-        """For a person, before anything is written."""
+        """The plan in numbers, for a person, before the run begins."""
         licences: Counter[str] = Counter()
         domains: Counter[str] = Counter()
         for number in range(self.count):
@@ -175,22 +191,23 @@ class GenerationPlan:
 
 @dataclass(frozen=True)
 class Generated:
-    """A finished shard. ``ends``: how the answers ended ('stop', 'length'), and how many prompts gave no document ('empty', 'refused', 'taken out':
-    its opening's document was, or came under a licence that does not allow training, meanwhile); empty where it was there before."""
+    """A finished shard. ``ends``: by end of an answer, the number of prompts. 'stop' and 'length' give a document; 'empty', 'refused' and 'taken
+    out' do not. 'taken out': meanwhile a person took out the opening's document, or it came under a licence that does not allow training. Empty if
+    the shard existed before."""
 
     path: Path
     sha256: str
     written_by: str
     documents: int
     ends: dict[str, int]
-    inbox: str = ""  # what became of it there
+    inbox: str = ""  # the path of its copy in the inbox, or why there is none
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"path": str(self.path)}
 
 
 def plan(plant: Plant, request: GenerationRequest) -> GenerationPlan:
-    """What a run would do, or what one that was cut off goes on with. Changes nothing. Raises: InputError; ConfigError."""
+    """The plan of a new run, or of the interrupted run with the same arguments. Changes nothing. Raises: InputError; ConfigError."""
     policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
     request.check(policy)
     key = request.key()
@@ -224,15 +241,19 @@ def _refuse_long(writer: TextWriter, request: GenerationRequest) -> None:
         context := read_config(Path(writer.export)).context
     ):
         raise InputError(
-            f"--opening-tokens {request.opening_tokens} and --tokens {request.tokens} do not fit the {context} tokens that {writer.name} can read: "
-            "name fewer"
+            "synthetic.too_many_tokens",
+            "--opening-tokens {opening} and --tokens {tokens} do not fit the context of {context} tokens of {writer}: give fewer tokens",
+            opening=request.opening_tokens,
+            tokens=request.tokens,
+            context=context,
+            writer=writer.name,
         )
 
 
 def generate(plant: Plant, request: GenerationRequest, *, inbox: bool = False) -> Generated:
-    """Write the shard, or go on with it; one that is there already is not written again. ``inbox``: put a copy there.
+    """Write the shard, or continue an interrupted run; a finished shard is not written again. ``inbox``: put a copy into the inbox.
 
-    Raises: InputError; WorkspaceError while another run writes here; WriterError, and what was written is kept.
+    Raises: InputError; WorkspaceError while another run writes in this workspace; WriterError, after which the answers so far are kept.
     """
     with plant.workspace.lock(LOCK):
         what = plan(plant, request)
@@ -250,7 +271,7 @@ def generate(plant: Plant, request: GenerationRequest, *, inbox: bool = False) -
 
 
 def _begin(folder: Path, what: GenerationPlan) -> None:
-    """Make the run's folder, whole or not at all."""
+    """Make the run's folder, completely or not at all."""
     folder.parent.mkdir(exist_ok=True)
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed here
@@ -265,21 +286,24 @@ def _begin(folder: Path, what: GenerationPlan) -> None:
 
 
 def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
-    """Of a run that was cut off; None: there is none, or its shard is in place and the folder was being deleted. Raises: InputError for one
-    that cannot be read, or whose release's export is gone."""
+    """The plan of an interrupted run; None: there is none, or its shard is in place already. Raises: InputError for a plan that cannot be read, or
+    if the release's export is gone."""
     try:
         fixed = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         prompts = [Prompt(**prompt) for prompt in fixed["prompts"]]
         began = TextWriter(**fixed["writer"])
-        writer = release_writer(ledger, began.release) if began.release else began  # whose export may lie elsewhere now
+        writer = release_writer(ledger, began.release) if began.release else began  # the export may have moved
         if writer.export_sha256 != began.export_sha256:
-            raise ValueError(f"it was begun by {began.name}, which is not release {began.release} any more")
+            raise ValueError(f"{began.name} began this run, but release {began.release} has other weights now")
         return GenerationPlan(str(fixed["name"]), writer, prompts, int(fixed["count"]), began=True)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{folder} is not a run that can be gone on with ({error}): delete it to begin again"
+            "synthetic.broken_run",
+            "the interrupted run in {folder} cannot continue ({error}): delete the folder to begin again",
+            folder=folder,
+            error=error,
         ) from None
 
 
@@ -290,15 +314,22 @@ def _write(
     aside: Path,
     place: Path,
 ) -> dict[str, int]:
-    """Answer what is left and put the shard in place; returns how the answers ended."""
+    """Answer the remaining prompts and put the shard in place; returns ``Generated.ends``."""
     journal = AnswerJournal(aside / "answers.jsonl")
     try:
         if len(journal) < what.count:
             try:
                 asyncio.run(_answer_all(plant.workspace, request, what, journal, plant.progress))
             except WriterError as error:
-                kept = f"{len(journal):,} of {what.count:,} answers are kept: the same command goes on"
-                raise WriterError(f"{error}; {kept}" if len(journal) else str(error)) from None
+                if not len(journal):
+                    raise
+                raise WriterError(
+                    "synthetic.interrupted",
+                    "{why}. {kept:,} of {count:,} answers are kept; the same command continues the run",
+                    why=error.message,
+                    kept=len(journal),
+                    count=what.count,
+                ) from None
         licences = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
         claimed = {key: one.counts_as(licences) for key, one in counted(plant.ledger, licences).items()}
         barred = {key for key, name in claimed.items() if not licences.of(name).train}
@@ -308,7 +339,7 @@ def _write(
         with open(made, "w", encoding="utf-8") as out:
             for number in range(what.count):
                 prompt, answer = what.prompt(number), journal.answer(number)
-                if prompt.opening_of in claimed:  # maybe by a shard that came since the plan
+                if prompt.opening_of in claimed:  # perhaps by a shard that was ingested after the plan
                     both = [prompt.license or "", claimed[prompt.opening_of]]
                     prompt = replace(prompt, license=strictest(both, licences) or None)
                 end = _end(prompt, answer, gone)
@@ -318,7 +349,12 @@ def _write(
         if not ends.keys() - LEFT_OUT:
             why = _why(ends, what, journal)
             _delete(aside)
-            raise InputError(f"{what.writer.name} wrote no document: {why}; nothing was kept")
+            raise InputError(
+                "synthetic.no_document",
+                "{writer} wrote no document: {ends}; nothing was kept",
+                writer=what.writer.name,
+                ends=why,
+            )
         put_in_place(made, place)
     finally:
         journal.close()
@@ -326,7 +362,7 @@ def _write(
 
 
 def _delete(folder: Path) -> None:
-    """A run's folder, its plan last: without one it is no run."""
+    """Delete a run's folder; the plan last, since a folder without a plan is not a run."""
     if folder.is_dir():
         for name in ("shard.jsonl", "answers.jsonl", "plan.json"):
             (folder / name).unlink(missing_ok=True)
@@ -375,7 +411,9 @@ async def _answer_some(
     left: Iterator[range],
     task: Task,
 ) -> None:
-    for numbers in left:  # whole requests, also where some of their answers are there: the same ones are written again
+    for (
+        numbers
+    ) in left:  # complete requests, even if some of their answers exist: the model writes the same answers again
         prompts = [what.prompt(number).content for number in numbers]
         answers = await asking.answers(prompts, request.tokens, request.temperature, seed_of(request.seed, numbers[0]))
         for number, answer in zip(numbers, answers, strict=True):
@@ -385,12 +423,12 @@ async def _answer_some(
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Of the request that begins with document ``number``: 31 bits, which every endpoint can read."""
+    """The seed of the request that begins with document ``number``: 31 bits, which every endpoint accepts."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4]) >> 1
 
 
 def _taken_out(ledger: Ledger, prompts: list[Prompt]) -> set[str]:
-    """Keys of documents whose openings were taken, and which are no training documents any more."""
+    """Keys of the documents whose openings are prompts, but which are no longer training documents."""
     found: set[str] = set()
     keys = [prompt.opening_of for prompt in prompts if prompt.opening_of]
     c = documents.c
@@ -415,7 +453,7 @@ def _row(what: GenerationPlan, number: int, prompt: Prompt, answer: Answer) -> d
 def _to_inbox(plant: Plant, made: Generated) -> str:
     known = plant.ledger.one(sa.select(shards.c.state).where(shards.c.sha256 == made.sha256))
     if known:
-        return f"it was {known['state']} before"
+        return Message("synthetic.known_shard", "the shard was {state} before", state=known["state"])
     place = plant.workspace.inbox / made.path.name
     aside = place.with_name(f".{place.name}.part")
     try:

@@ -1,5 +1,5 @@
-"""Openings of this workspace's own training documents, as prompts. A held-out document is never among them: neither half of them lies in a
-token shard, and only documents with the fate 'train' are asked for."""
+"""Takes openings of this workspace's own training documents as prompts, never of held-out documents: only documents with the fate 'train' are
+selected, and token shards contain no held-out document."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ def openings(
     seed: int,
     licences: Licences,
 ) -> list[Prompt]:
-    """The first ``tokens`` tokens of up to ``count`` documents, drawn by ``seed``; of a chat, what stands before the first answer.
+    """The first ``tokens`` tokens of up to ``count`` documents, drawn by ``seed``; of a chat, the turns before the first answer.
 
-    Left out are documents that a model wrote, those that are not twice as long, and those of which another shard says that they are not to
-    be trained on. Raises: InputError when there is none, or a token shard
-    is gone or damaged.
+    Left out are documents that a model wrote, documents of fewer than ``2 * tokens`` tokens, and documents that another shard has under a licence
+    that does not allow training. Raises: InputError if no document is left, or a token shard is gone or damaged.
     """
     c = documents.c
     usable = [
@@ -53,10 +52,11 @@ def openings(
     barred = {key for key, licence in stricter.items() if not licences.of(licence or None).train}
     drawn = heapq.nsmallest(count, ((_draw(key, seed), key) for key in _keys(ledger, usable) if key not in barred))
     if not drawn:
-        of = f" of domain {domain!r}" if domain else ""
         raise InputError(
-            f"no training document{of} is {2 * tokens} tokens long: ingest a shard first, name prompts with --prompts FILE, or take "
-            "fewer --opening-tokens"
+            "synthetic.no_opening",
+            "no training document{domain} has {tokens} tokens. Ingest a shard, give prompts with --prompts FILE, or give fewer --opening-tokens",
+            domain=f" of the domain {domain!r}" if domain else "",
+            tokens=2 * tokens,
         )
     rows: dict[str, dict[str, Any]] = {}
     keys = [key for _, key in drawn]
@@ -83,7 +83,7 @@ def _keys(ledger: Ledger, usable: list[sa.ColumnElement[bool]]) -> Iterator[str]
 
 
 def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, Any]], tokens: int) -> dict[str, Content]:
-    """By key, the opening of each document; without those that have none."""
+    """By key, the opening of each document that has one."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -107,7 +107,10 @@ def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, An
                     found[one["key"]] = opening
         except (TrainerError, OSError, ValueError) as error:
             raise InputError(
-                f"token shard {row['path']} cannot be read: {error}; 'factory check --repair' (stop 'factory run' first) makes it again"
+                "synthetic.token_shard",
+                "the token shard {path} cannot be read: {error}. To make it again, stop 'factory run' and run 'factory check --repair'",
+                path=row["path"],
+                error=error,
             ) from error
     return found
 
@@ -119,6 +122,6 @@ def _opening(tokenizer: Tokenizer, content: Content, ids: npt.NDArray[np.int64],
         return {"messages": before} if before else None
     kept = ids[len(tokenizer.bos) :][:tokens]
     while len(kept) and not content["text"].startswith(tokenizer.decode(kept)):
-        kept = kept[:-1]  # in the midst of a character
+        kept = kept[:-1]  # the last token ends inside a character
     text = tokenizer.decode(kept)
     return {"text": text} if text.strip() else None

@@ -1,4 +1,4 @@
-"""Prompts: a text to be continued, or messages that wait for an answer, with where they are from and under which licence."""
+"""Prompts: a text to continue, or messages to answer, with their source and licence."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.ingest.document import BadRow, Content, parse_document, parse_json
+from factory.ingest.reading.streams import file_unreadable
 from factory.ingest.rules.policy import Licences
+from factory.ingest.shapes.bad_row import not_an_object
 from factory.ingest.shapes.calls import TOOLS
+from kernels.contract.message import Message
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
-LONGEST = 1 << 20  # bytes of a line
+LONGEST = 1 << 20  # bytes of the longest line
 ANSWER = {"role": "assistant", "content": "an answer"}  # so that a prompt reads as a document
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """``content``: {"text": …} or {"messages": […]}. ``opening_of``: key of the training document that it is the opening of; None: a person
-    gave it."""
+    """One prompt. ``content``: {"text": …} or {"messages": […]}. ``opening_of``: the key of the training document whose opening the prompt is;
+    None: a person gave the prompt."""
 
     content: Content
     domain: str
@@ -31,7 +34,7 @@ class Prompt:
         return asdict(self)
 
     def with_answer(self, answer: str) -> Content:
-        """The document: the prompt is part of it.
+        """The document that consists of the prompt and the answer.
 
         >>> Prompt({"text": "Once"}, "text").with_answer(" upon a time")
         {'text': 'Once upon a time'}
@@ -42,8 +45,8 @@ class Prompt:
 
 
 def read_prompts(path: Path, default_domain: str, count: int | None) -> list[Prompt]:
-    """The first ``count`` prompts of a file, all without one: JSON lines with ``prompt`` or ``messages`` (and ``domain``, ``source``,
-    ``license``), or, in a file of another name, a text a line.
+    """The first ``count`` prompts of a file; None: all. The file has JSON lines with ``prompt`` or ``messages`` (and ``domain``, ``source``,
+    ``license``), or, if its suffix is not in ``JSON_LINES``, one text on each line.
 
     Raises: InputError that names file and line.
     """
@@ -54,42 +57,59 @@ def read_prompts(path: Path, default_domain: str, count: int | None) -> list[Pro
             while (count is None or len(found) < count) and (line := lines.readline(LONGEST + 1)):
                 number += 1
                 if len(line) > LONGEST:
-                    raise InputError(f"{path}, line {number}: longer than {LONGEST} bytes")
+                    raise InputError(
+                        "synthetic.long_line",
+                        "{path}, line {line}: the line has more than {limit} bytes",
+                        path=path,
+                        line=number,
+                        limit=LONGEST,
+                    )
                 if line.strip():
                     found.append(_prompt(line, path.suffix.lower() in JSON_LINES, default_domain))
     except BadRow as bad:
-        raise InputError(f"{path}, line {number}: {bad.detail}") from None
+        raise InputError(
+            "synthetic.bad_line", "{path}, line {line}: {why}", path=path, line=number, why=bad.detail
+        ) from None
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        raise file_unreadable(path, error) from error
     if not found:
-        raise InputError(f'{path} holds no prompt: one a line is expected, as {{"prompt": "…"}} or as text')
+        raise InputError(
+            "synthetic.no_prompts",
+            '{path} has no prompt. Write one prompt on each line, as {{"prompt": "…"}} or as text',
+            path=path,
+        )
     return found
 
 
 def _prompt(line: bytes, as_json: bool, default_domain: str) -> Prompt:
-    """Raises: BadRow."""
+    """The prompt of a line. Raises: BadRow."""
     if not as_json:
         try:
             row: Any = {"prompt": line.decode("utf-8").strip("\r\n\ufeff")}
         except UnicodeDecodeError as error:
-            raise BadRow("bad_encoding", f"not UTF-8 at byte {error.start} of the line") from error
+            unread = Message("synthetic.line_not_utf8", "the line is not UTF-8 at byte {byte}", byte=error.start)
+            raise BadRow("bad_encoding", unread) from error
     else:
         row = parse_json(line)
     if not isinstance(row, dict):
-        raise BadRow("bad_schema", f"expected an object, got {type(row).__name__}")
+        raise not_an_object(row)
     text, messages = row.get("prompt"), row.get("messages")
     if (text is None) == (messages is None):
-        raise BadRow("bad_schema", "exactly one of 'prompt' and 'messages' is needed")
+        one = Message("synthetic.one_prompt", "a row needs either 'prompt' or 'messages', not both")
+        raise BadRow("bad_schema", one)
     if isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
-        raise BadRow("bad_schema", "'messages' ends with an answer: leave that out, it is to be written")
+        answered = Message(
+            "synthetic.answered", "'messages' ends with an answer: leave the answer out, since the model writes it"
+        )
+        raise BadRow("bad_schema", answered)
     whole = {key: row.get(key) for key in ("domain", "source", "license")}
     if messages is not None:
         whole["messages"] = [*messages, ANSWER] if isinstance(messages, list) and messages else messages
-        whole |= {name: row[name] for name in TOOLS if name in row}  # listed in the system turn, as in training
+        whole |= {name: row[name] for name in TOOLS if name in row}  # the system turn lists the tools, as in training
     elif isinstance(text, str) and text.strip():
         whole["text"] = text
     else:
-        raise BadRow("bad_schema", "'prompt' is not a text with a character in it")
+        raise BadRow("bad_schema", Message("synthetic.blank_prompt", "'prompt' is not a text, or is blank"))
     parsed = parse_document(whole, default_domain)
     content = {"messages": parsed.content["messages"][:-1]} if messages is not None else parsed.content
     return Prompt(content, parsed.domain, parsed.source, parsed.license)
@@ -100,9 +120,9 @@ def _role(message: Any) -> Any:
 
 
 def licence_of(prompt: Prompt, named: str | None, policy: Licences) -> str | None:
-    """Of a document that begins with ``prompt``; ``named``: by the person, who has the rights in what the model writes.
+    """The licence of a document that begins with ``prompt``. ``named``: the licence that the person gives to the model's text.
 
-    The stricter one counts, so that no text changes its licence by being an opening: an opening keeps what its document has, also none.
+    The stricter of the two counts, so that an opening never loosens the licence of its document; a document without a licence stays without.
 
     >>> policy = Licences(known={"MIT": {"train": True, "release": True}})
     >>> mine, nobodys = Prompt({"text": "a"}, "text"), Prompt({"text": "a"}, "text", opening_of="k")

@@ -1,4 +1,5 @@
-"""Who writes: a release, behind an engine as ``factory serve`` starts one, or a model at an OpenAI-compatible address; and how it is asked."""
+"""The writer of documents: a release behind an engine as ``factory serve`` starts it, or a model at an OpenAI-compatible address; and the
+requests to it."""
 
 from __future__ import annotations
 
@@ -28,20 +29,21 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, champion
 from factory.serving.champion import Champion
 from factory.serving.engines import Engine, native
+from kernels.contract.message import Message
 
 BATCH = 16  # documents that are written at the same time
-FIRST_WAIT = 0.5  # seconds before a second attempt; doubled each time
-REFUSED = (400, 413, 422)  # statuses that are about one prompt
+FIRST_WAIT = 0.5  # seconds before the second attempt; doubled before each further attempt
+REFUSED = (400, 413, 422)  # HTTP statuses that refuse one prompt
 UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 
 
 class WriterError(FactoryError):
-    """The model stopped answering; what it wrote so far is kept."""
+    """The model stopped answering; the answers so far are kept."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``end``: 'stop' (it ended by itself), 'length' (it was cut off), or 'refused' (``text`` is why)."""
+    """One answer. ``end``: 'stop' (the model ended it), 'length' (it reached the limit of tokens), or 'refused' (``text`` is the reason)."""
 
     text: str
     end: str
@@ -49,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class TextWriter:
-    """``release`` with its export, or ``url`` with ``model``. ``name`` is what ``synthetic_by`` says."""
+    """A model that writes: ``release`` with its export, or ``url`` with ``model``. ``name`` is the ``synthetic_by`` of its documents."""
 
     name: str
     release: int = 0
@@ -60,28 +62,29 @@ class TextWriter:
 
     @property
     def slug(self) -> str:
-        """Of a file's name."""
+        """The writer's name as a part of a file's name."""
         letters = "".join(c if c.isascii() and c.isalnum() else "-" for c in (self.model or f"release-{self.release}"))
         return letters.strip("-").lower()[:60] or "model"
 
 
 def release_writer(ledger: Ledger, number: int | None) -> TextWriter:
-    """Release ``number``, the champion without one. Raises: InputError when there is none, or its export is not what was judged."""
+    """Release ``number``; None: the champion. Raises: InputError if the release does not exist, or its export is not the judged one."""
     row = ReleaseRow.get(ledger, number) if number is not None else champion(ledger)
     if row is None:
         raise InputError(
-            "nothing is released yet, so there is no champion to write: name an endpoint with --endpoint URL --model NAME"
+            "synthetic.no_release",
+            "no model is released yet, so there is no champion that could write. Give an endpoint with --endpoint URL --model NAME",
         )
     Champion(row.number, Path(row.export_path), row.export_sha256).check()
     return TextWriter(written_by(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256)
 
 
 def endpoint_writer(url: str, model: str, policy: LlmPolicy) -> TextWriter:
-    """Raises: InputError for an address, key or model that cannot be."""
+    """The model at an address. Raises: InputError for an impossible address, key or model."""
     try:
         HttpEndpoint(url, _key(), policy.model_copy(update={"model": model}))
     except LlmError as error:
-        raise InputError(str(error)) from None
+        raise InputError("synthetic.endpoint", "the endpoint cannot be used: {error}", error=error) from None
     parts = urlsplit(url)
     shown = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     return TextWriter(one_line(f"{model} at {shown}", 300), url=url, model=model)
@@ -95,7 +98,7 @@ def _key() -> str:
 async def opened(
     writer: TextWriter, workspace: Workspace, policy: LlmPolicy, say: Callable[[str], None]
 ) -> AsyncIterator[WriterClient]:
-    """The model, ready to be asked; a release's engine ends with the block. Raises: InputError; EngineError."""
+    """A client of the model, ready for requests. A release's engine runs until the block ends. Raises: InputError; EngineError."""
     if writer.url:
         timeout = httpx.Timeout(policy.reply_seconds, read=min(policy.silence_seconds, policy.reply_seconds))
         headers = {"Authorization": f"Bearer {_key() or 'none'}", "Accept-Encoding": "identity"}
@@ -104,8 +107,8 @@ async def opened(
         return
     export = Champion(writer.release, Path(writer.export), writer.export_sha256)
     export.check()
-    say(f"release {writer.release} comes up")
-    logs = workspace.logs / "generate"  # apart from those of a 'factory serve' that runs beside
+    say(Message("synthetic.starts", "the engine of release {release} starts", release=writer.release))
+    logs = workspace.logs / "generate"  # a 'factory serve' may run at the same time, with logs of its own
     logs.mkdir(parents=True, exist_ok=True)
     engine = await Engine.start(native(), export, logs)
     try:
@@ -117,7 +120,7 @@ async def opened(
 
 @dataclass
 class WriterClient:
-    """One model, asked by many at once."""
+    """A client of one model, for many requests at once."""
 
     writer: TextWriter
     policy: LlmPolicy
@@ -128,16 +131,16 @@ class WriterClient:
 
     @cached_property
     def _reads(self) -> tuple[Tokenizer, int]:
-        """A release's tokenizer, and how many tokens it can read."""
+        """(a release's tokenizer, the length of its context in tokens)."""
         return Tokenizer.load(Path(self.writer.export)), read_config(Path(self.writer.export)).context
 
     @property
     def at_once(self) -> tuple[int, int]:
-        """How many prompts go into one request, and how many requests are under way: a release's engine gets a batch at a time."""
+        """(prompts in one request, requests at the same time). A release's engine gets one batch at a time."""
         return (BATCH, 1) if self.engine else (1, BATCH)
 
     async def answers(self, prompts: Sequence[Content], tokens: int, temperature: float, seed: int) -> list[Answer]:
-        """What the model writes after each of the prompts, at most ``tokens`` tokens. Raises: WriterError."""
+        """The model's answer to each prompt, of at most ``tokens`` tokens. Raises: WriterError."""
         body: dict[str, Any] = {"temperature": temperature, "seed": seed}
         if self.engine:
             return await self._batch(prompts, body | {"max_tokens": tokens})
@@ -152,7 +155,7 @@ class WriterClient:
         return [Answer(found, "refused")] if isinstance(found, str) else found
 
     async def _batch(self, prompts: Sequence[Content], body: dict[str, Any]) -> list[Answer]:
-        """All in one request, chats too, as token ids: so they share their batches whatever else is going on, and the same seed draws the same
+        """Answers to all prompts in one request, as token ids. So the prompts always form the same batches, and the same seed gives the same
         tokens."""
         tokenizer, context = self._reads
         ids = [
@@ -160,47 +163,86 @@ class WriterClient:
             for p in prompts
         ]
         fits = [number for number, one in enumerate(ids) if one and len(one) + body["max_tokens"] <= context]
-        why = f"the prompt and {body['max_tokens']} tokens do not fit its context of {context}"
+        why = Message(
+            "synthetic.long_prompt",
+            "the prompt and {tokens} tokens do not fit the model's context of {context} tokens",
+            tokens=body["max_tokens"],
+            context=context,
+        )
         answers = [Answer(why, "refused")] * len(prompts)
         if fits:
             found = await self._ask("/completions", body | {"prompt": [ids[number] for number in fits]}, len(fits))
             if isinstance(found, str):
-                raise WriterError(f"{self.writer.name}: {found}")
+                raise WriterError(
+                    "synthetic.batch_refused", "{writer} refused a batch: {why}", writer=self.writer.name, why=found
+                )
             for number, answer in zip(fits, found, strict=True):
                 answers[number] = answer
         return answers
 
     async def _ask(self, path: str, body: Mapping[str, Any], count: int = 1) -> list[Answer] | str:
-        """``count`` answers, or why the prompt is refused. Raises: WriterError."""
-        # Of an endpoint, which may send a byte now and then for ever; the engine is ours, and ends or answers.
+        """``count`` answers, or the reason why the model refuses the prompt. Raises: WriterError."""
+        # An endpoint may send single bytes for ever, so its answer has a time limit. Our own engine always answers or ends.
         within = None if self.engine else self.policy.reply_seconds
         for attempt in range(1, self.policy.attempts + 1):
             try:
                 async with asyncio.timeout(within):
                     status, content = await self._post(path, body)
             except TimeoutError:
-                why = f"no whole answer within {within:g} s (llm.reply_seconds in agents.yaml)"
+                why = Message(
+                    "synthetic.slow_answer",
+                    "no complete answer within {seconds:g} s (llm.reply_seconds in agents.yaml)",
+                    seconds=within,
+                )
             except httpx.HTTPError as error:
                 if self.engine and (how := await self.engine.end()):
-                    raise WriterError(how) from None
-                why = f"no answer: {type(error).__name__} {error}".strip()
+                    raise WriterError("synthetic.engine_ended", "{how}", how=how) from None
+                why = Message(
+                    "synthetic.no_answer", "no answer: {error}", error=f"{type(error).__name__} {error}".strip()
+                )
             else:
                 if status == 200:
                     try:
                         return _read(content, count)
                     except UNREADABLE as error:
-                        why = f"its answer cannot be read ({type(error).__name__}): {_said(content)}"
+                        why = Message(
+                            "synthetic.unreadable_answer",
+                            "the answer cannot be read ({kind}): {answer}",
+                            kind=type(error).__name__,
+                            answer=_said(content),
+                        )
                 else:
-                    why = f"status {status}: {_said(content)}"
+                    why = Message("synthetic.status", "status {status}: {answer}", status=status, answer=_said(content))
                 if status in REFUSED:
                     return _said(content)
                 if status not in (200, 408, 409, 429) and status < 500:
-                    raise WriterError(f"{self.writer.name}: {why}{_advice(status, path)}")
+                    advice = _advice(status, path)
+                    raise WriterError(
+                        "synthetic.refused",
+                        "{writer}: {why}{advice}",
+                        writer=self.writer.name,
+                        why=why,
+                        advice=Message("synthetic.advice", ". {advice}", advice=advice) if advice else "",
+                    )
             if attempt < self.policy.attempts:
                 wait = min(FIRST_WAIT * 2 ** (attempt - 1), self.policy.longest_wait_seconds)
-                self.say(f"  {self.writer.name}: {why}; again in {wait:.1f} s")
+                self.say(
+                    Message(
+                        "synthetic.again",
+                        "  {writer}: {why}. The next attempt is in {seconds:.1f} s",
+                        writer=self.writer.name,
+                        why=why,
+                        seconds=wait,
+                    )
+                )
                 await asyncio.sleep(wait)
-        raise WriterError(f"{self.writer.name}: {why} (tried {self.policy.attempts} times)")
+        raise WriterError(
+            "synthetic.gave_up",
+            "{writer}: {why} (after {attempts:,|attempt|attempts})",
+            writer=self.writer.name,
+            why=why,
+            attempts=self.policy.attempts,
+        )
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         content = bytearray()
@@ -208,22 +250,27 @@ class WriterClient:
             async for part in answer.aiter_bytes():
                 content += part
                 if len(content) > self.policy.reply_bytes:
-                    raise WriterError(f"{self.writer.name}: its answer is longer than {self.policy.reply_bytes} bytes")
+                    raise WriterError(
+                        "synthetic.long_answer",
+                        "{writer}: the answer has more than {limit} bytes (llm.reply_bytes in agents.yaml)",
+                        writer=self.writer.name,
+                        limit=self.policy.reply_bytes,
+                    )
         return answer.status_code, bytes(content)
 
 
 def _read(content: bytes, count: int) -> list[Answer]:
-    """The first choices, of a completion or a chat. Raises: UNREADABLE."""
+    """The first ``count`` choices of a completion or a chat. Raises: UNREADABLE."""
     choices = json.loads(content)["choices"]
     return [_answer(choices[number]) for number in range(count)]
 
 
 def _answer(choice: Any) -> Answer:
     words = choice["message"].get("content") if "message" in choice else choice["text"]
-    words = words or ""  # null or left out: nothing was said
-    words = words.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half of a pair is no text
+    words = words or ""  # null, or no key: an empty answer
+    words = words.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # replaces half surrogate pairs
     if choice.get("finish_reason") == "length":
-        return Answer(words.rstrip("\ufffd"), "length")  # cut off in the midst of a character
+        return Answer(words.rstrip("\ufffd"), "length")  # the answer may end inside a character
     return Answer(words, "stop")
 
 
@@ -236,11 +283,17 @@ def _said(content: bytes) -> str:
     return one_line(str(said).replace(key, "[key]") if len(key) >= 4 else str(said), 300)
 
 
-def _advice(status: int, path: str) -> str:
+def _advice(status: int, path: str) -> Message | None:
     if 300 <= status < 400:
-        return ": it leads to another address, which the key does not follow: name that one with --endpoint"
+        return Message(
+            "synthetic.redirected",
+            "The endpoint redirects to another address, but the key is not sent to other addresses: give that address as --endpoint",
+        )
     if status in (401, 403):
-        return ": set OPENAI_API_KEY"
+        return Message("synthetic.no_key", "Set OPENAI_API_KEY")
     if status == 404 and path == "/completions":
-        return ": it may know no model of that name, or answer chats alone: give prompts as 'messages' then (--prompts FILE)"
-    return ""
+        return Message(
+            "synthetic.chats_only",
+            "The endpoint may not know a model of that name, or may answer chats only: in that case give prompts as 'messages' (--prompts FILE)",
+        )
+    return None

@@ -169,12 +169,12 @@ MUTANTS = (
     Mutant(
         "factory/ingest/filing.py",
         "shutil.move(path, back)",
-        "tests/factory/ingest/test_filing.py::test_a_filed_shard_whose_first_rows_changed_goes_back_whole",
+        "tests/factory/ingest/test_filing.py::test_a_filed_shard_whose_first_rows_changed_returns_completely",
     ),
     Mutant(
         "factory/ingest/filing.py",
         "os.rename(path, back)",
-        "tests/factory/ingest/test_filing.py::test_a_quarantined_file_that_was_mended_is_tried_again",
+        "tests/factory/ingest/test_filing.py::test_a_repaired_quarantined_file_is_tried_again",
     ),
     Mutant(
         "factory/ingest/inbox.py",

@@ -41,6 +41,12 @@ NOT_MESSAGES = {
     "factory/tasks/inside/": "it runs inside the sandbox: standard library only",
     "factory/set_up/": "it runs before anything is installed: standard library only",
     "factory/sandbox/launch.py": "it runs inside the sandbox: standard library only",
+    "factory/corpus/": "text of a generated corpus",
+    "factory/ingest/chat_template.py": "Jinja templates",
+    "factory/ingest/reading/kinds.py": "tables of suffixes",
+    "factory/ingest/rules/licence_names.py": "a table of licences' ids",
+    "factory/ingest/shapes/tools_prompt.py": "a prompt for language models",
+    "factory/ingest/tokenizer_probes.py": "test inputs of a tokenizer",
 }
 SQL = re.compile(
     r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP)\b|\(SELECT"

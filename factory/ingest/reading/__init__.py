@@ -1,13 +1,13 @@
-"""Bytes into rows, one file a family of formats; ``factory/ingest/readers.py`` says which suffix is read by which.
+"""Readers turn bytes into rows. Each module reads one family of formats. ``factory/ingest/readers.py`` maps suffixes to readers.
 
-``rows``          what a reader hands on, and the keys that say where a row came from
-``streams``       decompression, within the limits; lines
-``kinds``         which suffix means what: text, code, and what is not read, with what to do in its place
-``json_values``   JSON arrays and JSON values one after another, without holding the whole
+``rows``          the types of a row, and the keys that name its origin
+``streams``       decompression within the limits of the data policy; lines of text
+``kinds``         the meaning of each suffix; for files that are not read, how to convert them
+``json_values``   JSON arrays and sequences of JSON values, in the memory of one value
 ``tables``        CSV and TSV
 ``columns``       Parquet, Arrow, Feather, Hugging Face data sets on disk
 ``pages``         HTML, web archives, notebooks
-``archives``      zip and tar: each member by its own suffix
+``archives``      zip and tar: each member is read by its own suffix
 
-A reader is a function of a ``Readable`` that yields rows. It imports nothing of ``factory/ingest`` but ``rules/policy``.
+A reader is a function that takes a ``Readable`` and yields rows. Of ``factory/ingest`` it imports only ``rules/policy``.
 """

@@ -1,8 +1,8 @@
-"""zip and tar: a stream of members, each a ``Readable`` that is read by its own suffix.
+"""zip and tar: a stream of members. Each member is a ``Readable``, and its own suffix tells how to read it.
 
-The limits of the data policy count for all members together. What is refused is left out, by name, and ends nothing: links, devices, paths that
-lead out of the archive, archives in archives, encrypted members, kinds that are not read, a damaged member of a zip file. Nothing is unpacked
-to disk but, without a name, what must be read at several places (Parquet, Arrow).
+The limits of the data policy apply to all members together. A refused member is left out and named; the other members are read. Refused are
+links, devices, paths that lead out of the archive, archives in archives, encrypted members, kinds that are not read, and damaged members of a
+zip file. Only a member that must be read at several places (Parquet, Arrow) is unpacked to disk, into a file without a name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from factory.ingest.reading.streams import (
     refuse_unread,
     seekable,
 )
+from kernels.contract.message import Message
 
-ReadMember = Callable[[Readable], Iterator[RawRow]]  # raises ShardProblem where it cannot
+ReadMember = Callable[[Readable], Iterator[RawRow]]  # raises ShardProblem for a member that cannot be read
 
 
 def read_zip(source: Readable, read: ReadMember) -> Iterator[RawRow]:
@@ -37,9 +38,9 @@ def read_zip(source: Readable, read: ReadMember) -> Iterator[RawRow]:
                     continue
                 mode = info.external_attr >> 16
                 if mode & 0o170000 not in (0, 0o100000):
-                    source.left_out(info.filename, "a link or device")
+                    source.left_out(info.filename, _is_special())
                 elif info.flag_bits & 1:
-                    source.left_out(info.filename, "encrypted")
+                    source.left_out(info.filename, Message("reading.encrypted", "encrypted"))
                 else:
                     opens = lambda info=info: _opened(archive, info, budget)
                     yield from _member(
@@ -47,14 +48,14 @@ def read_zip(source: Readable, read: ReadMember) -> Iterator[RawRow]:
                     )
     except BROKEN as error:
         refuse_unread(source.name, error)
-        raise ShardProblem(f"not readable as zip: {str(error)[:200]}") from error
+        raise ShardProblem("reading.zip", "the file cannot be read as zip: {error}", error=str(error)[:200]) from error
 
 
 def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Allowance) -> ByteStream:
     try:
         return ByteStream(decompressed(archive.open(info), kind_of(info.filename)[1]), info.filename, budget)
     except (*BROKEN, NotImplementedError, RuntimeError) as error:
-        raise ShardProblem(f"cannot be unpacked: {error}") from error
+        raise ShardProblem("reading.unpacking", "the member cannot be unpacked: {error}", error=error) from error
 
 
 def read_tar(source: Readable, read: ReadMember) -> Iterator[RawRow]:
@@ -67,7 +68,7 @@ def read_tar(source: Readable, read: ReadMember) -> Iterator[RawRow]:
                         continue
                     content = archive.extractfile(info) if info.isreg() else None
                     if content is None:
-                        source.left_out(info.name, "a link or device")
+                        source.left_out(info.name, _is_special())
                         continue
                     name = _name(info.name)
                     inner = lambda content=content, name=name: decompressed(content, kind_of(name)[1])
@@ -75,7 +76,9 @@ def read_tar(source: Readable, read: ReadMember) -> Iterator[RawRow]:
                     yield from _member(Readable(name, opens, source.limits, info.size, source.left_out), source, read)
         except BROKEN as error:
             refuse_unread(source.name, error)
-            raise ShardProblem(f"not readable as tar: {str(error)[:200]}") from error
+            raise ShardProblem(
+                "reading.tar", "the file cannot be read as tar: {error}", error=str(error)[:200]
+            ) from error
 
 
 def _member(member: Readable, whole: Readable, read: ReadMember) -> Iterator[RawRow]:
@@ -85,7 +88,11 @@ def _member(member: Readable, whole: Readable, read: ReadMember) -> Iterator[Raw
     except OverLimit:
         raise
     except ShardProblem as problem:
-        whole.left_out(member.name, str(problem))
+        whole.left_out(member.name, Message.from_json(problem.message))
+
+
+def _is_special() -> Message:
+    return Message("reading.special_file", "a link or device")
 
 
 def _name(path: str) -> str:
@@ -97,9 +104,9 @@ def _refused(path: str, source: Readable) -> bool:
     if any(part.startswith(".") and part not in (".", "..") for part in pure.parts) or "__MACOSX" in pure.parts:
         return True  # hidden, as in a folder
     if pure.is_absolute() or ".." in pure.parts or ":" in pure.parts[0]:
-        source.left_out(path, "a path that leads out of the archive")
+        source.left_out(path, Message("reading.outside_path", "a path that leads out of the archive"))
     elif is_archive(path):
-        source.left_out(path, "an archive in an archive: unpack it first")
+        source.left_out(path, Message("reading.inner_archive", "an archive in an archive: unpack it first"))
     else:
         return False
     return True

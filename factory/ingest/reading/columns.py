@@ -1,11 +1,11 @@
-"""Parquet, Arrow IPC (files and streams, Feather is one), and Hugging Face data sets on disk: rows of columns.
+"""Rows of columnar files: Parquet, Arrow IPC (files and streams; Feather is an Arrow file), and Hugging Face data sets on disk.
 
-A value that cannot be read (a timestamp beyond Python's years, bytes that are no UTF-8 in a column of text) is left out of its row and
-named there (``rows.UNREADABLE``). What nobody can use as text or metadata is not read: columns of floating-point vectors, and nested bytes, as
-of images.
+A value may be unreadable: a timestamp beyond Python's years, or bytes that are not UTF-8 in a text column. The reader leaves the value out of
+its row and names its key there (``rows.UNREADABLE``). Columns of floating-point vectors and of nested bytes (images) are not read: they are
+neither text nor metadata.
 
-``datasets.Dataset.save_to_disk`` writes a folder with ``state.json``, ``dataset_info.json`` and ``data-*.arrow``; a ``DatasetDict`` one with
-``dataset_dict.json`` and such a folder for each split. All splits are read; name the folder of one to read that alone.
+``datasets.Dataset.save_to_disk`` writes a folder with ``state.json``, ``dataset_info.json`` and ``data-*.arrow``. A ``DatasetDict`` is a folder
+with ``dataset_dict.json`` and one such folder for each split. All splits are read. To read one split, name its folder.
 """
 
 from __future__ import annotations
@@ -21,9 +21,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from factory.ingest.reading.rows import UNREADABLE, BadRow, LeftOut, RawRow, ShardProblem, too_long, with_path
+from factory.ingest.reading.rows import (
+    UNREADABLE,
+    BadRow,
+    LeftOut,
+    RawRow,
+    ShardProblem,
+    same_column_name,
+    too_long,
+    with_path,
+)
 from factory.ingest.reading.streams import Allowance, Readable, open_file, refuse_unread, seekable
 from factory.ingest.rules.policy import ShardLimits
+from kernels.contract.message import Message
 
 _AT_ONCE = 64  # rows
 
@@ -38,17 +48,22 @@ def read_parquet(source: Readable) -> Iterator[RawRow]:
                 yield from _rows(batch, source.limits)
     except (OSError, pa.ArrowException, OverflowError) as error:
         refuse_unread(source.name, error)
-        raise ShardProblem(f"not readable as Parquet: {str(error)[:200]}") from error
+        raise ShardProblem(
+            "reading.parquet", "the file cannot be read as Parquet: {error}", error=str(error)[:200]
+        ) from error
 
 
 def read_arrow(source: Readable) -> Iterator[RawRow]:
-    """An Arrow IPC file or stream: told apart by their first bytes."""
+    """Read an Arrow IPC file or stream. The first bytes tell which of the two it is."""
     try:
         with seekable(source) as mapped:
             head = mapped.read(6)
             mapped.seek(0)
             if head.startswith(b"FEA1"):
-                raise ShardProblem("Feather of version 1: write it again with pyarrow.feather.write_feather")
+                raise ShardProblem(
+                    "reading.feather_1",
+                    "the file is in Feather version 1, which is not read: write it again with pyarrow.feather.write_feather",
+                )
             if head == b"ARROW1":
                 with pa.ipc.open_file(mapped) as file:
                     batches = (file.get_batch(number) for number in range(file.num_record_batches))
@@ -58,13 +73,15 @@ def read_arrow(source: Readable) -> Iterator[RawRow]:
                     yield from _checked(stream, stream.schema, Allowance(mapped.size(), source.limits), source.limits)
     except (OSError, pa.ArrowException, OverflowError) as error:
         refuse_unread(source.name, error)
-        raise ShardProblem(f"not readable as Arrow: {str(error)[:200]}") from error
+        raise ShardProblem(
+            "reading.arrow", "the file cannot be read as Arrow: {error}", error=str(error)[:200]
+        ) from error
 
 
 def _checked(
     batches: Iterable[pa.RecordBatch], schema: pa.Schema, budget: Allowance, limits: ShardLimits
 ) -> Iterator[RawRow]:
-    """Arrow's buffers are taken as they are in the file: what they say of lengths and places is checked before a value is read."""
+    """Rows of Arrow batches. Arrow does not check the lengths and offsets in a file's buffers, so this checks them before it reads a value."""
     columns = _readable(schema)
     for batch in batches:
         budget.take(batch.nbytes)
@@ -73,24 +90,24 @@ def _checked(
             try:
                 column.validate(full=True)
             except pa.ArrowInvalid as error:
-                if not (_is_text(column.type) and "UTF8" in str(error)):  # else each value tells
+                if not (_is_text(column.type) and "UTF8" in str(error)):  # text is checked value by value
                     raise
         for at in range(0, batch.num_rows, _AT_ONCE):
             yield from _rows(batch.slice(at, _AT_ONCE), limits)
 
 
 def is_dataset(folder: Path) -> bool:
-    """Is it a folder that ``save_to_disk`` of Hugging Face's ``datasets`` wrote?"""
+    """Did ``save_to_disk`` of Hugging Face's ``datasets`` write this folder?"""
     if (folder / "dataset_dict.json").is_file():
         return True
     try:
-        return b'"_data_files"' in (folder / "state.json").read_bytes()  # else the state of something else
+        return b'"_data_files"' in (folder / "state.json").read_bytes()  # other programs write a state.json too
     except OSError:
         return False
 
 
 def dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of such a folder, in the order of their rows. Raises: ShardProblem."""
+    """The Arrow files of a data set on disk, in the order of their rows. Raises: ShardProblem."""
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
@@ -99,20 +116,25 @@ def dataset_files(folder: Path) -> list[Path]:
         files = [_inside(folder, one["filename"]) for one in listed]
     except (OSError, ValueError, KeyError, TypeError) as error:
         refuse_unread(folder.name, error)
-        raise ShardProblem(f"not a data set on disk: {type(error).__name__}: {error}") from error
+        raise ShardProblem(
+            "reading.dataset",
+            "the folder is not a data set on disk: {kind}: {error}",
+            kind=type(error).__name__,
+            error=error,
+        ) from error
     if gone := [file.name for file in files if not file.is_file()]:
-        raise ShardProblem(f"the data set on disk lacks {gone[0]}")
+        raise ShardProblem("reading.dataset_file", "the data set on disk lacks the file {file}", file=gone[0])
     return files
 
 
 def _inside(folder: Path, name: str) -> Path:
     if Path(name).name != name or name in (".", ".."):
-        raise ValueError(f"{name!r} is no name of a file beside it")
+        raise ValueError(f"{name!r} does not name a file in the same folder")
     return folder / name
 
 
 def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOut) -> Iterator[RawRow]:
-    """Rows of a data set on disk; each says which of its files it is of."""
+    """Rows of a data set on disk. Each row names its file."""
     for file in dataset_files(folder):
         name = str(file.relative_to(folder))
         opens = functools.partial(open_file, file, "", limits)
@@ -122,12 +144,16 @@ def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOut) -> Iterat
 
 
 def _readable(schema: pa.Schema) -> list[str]:
-    """Names of the columns that are read: each once."""
+    """Names of the columns that are read, each once."""
     names = [one.name for one in schema if not _is_useless(one.type)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ShardProblem(f"two columns have the name {twice[0]!r}")
+        raise same_column_name(twice[0])
     if not names:
-        raise ShardProblem(f"no column of text; columns: {schema.names[:10]}")
+        raise ShardProblem(
+            "reading.no_text_column",
+            "the file has no column of text. Its columns: {columns}",
+            columns=schema.names[:10],
+        )
     return names
 
 
@@ -162,16 +188,17 @@ def _rows(batch: pa.RecordBatch, limits: ShardLimits) -> Iterator[RawRow]:
         if size > limits.max_row_bytes:
             yield too_long(size, limits.max_row_bytes)
         elif isinstance(encoding := columns.get("text", [None] * batch.num_rows)[number], UnicodeDecodeError):
-            yield BadRow("bad_encoding", f"not UTF-8: {encoding.reason}")
+            said = Message("reading.text_not_utf8", "the text is not UTF-8: {why}", why=encoding.reason)
+            yield BadRow("bad_encoding", said)
         else:
             yield {**row, UNREADABLE: wrong} if wrong else row
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """The values as JSON has them; an exception in the place of one that cannot be read."""
+    """The values as JSON values; an exception in the place of a value that cannot be read."""
     try:
         return [plain(value) for value in column.to_pylist()]
-    except Exception:  # of any value; which one it is, each tells  # noqa: BLE001
+    except Exception:  # some value cannot be read; the next line finds which  # noqa: BLE001
         return [_value(one) for one in column]
 
 
@@ -191,7 +218,7 @@ def _value(one: pa.Scalar) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of a column as JSON has it. Raises: UnicodeDecodeError for bytes that are no text, ValueError.
+    """A value of a column as a JSON value. Raises: UnicodeDecodeError for bytes that are not text; ValueError for infinities and NaN.
 
     >>> import decimal
     >>> plain({"at": datetime.datetime(2026, 1, 2), "n": decimal.Decimal("1.5"), "b": b"x"})

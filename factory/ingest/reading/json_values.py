@@ -1,6 +1,6 @@
-"""JSON arrays, and JSON values one after another, value by value: a file of any size in the memory of one value.
+"""JSON arrays and sequences of JSON values, read value by value: a file of any size needs the memory of one value.
 
-Where a value ends is seen by its brackets and quotes alone. What is inside is decoded later, so that one that is no JSON costs its row.
+Brackets and quotes alone tell where a value ends. Each value is decoded later, so that a value that is not JSON is one dropped row.
 
     >>> list(values(iter([b'[{"a": "]"}, {"b', b'": [1]}]']), 100))
     [b'{"a": "]"}', b'{"b": [1]}']
@@ -22,7 +22,7 @@ _OUTSIDE = re.compile(rb'["{}\[\],]')
 
 
 def read_json(source: Readable) -> Iterator[RawRow]:
-    """A ``.json`` file: one array, whose items are rows; or, as today, JSON lines; or objects written over several lines."""
+    """Read a ``.json`` file: one array whose items are rows, JSON lines, or objects that span several lines."""
     with source.open() as stream:
         found = blocks(stream)
         head = next(found)
@@ -31,7 +31,7 @@ def read_json(source: Readable) -> Iterator[RawRow]:
 
 
 def is_lines(source: Readable) -> bool:
-    """Does a file hold a row in each line, and not one array or values over several lines?"""
+    """Does each line of a file hold one row? False for one array, and for values that span several lines."""
     with source.open() as stream:
         return _in_lines(next(blocks(stream)))
 
@@ -57,9 +57,9 @@ def _is_closed(line: bytes) -> bool:
 
 
 def values(found: Iterator[bytes], max_bytes: int) -> Iterator[RawRow]:
-    """The items of an array, or objects one after another. One over ``max_bytes`` is passed over without being held in memory.
+    """The items of an array, or the objects of a sequence. A value over ``max_bytes`` is skipped without being held in memory.
 
-    Raises: ShardProblem for a file that ends too early, or holds something after its array.
+    Raises: ShardProblem for a file that ends too early, or has something after its array.
     """
     scan = _Scan(max_bytes)
     for block in found:
@@ -121,19 +121,33 @@ class _Scan:
                 self._keep(block[start : match.start()])
                 yield from self._value(needed=False)
                 if not self.array or sign != b"]" or self.closed:
-                    raise ShardProblem(f"not JSON: a {sign.decode()!r} that closes nothing, after {self.count} values")
+                    raise ShardProblem(
+                        "reading.json_unopened",
+                        "the file is not JSON: after {values:,|value|values}, {sign!r} closes nothing",
+                        values=self.count,
+                        sign=sign.decode(),
+                    )
                 self.closed, start = True, at
         self._keep(block[start:])
 
     def end(self) -> Iterator[RawRow]:
         if self.array and not self.closed:
-            raise ShardProblem(f"the JSON array is cut off after {self.count} whole items")
+            raise ShardProblem(
+                "reading.json_cut_off",
+                "the JSON array is cut off after {items:,|whole item|whole items}",
+                items=self.count,
+            )
         yield from self._value()
 
     def _keep(self, piece: bytes) -> None:
         if self.closed and piece.strip(_BLANK):
-            raise ShardProblem(f"something follows the JSON array of {self.count} items: {piece.strip()[:20]!r}")
-        if self.passed or len(self.held) + len(piece) > self.max_bytes + 4096:  # blanks around it may go yet
+            raise ShardProblem(
+                "reading.json_after_array",
+                "the JSON array of {items:,|item|items} ends, and this follows it: {rest!r}",
+                items=self.count,
+                rest=piece.strip()[:20],
+            )
+        if self.passed or len(self.held) + len(piece) > self.max_bytes + 4096:  # blanks around it do not count
             self.passed += len(self.held) + len(piece)
             self.held.clear()
         else:
@@ -146,6 +160,6 @@ class _Scan:
         if passed or len(value) > self.max_bytes:
             self.count += 1
             yield too_long(passed or len(value), self.max_bytes)
-        elif value or needed:  # two commas: an item that is none
+        elif value or needed:  # between two commas an empty item is a row too
             self.count += 1
             yield value

@@ -1,11 +1,13 @@
-"""Which suffix means what: text, code, and kinds that are not read, with what to do instead.
+"""The meaning of each suffix: text, code, and kinds that are not read, with how to convert them.
 
-A file's kind is its last suffix, or the one before that of a compression; of some files of code the whole name (``Makefile``).
+The kind of a file is its last suffix, or the suffix before that of a compression. Some code files are known by their whole name (``Makefile``).
 """
 
 from __future__ import annotations
 
 from pathlib import PurePath
+
+from kernels.contract.message import Message
 
 COMPRESSIONS = {
     ".gz": "gzip",
@@ -17,7 +19,7 @@ COMPRESSIONS = {
     ".lz4": "lz4",
 }
 TEXT = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex", ".textile", ".wiki")
-# By family, with the names that the languages' own tools give them.
+# One line for each family of languages, with the suffixes that the languages' own tools use.
 _CODE = """
     .py .pyi .pyx .pxd .c .h .cc .cpp .cxx .c++ .hh .hpp .hxx .h++ .ipp .inl .tpp .cu .cuh .cl .m .mm .rs .go .zig .nim .d .v .sv .svh .vhd .vhdl
     .java .kt .kts .scala .sc .groovy .gradle .clj .cljs .cljc .edn .js .mjs .cjs .jsx .ts .mts .cts .tsx .vue .svelte .astro .coffee
@@ -37,34 +39,55 @@ CODE, CODE_NAMES = tuple(_CODE.split()), frozenset(_CODE_NAMES.split())
 ARCHIVES = (".zip", ".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
 _PACKED = (*ARCHIVES, ".7z", ".rar", ".jar", ".whl", ".egg", ".apk", ".iso", ".cab", ".ar", ".deb", ".rpm", ".cpio")
 _CONVERSION_HINTS = {
-    **dict.fromkeys((".pdf", ".ps", ".djvu"), "extract its text first, for example with pdftotext"),
+    **dict.fromkeys(
+        (".pdf", ".ps", ".djvu"),
+        Message("reading.convert_pdf", "extract the text first, for example with pdftotext"),
+    ),
     **dict.fromkeys(
         (".docx", ".doc", ".odt", ".rtf", ".epub", ".mobi", ".pptx", ".ppt", ".odp", ".pages", ".fb2"),
-        "convert it to text first, for example with 'pandoc FILE -t plain -o FILE.txt'",
+        Message(
+            "reading.convert_office",
+            "convert the file to text first, for example with 'pandoc FILE -t plain -o FILE.txt'",
+        ),
     ),
-    **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), "save its sheet as CSV"),
-    **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".duckdb", ".mdb"), "export the table as CSV or Parquet"),
-    **dict.fromkeys((".avro", ".orc", ".hdf5", ".h5", ".lance"), "write it as Parquet"),
-    **dict.fromkeys((".dta", ".sav", ".rds", ".rdata"), "save it as CSV"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), Message("reading.convert_sheet", "save the sheet as CSV")),
+    **dict.fromkeys(
+        (".db", ".sqlite", ".sqlite3", ".duckdb", ".mdb"),
+        Message("reading.convert_database", "export the table as CSV or Parquet"),
+    ),
+    **dict.fromkeys(
+        (".avro", ".orc", ".hdf5", ".h5", ".lance"),
+        Message("reading.convert_columns", "save the data as Parquet"),
+    ),
+    **dict.fromkeys((".dta", ".sav", ".rds", ".rdata"), Message("reading.convert_statistics", "save the data as CSV")),
     **dict.fromkeys(
         (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".bin", ".safetensors", ".joblib"),
-        "arrays and pickles are not text: write its documents as JSON lines",
+        Message("reading.convert_arrays", "arrays and pickles are not text: save the documents as JSON lines"),
     ),
     **dict.fromkeys(
         (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".svg", ".ico", ".heic"),
-        "an image has no text",
+        Message("reading.convert_image", "an image has no text"),
     ),
     **dict.fromkeys(
-        (".mp3", ".wav", ".flac", ".ogg", ".m4a", ".mp4", ".mkv", ".webm", ".avi", ".mov"), "transcribe it first"
+        (".mp3", ".wav", ".flac", ".ogg", ".m4a", ".mp4", ".mkv", ".webm", ".avi", ".mov"),
+        Message("reading.convert_sound", "transcribe the recording first"),
     ),
-    **dict.fromkeys((".br", ".z", ".lzo", ".sz", ".snappy"), "decompress it, or compress it with gzip or zstd"),
-    **dict.fromkeys((".mbox", ".eml", ".msg", ".pst"), "write its messages as JSON lines"),
-    **dict.fromkeys(_PACKED[len(ARCHIVES) :], "unpack it; zip and tar are read as they are"),
+    **dict.fromkeys(
+        (".br", ".z", ".lzo", ".sz", ".snappy"),
+        Message("reading.convert_compression", "decompress the file, or compress it with gzip or zstd"),
+    ),
+    **dict.fromkeys(
+        (".mbox", ".eml", ".msg", ".pst"), Message("reading.convert_mail", "save the messages as JSON lines")
+    ),
+    **dict.fromkeys(
+        _PACKED[len(ARCHIVES) :],
+        Message("reading.convert_archive", "unpack the archive; only zip and tar are read without that"),
+    ),
 }
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """(suffix that says how the content is read, compression). A file of code that is known by its whole name is '.mk'.
+    """(suffix that tells how to read the content, compression). A code file that is known by its whole name is '.mk'.
 
     >>> [kind_of(name) for name in ("a.jsonl.gz", "b.TGZ", "Makefile", "c.tar.zst", "d", "e.warc.wet.gz")]
     [('.jsonl', 'gzip'), ('.tar', 'gzip'), ('.mk', ''), ('.tar', 'zstd'), ('', ''), ('.wet', 'gzip')]
@@ -88,11 +111,10 @@ def is_archive(name: str) -> bool:
     return kind_of(name)[0] in _PACKED
 
 
-def conversion_hint(name: str) -> str:
-    """What to do with a file that is not read, after a colon; '': nothing is known of its kind.
+def conversion_hint(name: str) -> Message | None:
+    """How to convert a file that is not read; None for an unknown kind.
 
     >>> conversion_hint("a.pdf"), conversion_hint("b.unheard")
-    (': extract its text first, for example with pdftotext', '')
+    ('extract the text first, for example with pdftotext', None)
     """
-    known = _CONVERSION_HINTS.get(PurePath(name).suffix.lower()) or _CONVERSION_HINTS.get(kind_of(name)[0])
-    return f": {known}" if known else ""
+    return _CONVERSION_HINTS.get(PurePath(name).suffix.lower()) or _CONVERSION_HINTS.get(kind_of(name)[0])

@@ -1,8 +1,8 @@
-"""HTML, web archives and notebooks: the text that a person reads there.
+"""HTML, web archives and notebooks: the text that a person reads in them.
 
-The text of a page is what ``trafilatura`` takes for its main text (Barbaresi 2021): menus, footers and comments are left out. A web archive
-(WARC, ISO 28500) gives a row for each response of status 200 whose content is HTML, and for each conversion to plain text (WET), with the
-address as ``url`` and the date as ``created``; it is read by ``warcio``. Other records are passed over and counted.
+``trafilatura`` (Barbaresi 2021) finds the main text of a page, without menus, footers and comments. ``warcio`` reads web archives (WARC, ISO
+28500). A web archive gives a row for each HTML response of status 200, and for each conversion to plain text (WET). The row has the address as
+``url`` and the date as ``created``. Other records are skipped and counted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
 from factory.ingest.reading.streams import BROKEN, ByteStream, Readable, as_text, refuse_unread, whole
+from kernels.contract.message import Message
 
 _PAGES = ("text/html", "application/xhtml+xml")
 
@@ -21,18 +22,18 @@ def read_html(source: Readable) -> Iterator[RawRow]:
     with source.open() as stream:
         text = page_text(whole(stream, source.limits))
     if text is None:
-        yield BadRow("empty", "no main text was found in this page")
+        yield BadRow("empty", Message("reading.no_main_text", "the page has no main text"))
     else:
         yield {"text": text, "source": source.name}
 
 
 def page_text(page: bytes) -> str | None:
-    """The main text of a page; None: there is none. Its encoding is the one that it names, or that its bytes look like."""
+    """The main text of a page; None: it has none. The page names its encoding, or its bytes tell it."""
     import trafilatura
 
     try:
         return trafilatura.extract(page, include_comments=False, deduplicate=False) or None
-    except (ValueError, RecursionError, AttributeError, TypeError, KeyError):  # of pages that are hardly any
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError):  # trafilatura fails on broken pages
         return None
 
 
@@ -50,18 +51,32 @@ def read_warc(source: Readable) -> Iterator[RawRow]:
                 while record.raw_stream.read(1 << 20):
                     pass
                 if getattr(record.raw_stream, "limit", 0) > 0:
-                    raise ShardProblem(f"the web archive is cut off in record {count}")
+                    raise _cut_off(count)
         except ArchiveLoadFailed as error:
-            raise ShardProblem(f"not a web archive after {count} records: {str(error).strip()[:200]}") from error
+            raise _broken(count, str(error).strip()[:200]) from error
         except BROKEN as error:
             refuse_unread(source.name, error)
-            raise ShardProblem(f"not a web archive after {count} records: {error}") from error
+            raise _broken(count, str(error)) from error
         if archive.last not in b"\r\n":
-            raise ShardProblem(f"the web archive is cut off in record {count + 1}")
+            raise _cut_off(count + 1)
+
+
+def _cut_off(record: int) -> ShardProblem:
+    return ShardProblem("reading.warc_cut_off", "the web archive is cut off in record {record}", record=record)
+
+
+def _broken(records: int, error: str) -> ShardProblem:
+    return ShardProblem(
+        "reading.warc",
+        "the file is not a web archive after {records:,|record|records}: {error}",
+        records=records,
+        error=error,
+    )
 
 
 class _Ending:
-    """A stream that knows its first bytes and its last: warcio passes over a header that is cut off, and reads any text as a record."""
+    """A stream that checks its first bytes and keeps its last. warcio does neither: it skips a header that is cut off, and reads any text as
+    a record."""
 
     def __init__(self, stream: ByteStream) -> None:
         self.stream, self.last = stream, b""
@@ -69,7 +84,7 @@ class _Ending:
     def read(self, size: int = -1) -> bytes:
         block = self.stream.read(size)
         if not self.last and block and not block.startswith(b"WARC/"):
-            raise ShardProblem("not a web archive: it does not begin with WARC/")
+            raise ShardProblem("reading.warc_start", "the file is not a web archive: it does not begin with WARC/")
         self.last = block[-1:] or self.last
         return block
 
@@ -84,10 +99,13 @@ def _record(record: Any, source: Readable) -> Iterator[RawRow]:
         status = record.http_headers.get_statuscode()
         content = (record.http_headers.get_header("Content-Type") or "").partition(";")[0].strip().lower()
         if status != "200" or content not in _PAGES:
-            source.left_out("", f"pages of status {status}" if status != "200" else f"content {content or 'unnamed'}")
+            other_status = Message("reading.page_status", "pages of status {status}", status=status)
+            other_content = Message("reading.page_content", "content {content}", content=content or "unnamed")
+            source.left_out("", other_status if status != "200" else other_content)
             return
         page = _payload(record, source.limits.max_row_bytes)
-        text = page if isinstance(page, BadRow) else page_text(page) or BadRow("empty", f"no main text: {url[:200]}")
+        nothing = Message("reading.record_without_text", "the page has no main text: {url}", url=url[:200])
+        text = page if isinstance(page, BadRow) else page_text(page) or BadRow("empty", nothing)
     else:
         return
     row = {"text": text, "url": url.strip("<>"), "created": record.rec_headers.get_header("WARC-Date") or ""}
@@ -95,7 +113,7 @@ def _record(record: Any, source: Readable) -> Iterator[RawRow]:
 
 
 def _payload(record: Any, limit: int) -> bytes | BadRow:
-    """What the page is, without transfer and content encodings."""
+    """The bytes of a page, without transfer and content encodings."""
     stream, found, size = record.content_stream(), [], 0
     while piece := stream.read(1 << 16):
         found.append(piece)
@@ -106,7 +124,7 @@ def _payload(record: Any, limit: int) -> bytes | BadRow:
 
 
 def read_notebook(source: Readable) -> Iterator[RawRow]:
-    """A Jupyter notebook is one document: Markdown as it is, code between fences. Outputs are left out: they are what a program printed."""
+    """Read a Jupyter notebook as one document: Markdown as it is, code between fences, without outputs."""
     with source.open() as stream:
         data = as_text(whole(stream, source.limits))
     try:
@@ -116,8 +134,14 @@ def read_notebook(source: Readable) -> Iterator[RawRow]:
         language = str(kernel.get("language") or "python")
         parts = [part for part in (_cell(cell, language) for cell in cells) if part]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ShardProblem(f"not a notebook: {type(error).__name__}: {str(error)[:100]}") from error
-    yield {"text": "\n\n".join(parts), "source": source.name} if parts else BadRow("empty", "the notebook is empty")
+        raise ShardProblem(
+            "reading.notebook",
+            "the file is not a notebook: {kind}: {error}",
+            kind=type(error).__name__,
+            error=str(error)[:100],
+        ) from error
+    empty = Message("reading.empty_notebook", "the notebook is empty")
+    yield {"text": "\n\n".join(parts), "source": source.name} if parts else BadRow("empty", empty)
 
 
 def _cell(cell: dict[str, Any], language: str) -> str:

@@ -1,8 +1,8 @@
-"""What a reader hands on: rows, rows that cannot be read, and where each came from.
+"""The types that readers yield: rows, rows that cannot be read, and the origin of each row.
 
-A row is a line of JSON (bytes), a decoded object, or a ``BadRow``. Of a file that is not itself a shard (a member of an archive, one of many
-small files) the row names the path under ``PATH``; a value that cannot be read is left out of the row and named under ``UNREADABLE``, so that
-it costs nothing where nobody asks for it. ``take_origin`` takes both keys out again, before the row is looked at.
+A row is a line of JSON (bytes), a decoded object, or a ``BadRow``. A row of a file that is not itself a shard (a member of an archive, one of
+many small files) names the file's path under ``PATH``. A reader leaves a value that it cannot read out of the row and names the value's key
+under ``UNREADABLE``. Such a row is dropped only if ingest needs that key. ``take_origin`` removes both keys from the row.
 
     >>> with_path(b'{"text": "a"}', "docs/a.jsonl")
     b'{"factory:path": "docs/a.jsonl", "text": "a"}'
@@ -19,34 +19,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from factory.ingest.shapes.bad_row import BadRow as BadRow
+from kernels.contract.message import CodedError, Message
 
 PATH, UNREADABLE, BAD = "factory:path", "factory:unreadable", "factory:bad"
-# Rules of rows that cannot be read at all; with too many of them a shard is quarantined.
+# Rules of rows that cannot be read at all. A shard with too many of these rows is quarantined.
 BAD_RULES = frozenset({"bad_json", "bad_encoding", "bad_schema", "bad_csv", "row_too_long", "empty"})
 
-LeftOut = Callable[[str, str], object]  # of (a member's path, why it is not read)
+LeftOut = Callable[[str, Message], object]  # called with (a member's path, why it is not read)
 
 
 RawRow = bytes | dict[str, Any] | BadRow
 
 
-class ShardProblem(Exception):
-    """The whole file is unusable; the message says why, for a person. ``rows`` and ``dropped`` by rule, where known."""
+class ShardProblem(CodedError):
+    """The whole file is unusable. The message says why. ``rows`` and ``dropped`` (by rule) are set where they are known."""
 
-    def __init__(self, reason: str, rows: int = 0, dropped: dict[str, int] | None = None) -> None:
-        super().__init__(reason)
+    def __init__(
+        self, code: str, template: str = "", /, *, rows: int = 0, dropped: dict[str, int] | None = None, **data: Any
+    ) -> None:
+        super().__init__(code, template, **data)
         self.rows = rows
         self.dropped = dropped or {}
 
 
 class OverLimit(ShardProblem):
-    """A limit of the data policy for the whole file is reached: nothing more of it is read, whatever it is a member of."""
+    """The file exceeds a limit of the data policy. Nothing more of it is read, nor of the archive that it is a member of."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """``path``: inside the archive, folder or data set that a row came in; '': its shard is the file. ``unreadable``: by key, why its value
-    could not be read."""
+    """Where a row came from. ``path``: of the row's file inside an archive, folder or data set; '': the shard itself is that file.
+    ``unreadable``: by key, why its value could not be read."""
 
     path: str = ""
     unreadable: dict[str, str] = field(default_factory=dict)
@@ -55,11 +58,14 @@ class Origin:
         """Raises: BadRow where the value of one of these keys could not be read."""
         for key in keys:
             if key in self.unreadable:
-                raise BadRow("bad_schema", f"{key!r} cannot be read: {self.unreadable[key]}")
+                unread = Message(
+                    "reading.unreadable_value", "{key!r} cannot be read: {why}", key=key, why=self.unreadable[key]
+                )
+                raise BadRow("bad_schema", unread)
 
 
 def take_origin(row: Any) -> Origin:
-    """Where a decoded row came from; the keys that say so are taken out of it. Raises: BadRow, where it stands for a row that was none."""
+    """Remove the keys that name the origin from a decoded row, and return them. Raises: BadRow where the row stands for an unreadable row."""
     if not isinstance(row, dict):
         return Origin()
     bad, path, unreadable = row.pop(BAD, None), row.pop(PATH, ""), row.pop(UNREADABLE, {})
@@ -73,7 +79,8 @@ def take_origin(row: Any) -> Origin:
 
 
 def with_path(row: RawRow, path: str) -> RawRow:
-    """The row, saying which member it came from: the first to be said counts, as the innermost. A line that is no object stays: it is dropped."""
+    """The row with ``path`` as its origin. A row that already has an origin keeps it: that is the innermost file. A line that is not a JSON
+    object stays as it is; a later check drops it."""
     if isinstance(row, dict):
         return row if PATH in row else {**row, PATH: path}
     if isinstance(row, BadRow):
@@ -86,12 +93,12 @@ def with_path(row: RawRow, path: str) -> RawRow:
 
 
 def as_line(row: RawRow) -> bytes:
-    """A row as one line of JSON, which reads as that row again.
+    """A row as one line of JSON. Reading the line gives the same row.
 
     >>> as_line(b'{"text":\\n "a"}'), as_line({"text": "a"}), as_line(BadRow("bad_csv", "4 fields"))
     (b'{"text":  "a"}', b'{"text": "a"}', b'{"factory:bad": ["bad_csv", "4 fields"]}')
     """
-    if isinstance(row, bytes):  # a line end inside JSON is a blank: in a string it is written \n
+    if isinstance(row, bytes):  # outside strings a line end is only a blank; inside strings JSON writes it as \n
         return row.replace(b"\n", b" ").replace(b"\r", b" ")
     if isinstance(row, BadRow):
         row = {BAD: [row.rule, row.detail]}
@@ -99,4 +106,16 @@ def as_line(row: RawRow) -> bytes:
 
 
 def too_long(size: int, limit: int) -> BadRow:
-    return BadRow("row_too_long", f"a row of {size} bytes; limits.max_row_bytes is {limit}")
+    """The error of a row over ``limits.max_row_bytes``; both arguments in bytes."""
+    said = Message(
+        "reading.row_too_long",
+        "the row has {size} bytes; at most {limit} are allowed (limits.max_row_bytes in data.yaml)",
+        size=size,
+        limit=limit,
+    )
+    return BadRow("row_too_long", said)
+
+
+def same_column_name(name: str) -> ShardProblem:
+    """The error of a table or columnar file in which two columns have the same name."""
+    return ShardProblem("reading.same_column_name", "two columns have the name {name!r}", name=name)

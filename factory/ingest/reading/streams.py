@@ -1,4 +1,4 @@
-"""Decompressed bytes of a file or of a member, within the limits of the data policy; lines and whole texts of them."""
+"""Decompressed bytes of a file or of an archive's member, within the limits of the data policy; as lines or as one text."""
 
 from __future__ import annotations
 
@@ -25,26 +25,34 @@ from factory.ingest.rules.policy import ShardLimits
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
 
 BLOCK = 1 << 20
-FREE_EXPANSION = 64 << 20  # bytes before the expansion of a compressed file is judged
+FREE_EXPANSION = 64 << 20  # decompressed bytes up to which limits.max_expansion is not checked
 
 
 class Allowance:
-    """How much may come out of a compressed file, or an archive, of ``size`` bytes, whatever number of members it has."""
+    """How many bytes may come out of a compressed file or archive of ``size`` bytes, over all its members."""
 
     def __init__(self, size: int, limits: ShardLimits) -> None:
         self.size, self.limits, self.given = size, limits, 0
 
     def take(self, count: int) -> None:
-        """Raises: OverLimit."""
+        """Count ``count`` more bytes. Raises: OverLimit."""
         self.given += count
         if self.given > self.limits.max_shard_bytes:
-            raise OverLimit(f"more than {self.limits.max_shard_bytes} bytes (limits.max_shard_bytes): split it")
+            raise OverLimit(
+                "reading.shard_too_large",
+                "the file decompresses to more than {limit} bytes (limits.max_shard_bytes in data.yaml): split the file",
+                limit=self.limits.max_shard_bytes,
+            )
         if self.given > FREE_EXPANSION and self.given > self.limits.max_expansion * self.size:
-            raise OverLimit(f"expands more than {self.limits.max_expansion:g} times (limits.max_expansion): a bomb?")
+            raise OverLimit(
+                "reading.expansion",
+                "the file expands more than {limit:g} times (limits.max_expansion in data.yaml): it may be a decompression bomb",
+                limit=self.limits.max_expansion,
+            )
 
 
 class ByteStream(io.RawIOBase):
-    """A decompressing stream that stops at a bomb and says what is wrong with a broken file."""
+    """A decompressing stream. It stops at the limits of the data policy, and names what is wrong with a broken file."""
 
     def __init__(self, inner: Any, name: str, budget: Allowance | None) -> None:
         self._inner, self._name, self._budget = inner, name, budget
@@ -58,7 +66,12 @@ class ByteStream(io.RawIOBase):
             block: bytes = self._inner.read(BLOCK if size is None or size < 0 else size)
         except BROKEN as error:
             refuse_unread(self._name, error)
-            raise ShardProblem(f"cannot be decompressed after {self._given} bytes: {error}") from error
+            raise ShardProblem(
+                "reading.decompression",
+                "the file cannot be decompressed after {bytes} bytes: {error}",
+                bytes=self._given,
+                error=error,
+            ) from error
         self._given += len(block)
         if self._budget:
             self._budget.take(len(block))
@@ -71,8 +84,8 @@ class ByteStream(io.RawIOBase):
 
 @dataclass(frozen=True)
 class Readable:
-    """A file, or a member of one, as readers see it. ``open``: its decompressed bytes, from the beginning, once. ``path``: of a file that
-    is not compressed, so that it can be mapped. ``left_out`` is told what is not read of it."""
+    """A file, or a member of an archive, as readers see it. ``open`` gives its decompressed bytes from the beginning, once. ``path`` is set for
+    a file that is not compressed, so that a reader can map it. A reader calls ``left_out`` for each part that it does not read."""
 
     name: str
     open: Callable[[], ByteStream]
@@ -95,12 +108,12 @@ def open_file(path: Path, compression: str, limits: ShardLimits) -> ByteStream:
             inner = open(path, "rb")  # noqa: SIM115 (closed by ByteStream)
     except (OSError, pa.ArrowException) as error:
         refuse_unread(path.name, error)
-        raise ShardProblem(f"cannot be opened: {error}") from error
+        raise ShardProblem("reading.opening", "the file cannot be opened: {error}", error=error) from error
     return ByteStream(inner, path.name, budget)
 
 
 def decompressed(raw: IO[bytes], compression: str) -> Any:
-    """The content of an open file, which its opener closes. ``compression``: a value of ``COMPRESSIONS``, or ''."""
+    """The decompressed content of an open file, which the caller closes. ``compression``: a value of ``COMPRESSIONS``, or ''."""
     if compression in ("zstd", "lz4"):
         return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
     if compression == "gzip":
@@ -109,13 +122,18 @@ def decompressed(raw: IO[bytes], compression: str) -> Any:
 
 
 def refuse_unread(name: str, error: Exception) -> None:
-    """Raises: InputError for what the machine did, which says nothing about the shard: it is not quarantined."""
+    """Raises: InputError for a fault of the machine. Such a fault says nothing about the shard, so the shard is not quarantined."""
     if is_of_no_file(error):
-        raise InputError(f"{name} cannot be read: {error}") from error
+        raise InputError("reading.machine_fault", "{file} cannot be read: {error}", file=name, error=error) from error
+
+
+def file_unreadable(path: Path | str, error: OSError) -> InputError:
+    """The error of a file that the operating system does not let the factory read."""
+    return InputError("reading.unreadable_file", "{path} cannot be read: {error}", path=path, error=error.strerror)
 
 
 def blocks(stream: ByteStream) -> Iterator[bytes]:
-    """Raises: ShardProblem for a file that is empty, or in another encoding than UTF-8."""
+    """The blocks of a stream. Raises: ShardProblem for a file that is empty, or whose encoding is not UTF-8."""
     first = True
     while block := stream.read(BLOCK):
         if first:
@@ -123,13 +141,13 @@ def blocks(stream: ByteStream) -> Iterator[bytes]:
             first = False
         yield block
     if first:
-        raise ShardProblem("the file is empty once decompressed")
+        raise ShardProblem("reading.nothing_inside", "the file is empty once decompressed")
 
 
 def lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
-    """Lines of blocks, without their ends; a line over ``max_bytes`` is passed over without being held in memory."""
+    """The lines of blocks, without their ends. A line over ``max_bytes`` is skipped without being held in memory."""
     rest = b""
-    skipped = 0  # bytes of an over-long line passed over so far
+    skipped = 0  # bytes of an over-long line that were skipped so far
     for block in found:
         *whole_lines, rest = (rest + block).split(b"\n")
         for line in whole_lines:
@@ -148,34 +166,50 @@ def lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
 
 
 def whole(stream: ByteStream, limits: ShardLimits) -> bytes:
-    """All of it, as of one document. Raises: ShardProblem for more than a row may have."""
+    """All bytes of a stream that is one document. Raises: ShardProblem for more bytes than a row may have."""
     found: list[bytes] = []
     size = 0
     while block := stream.read(BLOCK):
         found.append(block)
         size += len(block)
         if size > limits.max_row_bytes:
-            raise ShardProblem(f"a document of more than {limits.max_row_bytes} bytes (limits.max_row_bytes)")
+            raise ShardProblem(
+                "reading.document_too_large",
+                "the document has more than {limit} bytes (limits.max_row_bytes in data.yaml)",
+                limit=limits.max_row_bytes,
+            )
     return b"".join(found)
 
 
 def as_text(data: bytes) -> str:
-    """Raises: ShardProblem."""
+    """``data`` decoded from UTF-8. Raises: ShardProblem."""
     refuse_other_encodings(data)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ShardProblem(f"not UTF-8 at byte {error.start}: convert it, for example with iconv") from error
+        raise ShardProblem(
+            "reading.not_utf8",
+            "the file is not UTF-8 at byte {byte}: convert the file, for example with iconv",
+            byte=error.start,
+        ) from error
 
 
 def refuse_other_encodings(head: bytes) -> None:
+    """Raises: ShardProblem where the first bytes of a file are the byte order mark of another encoding than UTF-8."""
     for mark, name in ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"), (b"\x00\x00\xfe\xff", "UTF-32")):
         if head.startswith(mark):
-            raise ShardProblem(f"encoded as {name}, not UTF-8: convert it, for example with iconv")
+            raise ShardProblem(
+                "reading.other_encoding",
+                "the file is encoded as {encoding}, not UTF-8: convert the file, for example with iconv",
+                encoding=name,
+            )
 
 
 def seekable(source: Readable) -> Any:
-    """A pyarrow file of all the bytes, which can be read at any place: mapped, or from a copy without a name. Raises: ShardProblem, OSError."""
+    """A pyarrow file of all bytes of ``source`` that can be read at any place: a memory map of the file or of an unnamed copy.
+
+    Raises: ShardProblem, OSError.
+    """
     if source.path is not None:
         return pa.memory_map(str(source.path), "r")
     with tempfile.TemporaryFile() as copy, source.open() as stream:

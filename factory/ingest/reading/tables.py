@@ -5,10 +5,10 @@
     lines"
     2,"a ""word\"""
 
-The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that its first line has most of, outside quotes; a line ``sep=;`` before the header,
-as Excel writes it, says it. Lines end in LF, CR LF, or CR. An empty field is no value (None). A
-record with another number of fields than the header, or with a quote inside a quoted field, costs its row; so does one that is longer than a row
-may be, which is not held in memory.
+The delimiter of a ``.csv`` file is the one of ``, ; TAB |`` that occurs most often in the first line, outside quotes. A line ``sep=;`` before
+the header, as Excel writes it, sets the delimiter. Lines end in LF, CR LF, or CR. An empty field is None. A record is a dropped row if it has
+another number of fields than the header, a quote inside a quoted field, or more bytes than a row may have. A record that is too long is never
+held in memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
+from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, same_column_name, too_long
 from factory.ingest.reading.streams import ByteStream, Readable, blocks
+from kernels.contract.message import Message
 
 _DELIMITERS = ",;\t|"
 _SAID = re.compile(r'"?sep=([^\w"\r\n])"?[\r\n]*', re.IGNORECASE)
@@ -45,21 +46,31 @@ def _table(source: Readable, delimiter: str) -> Iterator[RawRow]:
         records = _Records(stream, limit, delimiter)
         header = next(iter(records), None)
         if not isinstance(header, list):
-            raise ShardProblem(f"the first line of a table names its columns, and this one cannot be read: {header}")
+            raise ShardProblem(
+                "reading.table_header",
+                "the first line of the table cannot be read, but it must name the columns: {header}",
+                header=header,
+            )
         columns = [name.strip() for name in header]
         if twice := sorted({name for name in columns if columns.count(name) > 1 and name}):
-            raise ShardProblem(f"two columns of the table have the name {twice[0]!r}")
+            raise same_column_name(twice[0])
         for record in records:
             if isinstance(record, BadRow):
                 yield record
             elif len(record) != len(columns):
-                yield BadRow("bad_csv", f"{len(record)} fields; the header has {len(columns)}")
+                fields = Message(
+                    "reading.table_fields",
+                    "the record has {fields:,|field|fields}; the header has {columns}",
+                    fields=len(record),
+                    columns=len(columns),
+                )
+                yield BadRow("bad_csv", fields)
             else:
                 yield {name: value or None for name, value in zip(columns, record) if name}
 
 
 class _Records:
-    """Records of a CSV stream. A record over the limit is passed over: to the line that closes its quotes."""
+    """The records of a CSV stream. A record over the limit is skipped up to the line that closes its quotes."""
 
     def __init__(self, stream: ByteStream, limit: int, delimiter: str) -> None:
         self.limit, self.delimiter = limit, delimiter
@@ -84,7 +95,8 @@ class _Records:
                 return
             except csv.Error as error:
                 cut = "unexpected end" in str(error)
-                yield BadRow("bad_csv", "the file ends inside a quoted field" if cut else str(error)[:200])
+                ends = Message("reading.table_cut_off", "the file ends inside a quoted field")
+                yield BadRow("bad_csv", ends if cut else str(error)[:200])
             except _TooLong:
                 yield too_long(self._pass_over(), self.limit)
             self.size = self.quotes = 0
@@ -99,7 +111,7 @@ class _Records:
             yield self.last
 
     def _pass_over(self) -> int:
-        """To the end of a record that is too long. Returns how long it was: characters."""
+        """Skip to the end of a record that is too long. Returns its length in characters."""
         while self.quotes % 2 or not self.last.endswith(("\n", "\r")):
             if not (line := next(self.text, "")):
                 break
@@ -110,7 +122,8 @@ class _Records:
 
 
 def _text(stream: ByteStream, limit: int) -> Iterator[str]:
-    """Lines with their ends; a very long one in pieces. Bytes that are not UTF-8 become half surrogates, which cost the row."""
+    """The lines of a stream, with their ends; a very long line in pieces. Bytes that are not UTF-8 become half surrogates, so that a later
+    check drops the row."""
     rest, start = b"", True
     for block in blocks(stream):
         if start:
@@ -118,7 +131,7 @@ def _text(stream: ByteStream, limit: int) -> Iterator[str]:
         found = (rest + block).splitlines(keepends=True)  # of bytes: at LF, CR LF and CR alone
         rest = (
             b"" if not found or found[-1].endswith(b"\n") else found.pop()
-        )  # of a CR, the LF may be in the next block
+        )  # the LF after a CR may be in the next block
         for line in found:
             yield line.decode("utf-8", "surrogateescape")
         if len(rest) > limit:

@@ -1,1 +1,1 @@
-"""What ``policies/data.yaml`` may say, and the rules that drop, change or hold out documents."""
+"""The keys of ``policies/data.yaml``, and the rules that drop, change or hold out documents."""

@@ -1,11 +1,11 @@
-"""What shards claim about the licence of one text, where they do not agree. Read from the ledger alone.
+"""Finds texts for which shards claim different licences. Reads the ledger only.
 
-A text that arrives again is dropped as a copy (exact or near) of the document that stayed, or, where its licence does not allow training, by the
-rule 'licence'; its row names the licence it came under, and the document that it ``matched``. So every row keeps its own claim, in whatever order
-they came. Of the claims about one document the strictest counts, by the policy as it is now, until a person settles which is right: an event
-``licence_settled`` that sets the other rows' claims aside. A claim that comes later is a new one.
+A text that arrives again is dropped as a copy (exact or near) of the kept document, or by the rule 'licence' if its licence does not allow
+training. The dropped row keeps its licence and the key of the document that it ``matched``. So every row keeps its own claim, in whatever order
+the rows came. Of several claims about one document the strictest counts, by the present policy. A person can settle which claim is right: an
+event ``licence_settled`` sets the claims of other rows aside. A later claim is a new claim.
 
-Names that differ in case or blanks alone are one licence.
+Names that differ only in case or blanks are one licence.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from factory.ingest.rules.policy import Licences
 
 SETTLED = "licence_settled"
-CONFLICT = "licence_conflict"  # of a shard: some of its texts came under another licence before
-# Rules by which a row drops that matched a document; 'removed': that was taken out, and may be put back.
+CONFLICT = "licence_conflict"  # event of a shard: some of its texts came under another licence before
+# Rules that drop a row because it matches a document; 'removed': a person took that document out, and may put it back.
 COPIES = ("exact_duplicate", "near_duplicate", "licence", "removed")
 
 
 @dataclass(frozen=True)
 class LicenceClaim:
-    """One row's. ``license`` '': it names none. ``aside``: a person said that it is wrong."""
+    """The licence that one row names; '': none. ``aside``: a person said that this claim is wrong."""
 
     key: str
     shard: str  # its name
@@ -38,7 +38,7 @@ class LicenceClaim:
 
 @dataclass(frozen=True)
 class LicenceConflict:
-    """A document and what was claimed about it, its own row's first; at least two licences are among them. ``fate`` is the document's."""
+    """A document with claims of at least two licences. The first of ``claims`` is that of the document's own row."""
 
     key: str
     id: str
@@ -49,7 +49,7 @@ class LicenceConflict:
 
     @property
     def standing(self) -> list[str]:
-        """The licences that are claimed and not set aside; all, where a row that two texts are near to had both words said about it."""
+        """The claimed licences that are not set aside. If all are set aside (one row can match two settled texts), all count."""
         return [claim.license for claim in self.claims if not claim.aside] or [claim.license for claim in self.claims]
 
     @property
@@ -57,12 +57,13 @@ class LicenceConflict:
         return len({folded(name) for name in self.standing}) == 1
 
     def counts_as(self, policy: Licences) -> str:
-        """The licence by which it is judged: the strictest of those that stand; its own where that is as strict."""
+        """The licence by which the document is judged: the strictest standing licence; its own if that is as strict."""
         return strictest(self.standing, policy)
 
 
 def strictest(licences: Collection[str], policy: Licences) -> str:
-    """The first of the strictest; where it is not the first of all, the first by name, so that no order of arrival counts."""
+    """The strictest licence. If several are equally strict: the first of ``licences`` if it is among them, else the first by name, so that the
+    order of arrival does not matter."""
     allows = {name: (policy.of(name).train, policy.of(name).release) for name in licences}
     least = min(allows.values())
     first = next(iter(licences))
@@ -70,15 +71,15 @@ def strictest(licences: Collection[str], policy: Licences) -> str:
 
 
 def conflicts(db: Reads, key: str | None = None) -> list[LicenceConflict]:
-    """Every document about which claims differ, or the one with that key."""
+    """Every document with differing claims, or only the document with that key."""
     rules = ", ".join(f"'{rule}'" for rule in COPIES)
-    columns = """d.key, d.id, d.fate, d.token_shard, d.supervised_tokens, d.license, d.shard,
-        c.key AS copy, c.license AS other, c.shard AS from_shard"""
-    other = "COALESCE(c.license, '') <> COALESCE(d.license, '')" + (" AND d.key = :key" if key else "")
-    # A text that was barred, and was brought again after a person's word or another policy let it in, is no row's copy.
-    sql = f"""SELECT {columns} FROM documents c JOIN documents d ON d.key = c.matched WHERE c.rule IN ({rules}) AND {other}
+    named = [f"d.{name}" for name in ("key", "id", "fate", "token_shard", "supervised_tokens", "license", "shard")]
+    columns = ", ".join([*named, "c.key AS copy", "c.license AS other", "c.shard AS from_shard"])
+    other = "AND COALESCE(c.license, '') <> COALESCE(d.license, '')" + (" AND d.key = :key" if key else "")
+    # A barred text may be let in later, by a person's word or another policy. The new row is not a copy of the barred row.
+    sql = f"""SELECT {columns} FROM documents c JOIN documents d ON d.key = c.matched WHERE c.rule IN ({rules}) {other}
         UNION SELECT {columns} FROM documents c JOIN documents d ON d.content_sha256 = c.content_sha256
-        WHERE c.rule = 'licence' AND d.fate <> 'dropped' AND {other} ORDER BY 1, 8"""
+        WHERE c.rule = 'licence' AND d.fate <> 'dropped' {other} ORDER BY 1, 8"""
     rows = db.read(sql, **({"key": key} if key else {}))
     if not rows:
         return []
@@ -98,7 +99,7 @@ def conflicts(db: Reads, key: str | None = None) -> list[LicenceConflict]:
 
 
 def set_aside(db: Reads) -> set[str]:
-    """Keys of rows whose claims a person set aside; the newest word about each document counts."""
+    """Keys of the rows whose claims a person set aside. A person's newest word about each document counts."""
     newest: dict[str, list[str]] = {}
     for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):
         newest |= row["detail"]["aside"]
@@ -106,5 +107,5 @@ def set_aside(db: Reads) -> set[str]:
 
 
 def counted(db: Reads, policy: Licences) -> Mapping[str, LicenceConflict]:
-    """By key, the documents that count under another licence than their own row names."""
+    """By key, the conflicts of documents that are judged by another licence than their own row names."""
     return {one.key: one for one in conflicts(db) if one.counts_as(policy) != one.claims[0].license}

@@ -1,18 +1,18 @@
-"""No overlap of 13 words between training data and held-out documents, whichever arrives first.
+"""Keeps training data and held-out documents free of shared runs of 13 words, whichever arrives first.
 
 - A new training document that shares an n-gram with a held-out document loses the shared span and a margin on either
-  side, as for GPT-3 (Brown et al. 2020, appendix C), or is dropped when too much of it would go. A chat is dropped.
+  side, as for GPT-3 (Brown et al. 2020, appendix C). If too much would be cut, the document is dropped. A chat is dropped.
 - A new held-out document that shares an n-gram with a training document of an earlier shard is not held out; it becomes
   training data itself. (Within one shard the held-out document stays and the training document is trimmed.)
 
-Held-out documents are indexed by every n-gram they have, so the first direction finds every overlap. Training
-documents are indexed by a winnowed sample (``words.winnow``), so the second finds every overlap of n + window - 1 =
-44 words, and shorter ones by chance (one 13-gram with probability 0.06). Documents of 8–12 words are one n-gram;
-still shorter ones are left to the exact and near-duplicate rules.
+Held-out documents are indexed by all their n-grams, so the first direction finds every overlap. Training documents are
+indexed by a winnowed sample (``words.winnow``), so the second direction finds every overlap of n + window - 1 = 44 words,
+and shorter overlaps by chance (one 13-gram with probability 0.06). A document of 8–12 words is one n-gram. Still shorter
+documents are compared by the exact and near-duplicate rules only.
 
-Phrases that many documents share (licence headers, boilerplate) are no leak: an n-gram that more than ``common`` documents
-have when the held-out document is chosen is left out of its index, and so are those that overlap it. This is decided once,
-when the document is chosen; later copies of what is in the index are always found.
+Phrases that many documents share (licence headers, boilerplate) are not a leak. When a held-out document is chosen, n-grams
+that more than ``common`` documents have, and n-grams that overlap them, are left out of its index. The index of a document
+never changes later, so later copies of an indexed n-gram are always found.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy.typing as npt
 
 from factory.ingest.rules.words import Hashes, runs, word_spans
 
-SHORTEST = 8  # words; GPT-3's lower bound
-PIECES = 10  # a document that would fall into more pieces is dropped, as GPT-3 did
+SHORTEST = 8  # words of the shortest n-gram; GPT-3's lower bound
+PIECES = 10  # a document that would be cut into more pieces is dropped, as for GPT-3
 
 Positions = npt.NDArray[np.int64]
 
 
 def ngrams(words: Hashes, n: int) -> Hashes:
-    """The n-gram hashes of a document in order; one for a document of 8 words to n - 1."""
+    """The n-gram hashes of a document in order; a single hash for a document of 8 to n - 1 words."""
     if SHORTEST <= len(words) < n:
         return runs(words, len(words))
     return runs(words, n)
@@ -60,7 +60,7 @@ class HeldOutNgrams:
         return cls(joined[order], np.concatenate(owners)[order], keys)
 
     def find(self, grams: Hashes) -> Positions:
-        """Positions of the ``grams`` that are in the index, shape [collisions]."""
+        """The positions of those ``grams`` that are in the index, shape [collisions]."""
         if not len(self.hashes) or not len(grams):
             return np.zeros(0, np.int64)
         places = np.searchsorted(self.hashes, grams)
@@ -74,7 +74,7 @@ class HeldOutNgrams:
 
 
 def away_from(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
-    """Which of ``count`` n-grams share no word with those at ``positions``."""
+    """Which of ``count`` n-grams share no word with the n-grams at ``positions``; shape [count]."""
     steps = np.zeros(count + 1, np.int64)
     np.add.at(steps, np.maximum(positions - n + 1, 0), 1)
     np.add.at(steps, np.minimum(positions + n, count), -1)
@@ -82,7 +82,7 @@ def away_from(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]
 
 
 def spans(positions: Positions, n: int) -> list[tuple[int, int]]:
-    """Collisions at these n-gram positions as spans [first word, last word + 1), merged where they touch."""
+    """The n-grams at ``positions`` as spans of words [first, last + 1); spans that touch are merged."""
     merged: list[tuple[int, int]] = []
     for start in positions.tolist():
         if merged and start <= merged[-1][1]:
@@ -93,9 +93,9 @@ def spans(positions: Positions, n: int) -> list[tuple[int, int]]:
 
 
 def trim(text: str, collisions: list[tuple[int, int]], margin: int, max_trimmed: float) -> str | None:
-    """The text without the colliding word spans, each extended by the margin and then to whole lines where lines are short.
+    """The text without the colliding spans of words. Each span is extended by the margin, and then to whole lines if the lines are short.
 
-    None when more than ``max_trimmed`` of it would be removed, or it would be cut into too many pieces.
+    None if more than ``max_trimmed`` of the text would be removed, or the text would be cut into too many pieces.
     """
     words = word_spans(text)
     cuts: list[tuple[int, int]] = []

@@ -1,9 +1,9 @@
-"""What the name of a licence says: SPDX expressions, as the specification (3.0.1, annex B) reads them.
+"""Reads names of licences as SPDX expressions (specification 3.0.1, annex B).
 
-``AND`` binds more than ``OR``, and ``WITH`` more than both; names are compared without regard to case and blanks. A name may be of several words,
-which SPDX does not know: data policies list such. What reads as no expression is one name. Spellings of one licence, as data sets write
-them, are one: the id of the SPDX License List (https://spdx.org/licenses/). Only what names one licence is read as one: 'BSD', 'GPL', 'CC-BY' and
-the like leave open which version is meant, so they stay what they are.
+``AND`` binds more strongly than ``OR``, and ``WITH`` more strongly than both. Names are compared without case and blanks. Unlike in SPDX, a name
+may have several words, since data policies list such names. A text that is not an expression is one name. The common spellings of a licence
+stand for its id in the SPDX License List (https://spdx.org/licenses/). A name that leaves the version open ('BSD', 'GPL', 'CC-BY') stands for
+itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 A = TypeVar("A")
-DEEPEST = 20  # parentheses within parentheses
+DEEPEST = 20  # the deepest nesting of parentheses that is read
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 
 @lru_cache(maxsize=4096)
 def folded(name: str | None) -> str:
-    """A name as it is compared with others: by its SPDX id, where it is a spelling of one; '' where there is none.
+    """A name in the form in which names are compared: its SPDX id if it is a spelling of one; '' for no name.
 
     >>> folded("  CC-BY-4.0 "), folded("Apache 2.0"), folded("Public-Domain"), folded("My  Own"), folded(None)
     ('cc-by-4.0', 'apache-2.0', 'public domain', 'my own', '')
@@ -31,8 +31,8 @@ def folded(name: str | None) -> str:
 
 @dataclass(frozen=True)
 class LicenceReader(Generic[A]):
-    """What names come to: by what is ``known`` of a folded name, and ``unknown`` of any other. ``all_of``: of licences that hold together,
-    ``one_of``: of those among which one may choose.
+    """Evaluates an expression of licence names. ``known``: the value of each folded name; ``unknown``: the value of any other name. ``all_of``
+    joins the values of licences that all apply (AND), ``one_of`` those of licences to choose from (OR).
 
     >>> reader = LicenceReader({"mit": 2, "gpl": 1, "gpl with x": 3, "public domain": 4}, 0, min, max)
     >>> [reader.read(name) for name in ("mit", "MIT AND GPL", "(mit or gpl) and MIT", "MIT OR GPL AND other")]
@@ -49,7 +49,7 @@ class LicenceReader(Generic[A]):
     def read(self, name: str) -> A:
         if (whole := folded(name)) in self.known:
             return self.known[whole]
-        if spdx_id(name):  # 'GPL v3 or later' is one name
+        if spdx_id(name):  # 'GPL v3 or later' is one name, not an expression
             return self.unknown
         tokens = _TOKEN.findall(name)
         try:
@@ -59,7 +59,7 @@ class LicenceReader(Generic[A]):
         return self.unknown if tokens else found
 
     def _either(self, tokens: list[str], depth: int) -> A:
-        """Reads from the beginning of ``tokens``, and takes away what it read. Raises: ValueError for what is no expression."""
+        """Read an expression from the beginning of ``tokens``, and remove the tokens that were read. Raises: ValueError if it is not one."""
         parts = [self._both(tokens, depth)]
         while _took(tokens, "OR"):
             parts.append(self._both(tokens, depth))
@@ -80,13 +80,13 @@ class LicenceReader(Generic[A]):
                 raise ValueError
             return found
         name = _name(tokens)
-        # An exception adds permissions: a licence with one that is not listed allows at least what it allows without.
+        # An exception adds permissions. A licence with an unlisted exception allows at least what the licence alone allows.
         whole = f"{name} with {_name(tokens)}" if _took(tokens, "WITH") else name
         return self.known.get(whole, self.known.get(name, self.unknown))
 
 
 def _took(tokens: list[str], token: str) -> bool:
-    """Operators are upper case or lower case."""
+    """Remove the first token if it is this operator, in upper or lower case."""
     return bool(tokens) and tokens[0] in (token, token.lower()) and bool(tokens.pop(0))
 
 
@@ -99,7 +99,7 @@ def _name(tokens: list[str]) -> str:
     return folded(" ".join(words))
 
 
-PUBLIC_DOMAIN = "public domain"  # no licence, so SPDX has no id for it; data policies list it by this name
+PUBLIC_DOMAIN = "public domain"  # not a licence, so SPDX has no id for it; data policies list it by this name
 
 _IDS = """
     0BSD AFL-3.0 AGPL-3.0-only AGPL-3.0-or-later Apache-1.1 Apache-2.0 Artistic-2.0 BSD-2-Clause BSD-3-Clause BSD-3-Clause-Clear BSD-4-Clause
@@ -110,7 +110,7 @@ _IDS = """
     Zlib etalab-2.0
 """
 
-# By the form of ``_form``. Ids of GNU licences without '-only' are deprecated in SPDX's list, which says that they mean that.
+# Other spellings, in the form that ``_form`` returns. (In SPDX's list, ids of GNU licences without '-only' are deprecated and mean '-only'.)
 _OTHER = {
     "cc0": "cc0-1.0", "cc-0": "cc0-1.0", "cc-zero": "cc0-1.0", "creative-commons-zero": "cc0-1.0", "cc0-1": "cc0-1.0", "cc-0-1.0": "cc0-1.0",
     "cc0-universal": "cc0-1.0", "cc0-1.0-universal": "cc0-1.0", "creative-commons-zero-1.0-universal": "cc0-1.0",
@@ -130,7 +130,7 @@ _OTHER = {
 }  # fmt: skip
 _BY_FORM = {one.casefold(): one.casefold() for one in _IDS.split()} | _OTHER
 
-# Addresses of licences, and the form of what they name.
+# Addresses of licences, and the form of the name that each stands for.
 _WEBSITES = (
     (re.compile(r"creativecommons\.org/licenses/([a-z-]+)/(\d\.\d)(?:/([a-z]{2})(?=/|$))?"), r"cc-\1-\2-\3"),
     (re.compile(r"creativecommons\.org/publicdomain/zero/1\.0"), "cc0-1.0"),
@@ -157,7 +157,7 @@ _NO_NAME = {"the", "license", "licence", "licenses", "licensed", "under", "versi
 
 
 def spdx_id(name: str) -> str | None:
-    """The SPDX id that a name stands for, in lower case ('public domain' is none, and stays); None: it names no one licence that is known here.
+    """The SPDX id that a name stands for, in lower case; 'public domain' for the public domain; None: the name is not known, or is ambiguous.
 
     >>> [spdx_id(name) for name in ("CC0", "cc-by-4.0 ", "MIT License", "Apache 2.0", "Apache License, Version 2.0", "public-domain")]
     ['cc0-1.0', 'cc-by-4.0', 'mit', 'apache-2.0', 'apache-2.0', 'public domain']
@@ -188,7 +188,7 @@ def spdx_id(name: str) -> str | None:
 
 
 def _form(name: str) -> str:
-    """Words in lower case, joined by '-', without those that name nothing.
+    """The words of a name in lower case, joined by '-', without filler words.
 
     >>> _form("The Apache License, Version 2.0"), _form("CC_BY_4.0"), _form("GPL v3")
     ('apache-2.0', 'cc-by-4.0', 'gpl-3')

@@ -1,11 +1,11 @@
 """Near-duplicates: MinHash signatures (rensa) of 5-word shingles, locality-sensitive bands, and a check of each pair.
 
-120 permutations in 20 bands of 6 rows: a pair of Jaccard similarity 0.8 shares a band with probability 0.997, one of
-0.5 with 0.27 (1 - (1 - s^6)^20); a shared band only nominates a pair, which counts when the estimate from the two
-whole signatures (standard error 0.04 at 0.8) reaches the policy's threshold.
+There are 120 permutations in 20 bands of 6 rows. A pair with Jaccard similarity 0.8 shares a band with probability 0.997,
+a pair with 0.5 with probability 0.27 (1 - (1 - s^6)^20). A shared band only nominates a pair. The two are near-duplicates
+if the estimate from their whole signatures (standard error 0.04 at 0.8) reaches the policy's threshold.
 
-The first document stays; a later one that is similar to it is dropped and names it. Documents are compared only with
-those that stayed, so a chain of small edits ends where its similarity to the first falls below the threshold.
+The first document stays. A later similar document is dropped, and its row names the first. Documents are compared only
+with kept documents, so a chain of small edits ends where its similarity to the first falls below the threshold.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from rensa import RMinHash
 from factory.ingest.rules.words import Hashes, mix, runs
 
 PERMUTATIONS, BANDS, ROWS, SHINGLE, SEED = 120, 20, 6, 5, 20200528
-CANDIDATES = 50  # documents of one band that later ones are compared with: bounds the work a hostile shard can cause
-# The parameters of the stored index; hashes made with others are not comparable.
-INDEX = (
-    f"rensa RMinHash v{RMinHash.ALGORITHM_VERSION} permutations {PERMUTATIONS} bands {BANDS} "
-    f"shingle {SHINGLE} seed {SEED}"
+CANDIDATES = (
+    50  # documents of one band that a later document is compared with: limits the work that a hostile shard can cause
+)
+# The parameters of the stored index. Hashes that were made with other parameters cannot be compared.
+INDEX = " ".join(
+    (
+        f"rensa RMinHash v{RMinHash.ALGORITHM_VERSION}",
+        *(f"permutations {PERMUTATIONS}", f"bands {BANDS}", f"shingle {SHINGLE}", f"seed {SEED}"),
+    )
 )
 
 Signatures = npt.NDArray[np.uint32]  # [documents, PERMUTATIONS]
@@ -32,7 +36,7 @@ Bands = npt.NDArray[np.uint64]  # [documents, BANDS]
 
 
 def shingles(words: Hashes, content: bytes) -> Hashes:
-    """The distinct 5-word shingles of a document; a shorter one is a single shingle, of its words or its content's hash."""
+    """The distinct 5-word shingles of a document. A shorter document is one shingle: of its words, or of its content's hash."""
     if len(words) >= SHINGLE:
         return np.unique(runs(words, SHINGLE))
     if len(words):
@@ -63,20 +67,20 @@ def similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> float:
 
 
 class NearDuplicates:
-    """The documents of one shard so far. ``known`` returns the stored documents that share band hashes."""
+    """The kept documents of one shard so far. ``known`` returns the stored documents that share band hashes."""
 
     def __init__(self, signed: Signatures, threshold: float, known: Callable[[Bands], Stored]) -> None:
         self._signed = signed
         self._threshold = threshold
         self._bands = bands(signed)
-        # Only a band hash that occurs twice can match within the shard; the others need no entry.
+        # Only a band hash that occurs twice can match within the shard; other hashes need no entry.
         values, counts = np.unique(self._bands, return_counts=True)
         self._shared = set(values[counts > 1].tolist())
         self._here: dict[int, list[int]] = {}
         self.stored = known(values)
 
     def match(self, document: int) -> tuple[int | str, float] | None:
-        """The kept document most like this one: its number in the shard or its stored key, and the similarity."""
+        """(the number in the shard, or the stored key, of the most similar kept document; the similarity); None: none is similar enough."""
         hashes = self._bands[document].tolist()
         here = {other for value in hashes for other in self._here.get(value, ())}
         stored = {key for value in hashes for key in self.stored.keys.get(value, ())}
@@ -89,7 +93,7 @@ class NearDuplicates:
         return (best[1], best[0]) if best and best[0] >= self._threshold else None
 
     def keep(self, document: int) -> None:
-        """Later documents are compared with this one."""
+        """Compare later documents with this one too."""
         for value in self._bands[document].tolist():
             if value in self._shared and len(kept := self._here.setdefault(value, [])) < CANDIDATES:
                 kept.append(document)
@@ -97,7 +101,7 @@ class NearDuplicates:
 
 @dataclass(frozen=True)
 class Stored:
-    """What the ledger knows about some band hashes: keys by hash, and the signatures of these keys."""
+    """Documents of earlier shards with some band hashes: their keys by hash, and their signatures by key."""
 
     keys: dict[int, list[str]]
     signatures: dict[str, npt.NDArray[np.uint32]]

@@ -1,6 +1,6 @@
-"""Personal data and secrets, replaced by placeholders that keep the text's shape and point nowhere.
+"""Replaces personal data and secrets by placeholders that keep the text's shape and belong to nobody.
 
-| kind   | what                                                             | becomes                                |
+| kind   | matches                                                          | becomes                                |
 |--------|------------------------------------------------------------------|----------------------------------------|
 | email  | an address at a domain that can exist (not example.com and such) | email@example.com (RFC 2606)           |
 | ip     | a public IPv4 address in dotted form                             | 192.0.2.1 (RFC 5737)                   |
@@ -8,7 +8,7 @@
 | card   | 13–19 digits in groups that pass the Luhn check                  | 0000 0000 0000 0000                    |
 | secret | AWS, GitHub, Slack, Google, OpenAI keys; private key blocks      | <SECRET>                               |
 
-Names are left alone: authors in licence headers are meant to be read.
+Names of people stay: licence headers name authors on purpose.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _PHONE = re.compile(
     r"(?![\w.-]?\d)"
 )
 _CARD = re.compile(r"(?<![\w.-])\d{4}(?:([ -])\d{4}\1\d{4}\1\d{1,7}|([ -])\d{6}\2\d{5}|\d{9,15})(?![\w-])(?!\.\d)")
+_PRIVATE_KEY = r"(?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----"
 _SECRET = re.compile(
-    r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----|\Z)"
+    rf"-----BEGIN {_PRIVATE_KEY}.*?(?:-----END {_PRIVATE_KEY}|\Z)"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bxox[abprs]-[A-Za-z0-9-]{10,}"
     r"|\bAIza[0-9A-Za-z_-]{35}\b|\bsk-(?:proj-)?[A-Za-z0-9_-]{32,}",
     re.DOTALL,
@@ -41,7 +42,7 @@ _DIGITS = re.compile(r"\D")
 
 
 def replace(text: str, kinds: Iterable[str]) -> tuple[str, dict[str, int]]:
-    """The text with every kind of ``kinds`` replaced, and how many of each there were."""
+    """(the text with all data of ``kinds`` replaced, by kind the number of replacements)."""
     counts: Counter[str] = Counter()
 
     def one(match: re.Match[str]) -> str:
@@ -59,7 +60,7 @@ def replace(text: str, kinds: Iterable[str]) -> tuple[str, dict[str, int]]:
 
 
 def luhn(digits: str) -> bool:
-    """The check digit of card numbers (ISO/IEC 7812-1, annex B)."""
+    """Is the check digit of a card number right (ISO/IEC 7812-1, annex B)?"""
     total = 0
     for place, digit in enumerate(reversed(digits)):
         value = int(digit) * (1 + place % 2)
@@ -70,7 +71,7 @@ def luhn(digits: str) -> bool:
 def _is_public(dotted: str) -> bool:
     try:
         return ipaddress.IPv4Address(dotted).is_global
-    except ValueError:  # a part above 255, or with a leading zero: no address
+    except ValueError:  # not an address: a part is above 255, or has a leading zero
         return False
 
 
@@ -81,7 +82,7 @@ def _is_card(found: str) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """``signs``: without any of them in a text there is none of the kind; ``counts``: is what the pattern finds one?"""
+    """One kind of data. ``signs``: a text without any of these has none of the kind. ``counts``: is a match of the pattern really of the kind?"""
 
     pattern: re.Pattern[str]
     placeholder: str

@@ -1,4 +1,4 @@
-"""``policies/data.yaml``: what may become training data, and what must never."""
+"""``policies/data.yaml``: which documents may become training data, and which must not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 
 
 class DomainRules(StrictPolicy):
-    """What a document of one domain must be like; the rules are in ``filters.py`` under the same names."""
+    """The limits for documents of one domain; the rules are in ``filters.py`` under the same names."""
 
     min_chars: NotNegative = 40
     """Rule 'too_short'."""

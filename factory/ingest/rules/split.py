@@ -1,10 +1,10 @@
-"""Which documents are held out, and in which half: whole groups, by a pure function of what is here and what was recorded.
+"""Chooses which documents are held out, and in which half: whole groups, by a pure function of the shard and the ledger's records.
 
-A *group* is what rises and falls together: documents of it are all held out, or all trained on. What names it is ``group`` of the domain in
-``data.yaml``. Held out are those groups that a hash of their name draws, and as many others as each domain needs to be judged.
+The documents of a *group* depend on one another, so all of them are held out, or all are trained on. ``group`` of a domain in ``data.yaml``
+tells what a group is. Held out are the groups that a hash of their name draws, and as many more as each domain needs to be judged.
 
-What is held out has two halves. The *sealed* half is read by the release gate alone. The *dev* half is for all else: the gates of the code
-loop, agents, the weights of an average. A group lies in one half, in all domains, for ever: the ledger records it.
+Held-out documents have two halves. Only the release gate reads the *sealed* half. The *dev* half is for everything else: the gates of the code
+loop, agents, the weights of an average. A group stays in one half for ever, in all domains: the ledger records the half.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from functools import partial
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
+from kernels.contract.message import Message
+
 Kind = Literal["document", "source", "path", "url-host", "conversation", "none"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BY_DOCUMENT = ("document", "none")
-PAIR = 16  # documents of a domain's first two groups that may be held out though they are more than half of it
+PAIR = 16  # a domain's first two groups may be held out up to so many documents, even if that is more than half of the domain
 HALVES = (True, False)  # sealed, dev
 
 
 def facts_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """What a row names, beside its source, that its document may be grouped by.
+    """The names in a row, besides its source, by which its document may be grouped.
 
     >>> facts_of({"url": "https://www.Example.org:443/a?b", "conversation_id": 7, "path": "src/a.py", "text": "x"})
     {'url-host': 'example.org', 'conversation': '7', 'path': 'src/a.py'}
@@ -38,7 +40,7 @@ def facts_of(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _word(value: object) -> str:
-    """A name as text; '': it is none."""
+    """A name as text; '': the value is not a name."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value) if abs(value) < 1 << 128 else ""
     return value if isinstance(value, str) and len(value) <= 1000 and value.isprintable() else ""
@@ -48,13 +50,13 @@ def _host(value: object) -> str:
     url = _word(value)
     try:
         return (urlsplit(url if "://" in url else f"//{url}").hostname or "").removeprefix("www.")
-    except ValueError:  # of a bracket without its other
+    except ValueError:  # the URL has a bracket without its other half
         return ""
 
 
 def group_of(kind: Kind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
-    """The name of a document's group; None: it is a group of its own, also where it lacks what ``kind`` names. Conversations and paths are
-    named within their source; ``shard``, a name of the file it came in, is the path of a row that names none.
+    """The name of a document's group; None: the document is a group of its own, also if it lacks the key that ``kind`` needs. The names of
+    conversations and paths include the source. A row without a path has ``shard``, the name of its file, as its path.
 
     >>> facts = {"url-host": "example.org", "path": "a.py"}
     >>> [group_of(kind, "repo", facts, "00112233") for kind in KINDS]
@@ -73,22 +75,22 @@ def group_of(kind: Kind, source: str | None, facts: Mapping[str, str], shard: st
 
 
 def unit_of(group: str | None, content_sha256: str) -> str:
-    """What is drawn: a group by its name; a document that is its own, by its content, so that the shard it comes in decides nothing."""
+    """The name by which a group is drawn. A document that is its own group is drawn by its content, so that its shard does not matter."""
     return f"content:{content_sha256}" if group is None else f"group:{group}"
 
 
 def draw(unit: str) -> int:
-    """A number below 2**64: the lowest are held out."""
+    """A number below 2**64 for a unit; the units with the lowest numbers are held out."""
     return int.from_bytes(hashlib.sha256(unit.encode("utf-8")).digest()[:8], "big")
 
 
 def drawn(unit: str, share: float) -> bool:
-    """Is it among the ``share`` that is held out?"""
+    """Is the unit among the ``share`` of all units that is held out?"""
     return draw(unit) < share * 2**64
 
 
 def is_sealed(unit: str) -> bool:
-    """The half that a tie goes to."""
+    """Does the unit go to the sealed half when both halves have equally many groups?"""
     return draw(unit) % 2 == 0
 
 
@@ -101,12 +103,13 @@ class Arrived:
     domain: str
     group: str | None
     content_sha256: str
-    able: bool = True  # False: it can measure nothing, as its words were trained on, or spell a special token
+    able: bool = True  # False: it cannot measure models: its words are in training data, or it spells a special token
 
 
 @dataclass(frozen=True)
 class HeldBefore:
-    """What of a domain was held out before, by half: documents, groups that were held out whole, and documents that were taken from a group."""
+    """What is held out of a domain already. ``documents``: their number. By half: ``groups`` that are held out whole, and ``parts``, the number of
+    single documents of other groups."""
 
     documents: int = 0
     groups: Mapping[bool, frozenset[str]] = field(default_factory=dict)
@@ -115,7 +118,7 @@ class HeldBefore:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How much of a domain is held out (``data.yaml``)."""
+    """How much of a domain must be held out (``data.yaml``)."""
 
     share: float
     least: int  # groups, in each half
@@ -124,7 +127,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Held:
-    """A document that is held out: as one of which group (its key where it is its own), and in which half."""
+    """A held-out document: its group (its own key if it is a group of its own), and its half."""
 
     group: str
     sealed: bool
@@ -132,7 +135,7 @@ class Held:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A group's documents of this shard, or one document of it that stands for itself."""
+    """The documents of one group in this shard, or one document as a group of its own."""
 
     name: str
     unit: str
@@ -143,7 +146,7 @@ class _Unit:
 
 
 class _Domain:
-    """What is held out of a domain, as the selection goes on."""
+    """The state of one domain during the selection: what is held out so far."""
 
     def __init__(self, wanted: Wanted, before: HeldBefore, here: int, trained: Callable[[], int]) -> None:
         self.wanted = wanted
@@ -151,31 +154,32 @@ class _Domain:
         self.groups = {half: set(before.groups.get(half, ())) for half in HALVES}
         self.parts = {half: before.parts.get(half, 0) for half in HALVES}
         self.came = before.documents + here
-        self._trained = trained  # asked for only where it decides: it is a long count
+        self._trained = trained  # a slow count, called only where it decides
 
     def has_come(self, least: int) -> bool:
         return self.came >= least or self.came + self._trained() >= least
 
     def has_room(self, more: int) -> bool:
-        """Would at most half of what came be held out, and no more than the policy allows?"""
+        """With ``more`` documents, is at most half of the domain held out, and no more than the policy allows?"""
         held = self.held + more
         return held <= self.wanted.at_most and self.has_come(2 * held)
 
     def is_small(self, group: int) -> bool:
-        """May each half have enough groups of so many documents?"""
+        """Is a group of so many documents small enough that each half can get enough such groups?"""
         enough = 2 * self.wanted.least * group
         return enough <= self.wanted.at_most and self.has_come(2 * enough)
 
     @property
     def missing(self) -> list[bool]:
-        """Halves without a group, of a domain of which some are needed."""
+        """The halves without a group; none if the policy needs no groups."""
         return [half for half in HALVES if self.wanted.least and not self.groups[half] and not self.parts[half]]
 
     def short(self, parts: bool) -> bool:
-        """Has a half fewer groups than are needed?"""
+        """Does a half have fewer groups than the policy needs?"""
         return any(len(self.groups[half]) + parts * self.parts[half] < self.wanted.least for half in HALVES)
 
     def more_sealed(self) -> int:
+        """The number of groups in the sealed half minus that in the dev half."""
         count = {half: len(self.groups[half]) + self.parts[half] for half in HALVES}
         return count[True] - count[False]
 
@@ -189,7 +193,9 @@ class _Selection:
         for name, ones in unit.able.items():
             domain = self.domains[name]
             ordered = sorted(ones, key=lambda one: (draw(unit_of(None, one.content_sha256)), one.key))
-            ordered = ordered[: max(0, domain.wanted.at_most - domain.held)]  # of a group that was held out before
+            ordered = ordered[
+                : max(0, domain.wanted.at_most - domain.held)
+            ]  # a group that is held out already may exceed the limit
             self.held |= {one.number: Held(unit.name, sealed) for one in ordered}
             domain.held += len(ordered)
             if part:
@@ -198,7 +204,7 @@ class _Selection:
                 domain.groups[sealed].add(unit.name)
 
     def half_of(self, unit: _Unit) -> bool:
-        """The half that has fewer groups of its domains."""
+        """The half that has fewer groups of the unit's domains."""
         more = sum(self.domains[name].more_sealed() for name in unit.able)
         return is_sealed(unit.unit) if more == 0 else more < 0
 
@@ -209,7 +215,8 @@ class _Selection:
         return all(self.domains[name].has_room(unit.count(name)) for name in unit.able if name != but)
 
     def first_of_each_half(self, name: str, units: Iterable[_Unit], part: bool) -> None:
-        """Where a half of a domain has no group: the smallest, for both halves also if these few documents are more than half of it."""
+        """Give each half of a domain that has no group the smallest free one. Both halves get one even if these few documents are more than half
+        of the domain."""
         domain, missing = self.domains[name], self.domains[name].missing
         free = [unit for unit in units if unit.count(name) and self.fits(unit, but=name)]
         chosen = sorted(free, key=lambda unit: (unit.count(name), draw(unit.unit), unit.name))[: len(missing)]
@@ -228,7 +235,8 @@ class _Selection:
             self.take(unit, half, part)
 
     def others(self, units: Sequence[_Unit], part: bool) -> None:
-        """Those that are drawn, and those that a domain needs: small ones first, as large ones leave no room for enough of them."""
+        """Take the units that are drawn, and those that a domain still needs. Small units go first: large ones would leave no room for enough
+        groups."""
         for large in (False, True):
             for unit in units:
                 of = [(self.domains[name], unit.count(name)) for name in unit.able]
@@ -247,17 +255,17 @@ def select(
     wanted: Callable[[str], Wanted],
     trained_documents: Callable[[str], int],
 ) -> dict[int, Held]:
-    """Which of the documents of a shard are held out, by their numbers.
+    """By number, the documents of a shard that are held out.
 
-    ``recorded``: groups that were held out, with their half; ``trained``: groups of which a document was trained on: none of these is held
-    out whole any more. ``before``, ``wanted``, ``trained_documents`` (how many were trained on before): by domain.
+    ``recorded``: by group that is held out already, its half. ``trained``: groups with a training document; such a group is not held out as a
+    whole. ``before``, ``wanted`` and ``trained_documents`` (the number of training documents) are by domain.
 
-    1. Of a group that was held out before, all, in its half.
-    2. Of each domain the first group of each half (``first_of_each_half``).
-    3. Groups that are drawn, and those drawn next of domains that have fewer than ``least`` in a half, each into the half that has fewer of
-       its domains, as long as at most half of what came of a domain is held out, and ``at_most`` documents.
-    4. Of a domain that is grouped so that a half has no group (one source, say, or few large ones) single documents, each as a group of its
-       own, within the same bounds: it is better judged by them than not at all.
+    1. All documents of a group that is held out already, in that group's half.
+    2. The first group of each half of each domain (``first_of_each_half``).
+    3. Groups that are drawn; then the next groups of domains with fewer than ``least`` groups in a half. Each goes into the half with fewer
+       groups of its domains. At most half of a domain, and at most ``at_most`` documents, are held out.
+    4. If a half of a domain still has no group (the domain is one source, or few large ones): single documents, each as a group of its own,
+       within the same limits. A domain that is judged by such documents is better than one that is not judged.
     """
     here = Counter(one.domain for one in arrived)
     domains = {
@@ -296,39 +304,59 @@ def _in_order(units: Iterable[_Unit]) -> list[_Unit]:
 
 
 def _by(ones: Iterable[Arrived], name: Callable[[Arrived], str]) -> dict[str, list[Arrived]]:
-    """In the order of names."""
+    """The documents by name, in the order of the names."""
     found: dict[str, list[Arrived]] = {}
     for one in sorted(ones, key=lambda one: (name(one), one.number)):
         found.setdefault(name(one), []).append(one)
     return found
 
 
-def grouping_lines(domain: str, found: Mapping[str, Any]) -> list[str]:
-    """What a person should know of how a domain of a shard is grouped (``factory.ingest.decide``).
+def grouping_lines(domain: str, found: Mapping[str, Any]) -> list[Message]:
+    """Lines for a person about the groups of a domain in a shard (``factory.ingest.decide``).
 
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
     >>> for line in grouping_lines("reviews", told): print(line)
-    reviews: 'group: source' makes 1 group of its 800 documents, and none can be held out whole in each half: 16 documents of it are held out, \
-which the release gate takes as independent. Bring documents of more groups; or accept it: 'factory data relabel --domain reviews --group document'
+    reviews: 'group: source' makes 1 group of 800 documents, too few to hold out whole groups in both halves. Instead, 16 single documents are \
+held out, which the release gate treats as independent. Bring documents of more groups, or accept this: 'factory data relabel --domain reviews \
+--group document'
     """
-    kind, remedy = found["group"], f"'factory data relabel --domain {domain} --group document'"
+    kind = found["group"]
     lines = []
     if found["lacking"]:
-        what = {"source": "source", "url-host": "url", "conversation": "conversation_id", "path": "path"}[kind]
         lines.append(
-            f"{domain}: {found['lacking']:,} of {found['documents']:,} documents name no {what}, so each is a group of its own ('group: {kind}')"
+            Message(
+                "split.lacking",
+                "{domain}: {lacking:,} of {documents:,} documents have no {key}, so each is a group of its own ('group: {kind}')",
+                domain=domain,
+                lacking=found["lacking"],
+                documents=found["documents"],
+                key={"source": "source", "url-host": "url", "conversation": "conversation_id", "path": "path"}[kind],
+                kind=kind,
+            )
         )
-    groups = f"{found['groups']:,} group{'s' if found['groups'] != 1 else ''}"
-    makes = f"{domain}: 'group: {kind}' makes {groups} of its {found['documents']:,} documents"
+    known = {"domain": domain, "kind": kind, "groups": found["groups"], "documents": found["documents"]}
     if found["parts"]:
         lines.append(
-            f"{makes}, and none can be held out whole in each half: {found['parts']:,} documents of it are held out, which the release gate takes "
-            f"as independent. Bring documents of more groups; or accept it: {remedy}"
+            Message(
+                "split.single_documents",
+                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents, too few to hold out whole groups in both "
+                "halves. Instead, {parts:,|single document is|single documents are} held out, which the release gate treats as independent. Bring "
+                "documents of more groups, or accept this: 'factory data relabel --domain {domain} --group document'",
+                parts=found["parts"],
+                **known,
+            )
         )
     elif not all(found["halves"]):
         sealed, dev = found["halves"]
         lines.append(
-            f"{makes}: {sealed} are held out in the sealed half and {dev} in the dev half, so no release can be judged on it yet. Bring documents "
-            f"of more groups, or {remedy}"
+            Message(
+                "split.empty_half",
+                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents. The sealed half has "
+                "{sealed:,|held-out group|held-out groups} and the dev half {dev:,}, so no release can be judged on this domain yet. Bring "
+                "documents of more groups, or group by document: 'factory data relabel --domain {domain} --group document'",
+                sealed=sealed,
+                dev=dev,
+                **known,
+            )
         )
     return lines

@@ -1,5 +1,5 @@
-"""The files of ``policies/tasks/``: which hold items, and which might and cannot be read. A file of its own, so that ``factory status`` can look
-without numpy."""
+"""The files of ``policies/tasks/``: those with items, and those that may have items but cannot be read. Apart because ``factory status`` imports
+this without numpy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 PLAIN = (".jsonl", ".json", ".csv", ".parquet")
 SUFFIXES = (*PLAIN, *(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet"))
-BESIDE = (".yaml", ".py", ".pyc", ".md")  # what lies beside items and holds none
+BESIDE = (".yaml", ".py", ".pyc", ".md")  # kinds of files in that folder that have no items
 
 
 def suffix_of(path: Path) -> str:
-    """Of a data file, with its ``.gz``; empty: it is none.
+    """The suffix of a data file, with ``.gz``; '': the file is not a data file.
 
     >>> suffix_of(Path("HumanEval.jsonl.gz")), suffix_of(Path("arc.csv")), suffix_of(Path("MATH.tar"))
     ('.jsonl.gz', '.csv', '')
@@ -21,18 +21,20 @@ def suffix_of(path: Path) -> str:
 
 
 def item_files(folder: Path) -> list[Path]:
-    """The data files of a folder and those below it, in order. A folder of ``0.json``, ``1.json`` …, one record each as of MATH, is one."""
+    """The data files of a folder and of the folders below it, in order. A folder of ``0.json``, ``1.json`` … with one record each, as MATH has,
+    counts as one data file."""
     numbered = {path for path in {file.parent for file in _files(folder)} - {folder} if is_numbered(path)}
     return sorted(numbered | {path for path in _files(folder) if suffix_of(path) and path.parent not in numbered})
 
 
 def is_numbered(path: Path) -> bool:
-    """Is it a folder of numbered JSON files and nothing else?"""
+    """Is the path a folder of numbered JSON files and nothing else?"""
     return path.is_dir() and all(re.fullmatch(r"\d+\.json", one.name) for one in path.iterdir())
 
 
 def not_read(folder: Path) -> list[Path]:
-    """The files of a folder and those below it that may hold items and are of no kind that is read: they are not kept out of training data."""
+    """The files of a folder and of the folders below it that may have items, but are of kinds that are not read. Ingest does not keep their items
+    out of training data."""
     return [
         path
         for path in _files(folder)

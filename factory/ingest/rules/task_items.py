@@ -1,7 +1,8 @@
-"""The items of evaluation tasks, as far as ingest must know them: every string in every data file of ``policies/tasks/``.
+"""Reads the items of evaluation tasks: every string in every data file of ``policies/tasks/``.
 
-No schema is asked for, so that a task file of any kind is kept out of training data from the moment it lies in the folder, also one that no
-task reads yet. Items are read here for the tasks too, so that both see the same records. What cannot be read so is named (``task_folder.not_read``).
+Items need no schema, so ingest keeps a task file of any kind out of training data as soon as it is in the folder, even if no task uses it
+yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.not_read`` names the files that cannot be
+read.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from factory.core.errors import InputError
 from factory.ingest.rules.decontaminate import ngrams
 from factory.ingest.rules.task_folder import is_numbered, suffix_of
 from factory.ingest.rules.words import Hashes, word_hashes
+from kernels.contract.message import CodedError
 from trainer.contract.data.token_shard import file_sha256
 
-LARGEST = 256 << 20  # bytes of a file, unpacked
+LARGEST = 256 << 20  # the largest file, in bytes after unpacking
 HEADLESS = (
     "question",
     "A",
@@ -34,7 +36,7 @@ HEADLESS = (
     "D",
     "answer",
 )  # the columns of MMLU's files, which have no header (Hendrycks et al. 2021)
-DEPTH = 32  # of lists in lists
+DEPTH = 32  # the deepest nesting of lists that is searched for strings
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class ItemFile:
 
 
 def read_items(path: Path) -> ItemFile:
-    """Raises: InputError naming the file, and the line where there is one, for what cannot be read as a table of records."""
+    """The records of a data file. Raises: InputError, which names the file and the line, if the file is not a table of records."""
     if path.is_dir():
         return _numbered(path)
     try:
         if path.stat().st_size > LARGEST:
-            raise InputError(f"{path}: more than {LARGEST >> 20} MiB")
+            raise InputError(
+                "task_items.too_large", "{path}: the file has more than {limit} MiB", path=path, limit=LARGEST >> 20
+            )
         data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
         suffix = suffix_of(path).removesuffix(".gz")
         records = (
@@ -61,24 +65,52 @@ def read_items(path: Path) -> ItemFile:
             else {".jsonl": _lines, ".json": _json, ".csv": _csv}[suffix](_decoded(data))
         )
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        raise _unreadable(path, error) from error
     except _BadItems as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError("task_items.bad_file", "{path}: {why}", path=path, why=error.message) from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as {suffix_of(path)[1:]}: {str(error)[:200]}") from error
+        raise _not_of_kind(path, suffix_of(path)[1:], error) from error
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
-            raise InputError(f"{path}: record {number} is {type(record).__name__}, expected keys with values")
+            raise InputError(
+                "task_items.record",
+                "{path}: record {number} is {kind}; an object of keys and values is expected",
+                path=path,
+                number=number,
+                kind=type(record).__name__,
+            )
     return ItemFile(path, hashlib.sha256(data).hexdigest(), records)
 
 
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError("task_items.unreadable", "{path} cannot be read: {error}", path=path, error=error.strerror)
+
+
+def _not_of_kind(path: Path, kind: str, error: Exception) -> InputError:
+    return InputError(
+        "task_items.not_of_kind",
+        "{path} cannot be read as {kind}: {error}",
+        path=path,
+        kind=kind,
+        error=str(error)[:200],
+    )
+
+
 def _numbered(folder: Path) -> ItemFile:
-    """Of a folder of numbered files (``task_folder.is_numbered``), in their order."""
+    """The records of a folder of numbered files (``task_folder.is_numbered``), in the order of the numbers."""
     if not is_numbered(folder) or not any(folder.iterdir()):
         below = next((path for path in sorted(folder.rglob("*")) if is_numbered(path) and any(path.iterdir())), None)
+        if below:
+            raise InputError(
+                "task_items.folder_below",
+                "{folder} does not have numbered files only (0.json, 1.json …), but {below} has: name {below}",
+                folder=folder,
+                below=below,
+            )
         raise InputError(
-            f"{folder}: a folder is a task where it has numbered files alone (0.json, 1.json …), a record each"
-            + (f", as {below} has: name that one" if below else ": name a file in it")
+            "task_items.folder",
+            "{folder} does not have numbered files only (0.json, 1.json …, one record each): name a file in the folder",
+            folder=folder,
         )
     records: list[dict[str, Any]] = []
     files = sorted(folder.iterdir(), key=lambda path: int(path.stem))
@@ -86,17 +118,22 @@ def _numbered(folder: Path) -> ItemFile:
         try:
             record = json.loads(_decoded(path.read_bytes()), object_pairs_hook=_once)
         except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+            raise _unreadable(path, error) from error
         except (_BadItems, ValueError, RecursionError) as error:
-            raise InputError(f"{path} cannot be read as json: {str(error)[:200]}") from error
+            raise _not_of_kind(path, "json", error) from error
         if not isinstance(record, dict):
-            raise InputError(f"{path}: it is {type(record).__name__}, expected keys with values")
+            raise InputError(
+                "task_items.numbered_record",
+                "{path} holds {kind}; an object of keys and values is expected",
+                path=path,
+                kind=type(record).__name__,
+            )
         records.append(record)
     return ItemFile(folder, items_sha256(folder), records)
 
 
 def items_sha256(path: Path) -> str:
-    """Of a data file as it lies there, packed or not, or of a folder of numbered ones. Raises: OSError."""
+    """The hash of a data file as it is on disk, compressed or not, or of a folder of numbered files. Raises: OSError."""
     if not path.is_dir():
         return file_sha256(path)
     named = [(one.name, file_sha256(one)) for one in sorted(path.iterdir())]
@@ -104,14 +141,14 @@ def items_sha256(path: Path) -> str:
 
 
 def item_ngrams(record: Any, n: int) -> Hashes:
-    """The n-grams of each string of a record, and of all of them joined: question and answer stand together in most copies."""
+    """The n-grams of each string of a record, and of all strings joined, since most copies have question and answer together."""
     texts = list(_strings(record, 0))
     every = [ngrams(word_hashes(text), n) for text in [*texts, "\n".join(texts)]]
     return np.unique(np.concatenate(every))
 
 
-class _BadItems(Exception):
-    """What is wrong inside a file."""
+class _BadItems(CodedError):
+    """A fault inside a data file, without the file's name."""
 
 
 def _unpacked(path: Path) -> bytes:
@@ -119,9 +156,11 @@ def _unpacked(path: Path) -> bytes:
         with gzip.open(path) as file:
             data = file.read(LARGEST + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _BadItems(f"cannot be unpacked: {error}") from None
+        raise _BadItems("task_items.unpacking", "the file cannot be unpacked: {error}", error=error) from None
     if len(data) > LARGEST:
-        raise _BadItems(f"more than {LARGEST >> 20} MiB, unpacked")
+        raise _BadItems(
+            "task_items.too_large_unpacked", "the file has more than {limit} MiB once unpacked", limit=LARGEST >> 20
+        )
     return data
 
 
@@ -143,7 +182,12 @@ def _decoded(data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line, byte = data[: error.start].count(b"\n") + 1, data[error.start]
-        raise _BadItems(f"line {line}: byte 0x{byte:02x} is not UTF-8: save it in that encoding") from None
+        raise _BadItems(
+            "task_items.not_utf8",
+            "line {line}: byte 0x{byte:02x} is not UTF-8: save the file as UTF-8",
+            line=line,
+            byte=byte,
+        ) from None
 
 
 def _lines(text: str) -> list[Any]:
@@ -153,14 +197,16 @@ def _lines(text: str) -> list[Any]:
             try:
                 records.append(json.loads(line, object_pairs_hook=_once))
             except (ValueError, RecursionError) as error:
-                raise _BadItems(f"line {number}: {str(error)[:200]}") from None
+                raise _BadItems(
+                    "task_items.line", "line {line}: {error}", line=number, error=str(error)[:200]
+                ) from None
     return records
 
 
 def _json(text: str) -> list[Any]:
     found = json.loads(text, object_pairs_hook=_once)
     if not isinstance(found, list):
-        raise _BadItems("expected a list of records")
+        raise _BadItems("task_items.no_list", "expected a list of records")
     return found
 
 
@@ -177,15 +223,17 @@ def _csv(text: str) -> list[Any]:
         names = HEADLESS if found and all(_headless(row) for row in found) else None
         rows = list(csv.DictReader(io.StringIO(text), names, strict=True))
     except csv.Error as error:
-        raise _BadItems(str(error)) from None
+        raise _BadItems("task_items.csv", "the file is not CSV: {error}", error=error) from None
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
-            raise _BadItems(f"row {number} has another number of fields than the first line")
+            raise _BadItems(
+                "task_items.fields", "row {row} has another number of fields than the first line", row=number
+            )
     return rows
 
 
 def _headless(row: list[str]) -> bool:
-    """Is the row an item of MMLU, so that as a first line it is no header? The letter of an answer names no column."""
+    """Is the row an item of MMLU, and so not a header? The letter of an answer cannot be the name of a column."""
     return len(row) == len(HEADLESS) and row[-1] in HEADLESS[1:-1]
 
 
@@ -196,4 +244,6 @@ def _parquet(data: bytes) -> list[Any]:
     try:
         return list(pq.read_table(pa.BufferReader(data)).to_pylist())
     except pa.ArrowException as error:
-        raise _BadItems(f"cannot be read as parquet: {str(error)[:200]}") from None
+        raise _BadItems(
+            "task_items.parquet", "the file cannot be read as Parquet: {error}", error=str(error)[:200]
+        ) from None

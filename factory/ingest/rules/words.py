@@ -1,7 +1,7 @@
-"""Words of a text as hashes, and hashes of runs of words, for near-duplicate search and decontamination.
+"""Hashes of words and of runs of words, for near-duplicate search and decontamination.
 
-A word is a run of letters, digits and underscores in lower case, hashed with BLAKE2b to 64 bits, so that its hash never
-changes. The hash of a run of n words is a polynomial of its words' hashes, mixed (splitmix64).
+A word is a run of letters, digits and underscores in lower case. BLAKE2b hashes it to 64 bits, the same in all versions. The
+hash of a run of n words is a polynomial of the words' hashes, mixed (splitmix64).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Hashes = npt.NDArray[np.uint64]
 _WORD = re.compile(r"\w+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
-_WORDS_AT_MOST = 1_000_000  # hashes in the table; then it is cleared
+_WORDS_AT_MOST = 1_000_000  # a larger table of hashes is cleared
 
 
 class _WordHashes(dict[str, int]):
@@ -33,12 +33,12 @@ _hashes = _WordHashes()
 
 
 def word_hashes(text: str) -> Hashes:
-    """One hash a word, shape [words]."""
+    """One hash for each word, shape [words]."""
     return np.fromiter(map(_hashes.__getitem__, _WORD.findall(text)), np.uint64)
 
 
 def word_spans(text: str) -> list[tuple[int, int]]:
-    """Where each word of ``word_hashes`` stands in the text, as [start, stop) characters."""
+    """The place of each word of ``word_hashes`` in the text, as [start, stop) characters."""
     return [match.span() for match in _WORD.finditer(text)]
 
 
@@ -61,9 +61,9 @@ def mix(values: Hashes) -> Hashes:
 
 
 def winnow(hashes: Hashes, window: int) -> Hashes:
-    """The smallest hash of every window, each once: about 2 in ``window + 1`` of them.
+    """The smallest hash of every window, each once: about 2 of every ``window + 1`` hashes.
 
-    Two texts that share ``window`` consecutive hashes share a chosen one (Schleimer, Wilkerson, Aiken 2003).
+    Two texts that share ``window`` consecutive hashes share a chosen hash (Schleimer, Wilkerson, Aiken 2003).
     """
     if len(hashes) <= window:
         return hashes[[hashes.argmin()]] if len(hashes) else hashes

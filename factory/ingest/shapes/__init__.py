@@ -1,9 +1,10 @@
-"""A decoded row as the document contract has it (DESIGN §5), before anything looks at its words. A row walks down this list:
+"""Turns a decoded row into the form of the document contract (DESIGN §5), before the rules look at its text. A row passes these modules:
 
-``bad_row``    why a row is dropped
-``mapping``    ``data.yaml: fields``: which column is what, by the name of the file
-``recognise``  rows of known shapes (ShareGPT, Alpaca, pairs …), and what of a row nothing reads
-``calls``      tools, calls of them and reasoning as text
-``chats``      messages of any of them as roles, texts and loss; what no template can show is refused
-``told``       what was read as what, counted over a shard and said to the person
+``bad_row``       the error that drops a row
+``mapping``       ``data.yaml: fields``: the meaning of each column, by the name of the file
+``recognise``     rows of known shapes (ShareGPT, Alpaca, pairs …), and the fields that nothing reads
+``calls``         tools, tool calls and reasoning as text
+``tools_prompt``  the text that offers tools to a model
+``chats``         the messages of each shape as roles, texts and loss; refuses anything that no template can show
+``told``          how the rows of a shard were read, counted and described to a person
 """

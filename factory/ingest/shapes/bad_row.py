@@ -1,15 +1,26 @@
-"""Why a row is dropped. Below all that reads rows: readers, shapes and documents raise it."""
+"""The error that drops a row. Readers, shapes and documents raise it, so this module imports none of them."""
 
 from __future__ import annotations
 
+from typing import Any
 
-class BadRow(Exception):
-    """The row is dropped: ``rule`` is the short name that is counted, ``detail`` one line for a person."""
+from kernels.contract.message import CodedError, Message
+
+
+class BadRow(CodedError):
+    """The row is dropped. ``rule``: the short name under which ingest counts the row. ``detail``: one line for a person."""
 
     def __init__(self, rule: str, detail: str) -> None:
-        super().__init__(f"{rule}: {detail}")
+        super().__init__(Message.from_json(detail))
         self.rule = rule
         self.detail = detail
 
     def __reduce__(self) -> tuple[type[BadRow], tuple[str, str]]:
         return BadRow, (self.rule, self.detail)  # so that it can be pickled for worker processes
+
+
+def not_an_object(row: Any) -> BadRow:
+    """The error of a decoded row that is not a JSON object."""
+    return BadRow(
+        "bad_schema", Message("shapes.not_an_object", "expected an object, got {kind}", kind=type(row).__name__)
+    )

@@ -1,11 +1,11 @@
-"""Messages, however a public format writes them, as this factory's chat template shows them: role, text, and whether they carry loss.
+"""The messages of public chat formats, in the form of this factory's chat template: role, text, and whether a message carries loss.
 
     >>> turns([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}], frozenset(), Notes())
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello', 'weight': 0}]
 
-The template has a place for a role and a text, and writes tools, calls of them and reasoning as text (``calls``): so does this. What else a message
-says (names, images) would be dropped in silence, so the row is refused, and names the field; ``ignore`` in ``data.yaml: fields`` is the person's word
-to drop it.
+The template shows a role and a text, and writes tools, tool calls and reasoning as text (``calls``). This module does the same. It refuses a row
+with another field that has a meaning (names, images), since the meaning would be lost. A person can drop such a field: ``ignore`` in
+``data.yaml: fields``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from factory.ingest.shapes.calls import (
     spoken,
     with_tools,
 )
+from kernels.contract.message import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 
-# OpenAI's chat format ('developer', 'function'), ShareGPT and its heirs (the others), to the role of the template.
+# Roles of OpenAI's chat format ('developer', 'function') and of ShareGPT and its variants (the others) → the role of the template.
 _ROLE_OF = {
     **{role: role for role in ROLES},
     "developer": "system",
@@ -47,10 +48,14 @@ _ROLE_OF = {
     "function_call": "assistant",
     "tool_call": "assistant",
 }
-_CALLING = ("function_call", "tool_call")  # ShareGPT's roles of turns whose value is a call
-_TEXT_PARTS = ("text", "input_text", "output_text")  # of content in parts: chat completions, and OpenAI's responses
+_CALLING = ("function_call", "tool_call")  # ShareGPT's roles for turns whose value is a call
+_TEXT_PARTS = (
+    "text",
+    "input_text",
+    "output_text",
+)  # types of text in content with parts: of chat completions, and of OpenAI's responses
 
-# Fields of a message or a row that mean something to a reader of the chat: they are shown, or refused.
+# Fields of a message or a row with a meaning for a reader of the chat. Each is shown, or the row is refused.
 Meaningful = Literal[
     "tools", "functions", "tool_calls", "function_call", "function_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking",
     "refusal", "audio", "audios", "image", "images", "video", "videos", "documents", "label", "train_detail",
@@ -58,18 +63,17 @@ Meaningful = Literal[
 MEANINGFUL: frozenset[str] = frozenset(get_args(Meaningful))
 _OF_MESSAGES = MEANINGFUL - {"label"}
 _OF_ROWS = MEANINGFUL - {"name"}
-_OF_MANY = frozenset(
-    {"messages", "conversations", "conversation", "chosen"}
-)  # beside them a row's reasoning may be anybody's
+# Beside these fields, the reasoning of a row may belong to any of several messages.
+_OF_MANY = frozenset({"messages", "conversations", "conversation", "chosen"})
 _READ = frozenset({"role", "content", "from", "value", "weight", "train", "training"})
 
-Turn = dict[str, Any]  # {"role": str, "content": str}, and {"weight": 0} of an answer that carries no loss
+Turn = dict[str, Any]  # {"role": str, "content": str}; also {"weight": 0} if it is an answer that carries no loss
 
 
 @dataclass
 class Notes:
-    """What was found in a row beside its words. ``said``: sentences for a person; ``unread``: fields that nothing reads; ``refused``: those
-    with a meaning that has no place in the template. ``plain``: that is an older one, which shows roles and texts alone."""
+    """Facts about how a row was read. ``said``: messages for a person. ``unread``: fields that nothing reads. ``refused``: fields with a meaning
+    that the template cannot show. ``plain``: the template is an older one that shows roles and texts only."""
 
     plain: bool = False
     said: set[str] = field(default_factory=set)
@@ -78,7 +82,7 @@ class Notes:
 
 
 def carries_loss(message: Mapping[str, Any]) -> bool:
-    """Are the words of a message to be learned? The assistant's are, but for turns of weight 0.
+    """Does a message carry loss? The assistant's messages do, except those of weight 0.
 
     >>> carries_loss({"role": "assistant", "content": "a"}), carries_loss({"role": "assistant", "content": "a", "weight": 0})
     (True, False)
@@ -87,7 +91,7 @@ def carries_loss(message: Mapping[str, Any]) -> bool:
 
 
 def turn_of(role: str, content: str, learned: bool) -> Turn:
-    """A turn whose end has loss, or not: how a turn is told from its tokens.
+    """A turn as its tokens tell it. ``learned``: the end of the turn has loss.
 
     >>> turn_of("assistant", "a", False), turn_of("user", "a", False)
     ({'role': 'assistant', 'content': 'a', 'weight': 0}, {'role': 'user', 'content': 'a'})
@@ -97,29 +101,36 @@ def turn_of(role: str, content: str, learned: bool) -> Turn:
 
 
 def turns(messages: Any, ignore: Collection[str], notes: Notes) -> list[Turn]:
-    """A list of messages. Raises: BadRow 'bad_schema'. Fields that cannot be shown are added to ``notes.refused``."""
+    """The turns of a list of messages. Fields that cannot be shown are added to ``notes.refused``. Raises: BadRow 'bad_schema'."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise BadRow("bad_schema", "'messages' is not a list of messages")
-    awaited: list[Call] = []  # calls of the turn before, whose results come next, in their order
+        raise BadRow("bad_schema", Message("shapes.messages_type", "'messages' is not a list of messages"))
+    awaited: list[Call] = []  # calls of the turn before; their results come next, in the same order
     return [_turn(place, message, ignore, notes, awaited) for place, message in enumerate(messages)]
 
 
 def refuse(notes: Notes) -> None:
-    """Raises: BadRow where a field has a meaning that no document can hold."""
+    """Raises: BadRow where a field has a meaning that the chat template cannot show."""
     if notes.refused:
         named = sorted(notes.refused)
-        them = "it" if len(named) == 1 else "them"
-        older = notes.plain and any(name in (*TOOLS, *CALLS, *REASONING, "tool_call_id") for name in named)
-        raise BadRow(
-            "bad_schema",
-            f"{', '.join(map(repr, named))}: the chat template {'of this older workspace ' if older else ''}has no place for {them}"
-            f"{' (a new workspace has)' if older else ''}; 'ignore: [{', '.join(named)}]' under 'fields' in data.yaml drops {them} and "
-            "keeps the words",
-        )
+        if notes.plain and any(name in (*TOOLS, *CALLS, *REASONING, "tool_call_id") for name in named):
+            wrong = Message(
+                "shapes.field_not_shown_here",
+                "the chat template of this older workspace cannot show these fields (a new workspace can): {fields}. To drop the fields and keep "
+                "the text, write 'ignore: [{fields}]' under 'fields' in data.yaml",
+                fields=named,
+            )
+        else:
+            wrong = Message(
+                "shapes.field_not_shown",
+                "the chat template cannot show these fields: {fields}. To drop the fields and keep the text, write 'ignore: [{fields}]' under "
+                "'fields' in data.yaml",
+                fields=named,
+            )
+        raise BadRow("bad_schema", wrong)
 
 
 def look_beside(row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: Notes) -> None:
-    """The fields of a row that hold a chat: those that mean something for it are refused or, where a person said so, ignored."""
+    """Add each field of a chat's row that has a meaning to ``notes.refused``; a field that a person ignores, to ``notes.said``."""
     for name in sorted(_OF_ROWS.difference(TOOLS).intersection(row).difference(read)):
         if _says_something(name, row[name]):
             _refused_or_ignored(name, ignore, notes)
@@ -128,7 +139,7 @@ def look_beside(row: Mapping[str, Any], read: Collection[str], ignore: Collectio
 def thinking(
     row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
 ) -> list[Turn]:
-    """The chat of a row that is one question and its answer, with the row's reasoning before that. Raises: BadRow 'bad_schema'."""
+    """The chat of a row with one answer, with the row's reasoning before that answer. Raises: BadRow 'bad_schema'."""
     names = [name for name in REASONING if name in row and name not in read and _says_something(name, row[name])]
     names = [name for name in names if name not in ignore and not notes.plain]
     last, answers = said[-1], [turn for turn in said if turn["role"] == "assistant"]
@@ -142,7 +153,7 @@ def thinking(
 def offering(
     row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
 ) -> list[Turn]:
-    """The chat of a row, with its tools in the system turn. Raises: BadRow 'bad_schema'."""
+    """The chat of a row, with the row's tools in the system turn. Raises: BadRow 'bad_schema'."""
     found = [name for name in TOOLS if name in row and name not in read and _says_something(name, row[name])]
     read.update(TOOLS)
     for name in [name for name in found if notes.plain or name in ignore]:
@@ -151,27 +162,44 @@ def offering(
     if not found:
         return said
     if len(found) > 1:
-        raise BadRow("bad_schema", f"{' and '.join(map(repr, found))} both list tools; 'ignore' one of them")
+        both = Message(
+            "shapes.tools_twice",
+            "the fields {fields} both list tools; 'ignore' one of them under 'fields' in data.yaml",
+            fields=found,
+        )
+        raise BadRow("bad_schema", both)
     tools = read_tools(found[0], row[found[0]])
     system, others = ("", said) if said[0]["role"] != "system" else (said[0]["content"], said[1:])
     if lists_itself(system, tools):
-        notes.said.add(f"{found[0]!r} is not written again: the system turn lists the tools itself")
+        notes.said.add(
+            Message(
+                "shapes.tools_listed_already",
+                "{field!r} is not written again: the system turn lists the tools already",
+                field=found[0],
+            )
+        )
         return said
-    notes.said.add("tools are listed in the system turn (<tools>)")
+    notes.said.add(Message("shapes.tools_listed", "tools are listed in the system turn (<tools>)"))
     return [{"role": "system", "content": with_tools(system, tools)}, *others]
 
 
 def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, awaited: list[Call]) -> Turn:
     if not isinstance(message, dict):
-        raise BadRow("bad_schema", f"message {place} is not an object")
+        wrong = Message("shapes.message_type", "message {place} is not an object", place=place)
+        raise BadRow("bad_schema", wrong)
     named = message.get("role", message.get("from"))
     role = _ROLE_OF.get(named) if isinstance(named, str) else None
     if role is None:
-        raise BadRow(
-            "bad_schema", f"message {place}: role is not one of {', '.join(ROLES)} (it is {str(named)[:40]!r})"
+        unknown = Message(
+            "shapes.role",
+            "message {place}: the role {role!r} is not one of {known}",
+            place=place,
+            role=str(named)[:40],
+            known=ROLES,
         )
+        raise BadRow("bad_schema", unknown)
     if named == "developer":
-        notes.said.add("the role 'developer' is read as 'system'")
+        notes.said.add(Message("shapes.developer", "the role 'developer' is read as 'system'"))
     if named in _CALLING:
         call = message.get("content", message.get("value"))
         message = {**message, "content": None, "function_call": call if _says_something("", call) else [{}]}
@@ -184,36 +212,52 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, await
     reasoning = _reasoning(where, message, names, content or "", notes)
     calls = [call for name in CALLS if name in shown for call in read_calls(f"{where}: {name!r}", message[name])]
     if content is None and not (reasoning or calls):
-        if ignored or notes.refused:  # all that it says is a call: dropped by the person's word, or refused later
+        if ignored or notes.refused:  # the message is only a call that a person ignores, or that is refused later
             return {"role": role, "content": "", "weight": 0}
-        raise BadRow("bad_schema", f"message {place}: content is not a string")
+        raise _no_string(place)
     if all(name in shown for name in CALLS) or calls and "<tool_call>" in (content or ""):
-        raise BadRow("bad_schema", f"{where} says its calls twice; 'ignore' one of the fields")
+        twice = Message(
+            "shapes.calls_twice",
+            "{where} has its calls twice; 'ignore' one of the fields under 'fields' in data.yaml",
+            where=where,
+        )
+        raise BadRow("bad_schema", twice)
     if calls:
-        notes.said.add("calls of tools are written into the assistant's turn (<tool_call>)")
+        notes.said.add(
+            Message("shapes.calls_written", "tool calls are written into the assistant's turn (<tool_call>)")
+        )
     awaited += calls
     turn: Turn = {"role": role, "content": spoken(content or "", reasoning, calls)}
     return turn | {"weight": 0} if _weighs_nothing(place, role, message, notes) else turn
 
 
 def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content: str, notes: Notes) -> str:
-    """What an answer thinks; empty without a field for it. Raises: BadRow 'bad_schema'."""
+    """The reasoning of an answer; empty if no field has it. Raises: BadRow 'bad_schema'."""
     reasoning = read_reasoning(where, holder, names)
     if reasoning and content.lstrip().startswith("<think>"):
-        raise BadRow(
-            "bad_schema", f"{where}: the content begins with '<think>', and a field has reasoning too: 'ignore' that"
+        twice = Message(
+            "shapes.reasoning_twice",
+            "{where}: the content begins with '<think>', and the fields {fields} have reasoning too; 'ignore' these fields under 'fields' in "
+            "data.yaml",
+            where=where,
+            fields=names,
         )
+        raise BadRow("bad_schema", twice)
     if reasoning:
-        notes.said.add("reasoning is written before the answer (<think>)")
+        notes.said.add(Message("shapes.reasoning_written", "reasoning is written before the answer (<think>)"))
     return reasoning
+
+
+def _no_string(place: int) -> BadRow:
+    return BadRow("bad_schema", Message("shapes.content_type", "message {place}: content is not a string", place=place))
 
 
 def _fields(
     role: str, message: dict[str, Any], ignore: Collection[str], notes: Notes, awaited: list[Call]
 ) -> tuple[set[str], bool]:
-    """What of a message is shown beside its content, and whether a call of it is ignored; the others are refused.
+    """(the fields of a message that are shown beside its content, whether a call is ignored). Other fields with a meaning are refused.
 
-    Raises: BadRow for a result that stands in another place than its call.
+    Raises: BadRow for results in another order than their calls.
     """
     shown: set[str] = set()
     ignored = False
@@ -230,13 +274,18 @@ def _fields(
             if role == "assistant" and name in (*CALLS, *REASONING):
                 shown.add(name)
                 continue
-            if answers and name == "tool_call_id":  # the template shows no ids: a result is told by its place
+            if (
+                answers and name == "tool_call_id"
+            ):  # the template shows no ids: the order tells which call a result is of
                 if answers.id not in (None, value):
-                    raise BadRow(
-                        "bad_schema",
-                        f"a result of the call {str(value)[:40]!r} stands where that of {str(answers.id)[:40]!r} does: results are "
-                        "told by the order of the calls",
+                    order = Message(
+                        "shapes.order_of_results",
+                        "the result of the call {result!r} comes where the result of the call {call!r} should be: results must be in the order "
+                        "of their calls",
+                        result=str(value)[:40],
+                        call=str(answers.id)[:40],
                     )
+                    raise BadRow("bad_schema", order)
                 continue
             if answers and name == "name" and value == answers.name:
                 continue
@@ -246,55 +295,81 @@ def _fields(
 
 
 def _text(place: int, content: Any, notes: Notes) -> str | None:
-    """The words of a content; None: it has none."""
+    """The text of a message's content; None: the message has no content."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise BadRow("bad_schema", f"message {place}: content is not a string")
+        raise _no_string(place)
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get("text") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
-            raise BadRow("bad_schema", f"message {place}: a part of its content is {str(kind)[:40]!r}, and no text")
+            wrong = Message(
+                "shapes.part_type",
+                "message {place}: a part of its content is {kind!r}; a text is expected",
+                place=place,
+                kind=str(kind)[:40],
+            )
+            raise BadRow("bad_schema", wrong)
         texts.append(text)
-    notes.said.add("content in parts is read as their text")
-    return "".join(texts)  # as the served model's API joins them
+    notes.said.add(Message("shapes.parts_joined", "the texts of content in parts are joined"))
+    return "".join(texts)  # the served model's API joins the texts in the same way
 
 
 def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: Notes) -> bool:
-    """Does a message say that it must not be learned? OpenAI and Mistral write ``weight: 0``, Axolotl ``training: false``."""
+    """Does a field of the message say that it carries no loss? OpenAI and Mistral write ``weight: 0``, Axolotl ``training: false``."""
     if role != "assistant":
         for name in ("train", "training"):
             if message.get(name) is True:
-                raise BadRow(
-                    "bad_schema", f"message {place}: {name!r} is true, and only the assistant's turns carry loss"
+                other = Message(
+                    "shapes.loss_of_role",
+                    "message {place}: {field!r} is true, but only the assistant's turns carry loss",
+                    place=place,
+                    field=name,
                 )
+                raise BadRow("bad_schema", other)
         return False
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
-        raise BadRow("bad_schema", f"message {place}: 'weight' is {weight!r:.40}; a turn carries loss (1) or none (0)")
+        odd = Message(
+            "shapes.weight",
+            "message {place}: 'weight' is {weight}; expected is 1 (the turn carries loss) or 0 (it carries none)",
+            place=place,
+            weight=f"{weight!r:.40}",
+        )
+        raise BadRow("bad_schema", odd)
     nothing = weight == 0 and weight is not None
     for name in ("train", "training"):
         value = message.get(name)
         if value is not None and not isinstance(value, bool):
-            raise BadRow("bad_schema", f"message {place}: {name!r} is {str(value)[:40]}; true or false is expected")
+            odd = Message(
+                "shapes.not_a_boolean",
+                "message {place}: {field!r} is {value}; true or false is expected",
+                place=place,
+                field=name,
+                value=str(value)[:40],
+            )
+            raise BadRow("bad_schema", odd)
         nothing = nothing or value is False
     if nothing:
-        notes.said.add("answers of weight 0 carry no loss")
+        notes.said.add(Message("shapes.weight_0", "answers of weight 0 carry no loss"))
     return nothing
 
 
 def _refused_or_ignored(name: str, ignore: Collection[str], notes: Notes) -> None:
     if name in ignore:
-        notes.said.add(f"ignored, as 'fields' in data.yaml says: {name}")
+        notes.said.add(
+            Message("shapes.ignored", "the field {name!r} is ignored, as 'fields' in data.yaml says", name=name)
+        )
     else:
         notes.refused.add(name)
 
 
 def _says_something(name: str, value: Any) -> bool:
-    """Empty lists, texts and objects say nothing; of a pair without a partner only a bad one does (KTO: ``label: false``)."""
-    if name == "label":  # a CSV file has it as a word
+    """Does the value of a field have a meaning? Empty lists, texts and objects have none. A ``label`` has one only if it says that the completion
+    is bad (KTO: ``label: false``)."""
+    if name == "label":  # in a CSV file it is a word
         return value is False or isinstance(value, str) and value.strip().lower() == "false"
     if isinstance(value, str):
         return value.strip() not in ("", "[]", "{}", "null")  # some data sets hold JSON in a string

@@ -1,6 +1,6 @@
-"""``data.yaml: fields``: what the columns of a team's own files mean.
+"""``data.yaml: fields``: the meaning of the columns in a team's own files.
 
-A value names a column by a dotted path, is a template of columns, or a constant:
+A value is the dotted path of a column, a template of columns, or a constant:
 
     >>> row = {"title": "T", "body": "B", "meta": {"lang": "en"}, "turns": [{"text": "hi"}], "a.b": 1}
     >>> [read(parse_value(value), row) for value in ("meta.lang", "turns.0.text", "a.b", "{title}\\n\\n{body}", "=prose")]
@@ -25,15 +25,16 @@ from pydantic import AfterValidator, Field, model_validator
 from factory.core.policy_file import StrictPolicy
 from factory.ingest.shapes.bad_row import BadRow
 from factory.ingest.shapes.chats import Meaningful
+from kernels.contract.message import Message
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|([{}])")
-_PART = re.compile(r"#\d+\.jsonl(\.zst)?\Z")  # what the name of a file's part ends in
-_MOST_COLUMNS = 200  # of a row, that are compared with one that is missing
+_PART = re.compile(r"#\d+\.jsonl(\.zst)?\Z")  # the end of the name of a file's part
+_MOST_COLUMNS = 200  # columns of a row that are compared with the name of a missing column
 
 
 @dataclass(frozen=True)
 class MappedValue:
-    """What a value of the mapping is made of: texts at even places, columns between them. ``plain``: one column, whose value stays as it is."""
+    """A parsed value of the mapping. ``pieces``: texts at even places, columns between them. ``plain``: one column, whose value stays as it is."""
 
     pieces: tuple[str, ...]
     plain: bool = False
@@ -45,10 +46,10 @@ class MappedValue:
 
 @lru_cache(maxsize=1024)
 def parse_value(value: str) -> MappedValue:
-    """Raises: ValueError for an empty one, or a brace that is neither closed nor doubled."""
+    """Parse a value of the mapping. Raises: ValueError for an empty value, or a brace that is neither closed nor doubled."""
     if not value.strip():
         raise ValueError(
-            "it is empty: name a column, a template of columns ('{title}: {body}'), or a constant ('=MIT')"
+            "the value is empty: name a column, a template of columns ('{title}: {body}'), or a constant ('=MIT')"
         )
     if value.startswith("="):
         return MappedValue((value[1:],))
@@ -59,7 +60,9 @@ def parse_value(value: str) -> MappedValue:
         pieces[-1] += value[end : found.start()]
         end = found.end()
         if found[2]:
-            raise ValueError(f"{value!r}: a brace alone; columns stand in braces, and '{{{{' is a brace itself")
+            raise ValueError(
+                f"{value!r} has a brace without its other half; write {{column}} for a column, '{{{{' for a brace"
+            )
         if found[1]:
             pieces += [found[1], ""]
         else:
@@ -75,13 +78,13 @@ def _checked(value: str) -> str:
 
 def _no_constant(value: str) -> str:
     if not parse_value(value).columns:
-        raise ValueError(f"{value!r} names no column: every row would have the same")
+        raise ValueError(f"{value!r} names no column: every row would have the same value")
     return value
 
 
 def _a_file_name(pattern: str) -> str:
     if "/" in pattern:
-        raise ValueError(f"{pattern!r}: files are matched by their name, without the folder")
+        raise ValueError(f"{pattern!r} has a folder: name files without their folder")
     return pattern
 
 
@@ -91,8 +94,8 @@ NAMES = ("domain", "source", "license", "id", "url", "path", "conversation", "sy
 
 
 class FieldMapping(StrictPolicy):
-    """What the columns of some files mean: a dotted path ('meta.lang', 'turns.0.content'), a template ('{title}: {body}'), or a constant
-    ('=prose'). What is not mapped is read as without a mapping."""
+    """The meaning of columns in some files. A value is a dotted path ('meta.lang', 'turns.0.content'), a template ('{title}: {body}'), or a
+    constant ('=prose'). Keys that are not mapped are read as without a mapping."""
 
     files: Annotated[str, Field(min_length=1), AfterValidator(_a_file_name)]
     """Pattern of the files' names ('*.csv'); the first mapping that matches is used."""
@@ -101,9 +104,9 @@ class FieldMapping(StrictPolicy):
     messages: Column | None = None
     """The turns of a chat: a list of objects with role and content, or from and value."""
     prompt: Column | None = None
-    """What a user asks, with ``completion``."""
+    """The user's question; needs ``completion``."""
     completion: Column | None = None
-    """What the assistant answers to ``prompt``."""
+    """The assistant's answer to ``prompt``."""
     system: ColumnOrConstant | None = None
     """A system turn before the others of a chat."""
     domain: ColumnOrConstant | None = None
@@ -112,41 +115,41 @@ class FieldMapping(StrictPolicy):
     """An SPDX name or expression; of a list of names all apply."""
     id: Column | None = None
     url: Column | None = None
-    """Where a document is from; its host may be its group."""
+    """The address that a document is from; its host may be the document's group."""
     path: Column | None = None
-    """The file that a document is, or is a part of; it may be its group."""
+    """The file that a document is, or is a part of; it may be the document's group."""
     conversation: Column | None = None
-    """What documents of one conversation share; it may be their group."""
+    """The conversation that a document belongs to; it may be the document's group."""
     synthetic_by: ColumnOrConstant | None = None
-    """Which model wrote it."""
+    """The model that wrote the document."""
     ignore: list[Meaningful] = []
-    """Fields of a chat with a meaning (tools, reasoning, images …) that are dropped all the same; the texts stay."""
+    """Fields of a chat with a meaning (tools, reasoning, images …) that ingest drops; the texts stay."""
 
     @model_validator(mode="after")
     def _one_content(self) -> FieldMapping:
         if (self.prompt is None) != (self.completion is None):
-            raise ValueError("'prompt' and 'completion' belong together: one of them is missing")
+            raise ValueError("one of 'prompt' and 'completion' is missing: map both")
         contents = [name for name in ("text", "messages", "prompt") if getattr(self, name) is not None]
         if len(contents) > 1:
-            raise ValueError(f"{' and '.join(map(repr, contents))} are both mapped: a document is one of them")
+            raise ValueError(f"{' and '.join(map(repr, contents))} are both mapped: map only one of them")
         if self.system is not None and contents == ["text"]:
-            raise ValueError("'system' is mapped beside 'text': only a chat has a system turn")
+            raise ValueError("'system' and 'text' are both mapped, but only a chat has a system turn")
         return self
 
     def value(self, name: str) -> MappedValue | None:
-        """What a key is mapped to."""
+        """The value that a key is mapped to; None: the key is not mapped."""
         value = getattr(self, name)
         return None if value is None else parse_value(value)
 
     def values(self) -> Iterator[tuple[str, MappedValue]]:
-        """(key, value) of all that is mapped."""
+        """(key, value) of all mapped keys."""
         for name in ("text", "messages", "prompt", "completion", "system", *NAMES):
             if (value := self.value(name)) is not None:
                 yield name, value
 
 
 def whole_name(shard: str) -> str:
-    """The name of the file that a shard is a part of; its own, where it is the file.
+    """The name of the file that a shard is a part of; the shard's own name if it is a whole file.
 
     >>> whole_name("a.csv#2.jsonl.zst"), whole_name("a.jsonl")
     ('a.csv', 'a.jsonl')
@@ -155,7 +158,8 @@ def whole_name(shard: str) -> str:
 
 
 def mapping_of(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMapping] | None:
-    """The first mapping for a file of one of these names ('': none), and its place in the list. A part of a file has the mapping of the whole.
+    """(place in ``fields``, mapping) of the first mapping for a file with one of these names; '' is no name. A part of a file has the file's
+    mapping.
 
     >>> fields = [FieldMapping(files="*.csv", text="a"), FieldMapping(files="x*", text="b")]
     >>> [found[0] if (found := mapping_of(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
@@ -168,7 +172,7 @@ def mapping_of(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMappi
 
 
 def read(value: MappedValue, row: Mapping[str, Any]) -> Any:
-    """What it is in this row; None where the row lacks one of its columns. Raises: BadRow for a column that no template can hold."""
+    """The value in this row; None if the row lacks one of the columns. Raises: BadRow for a column in a template that is not a text or number."""
     found = [_at(row, path) for path in value.columns]
     if value.plain:
         return found[0]
@@ -179,7 +183,7 @@ def read(value: MappedValue, row: Mapping[str, Any]) -> Any:
 
 
 def has_column(row: Mapping[str, Any], path: str) -> bool:
-    """Does a row have such a column, be it empty?"""
+    """Does a row have this column, even if it is empty?"""
     return any(True for _ in _places(row, path))
 
 
@@ -198,7 +202,7 @@ def _at(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _places(value: Any, path: str) -> Iterator[Any]:
-    """What lies at a path; a key that holds dots itself is found too, and before what its parts would name."""
+    """The values at a path. A key that itself has dots is found too, before the values that its parts name."""
     if isinstance(value, Mapping):
         if path in value:
             yield value[path]
@@ -220,6 +224,12 @@ def _in_words(path: str, value: Any) -> str:
     if isinstance(value, int) or isinstance(value, float) and math.isfinite(value):
         try:
             return str(value)
-        except ValueError:  # of more digits than Python writes
+        except ValueError:  # the number has more digits than Python writes
             pass
-    raise BadRow("bad_schema", f"{path!r} stands in a template, and is no text or number but {type(value).__name__}")
+    wrong = Message(
+        "shapes.template_value",
+        "the column {column!r} of a template is {kind}; a text or a number is expected",
+        column=path,
+        kind=type(value).__name__,
+    )
+    raise BadRow("bad_schema", wrong)

@@ -1,4 +1,4 @@
-"""A row of any known shape as the document contract has it: by a mapping where there is one, else by what columns it has.
+"""Turns a row of any known shape into the form of the document contract: by a mapping if there is one, else by the row's columns.
 
     >>> notes = Notes()
     >>> as_contract({"instruction": "Add.", "input": "1, 2", "output": "3", "lang": "en"}, None, notes)
@@ -6,8 +6,8 @@
     >>> sorted(notes.said), sorted(notes.unread)
     (['read as Alpaca: instruction, input, output → messages'], ['lang'])
 
-What the contract itself names goes first, so that a row with 'text' or 'messages' is what it always was. Sources of the shapes: ShareGPT's
-and Alpaca's published files, OpenAI's fine-tuning format, and TRL's "Dataset formats and types" (prompt/completion, preference).
+The contract's own keys go first: a row with 'text' or 'messages' never has another shape. Sources of the shapes: ShareGPT's and Alpaca's
+published files, OpenAI's fine-tuning format, and TRL's "Dataset formats and types" (prompt/completion, preference).
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from factory.ingest.shapes.bad_row import BadRow
+from factory.ingest.shapes.bad_row import BadRow, not_an_object
 from factory.ingest.shapes.chats import Notes, Turn, carries_loss, look_beside, offering, refuse, thinking, turns
 from factory.ingest.shapes.mapping import NAMES, FieldMapping, read
+from kernels.contract.message import Message
 
 Shape = Callable[[dict[str, Any], frozenset[str], Notes], "Content | None"]
-Content = tuple[str, Any, set[str]]  # 'text' or 'messages', its value, the columns it was made of
+Content = tuple[str, Any, set[str]]  # ('text' or 'messages', its value, the columns that it was made of)
 
-TEXTS = ("content", "body", "markdown", "code")  # of plain documents, under other names than 'text'
+TEXTS = ("content", "body", "markdown", "code")  # columns other than 'text' that may hold a plain document
 _NAMING = ("id", "domain", "source", "license", "url", "path", "conversation_id", "synthetic_by")
 _CONTRACT = {*_NAMING, "created"}
-_NAMED = {"conversation": "conversation_id"}  # keys of a mapping whose column the contract calls otherwise
+_NAMED = {"conversation": "conversation_id"}  # keys of a mapping that have another name in the contract
 
 
 def as_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[str, Any]:
-    """'text' or 'messages' and what names the document. What else was found is added to ``notes``.
+    """The row's 'text' or 'messages', and the keys that name the document. Adds to ``notes`` how the row was read.
 
     Raises: BadRow 'bad_schema' | 'no_supervised'.
     """
     if not isinstance(row, dict):
-        raise BadRow("bad_schema", f"expected an object, got {type(row).__name__}")
+        raise not_an_object(row)
     row = {key: value for key, value in row.items() if value is not None}
     ignore = frozenset(mapping.ignore if mapping else ())
     kind, value, used = (mapping and _mapped(row, mapping, ignore, notes)) or _recognised(row, ignore, notes)
@@ -47,9 +48,13 @@ def as_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[st
             notes.refused.add("label")
         refuse(notes)
         if not any(map(carries_loss, value)):
-            some = any(turn["role"] == "assistant" for turn in value)
-            why = "every answer is of weight 0" if some else "no assistant message"
-            raise BadRow("no_supervised", f"{why}, so no token carries loss")
+            if any(turn["role"] == "assistant" for turn in value):
+                weightless = Message("shapes.all_weight_0", "every answer has weight 0, so no token carries loss")
+                raise BadRow("no_supervised", weightless)
+            unanswered = Message(
+                "shapes.no_answer", "the chat has no message of the assistant, so no token carries loss"
+            )
+            raise BadRow("no_supervised", unanswered)
     found = {kind: value} | {name: row[name] for name in _NAMING if name in row}
     if isinstance(row.get("conversation"), str | int) and "conversation" not in used:
         found.setdefault("conversation_id", row["conversation"])
@@ -67,16 +72,20 @@ def as_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[st
 
 # -- by a mapping ------------------------------------------------------------------------------------------------------
 def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], notes: Notes) -> Content | None:
-    """None: the mapping says nothing of the words."""
+    """The row's content by the mapping; None: the mapping names no content."""
 
     def column(name: str) -> Any:
         value = mapping.value(name)
         assert value
         used.update(key for key in row for path in value.columns if path == key or path.startswith(f"{key}."))
         if (found := read(value, row)) is None:
-            raise BadRow(
-                "bad_schema", f"the row has no {' or no '.join(map(repr, value.columns))}, which is its {name!r}"
+            lacks = Message(
+                "shapes.no_column",
+                "the row lacks a column ({columns}) that 'fields' in data.yaml maps to {key!r}",
+                columns=value.columns,
+                key=name,
             )
+            raise BadRow("bad_schema", lacks)
         return found
 
     used: set[str] = set()
@@ -91,7 +100,11 @@ def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], 
     else:
         kind, said, used = _recognised(row, ignore, notes)
         if kind == "text":
-            raise BadRow("bad_schema", "'system' is mapped, and the row is a plain text: only a chat has a system turn")
+            plain = Message(
+                "shapes.system_of_text",
+                "'system' is mapped, but the row is a plain text: only a chat has a system turn",
+            )
+            raise BadRow("bad_schema", plain)
     if mapping.system is not None:
         said = _with_system(column("system"), said)
     return "messages", said, used
@@ -100,10 +113,11 @@ def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], 
 # -- by its columns ----------------------------------------------------------------------------------------------------
 def _recognised(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content:
     if "text" in row and "messages" in row:
-        raise BadRow(
-            "bad_schema",
-            "exactly one of 'text' and 'messages' is needed; 'fields' in data.yaml says which column counts",
+        both = Message(
+            "shapes.text_and_messages",
+            "the row has 'text' and 'messages', but a document is one of them: choose the column under 'fields' in data.yaml",
         )
+        raise BadRow("bad_schema", both)
     if "text" in row:
         return "text", row["text"], {"text"}
     if "messages" in row:
@@ -111,37 +125,46 @@ def _recognised(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Co
     for shape in SHAPES:
         if found := shape(row, ignore, notes):
             return found
-    named = ", ".join(str(name)[:40] for name in [*row][:12]) or "none"
-    raise BadRow(
-        "bad_schema",
-        f"neither 'text' nor 'messages', and no known shape; columns: {named}; 'fields' in data.yaml maps them",
+    unknown = Message(
+        "shapes.unknown",
+        "the row has neither 'text' nor 'messages' and no known shape. Its columns: {columns}. Map the columns under 'fields' in data.yaml",
+        columns=[str(name)[:40] for name in [*row][:12]] or ["none"],
     )
+    raise BadRow("bad_schema", unknown)
 
 
 def _conversations(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
-    """ShareGPT, and messages under its name."""
+    """ShareGPT's conversations, or messages in a column of that name."""
     for name in ("conversations", "conversation"):
         value = row.get(name)
         if not isinstance(value, list) or not value or not isinstance(value[0], dict):
             continue
-        share = "from" in value[0]
-        notes.said.add(f"read as {'ShareGPT' if share else 'a chat'}: {name} → messages")
+        shape = "ShareGPT" if "from" in value[0] else "a chat"
+        notes.said.add(
+            Message("shapes.read_conversations", "read as {shape}: {column} → messages", shape=shape, column=name)
+        )
         return _with_row_system(row, turns(value, ignore, notes), {name})
     return None
 
 
 def _preference(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
-    """The chosen answer, after the prompt; what both answers begin with is prompt too, where none is named."""
+    """The prompt and the chosen answer. If the row names no prompt, the turns that both answers begin with are the prompt."""
     if "chosen" not in row or "rejected" not in row:
         return None
     notes.said.add(
-        "read as preference pairs: the prompt and the chosen answer → messages; the rejected one is not trained on"
+        Message(
+            "shapes.read_preference",
+            "read as preference pairs: the prompt and the chosen answer → messages; the rejected answer is not used",
+        )
     )
     used = {"chosen", "rejected", "prompt"}
     chosen, prompt = row["chosen"], row.get("prompt")
     if isinstance(chosen, str):
         if prompt is None:
-            raise BadRow("bad_schema", "'chosen' is a text without a 'prompt': what it answers is not known")
+            alone = Message(
+                "shapes.chosen_without_prompt", "'chosen' is a text, but the row has no 'prompt' that it answers"
+            )
+            raise BadRow("bad_schema", alone)
         return _with_row_system(row, _pair(prompt, chosen, ignore, notes), used)
     whole = turns(chosen, ignore, notes)
     if isinstance(prompt, list):
@@ -149,7 +172,11 @@ def _preference(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Co
     if isinstance(prompt, str) and whole[0]["role"] == "assistant":
         return _with_row_system(row, _pair(prompt, chosen, ignore, notes), used)
     if isinstance(prompt, str) and all(turn["content"].strip() != prompt.strip() for turn in whole):
-        raise BadRow("bad_schema", "'chosen' holds a whole chat in which 'prompt' does not occur: map one of them")
+        other = Message(
+            "shapes.prompt_not_in_chosen",
+            "'chosen' is a whole chat that does not contain 'prompt': map one of them under 'fields' in data.yaml",
+        )
+        raise BadRow("bad_schema", other)
     shared = 0
     rejected = turns(row["rejected"], ignore, Notes()) if isinstance(row["rejected"], list) else []
     while shared < min(len(whole) - 1, len(rejected)) and whole[shared] == rejected[shared]:
@@ -158,18 +185,25 @@ def _preference(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Co
 
 
 def _alpaca(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
-    """Instruction, perhaps an input, and the output; Dolly's names too. 'history' holds earlier pairs, as LLaMA-Factory has it."""
+    """An instruction, an optional input, and the output; also under Dolly's names. 'history' holds earlier pairs, as in LLaMA-Factory."""
     answer = next((name for name in ("output", "response") if isinstance(row.get(name), str)), None)
     if not isinstance(row.get("instruction"), str) or answer is None:
         return None
     given = next((name for name in ("input", "context") if isinstance(row.get(name), str)), None)
     used = {name for name in ("instruction", given, answer) if name}
-    title = "Alpaca" if answer == "output" else "Dolly"
-    notes.said.add(f"read as {title}: instruction, {'context' if title == 'Dolly' else 'input'}, {answer} → messages")
+    shape, context = ("Alpaca", "input") if answer == "output" else ("Dolly", "context")
+    notes.said.add(
+        Message(
+            "shapes.read_instruction",
+            "read as {shape}: {columns} → messages",
+            shape=shape,
+            columns=("instruction", context, answer),
+        )
+    )
     asked = "\n\n".join(part for part in (row["instruction"], row[given] if given else "") if part.strip())
     earlier = row.get("history", [])
     if not isinstance(earlier, list) or not all(_is_pair(one) for one in earlier):
-        raise BadRow("bad_schema", "'history' is not a list of pairs, of a question and its answer")
+        raise BadRow("bad_schema", Message("shapes.history", "'history' is not a list of pairs [question, answer]"))
     said = [turn for pair in (*earlier, (asked, row[answer])) for turn in _asked_and_answered(*pair)]
     return _with_row_system(row, said, used | {"history"})
 
@@ -181,18 +215,20 @@ def _is_pair(value: Any) -> bool:
 def _prompt_and_completion(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
     if "prompt" not in row or "completion" not in row:
         return None
-    notes.said.add("read as prompt and completion: prompt → user, completion → assistant")
+    notes.said.add(
+        Message("shapes.read_prompts", "read as prompt and completion: prompt → user, completion → assistant")
+    )
     said = _pair(row["prompt"], row["completion"], ignore, notes)
     return _with_row_system(row, said, {"prompt", "completion"})
 
 
 def _is_pair_of_one(used: set[str], mapping: FieldMapping | None) -> bool:
-    """Prompt and completion, where a ``label`` beside them says that the completion is good or bad (TRL's KTO)."""
+    """Is the row a prompt and a completion, so that its ``label`` may call the completion good or bad (TRL's KTO)?"""
     return used >= {"prompt", "completion"} or (mapping is not None and mapping.prompt is not None)
 
 
 def _is_zero(label: Any) -> bool:
-    """``false`` as a number, as tables write it. It may be a class too: the person says so with 'ignore: [label]'.
+    """Is the label ``false`` written as a number, as in tables? A 0 may also be a class; a person then writes 'ignore: [label]'.
 
     >>> [_is_zero(label) for label in (0, 0.0, "0", "0.0", 1, "1", 2, "bad", None)]
     [True, True, True, True, False, False, False, False, False]
@@ -201,7 +237,7 @@ def _is_zero(label: Any) -> bool:
 
 
 def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
-    """Only where nothing else may belong to the question: choices, or a passage that it is about."""
+    """A question and its answer, if no other column may belong to the question (choices, or a passage)."""
     words = {"question", "answer"}
     other_files = {
         "choices",
@@ -217,20 +253,25 @@ def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: Not
     }
     if not all(isinstance(row.get(name), str) for name in words) or other_files & row.keys():
         return None
-    notes.said.add("read as questions and answers: question → user, answer → assistant")
+    notes.said.add(
+        Message("shapes.read_questions", "read as questions and answers: question → user, answer → assistant")
+    )
     return _with_row_system(row, _asked_and_answered(row["question"], row["answer"]), words)
 
 
 def _other_text(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
     named = [name for name in TEXTS if isinstance(row.get(name), str)]
     if len(named) > 1:
-        raise BadRow(
-            "bad_schema",
-            f"{' and '.join(map(repr, named))} may both be the text; 'fields' in data.yaml says which (text: {named[0]})",
+        several = Message(
+            "shapes.several_texts",
+            "each of the columns {columns} may be the text: choose one under 'fields' in data.yaml (for example 'text: {first}')",
+            columns=named,
+            first=named[0],
         )
+        raise BadRow("bad_schema", several)
     if not named:
         return None
-    notes.said.add(f"read as text: {named[0]} → text")
+    notes.said.add(Message("shapes.read_text", "read as text: {column} → text", column=named[0]))
     return "text", row[named[0]], {named[0]}
 
 
@@ -250,12 +291,16 @@ def _asked_and_answered(prompt: str, completion: str) -> list[Turn]:
 
 
 def _pair(prompt: Any, completion: Any, ignore: frozenset[str], notes: Notes) -> list[Turn]:
-    """A prompt and its completion, each a text or a list of messages. Only the completion is learned (TRL's ``completion_only_loss``)."""
+    """A prompt and its completion, each a text or a list of messages. Only the completion carries loss (TRL's ``completion_only_loss``)."""
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list | tuple):
-            raise BadRow(
-                "bad_schema", f"the {name} is {type(value).__name__}; a text or a list of messages is expected"
+            wrong = Message(
+                "shapes.pair_type",
+                "the {name} is {kind}; a text or a list of messages is expected",
+                name=name,
+                kind=type(value).__name__,
             )
+            raise BadRow("bad_schema", wrong)
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else turns(prompt, ignore, notes)
     after = (
         [{"role": "assistant", "content": completion}]
@@ -266,12 +311,12 @@ def _pair(prompt: Any, completion: Any, ignore: frozenset[str], notes: Notes) ->
 
 
 def _silent(before: list[Turn]) -> list[Turn]:
-    """Turns that are only read: of the prompt."""
+    """The turns of a prompt, without loss."""
     return [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in before]
 
 
 def _with_row_system(row: Mapping[str, Any], said: list[Turn], used: set[str]) -> Content:
-    """A column 'system' is the first turn: Anthropic's format, and LLaMA-Factory's."""
+    """The chat with the column 'system' as its first turn, as in Anthropic's and LLaMA-Factory's formats."""
     system = row.get("system")
     if isinstance(system, str):
         return "messages", _with_system(system, said), used | {"system"}
@@ -280,11 +325,15 @@ def _with_row_system(row: Mapping[str, Any], said: list[Turn], used: set[str]) -
 
 def _with_system(system: Any, said: list[Turn]) -> list[Turn]:
     if not isinstance(system, str):
-        raise BadRow("bad_schema", f"the system turn is {type(system).__name__}, and no text")
+        kind = type(system).__name__
+        raise BadRow("bad_schema", Message("shapes.system_type", "the system turn is {kind}, not a text", kind=kind))
     if not system.strip():
         return said
     if said[0]["role"] == "system":
         if said[0]["content"].strip() == system.strip():
             return said
-        raise BadRow("bad_schema", "a system turn is named beside the messages, which begin with another one")
+        other = Message(
+            "shapes.two_system_turns", "the messages begin with another system turn than the row's own column 'system'"
+        )
+        raise BadRow("bad_schema", other)
     return [{"role": "system", "content": system}, *said]

@@ -1,4 +1,4 @@
-"""What the rows of a shard were read as, counted, and the lines that say so to the person who brought it."""
+"""Counts how the rows of a shard were read, and describes that to the person who brought the shard."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 from factory.core.errors import InputError, nearest
 from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.mapping import FieldMapping, columns_of, has_column
+from kernels.contract.message import Message
 
-_SAMPLED = 20  # rows of a chunk whose columns are kept, to name one that is near to a missing one
+_SAMPLED = 20  # rows of a chunk whose columns are kept, to suggest one for a missing column
 _MOST_NAMED = 12  # fields that a line names
 
 
 @dataclass
 class Columns:
-    """Of the rows of one mapping: how many, which of its columns were ``found``, and columns of some of them."""
+    """The rows of one mapping: their number, the mapped columns that were ``found``, and the ``others`` that some rows have."""
 
     rows: int = 0
     found: set[str] = field(default_factory=set)
@@ -25,15 +26,15 @@ class Columns:
 
 @dataclass
 class Told:
-    """Of the rows that were read: how many each sentence and each unread field is about, and which columns of each mapping, by its place in
-    ``fields``, there were."""
+    """How the rows were read. ``said``: by message, its number of rows. ``unread``: by field that nothing reads, its number of rows. ``mapped``:
+    by place of the mapping in ``fields``, the columns that its rows have."""
 
     said: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     mapped: dict[int, Columns] = field(default_factory=dict)
 
     def look(self, row: Any, place: int, mapping: FieldMapping) -> None:
-        """At a decoded row, before it is read."""
+        """Count the columns of a decoded row whose mapping has this place in ``fields``."""
         if not isinstance(row, dict):
             return
         seen = self.mapped.setdefault(place, Columns())
@@ -44,11 +45,12 @@ class Told:
             seen.found.update(path for path in value.columns if path not in seen.found and has_column(row, path))
 
     def note(self, notes: Notes) -> None:
-        """What was found in a row that is a document."""
+        """Count the notes of a row that is a document."""
         self.said.update(notes.said)
         self.unread.update(notes.unread)
 
     def add(self, other: Told) -> None:
+        """Add the counts of another chunk."""
         self.said += other.said
         self.unread += other.unread
         for place, seen in other.mapped.items():
@@ -58,13 +60,13 @@ class Told:
             mine.others |= seen.others
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """For the counts of a shard in the ledger; nothing where there is nothing to say."""
+        """The keys that a shard's ``counts`` in the ledger get; empty counts are left out."""
         both = {"read_as": self.said, "unread": self.unread}
         return {name: dict(sorted(found.items())) for name, found in both.items() if found}
 
 
 def missing_columns(told: Told, fields: list[FieldMapping]) -> list[tuple[int, str, str]]:
-    """(place of the mapping, its key, the column) of all that no row has that was looked at."""
+    """(place of the mapping, its key, the column) of each mapped column that no row has."""
     return [
         (place, name, path)
         for place, seen in sorted(told.mapped.items())
@@ -78,39 +80,65 @@ def refuse_missing_columns(told: Told, fields: list[FieldMapping], file: str) ->
     """Raises: InputError where a mapping names a column that no row of the file has."""
     for place, name, path in missing_columns(told, fields):
         raise InputError(
-            f"{file}: fields.{place}.{name} in data.yaml (files: {fields[place].files!r}) names the column {path!r}, which no "
-            f"row has{nearest(path, told.mapped[place].others)}; nothing was stored"
+            "shapes.no_row_has_column",
+            "{file}: no row has the column {column!r}, which fields.{place}.{key} in data.yaml names (for files {pattern!r}){near}; nothing was "
+            "stored",
+            file=file,
+            column=path,
+            place=place,
+            key=name,
+            pattern=fields[place].files,
+            near=nearest(path, told.mapped[place].others),
         )
 
 
-def row_lines(counts: dict[str, Any]) -> list[str]:
-    """What a shard's counts say of its rows, a line each."""
+def row_lines(counts: dict[str, Any]) -> list[Message]:
+    """Lines for a person about the rows of a shard, from the shard's counts."""
     found = [
-        f"{sentence}, {count:,} {'row' if count == 1 else 'rows'}"
-        for sentence, count in counts.get("read_as", {}).items()
+        Message("shapes.read_as", "{how}: {rows:,|row|rows}", how=how, rows=rows)
+        for how, rows in counts.get("read_as", {}).items()
     ]
     if unread := counts.get("unread", {}):
         named = sorted(unread, key=lambda name: (-unread[name], name))
-        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-        found.append(f"fields that nothing reads: {', '.join(named[:_MOST_NAMED])}{more}")
+        more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
+        found.append(Message("shapes.unread", "fields that nothing reads: {fields}", fields=named[:_MOST_NAMED] + more))
     dropped = counts.get("dropped", {})
     for rule, example in counts.get("examples", {}).items():
-        found.append(f"dropped by {rule}: {dropped.get(rule, 0):,}, such as {example}")
+        found.append(
+            Message(
+                "shapes.dropped",
+                "the rule {rule} dropped {rows:,|row|rows}, for example {example}",
+                rule=rule,
+                rows=dropped.get(rule, 0),
+                example=example,
+            )
+        )
     for name, held in counts.get("not_releasable", {}).items():
         found.append(_held_back(name, held))
     return found
 
 
-def _held_back(name: str, held: dict[str, Any]) -> str:
-    count = f"{held['documents']:,} {'document' if held['documents'] == 1 else 'documents'}"
+def _held_back(name: str, held: dict[str, Any]) -> Message:
+    documents = held["documents"]
     if held["why"] == "missing":
-        return (
-            f"{count} to train on without a licence, which holds releases back: name it with 'factory data relabel --shard NAME "
-            "--license none --to-license MIT', and for later files under 'fields' in data.yaml (license: =MIT)"
+        return Message(
+            "shapes.licence_missing",
+            "{documents:,|training document has|training documents have} no licence, which holds releases back. Name the licence with 'factory "
+            "data relabel --shard NAME --license none --to-license MIT', and for later files under 'fields' in data.yaml (license: =MIT)",
+            documents=documents,
         )
     if held["why"] == "listed":
-        return f"{count} to train on are under {name!r}, which holds releases back ('release: false' under licences in data.yaml)"
-    return (
-        f"{count} to train on are under {name!r}, which data.yaml does not list, and which holds releases back; the line that "
-        f"allows it, under licences.known: {name!r}: {{train: true, release: true}}"
+        return Message(
+            "shapes.licence_not_released",
+            "{documents:,|training document is|training documents are} under {licence!r}, which holds releases back ('release: false' under "
+            "licences in data.yaml)",
+            documents=documents,
+            licence=name,
+        )
+    return Message(
+        "shapes.licence_unlisted",
+        "{documents:,|training document is|training documents are} under {licence!r}, which holds releases back, since data.yaml does not list "
+        "this licence. To allow releases, add this line under licences.known: {licence!r}: {{train: true, release: true}}",
+        documents=documents,
+        licence=name,
     )

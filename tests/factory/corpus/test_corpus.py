@@ -17,6 +17,7 @@ from factory.corpus.pages import paginate, split_long
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
+from tests.support.messages import refused
 from tests.support.text.library import write_library
 
 TOPIC = "\n\n".join(
@@ -101,12 +102,12 @@ def test_pages_keep_every_line() -> None:
     assert "\n".join(paginate(parts)).split() == text.split()
 
 
-def test_each_badness_of_the_bad_shard_meets_its_rule(
+def test_each_bad_row_of_the_bad_shard_is_dropped_by_its_rule(
     library: Path, workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = (code_root() / "policies" / "data.yaml").read_text().replace("share: 0.03", "share: 0.2")
     (workspace.root / "policies" / "data.yaml").write_text(policy.replace("vocab_size: 4096", "vocab_size: 600"))
-    with pytest.raises(InputError, match="ingest the corpus first"):
+    with refused("corpus.nothing_ingested", InputError):
         write_bad_shard(workspace.inbox / "bad.jsonl", Plant(workspace, ledger))
     for path in write_corpus(workspace.inbox, SILENT):
         assert ingest_shard(Plant(workspace, ledger), path, workers=0).state == "ingested"

@@ -18,7 +18,7 @@ from tests.support.plants.trained_plant import close, lenient_workspace, train_a
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Path:
-    """Every document is of the licence MIT or, those of code, of none; checkpoints every five steps."""
+    """All documents have the licence MIT, except those of code, which have none. Checkpoints are five steps apart."""
 
     def make(folder: Path) -> None:
         workspace = lenient_workspace(folder, code_repository, checkpoint_every=5, keep_checkpoints=9)

@@ -1,4 +1,4 @@
-"""The text of removed documents is gone from every file, and all else goes on: order, repairs, the refusal of copies."""
+"""An erasure removes the text from every file; the data order, repairs and the refusal of copies still work."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from factory.show.pages.provenance import of_document
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here
+from tests.support.messages import refused, the
 from trainer.contract.data.token_shard import TokenShard
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
@@ -63,7 +64,7 @@ def raw_lines(workspace: Workspace) -> dict[str, list[bytes]]:
 
 
 def readable(workspace: Workspace, ledger: Ledger) -> str:
-    """All text that the workspace's shards and held-out documents still hold."""
+    """All text that is left in the workspace's shards and held-out documents."""
     tokenizer = Tokenizer.load(workspace.tokenizer)
     folders = [path.parent for path in workspace.shards.glob("*/manifest.json")]
     shards = [tokenizer.decode(np.asarray(TokenShard(folder).tokens).tolist()) for folder in folders]
@@ -73,7 +74,7 @@ def readable(workspace: Workspace, ledger: Ledger) -> str:
 
 
 def state(workspace: Workspace, ledger: Ledger) -> Any:
-    """What an erasure leaves, without names that are drawn and times."""
+    """The state after an erasure, without random names and times."""
     shards = sorted(
         (path.parent.name, path.parent.joinpath("tokens.bin").read_bytes())
         for path in workspace.shards.glob("*/manifest.json")
@@ -99,7 +100,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     exact = of_document(ledger, keys[0])[0]["seen"]
     erase(ledger, keys)
     (said,) = finish_removals(Plant(workspace, ledger))
-    assert said == "removal 1: the text of 3 rows is erased" and removals(ledger)[0].state == "erased"
+    assert the([said], "erasing.done").data == {"removal": 1, "rows": 3} and removals(ledger)[0].state == "erased"
 
     left = readable(workspace, ledger)
     assert not any(text_of(row) in left for row in gone)
@@ -116,7 +117,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     number = plan_trunk(Plant(workspace, ledger), 5)
     run_segment(Plant(workspace, ledger), number)  # its cursors count in the shard that was replaced
     assert SegmentRow.get(ledger, number).state == "done"
-    with pytest.raises(InputError, match="removal 1 erases its text: it cannot be put back"):
+    with refused("data.erased", InputError, number=1):
         undo(ledger, 1, "ann")
 
     copy = workspace.inbox / "copy.jsonl"
@@ -130,7 +131,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     assert not whole.exists() and raw_lines(workspace)[name] == after[name], "the old file does not bring the text back"
 
 
-def test_what_is_left_can_be_handed_on_in_a_bundle(copied: Copy) -> None:
+def test_the_remaining_data_can_be_put_into_a_bundle(copied: Copy) -> None:
     workspace, ledger = copied()
     names = {row["license"] for row in ledger.read("SELECT license FROM documents WHERE license IS NOT NULL")}
     rules = Licences(
@@ -166,13 +167,15 @@ def test_a_token_shard_with_erased_documents_is_made_again(copied: Copy) -> None
 
 
 class Killed(BaseException):
-    """As a kill: nothing catches it."""
+    """Stands for a kill: no code catches it."""
 
 
 @pytest.mark.parametrize(
     "at", ["rewrite_without", "write_token_shard", "put_in_place", "remove", "make_backup", "record 1", "record 2"]
 )
-def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_kill_anywhere_the_next_pass_gives_the_same_result(
+    copied: Copy, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workspace, ledger = copied()
     keys = chosen(ledger)
     erase(ledger, keys)
@@ -201,7 +204,7 @@ def test_killed_anywhere_the_next_pass_ends_alike(copied: Copy, at: str, monkeyp
 
 
 def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What took a token shard's place at the first time holds what is erased at the second."""
+    """The token shard that replaced another in the first erasure has the text of the second erasure."""
     workspace, ledger = copied()
     keys = chosen(ledger)
     before, shard = raw_lines(workspace), keys[0].partition(":")[0]
@@ -216,7 +219,8 @@ def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, mo
                 monkeypatch.setattr(erasing, name, real)
                 update_inbox(Plant(workspace, ledger), settle=0)
                 assert list(workspace.inbox.iterdir()) == []
-        assert finish_removals(Plant(workspace, ledger))[-1].endswith("the text of 1 rows is erased")
+        said = finish_removals(Plant(workspace, ledger))[-1:]
+        assert the(said, "erasing.done").data["rows"] == 1
     named = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
     assert {path.parent.name for path in workspace.shards.glob("*/tokens.bin")} == named
     (name,) = (name for name in before if name.startswith(shard))
@@ -228,17 +232,17 @@ def _die(*_: Any) -> None:
     raise Killed
 
 
-def test_a_planned_segment_is_waited_for(copied: Copy) -> None:
+def test_an_erasure_waits_for_a_planned_segment_that_reads_the_text(copied: Copy) -> None:
     workspace, ledger = copied()
     number = plan_trunk(Plant(workspace, ledger), 5)
     before = raw_lines(workspace)
     run = partial(command_here, home=workspace)
     done = run("data", "remove", "--document", chosen(ledger)[0], "--erase", "--yes")
-    assert "no longer reproducible: segments 1, 2, 3, 4" in done.stdout, done.output
-    assert f"its text is erased once segment {number}, which reads it, is done" in done.stdout
-    assert raw_lines(workspace) == before and "text of 1 is still to be erased" in run("status").stdout
+    assert "segments 1, 2, 3, 4 can no longer" in done.stdout, done.output
+    assert f"segment {number} still reads the text" in done.stdout
+    assert raw_lines(workspace) == before and "still to be erased" in run("status").stdout
     run_segment(Plant(workspace, ledger), number)
-    assert finish_removals(Plant(workspace, ledger)) == ["removal 1: the text of 1 rows is erased"]
+    assert the(finish_removals(Plant(workspace, ledger)), "erasing.done").data == {"removal": 1, "rows": 1}
 
 
 ROWS = [{"id": str(n), "text": f"the text number {n}"} for n in range(7)]

@@ -1,4 +1,4 @@
-"""At which steps a document was trained on, against the walk of the whole order."""
+"""The steps that trained on a document, compared with a replay of the whole data order."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from factory.data.exposure import Exposure, UnknownExposureError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import plan_of
+from tests.support.messages import refused
 from trainer.contract.data.data_order import DataOrder, document_keys
 from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.errors import TokenShardError
 from trainer.contract.recipe import Recipe
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
 
 
 def walked(ledger: Ledger) -> dict[int, dict[str, list[int]]]:
-    """By segment, the steps of each document: the lineage of the anneal walked from its beginning, without a checkpoint."""
+    """By segment, the steps of each document: from a replay of the anneal's whole lineage, without checkpoints."""
     found: dict[int, dict[str, list[int]]] = {}
     state = None
     for row in SegmentRow.lineage(ledger, 3):
@@ -59,9 +61,7 @@ def test_all_steps_of_all_documents_are_those_of_the_walk(copied: Copy) -> None:
     assert sorted(expected) == [1, 2, 3] and steps(ledger, every_document(ledger)) == expected
 
 
-def test_of_one_document_only_the_stretches_that_drew_it_are_walked(
-    copied: Copy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_stretches_that_drew_the_document_are_replayed(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     _, ledger = copied()
     expected, every = walked(ledger), every_document(ledger)
     rare = min(expected[2], key=lambda key: (sum(len(by.get(key, ())) for by in expected.values()), key))
@@ -81,7 +81,7 @@ def test_without_checkpoints_the_same_is_found(copied: Copy) -> None:
     assert steps(ledger, every_document(ledger)) == walked(ledger)
 
 
-def test_a_checkpoint_that_lies_is_refused_not_obeyed(copied: Copy) -> None:
+def test_a_checkpoint_with_an_impossible_state_is_refused(copied: Copy) -> None:
     workspace, ledger = copied()
     every = every_document(ledger)
     row = SegmentRow.get(ledger, 1)
@@ -90,13 +90,14 @@ def test_a_checkpoint_that_lies_is_refused_not_obeyed(copied: Copy) -> None:
         for cursor in state["sampler"]["streams"].values():
             cursor[2] = 10**300
         path.write_text(json.dumps(state))
-    with pytest.raises(UnknownExposureError, match="the data order of segment 1 cannot be worked out"):
+    with refused("data.order_unknown", UnknownExposureError, segment=1):
         Exposure(ledger, every).of(row)
 
 
-def test_a_token_shard_that_is_gone_is_said(copied: Copy) -> None:
+def test_a_missing_token_shard_is_an_error(copied: Copy) -> None:
     workspace, ledger = copied()
     every = every_document(ledger)
     shutil.rmtree(workspace.shards / next(iter(every.values())))
-    with pytest.raises(UnknownExposureError, match="is not a token shard"):
+    with refused("data.order_unknown", UnknownExposureError, segment=2) as caught:
         Exposure(ledger, every).of(SegmentRow.get(ledger, 2))
+    assert isinstance(caught.value.data["error"], TokenShardError)

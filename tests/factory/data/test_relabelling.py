@@ -34,6 +34,7 @@ from factory.repairs.token_shards import rebuild_token_shard
 from factory.training.planning import last_checkpoint, plan_of, plan_trunk
 from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose, use_policy
+from tests.support.messages import codes, refused, the
 from tests.support.plants.trained_plant import train_trunk
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
@@ -69,24 +70,22 @@ def halves(ledger: Ledger) -> dict[str, bool]:
 
 
 def as_one_group(ledger: Ledger, sealed: bool) -> None:
-    """As an older factory left it: every document of one source, in one half."""
+    """Make the ledger as an older factory left it: every document is of one source and in one half."""
     with ledger.begin() as tx:
         tx.execute(documents.update().values(group_key="reviews"))
         tx.execute(held_out.update().values(group_key="reviews", sealed=sealed))
 
 
 def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace, Ledger]) -> None:
-    """Where nothing has read them; before, no document of the sealed half is there beside 16 that are held out."""
+    """Nothing has read the 16 held-out documents, all of which are in the dev half before the relabel."""
     ledger = plant[1]
     ingest(plant, reviews(0, 80), "a.jsonl")
     as_one_group(ledger, sealed=False)
     assert build_suite(ledger, EvalPolicy(), "t").documents == ()
     said = do(plant, Filter(domain=["reviews"]), NewLabels(group="document"))
-    assert said[0] == "80 of 80 documents change (16 held out, 64 to train on)"
-    assert (
-        "held out as 16 groups: 16 that nothing has read yet are dealt to both halves, 0 keep the half in which they were read"
-        in said
-    )
+    fates = ["16 held out", "64 to train on"]
+    assert the(said, "data.relabels").data == {"changed": 80, "selected": 80, "fates": fates}
+    assert the(said, "data.halves").data == {"groups": 16, "dealt": 16, "kept": 0}
     assert Counter(halves(ledger).values()) == {True: 8, False: 8}
     suite = build_suite(ledger, EvalPolicy(), "t")
     assert len({one.cluster for one in suite.documents}) == 8 and {one.cluster for one in suite.dev} == {
@@ -96,12 +95,12 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
     (row,) = ledger.rows(sa.select(relabels))
     assert (row["who"], row["why"], row["change"]) == ("ann", "as it should be", {"group": "document"})
     assert row["filter"] == {"domain": ["reviews"]} and row["counts"]["documents"] == 80
-    with pytest.raises(InputError, match="the 80 documents have that already; nothing was changed"):
+    with refused("data.same_labels", InputError, documents=80):
         look(Plant(*plant), Filter(domain=["reviews"]), NewLabels(group="none"))
 
 
 def read(ledger: Ledger, at: float | None = None) -> None:
-    """An agent worked: what is held out may have been read. ``at``: what the clock said."""
+    """Record an agent's run, which may have read the held-out documents. ``at``: the time of the record."""
     values = {
         "agent": "a",
         "asked": "",
@@ -116,7 +115,7 @@ def read(ledger: Ledger, at: float | None = None) -> None:
 
 
 @pytest.mark.parametrize(("sealed", "at"), [(True, 1e11), (False, 1.0)])  # whatever the clock says
-def test_what_was_read_keeps_its_half_and_the_rest_is_dealt_to_the_other(
+def test_a_document_that_was_read_keeps_its_half_and_the_others_fill_the_other_half(
     plant: tuple[Workspace, Ledger], sealed: bool, at: float | None
 ) -> None:
     ledger = plant[1]
@@ -143,8 +142,8 @@ def test_documents_that_become_one_group_are_of_one_half_and_never_sealed_where_
     assert {row["group_key"] for row in ledger.rows(sa.select(held_out.c.group_key))} == {"shop"}
 
 
-def test_a_group_of_which_something_was_trained_on_is_not_held_out_whole(plant: tuple[Workspace, Ledger]) -> None:
-    """Held-out documents stay groups of their own in their halves, and what comes of it later is trained on."""
+def test_a_group_with_a_training_document_is_not_held_out_as_a_whole(plant: tuple[Workspace, Ledger]) -> None:
+    """Held-out documents stay groups of their own in their halves; later documents of the group are trained on."""
     workspace, ledger = plant
     ingest(plant, reviews(0, 40), "a.jsonl")
     before = halves(ledger)
@@ -158,9 +157,7 @@ def test_a_group_of_which_something_was_trained_on_is_not_held_out_whole(plant: 
 def test_a_group_is_made_of_recorded_facts_alone(plant: tuple[Workspace, Ledger]) -> None:
     ledger = plant[1]
     ingest(plant, reviews(0, 40), "a.jsonl")
-    with pytest.raises(
-        InputError, match="none of the 40 documents has a known url: .* Group by 'document', 'source' or 'path'"
-    ):
+    with refused("data.no_grouping_key", InputError, documents=40, key="url"):
         look(Plant(*plant), Filter(domain=["reviews"]), NewLabels(group="url-host"))
     ingest(plant, [row | {"url": f"https://h{n % 10}.org/{n}"} for n, row in enumerate(reviews(100, 40))], "b.jsonl")
     do(plant, Filter(shard=["b.jsonl"]), NewLabels(group="url-host"))
@@ -186,17 +183,18 @@ def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Led
     assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
 
 
-def test_a_file_is_named_as_it_came_whatever_shards_were_made_of_it(plant: tuple[Workspace, Ledger]) -> None:
+def test_a_filter_takes_the_name_of_the_file_or_of_its_shards(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     use_policy(workspace, POLICY + "limits: {max_rows: 30}\n")
     (workspace.root / "a.json").write_text(json.dumps(reviews(0, 60)))
     assert len(ingest_path(Plant(workspace, ledger), workspace.root / "a.json")) == 2
     ingest(plant, reviews(100, 20, license=None), "b.jsonl")
     (first, *_) = do(plant, Filter(shard=["a.json"]), NewLabels(license="MIT"))
-    assert first.startswith("60 of 60 documents change")
-    with pytest.raises(InputError, match="no document has shard 'c.json'; did you mean 'a.json'"):
+    assert (first.data["changed"], first.data["selected"]) == (60, 60)  # type: ignore[attr-defined]
+    near = "; did you mean 'a.json'?"
+    with refused("data.no_document_has", InputError, noun="shard", name="c.json", near=near):
         look(Plant(*plant), Filter(shard=["c.json"]), NewLabels(license="MIT"))
-    with pytest.raises(InputError, match="the 30 documents have that already"):
+    with refused("data.same_labels", InputError, documents=30):
         look(Plant(*plant), Filter(shard=["a.json#2.jsonl.zst"]), NewLabels(license="MIT"))
     (workspace.root / "c.jsonl").write_text(
         "".join(json.dumps(row | {"license": "BSD"}) + "\n" for row in reviews(0, 5))
@@ -206,7 +204,7 @@ def test_a_file_is_named_as_it_came_whatever_shards_were_made_of_it(plant: tuple
 
 
 def test_another_source_gives_its_name_to_groups_that_are_named_within_it(plant: tuple[Workspace, Ledger]) -> None:
-    """So that what comes of a held-out conversation under the right source is held out too, and never trained on."""
+    """Later documents of a held-out conversation come under the right source: they are held out too, and never trained on."""
     workspace, ledger = plant
     use_policy(workspace, POLICY + "domains: {default: {group: conversation}}\n")
     ingest(plant, [row | {"conversation_id": f"c{n % 40}"} for n, row in enumerate(reviews(0, 80))], "a.jsonl")
@@ -220,20 +218,25 @@ def test_another_source_gives_its_name_to_groups_that_are_named_within_it(plant:
     assert ingest(plant, more, "b.jsonl").counts["held_out"] == 16
 
 
-def test_a_name_that_no_row_may_have(plant: tuple[Workspace, Ledger]) -> None:
+def test_an_impossible_or_removed_name_is_refused(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     ingest(plant, [row | {"source": "gone"} for row in reviews(0, 6)], "a.jsonl")
     ingest(plant, reviews(10, 6, license="CC-BY-NC-4.0"), "b.jsonl")
     ingest(plant, reviews(20, 6, license="MIT"), "c.jsonl")
     remove = lambda *words: command_here("data", "remove", *words, "--yes", home=workspace)
     assert [remove("--source", "gone").exit_code, remove("--license", "CC-BY-NC-4.0").exit_code] == [0, 0]
-    for change, message in (
-        (NewLabels(source="gone"), r"source 'gone' was taken out \(removal 1\), .*'factory data undo 1'"),
-        (NewLabels(license="cc by-nc-4.0"), r"licence 'cc by-nc-4.0' was taken out \(removal 2\)"),
-        (NewLabels(source="a\x1b[31m"), "--to-source: at most 1,000 characters, all of them printable"),
-        (NewLabels(license="x" * 1001), "--to-license: at most 1,000 characters"),
-    ):
-        with pytest.raises(InputError, match=message):
+    cases: tuple[tuple[NewLabels, str, dict[str, Any]], ...] = (
+        (NewLabels(source="gone"), "data.removed_name", {"noun": "source", "name": "gone", "removal": 1}),
+        (
+            NewLabels(license="cc by-nc-4.0"),
+            "data.removed_name",
+            {"noun": "licence", "name": "cc by-nc-4.0", "removal": 2},
+        ),
+        (NewLabels(source="a\x1b[31m"), "data.unusable_name", {"label": "source", "limit": 1000}),
+        (NewLabels(license="x" * 1001), "data.unusable_name", {"label": "license", "limit": 1000}),
+    )
+    for change, code, data in cases:
+        with refused(code, InputError, **data):
             look(Plant(*plant), Filter(license=["MIT"]), change)
     assert look(Plant(*plant), Filter(license=["MIT"]), NewLabels(source="", license="none")).selected == 6
 
@@ -259,14 +262,14 @@ def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
     assert {row["releasable"] for row in ledger.read("SELECT releasable FROM documents WHERE fate <> 'dropped'")} == {
         True
     }
-    with pytest.raises(InputError, match="'proprietary' does not allow training .*'factory data remove'"):
+    with refused("data.licence_forbids", InputError, licence="proprietary"):
         look(Plant(workspace, ledger), Filter(license=["MIT"]), NewLabels(license="proprietary"))
 
 
 def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_replayed_as_they_were(
     copied: Copy,
 ) -> None:
-    """Of documents that the trunk has seen: it goes on from its checkpoint."""
+    """The trunk has seen the documents; it continues from its checkpoint."""
     workspace, ledger = copied()
     trained = ledger.read(
         "SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL AND domain = 'docs' ORDER BY key"
@@ -277,7 +280,7 @@ def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_
     )
     before, plan = exposure(), plan_of(ledger, SegmentRow.get(ledger, 2))
     said = do((workspace, ledger), Filter(document=[row["key"] for row in part]), NewLabels(domain="law"))
-    assert said[-1].startswith("later segments have them in their new domain")
+    assert codes(said)[-1] == "data.order_begins_anew"
     assert exposure() == before and plan_of(ledger, SegmentRow.get(ledger, 2)) == plan
     count = lambda domain: sum(
         row["domains"].get(domain, {"documents": 0})["documents"]
@@ -339,16 +342,10 @@ def test_a_domain_that_no_recipe_can_train_is_refused(copied: Copy) -> None:
         if "mixture:" not in path.read_text()
         else weights(path.read_text())
     )
-    with pytest.raises(
-        InputError,
-        match="no segment could be planned any more: .*Give domain 'law' a weight under mixture.weights first",
-    ):
+    with refused("data.no_plan_left", InputError, recipe="tiny", domain="law"):
         look(Plant(workspace, ledger), Filter(domain=["docs"]), NewLabels(domain="law"))
-    assert (
-        look(Plant(workspace, ledger), Filter(domain=["chat"]), NewLabels(domain="law"))
-        .said[-2]
-        .startswith("recipe tiny gives domain law no weight")
-    )
+    said = look(Plant(workspace, ledger), Filter(domain=["chat"]), NewLabels(domain="law")).said
+    assert the(said, "data.domain_without_weight").data == {"recipe": "tiny", "domain": "law"}
 
 
 def weights(recipe: str) -> str:
@@ -358,31 +355,32 @@ def weights(recipe: str) -> str:
     return yaml.safe_dump(raw | {"mixture": raw["mixture"] | {"weights": {"docs": 1.0}}})
 
 
-def test_what_cannot_be_is_one_line(plant: tuple[Workspace, Ledger]) -> None:
+def test_an_impossible_relabel_is_an_error_of_one_line(plant: tuple[Workspace, Ledger]) -> None:
     ingest(plant, reviews(0, 6), "a.jsonl")
-    for words, message in (
-        ("--to-domain law", "say which documents: --domain, --source"),
-        ("--domain reviews", "say what changes: --to-domain, --to-source"),
-        ("--domain review --group none", "no document has domain 'review'; did you mean 'reviews'?"),
-        ("--shard b.jsonl --group none", "no document has shard 'b.jsonl'"),
-        ("--source revew --group none", "no document has source 'revew'"),
-        ("--domain reviews --license none --to-domain All", "'All' is no name of a domain"),
-        ("--domain reviews --group host", "--group 'host' is no kind of group"),
+    for words, code, name in (
+        ("--to-domain law", "data.no_filter", None),
+        ("--domain reviews", "data.no_change", None),
+        ("--domain review --group none", "data.no_document_has", "review"),
+        ("--shard b.jsonl --group none", "data.no_document_has", "b.jsonl"),
+        ("--source revew --group none", "data.no_document_has", "revew"),
+        ("--domain reviews --license none --to-domain All", "data.no_match", None),
     ):
         done = command_here("data", "relabel", *words.split(), "--yes", home=plant[0])
-        assert isinstance(done.exception, InputError) and message in str(done.exception)
+        assert isinstance(done.exception, InputError) and "\n" not in str(done.exception)
+        assert (done.exception.code, done.exception.data.get("name")) == (code, name)
+    done = command_here("data", "relabel", "--domain", "reviews", "--group", "host", "--yes", home=plant[0])
+    assert isinstance(done.exception, InputError) and "--group 'host'" in str(done.exception)
     assert plant[1].rows(sa.select(relabels)) == []
 
 
-def test_the_command_asks_or_is_told_and_waits_for_no_daemon(plant: tuple[Workspace, Ledger]) -> None:
+def test_the_command_needs_a_confirmation_and_a_stopped_daemon(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     ingest(plant, reviews(0, 30), "a.jsonl")
     as_one_group(ledger, sealed=True)
     words = ["data", "relabel", "--domain", "reviews", "--group", "document"]
     shown = command_here(*words, "--dry-run", home=workspace)
-    assert shown.exit_code == 0 and "30 of 30 documents change (15 held out, 15 to train on)" in shown.output, (
-        shown.output
-    )
+    assert shown.exit_code == 0, shown.output
+    assert "30 of 30 documents change" in shown.output and "(15 held out, 15 to train on)" in shown.output
     unsaid = command_here(*words, home=workspace)
     assert isinstance(unsaid.exception, InputError) and "say --yes to relabel them" in str(unsaid.exception)
     with workspace.lock("model-loop"):

@@ -1,4 +1,4 @@
-"""Documents are taken out: plans, marks, copies, held-out ones, what it costs, and back."""
+"""Removals: plans, marks of releases, copies, held-out documents, the cost, and the undo."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from factory.bundles.shards import shard_rows
 from factory.core.errors import InputError
@@ -37,6 +35,7 @@ from factory.training.planning import plan_anneal, plan_of, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.shown import reconcile
+from tests.support.messages import codes, refused, the
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, with_store
 from tests.support.plants.released import release_of
 
@@ -74,40 +73,41 @@ def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
     assert (cost.first_step, cost.segment, cost.from_step, cost.until, cost.steps) == (step, 2, start, 20, 20 - start)
     assert Path(cost.checkpoint).name == f"step-{start:08d}"
     removal = remove(ledger, found, "ann", "asked for")
-    assert [mark_in_words(mark) for mark in marks(ledger)] == [
-        "release 1 was trained on 1 documents that were taken out later (removal 1)"
-    ]
+    (mark,) = marks(ledger)
+    assert (mark["release"], mark["removal"], mark["documents"], mark["exact"]) == (1, 1, 1, True)
+    assert "(removal 1)" in mark_in_words(mark)
     assert of_release(ledger, 1)["marks"] == [mark_in_words(marks(ledger)[0])]
     (shown,) = of_document(ledger, key)
     assert shown["fate"] == "removed" and shown["removal"]["why"] == "asked for" and shown["releases"][0]["times"] == 1
     number = plan_trunk(Plant(workspace, ledger), 5)
     assert plan_of(ledger, SegmentRow.get(ledger, number))["masked"] == [key]
     run_segment(Plant(workspace, ledger), number)  # the trainer goes on, from the checkpoint that saw it
-    assert removal.number == 1 and "1 documents are back" in undo(ledger, 1, "ann")
+    assert removal.number == 1 and codes([undo(ledger, 1, "ann")]) == ["data.put_back"]
     assert marks(ledger) == [] and "masked" not in plan_of(
         ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5))
     )
-    with pytest.raises(InputError, match="removal 1 was put back already"):
+    with refused("data.put_back_already", InputError, number=1):
         undo(ledger, 1, "ann")
-    with pytest.raises(InputError, match="no removal 7; there are: 1"):
+    with refused("data.no_removal", InputError, number=7, known=[1]):
         undo(ledger, 7, "ann")
 
 
-def test_quarantine_and_provenance_tell_the_same_of_releases(copied: Copy) -> None:
-    """Of a document that release 1 was trained on, and of one that its data plan holds, and no step has drawn."""
+def test_quarantine_and_provenance_agree_about_releases(copied: Copy) -> None:
+    """One document was trained on by release 1; the other is in its data plan, but no step has drawn it."""
     _, ledger = copied()
     drawn = trained_once(ledger)
     rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' AND supervised_tokens > 0 ORDER BY key")
     waiting = next(row["key"] for row in rows if not of_document(ledger, row["key"])[0]["seen"])
     assert of_document(ledger, waiting)[0]["segments"]
-    assert quarantine(ledger, [drawn], "ann").endswith("from the next segment on; release 1 saw them")
-    assert quarantine(ledger, [waiting], "ann").endswith("from the next segment on")
+    assert quarantine(ledger, [drawn], "ann").endswith("release 1 saw them")
+    assert "release" not in quarantine(ledger, [waiting], "ann")
     assert [of_document(ledger, key)[0]["releases"] != [] for key in (drawn, waiting)] == [True, False]
-    assert [mark_in_words(mark) for mark in marks(ledger)] == ["release 1 saw 1 documents that were quarantined later"]
+    (mark,) = marks(ledger)
+    assert (mark["release"], mark["documents"]) == (1, 1) and "quarantined later" in mark_in_words(mark)
 
 
-def test_an_id_of_several_documents_takes_out_none(copied: Copy) -> None:
-    """And copies of one text, which came under one id, are one document."""
+def test_an_ambiguous_id_takes_out_no_document(copied: Copy) -> None:
+    """Copies of one text with the same id count as one document."""
     workspace, ledger = copied()
     rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[:4]
     first, second, copy, other = (row["key"] for row in rows)
@@ -118,18 +118,18 @@ def test_an_id_of_several_documents_takes_out_none(copied: Copy) -> None:
         tx.exec_driver_sql(f"UPDATE documents SET content_sha256 = {same}, fate = 'dropped' WHERE key = '{copy}'")
     before = fates(ledger)
     for erase in (True, False):
-        with pytest.raises(InputError, match="2 documents have the id '3'; nothing was changed: name the key") as said:
+        with refused("data.ambiguous_id", InputError, documents=2, id="3") as said:
             by_name(ledger, ["3"], fates_of(erase))
         assert all(f"{key} (source " in str(said.value) for key in (first, second))
     home = ["-w", str(workspace.root)]
-    refused = factory("data", "remove", "--document", "3", "--erase", "--yes", *home)
-    assert refused.returncode == 2 and "2 documents have the id '3'" in refused.stderr and first in refused.stderr
+    done = factory("data", "remove", "--document", "3", "--erase", "--yes", *home)
+    assert done.returncode == 2 and "2 documents have the id '3'" in done.stderr and first in done.stderr
     assert fates(ledger) == before
     assert by_name(ledger, [first, "4"], fates_of(True)).names == (first, copy, other)
     assert by_name(ledger, ["4"], fates_of(False)).names == (other,)
 
 
-def test_what_was_taken_out_comes_back_as_it_was(copied: Copy) -> None:
+def test_an_undo_restores_the_removed_documents(copied: Copy) -> None:
     workspace, ledger = copied()
     before = fates(ledger)
     licences = tokens_by_licence(ledger, 3)
@@ -149,13 +149,13 @@ def test_what_was_taken_out_comes_back_as_it_was(copied: Copy) -> None:
     assert fates(ledger) == before
 
 
-def test_held_out_documents_are_measured_no_more(copied: Copy) -> None:
+def test_removed_held_out_documents_are_no_longer_measured(copied: Copy) -> None:
     _, ledger = copied()
     suite = build_suite(ledger, EvalPolicy(), "t")
     gone = suite.documents[0]
     found = outlook(ledger, gone.key)
     assert found.fates == {"held_out": 1} and not found.releases and found.cost.first_step is None
-    assert any("measured without the held-out ones" in line for line in found.lines())
+    assert "data.measured_without" in codes(found.lines())
     remove(ledger, found, "ann")
     after = build_suite(ledger, EvalPolicy(), "t")
     assert after.sha256 != suite.sha256 and {d.key for d in suite.documents} - {d.key for d in after.documents} == {
@@ -194,18 +194,15 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     )
     found = ledger.read("SELECT * FROM documents WHERE shard = :shard ORDER BY row", shard=report.sha256)
     assert [(row["fate"], row["rule"]) for row in found] == [("dropped", "removed")] * 3 + [("train", None)]
-    assert (
-        found[0]["detail"] == "a copy of a document that was taken out (the same content)"
-        and found[0]["matched"] == named["key"]
-    )
-    assert found[2]["detail"] == f"source {source!r} was taken out (removal 2: no contract)"
+    assert found[0]["detail"].endswith("(the same content)") and found[0]["matched"] == named["key"]
+    assert found[2]["detail"].endswith(f"source {source!r} (removal 2: no contract)")
     undo(ledger, 2, "ann")
     again = {"text": " ".join(f"another novel term{i}" for i in range(60)), "domain": "chat", "source": source}
     report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, [again], "again.jsonl"))
     assert report.counts["train"] == 1
 
 
-def test_a_new_shard_all_of_which_was_taken_out_joins_no_plan(copied: Copy) -> None:
+def test_a_new_shard_whose_documents_are_all_removed_joins_no_plan(copied: Copy) -> None:
     workspace, ledger = copied()
     fresh = [{"text": " ".join(f"w{n}x{i}" for i in range(60)), "domain": "docs", "source": "new"} for n in range(4)]
     report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, fresh))
@@ -232,9 +229,8 @@ def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied
             (number,),
         )
     release_of(ledger, number)
-    assert mark_new_releases(ledger) == [
-        "release 2 was trained on 1 documents of removal 1 (1 documents, 1 named) by ann"
-    ]
+    said = the(mark_new_releases(ledger), "data.release_saw_removed").data
+    assert (said["release"], said["documents"]) == (2, 1) and said["removal"].startswith("removal 1 ")
     assert mark_new_releases(ledger) == [] and [mark["release"] for mark in marks(ledger)] == [1, 2]
 
 
@@ -243,8 +239,8 @@ def test_mistakes_change_nothing(copied: Copy) -> None:
     before = fates(ledger)
     for words, says in (
         ("--document nobody", "no document 'nobody' was ever ingested"),
-        ("--source code/0-0x", "no document has source 'code/0-0x'; did you mean"),
-        ("--license MTI", "no document has licence 'MTI'; did you mean 'MIT'"),
+        ("--source code/0-0x", "no document has the source 'code/0-0x'; did you mean"),
+        ("--license MTI", "no document has the licence 'MTI'; did you mean 'MIT'"),
         ("--document a --source b", "name one: --document ID, --source NAME or --license NAME"),
         ("", "name one: --document ID"),
         ("--license MIT", "nothing was changed: say --yes"),
@@ -263,14 +259,9 @@ def test_the_commands(copied: Copy) -> None:
         json.loads(dry.stdout)["releases"] == [{"release": 1, "documents": 1, "exact": True}] and removals(ledger) == []
     )
     done = run("data", "remove", "--document", key, "--yes", "--why", "asked")
-    assert "the trunk first saw one at step" in done.stdout and "removal 1 (1 documents, 1 named)" in done.stdout, (
-        done.output
-    )
+    assert "the trunk first saw one of them" in done.stdout and "removal 1 (" in done.stdout, done.output
     status = run("status").stdout
-    assert (
-        "1 removals took out 1 documents" in status
-        and "release 1 was trained on 1 documents that were taken out" in status
-    )
+    assert "1 removals took out 1 documents" in status and "release 1 was trained on 1 " in status
     shown = run("provenance", "--document", key).stdout
     assert (
         "segment 2 was trained on it at step" in shown
@@ -284,10 +275,10 @@ def test_the_commands(copied: Copy) -> None:
     data = run("data", "list").stdout
     assert "licence  none" in data and "1 removed" in data and "removal  1 by" in data
     assert cost_of(ledger, Exposure(ledger, {})).first_step is None
-    assert "1 documents are back" in run("data", "undo", "1").stdout
+    assert "1 document is back" in run("data", "undo", "1").stdout
 
 
-def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledger: Ledger) -> None:
+def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, ledger: Ledger) -> None:
     add_shard(ledger)
     candidate = add_candidate(with_store(workspace), ledger)
     verdict = add_verdict(ledger, candidate)
@@ -318,16 +309,14 @@ def test_the_version_in_mlflow_and_the_report_say_it(workspace: Workspace, ledge
         )
     reconcile(Plant(workspace, ledger))
     assert tags()["removed_data"] == "removal 1: 1 documents"
-    assert "release 1 was trained on 1 documents that were taken out later (removal 1)" in release_report(
-        ledger, candidate
-    )
+    assert mark_in_words(marks(ledger)[0]) in release_report(ledger, candidate)
     undo(ledger, 1, "ann")
     reconcile(Plant(workspace, ledger))
     assert "removed_data" not in tags()
 
 
-def test_what_was_taken_out_before_the_first_step_holds_no_release(copied: Copy) -> None:
-    """The way that a hold for licences advises: take out, rewind, train again. The token shard is the same, which other documents share."""
+def test_documents_removed_before_the_first_step_do_not_hold_a_release_back(copied: Copy) -> None:
+    """The advice of a verdict that holds for licences: take out, rewind, train again. Other documents share the token shard."""
     workspace, ledger = copied()
     rows = ledger.read("SELECT key, supervised_tokens FROM documents WHERE fate = 'train' ORDER BY key LIMIT 5")
     with ledger.begin() as tx:

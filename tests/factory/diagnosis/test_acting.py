@@ -372,14 +372,11 @@ def test_of_several_documents_of_one_id_none_is_taken_until_one_is_named(past: L
     with past.begin() as tx:
         tx.execute(documents.update().where(documents.c.key != "s:1").values(id="3"))
         tx.execute(documents.insert().values(key="s:3", id="3", shard="s", row=3, domain="x", fate="train", source="b"))
-    says = (
-        "2 documents have the id '3'; nothing was changed: name the key of the one that is meant: "
-        "s:0 (s, train); s:3 (source b, s, train)"
-    )
     for names in (["3"], ["s:1", "3"]):
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as found:
             quarantine(past, names, "ann")
-        assert str(refused.value) == says
+        data = {"documents": 2, "id": "3", "keys": "s:0 (s, train); s:3 (source b, s, train)"}
+        assert (found.value.code, found.value.data) == ("data.ambiguous_id", data)
     assert _left_out(past, {"t"}) == []
     quarantine(past, ["s:0"], "ann")
     quarantine(past, ["3"], "ann")  # the only one of them that is trained on

@@ -1,4 +1,4 @@
-"""Made-up but varied documents, and shards of them; a tokenizer, and the same in transformers."""
+"""Made-up but varied documents, and shards of them; a tokenizer, and the same tokenizer in transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ingest(workspace: Workspace, ledger: Ledger, write_shard: Callable[..., Path
 
 @pytest.fixture(scope="session")
 def sample() -> list[str]:
-    """What ``tokenizer`` is trained on."""
+    """The text that ``tokenizer`` is trained on."""
     return [library()[name].text for name in ("inspect", "ast", "json")]
 
 

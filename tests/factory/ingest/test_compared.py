@@ -1,4 +1,4 @@
-"""The index of what documents are compared with is the same however it came about, and duplicates of earlier shards stay found."""
+"""The index of hashes is the same however it was made, and duplicates of earlier shards are still found."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from factory.repairs.token_shards import _hashes_from_backup, rebuild_hashes
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts
 from tests.support.factory.older_ledger import as_schema_5
+from tests.support.messages import refused
 
 Ingest = Callable[..., Any]
 
@@ -49,7 +50,7 @@ def exam(workspace: Workspace) -> Path:
 
 @pytest.fixture
 def two_shards(ledger: Ledger, ingest: Ingest) -> dict[str, list[Any]]:
-    """The index of two: of training documents, held-out ones, and one whose licence bars its copies."""
+    """The index of two shards with training documents, held-out documents, and a document whose licence bars its copies."""
     ingest([*texts(0, 60), {"text": prose(700), "license": "proprietary"}], "one.jsonl")
     ingest(texts(100, 40), "two.jsonl")
     found = indexed(ledger)
@@ -77,10 +78,10 @@ def test_an_index_that_is_lost_or_damaged_is_made_again(
     assert indexed(ledger) == two_shards
 
 
-def test_what_a_killed_ingest_left_out_is_caught_up_with(
+def test_the_index_adds_shards_that_a_killed_ingest_did_not_index(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, two_shards: dict[str, list[Any]]
 ) -> None:
-    """Killed behind the ledger's commit: the index knows the shards before. The next ingest finds duplicates of all."""
+    """A kill after the ledger's commit leaves an index without the newest shard. The next ingest finds duplicates of all shards."""
     before = (workspace.root / INDEX).read_bytes()
     ingest(texts(200, 30), "three.jsonl")
     three = indexed(ledger)
@@ -97,10 +98,10 @@ def test_what_a_killed_ingest_left_out_is_caught_up_with(
     assert indexed(ledger) == four
 
 
-def test_a_ledger_that_knows_less_than_the_index_has_it_made_anew(
+def test_the_index_is_made_again_if_the_ledger_knows_less(
     workspace: Workspace, ledger: Ledger, two_shards: dict[str, list[Any]]
 ) -> None:
-    """As after a restore without the newest journal."""
+    """For example after a restore without the newest journal."""
     with ledger.begin() as tx:
         tx.execute(events.delete().where(events.c.id == sources(ledger)[-1][0]))
     assert indexed(ledger)["signatures"] == two_shards["signatures"][:61]
@@ -113,7 +114,7 @@ def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
     subject = sources(ledger)[0][1]
     harm(hashes_file(workspace.root, subject))
     (workspace.root / INDEX).unlink()
-    with pytest.raises(WorkspaceError, match="compared with it: put it back, or 'factory check --repair'"):
+    with refused("ingest.no_hashes", WorkspaceError):
         ingest(texts(400, 5), "later.jsonl")
     assert CHECKS["hashes"](Plant(workspace, ledger), True).faults
     said = repair_all(workspace, True, SILENT)
@@ -161,12 +162,12 @@ class TestUpgrade:
         assert {row[::2] for row in indexed(upgraded)["held_out n-grams"]} == {row[::2] for row in before}
 
 
-def refused(*_: object) -> None:
+def raise_other_file_system(*_: object) -> None:
     raise OSError(errno.EXDEV, "another file system")
 
 
 class TestMadeAgain:
-    """A file of hashes that is lost is as the ingest wrote it, or said to be lost."""
+    """A lost file of hashes is made again as the ingest wrote it, or reported as lost."""
 
     def lose(self, workspace: Workspace, ledger: Ledger, place: int = 0) -> tuple[str, list[dict[str, Any]]]:
         subject = sources(ledger)[place][1]
@@ -174,7 +175,7 @@ class TestMadeAgain:
         hashes_file(workspace.root, subject).unlink()
         return subject, before
 
-    def test_not_without_documents_that_another_policy_drops(
+    def test_hashes_are_not_made_again_without_documents_that_another_policy_drops(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest
     ) -> None:
         ingest([*texts(0, 30), *({"text": prose(800 + at, 60), **MIT} for at in range(20))])
@@ -190,7 +191,7 @@ class TestMadeAgain:
         assert len(read_hashes(workspace.root, subject)) == len(before) == 50
 
     def test_barred_documents_are_not_held_out(self, workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
-        """Nor are copies of them, which the ingest drops, nor where the policy allows their licence since."""
+        """Also not copies of them, which ingest drops, and not after a later policy allows their licence."""
         barred = {"text": prose(700), "license": "proprietary"}
         ingest([barred, *texts(0, 30), {"text": prose(700), **MIT}, {"text": "too short", "license": "proprietary"}])
         subject, before = self.lose(workspace, ledger)
@@ -207,7 +208,7 @@ class TestMadeAgain:
             assert again[-1] == before[-1] and before[-1]["key"].endswith(":0") and not before[-1]["grams"]
             policy.write_text(old)
 
-    def test_of_a_file_whose_one_document_was_erased(
+    def test_the_hashes_of_a_file_whose_one_document_was_erased(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest
     ) -> None:
         plant = Plant(workspace, ledger)
@@ -227,7 +228,9 @@ class TestMadeAgain:
         assert ingest(texts(500, 5), "later.jsonl").counts["train"]
 
     @pytest.mark.parametrize("is_there", [True, False])
-    def test_of_a_task(self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, is_there: bool) -> None:
+    def test_the_hashes_of_a_task(
+        self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, is_there: bool
+    ) -> None:
         ingest(texts(0, 30))
         subject = next(name for _, name in sources(ledger) if name.startswith("task:"))
         file = hashes_file(workspace.root, subject)
@@ -237,13 +240,13 @@ class TestMadeAgain:
         if not is_there:
             exam.unlink()
         why = rebuild_hashes(Plant(workspace, ledger), subject)
-        assert why == ("" if is_there else "the file with its items is gone from policies/tasks: put it there again")
+        assert (why == "") == is_there and (is_there or "policies/tasks" in why)
         assert file.exists() == is_there and (not is_there or file.read_bytes() == whole)
 
-    def test_from_a_backup_it_is_the_same(
+    def test_hashes_made_again_after_a_restore_are_the_same(
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
     ) -> None:
-        """A phrase that was common stays out of what is held out; a task's items need no file in ``policies/tasks``."""
+        """A phrase that was common stays out of the held-out index; a task's items need no file in ``policies/tasks``."""
         head = prose(5000, 40)
         report = ingest([{**row, "text": f"{head}\n{row['text']}"} for row in texts(0, 80)])
         make_backup(Plant(workspace, ledger))
@@ -269,7 +272,7 @@ class TestMadeAgain:
     ) -> None:
         ingest(texts(0, 40))
         if not links:
-            monkeypatch.setattr("os.link", refused)
+            monkeypatch.setattr("os.link", raise_other_file_system)
         before = indexed(ledger)
         backup, _ = make_backup(Plant(workspace, ledger), tmp_path / "elsewhere")
         ledger.engine.dispose()

@@ -1,4 +1,4 @@
-"""Files that left the inbox, filed or quarantined, and what brings them back. Files, the ledger and the tokenizer are real."""
+"""When filed and quarantined files return to the inbox. Files, the ledger and the tokenizer are real."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_policy, use_small_vocabulary
+from tests.support.messages import codes, the
 from trainer.contract.data.token_shard import file_sha256
 
 LONG_AGO = 3600.0
@@ -26,7 +27,7 @@ def small_vocabulary(workspace: Workspace) -> None:
     use_small_vocabulary(workspace)
 
 
-def test_what_is_appended_after_filing_is_ingested_as_another_shard(workspace: Workspace, ledger: Ledger) -> None:
+def test_rows_appended_after_filing_are_ingested_as_another_shard(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20))
     one_pass(workspace, ledger)
     (filed,) = (workspace.shards / "raw").iterdir()
@@ -34,9 +35,7 @@ def test_what_is_appended_after_filing_is_ingested_as_another_shard(workspace: W
     with open(filed, "ab") as late:  # it was open on another machine
         late.write(rows(20, 7))
         late.flush()
-        assert one_pass(workspace, ledger).about(
-            "changed after it was ingested; it is in the inbox again, and what was"
-        )
+        assert "ingest.changed_after" in codes(one_pass(workspace, ledger).lines)
         late.write(rows(27, 3))  # goes where the file went
     assert filed.read_bytes() == before
     one_pass(workspace, ledger, settle=0)
@@ -44,12 +43,12 @@ def test_what_is_appended_after_filing_is_ingested_as_another_shard(workspace: W
     assert one_pass(workspace, ledger, settle=0).lines == []
 
 
-def test_a_filed_shard_whose_first_rows_changed_goes_back_whole(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_filed_shard_whose_first_rows_changed_returns_completely(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, rows(0, 20))
     one_pass(workspace, ledger)
     (filed,) = (workspace.shards / "raw").iterdir()
-    filed.write_bytes(rows(5, 25))  # what was ingested cannot be told from it any more
-    assert one_pass(workspace, ledger).about("what was ingested of it is in its token shard alone")
+    filed.write_bytes(rows(5, 25))  # the ingested content is not the file's first part any more
+    assert "ingest.changed_after_and_lost" in codes(one_pass(workspace, ledger).lines)
     assert not filed.exists() and len(list(workspace.inbox.iterdir())) == 1
     one_pass(workspace, ledger, settle=0)
     assert trained_on(ledger) == exactly(30)
@@ -62,7 +61,7 @@ def test_a_filed_shard_is_watched_whatever_the_clock_does(workspace: Workspace, 
         tx.execute(events.update().values(at=events.c.at + 1e9))
     (filed,) = (workspace.shards / "raw").iterdir()
     filed.write_bytes(rows(0, 25))
-    assert one_pass(workspace, ledger).about("changed after it was ingested; it is in the inbox again")
+    assert "ingest.changed_after" in codes(one_pass(workspace, ledger).lines)
 
 
 def test_only_so_many_filed_shards_are_watched(
@@ -76,7 +75,7 @@ def test_only_so_many_filed_shards_are_watched(
     for path in (older, newer):
         path.write_bytes(path.read_bytes() + rows(500, 5))
     said = one_pass(workspace, ledger)
-    assert said.about(f"{newer.name} changed after it was ingested") and not said.about(older.name)
+    assert the(said.lines, "ingest.changed_after").data["file"] == newer.name and not said.about(older.name)
 
 
 def test_a_filed_shard_that_was_only_touched_stays(workspace: Workspace, ledger: Ledger) -> None:
@@ -104,7 +103,7 @@ def test_a_quarantined_file_is_tried_again_under_another_name(workspace: Workspa
     assert one_pass(workspace, ledger).lines == [] and tries(ledger) == 1
     (file,) = workspace.quarantine.iterdir()
     file.rename(workspace.quarantine / "a.jsonl")
-    assert one_pass(workspace, ledger).about("a.jsonl was quarantined, and it or what reads it changed since")
+    assert the(one_pass(workspace, ledger).lines, "ingest.readable_now").data["file"] == "a.jsonl"
     assert quarantined(ledger) == [] and trained_on(ledger) == exactly(20) and not list(workspace.quarantine.iterdir())
 
 
@@ -116,9 +115,7 @@ def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace:
     assert trained_on(ledger) == exactly(20) and quarantined(ledger) == []
 
 
-def test_a_copy_in_quarantine_of_which_the_ledger_does_not_know_yet_is_not_tried_beside_its_file(
-    workspace: Workspace, ledger: Ledger
-) -> None:
+def test_a_quarantined_copy_of_an_unrecorded_file_is_not_tried_too(workspace: Workspace, ledger: Ledger) -> None:
     path = put(workspace, b"nothing\n" * 30)  # killed between the copy and the transaction that names it
     copy = workspace.quarantine / filed_name(file_sha256(path), path)
     copy.write_bytes(path.read_bytes())
@@ -126,7 +123,7 @@ def test_a_copy_in_quarantine_of_which_the_ledger_does_not_know_yet_is_not_tried
     assert tries(ledger) == 1 and list(workspace.quarantine.iterdir()) == [copy] and not list(workspace.inbox.iterdir())
 
 
-def test_a_quarantined_file_that_was_mended_is_tried_again(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_repaired_quarantined_file_is_tried_again(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, b"nothing\n" * 30 + rows(0, 9))
     one_pass(workspace, ledger)
     (file,) = workspace.quarantine.iterdir()
@@ -145,9 +142,9 @@ def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspac
     assert trained_on(ledger) == exactly(17) and quarantined(ledger) == []
 
 
-def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_person_can_have_a_quarantined_file_tried_again(workspace: Workspace, ledger: Ledger) -> None:
     ingest = partial(command_here, "ingest", home=workspace)
-    assert "name the shards to ingest, or '--again' for all that are in quarantine/" in str(ingest().exception)
+    assert "'--again'" in str(ingest().exception)
     assert "nothing is quarantined" in ingest("--again").stdout
     put(workspace, b"nothing\n" * 30 + rows(0, 9))
     one_pass(workspace, ledger)
@@ -169,15 +166,11 @@ def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, l
         count = tries(ledger)
         with at_work(workspace):
             said = factory("ingest", *words, *home)
-        assert (said.returncode, said.stdout) == (
-            0,
-            "  the running daemon tries 1 quarantined files again in its next pass\n",
-        )
+        assert said.returncode == 0 and "daemon tries 1 quarantined" in said.stdout
         assert tries(ledger) == count and list(workspace.quarantine.iterdir()) == [file]
         lines = one_pass(workspace, ledger).lines
-        assert (
-            lines[0] == "  a.jsonl was quarantined, and a person asked: it is tried again" and "QUARANTINED" in lines[1]
-        )
+        assert codes(lines) == ["ingest.asked_again", "ingest.shard"] and lines[0].data["file"] == "a.jsonl"  # type: ignore[attr-defined]
+        assert "QUARANTINED" in lines[1]
         assert tries(ledger) == count + 1 and quarantined(ledger) == ["a.jsonl"]
         assert not one_pass(workspace, ledger).lines, "once"
 

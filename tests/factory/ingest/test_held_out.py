@@ -1,4 +1,4 @@
-"""Which documents are held out: by share, by source, until a domain can be judged; never what was trained on."""
+"""Which documents are held out: by share, by source, and until a domain can be judged; never training documents."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from factory.ingest.rules import split
 from factory.ingest.rules.split import grouping_lines
 from factory.ledger.ledger import Ledger, documents, held_out
 from tests.support.factory.made_up_text import prose, texts, use_policy
+from tests.support.messages import the
 
 Ingest = Callable[..., ShardReport]
 
 
-def test_what_a_model_wrote_is_never_held_out(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_a_document_that_a_model_wrote_is_never_held_out(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     use_policy(workspace, "held_out: {share: 0.5}\ndomains: {default: {group: source}}\n")
     made = [row | {"synthetic_by": "release 1 (weights 0123456789abcdef)"} for row in texts(0, 40)]
     assert ingest(made, "made.jsonl").counts == {
@@ -51,7 +52,7 @@ def test_a_makers_name_is_one_short_line_whatever_a_shard_says(
     assert three is not None and 200 < len(three) <= 300
 
 
-def test_others_take_the_place_of_those_that_share_words_with_training_data(
+def test_other_documents_replace_those_that_share_words_with_training_data(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     use_policy(workspace, "held_out: {share: 0}\n")
@@ -81,7 +82,7 @@ def halves(ledger: Ledger) -> Counter[bool]:
 def test_a_small_domain_is_held_out_until_it_can_be_judged(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
-    """In each half, at most half of what came of it; then the share alone."""
+    """In each half, and at most half of the domain's documents; after that only by the share."""
     use_policy(workspace, "held_out: {share: 1.0e-9}\n")
     law = lambda first, count: [row | {"domain": "law"} for row in texts(first, count)]
     assert ingest(law(0, 1), "one.jsonl").counts["held_out"] == 0
@@ -91,20 +92,18 @@ def test_a_small_domain_is_held_out_until_it_can_be_judged(
     assert ingest(law(100, 40), "c.jsonl").counts["held_out"] == 0
 
 
-def test_a_key_that_makes_one_group_of_a_domain_is_said_with_the_remedy(
+def test_a_key_that_makes_one_group_of_a_domain_is_reported_with_the_remedy(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
-    """Neither all of it is held out nor nothing, and whole sources come first as soon as they arrive."""
+    """A part of the group is held out; when other sources arrive, whole sources come first."""
     use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
     one = [row | {"domain": "reviews", "source": "shop"} for row in texts(0, 60)]
     report = ingest(one, "one.jsonl")
-    said = describe_shard(report.name, report.state, report.rows, report.counts, None).split("\n")
-    assert [line for line in said if "'MIT'" not in line] == [
-        "  one.jsonl: 60 documents; 44 to train on, 16 held out",
-        "    reviews: 'group: source' makes 1 group of its 60 documents, and none can be held out whole in each half: 16 documents of it are "
-        "held out, which the release gate takes as independent. Bring documents of more groups; or accept it: 'factory data relabel --domain "
-        "reviews --group document'",
-    ]
+    said = describe_shard(report.name, report.state, report.rows, report.counts, None)
+    assert said.data["rows"] == 60 and the(said.data["parts"], "ingest.kept").data == {"train": 44, "held_out": 16}
+    grouped = the(said.data["parts"], "split.single_documents")
+    assert grouped.data == {"domain": "reviews", "kind": "source", "groups": 1, "documents": 60, "parts": 16}
+    assert grouped.endswith("--domain reviews --group document'")
     assert halves(ledger) == {True: 8, False: 8}
     suite = build_suite(ledger, EvalPolicy(), "t")
     assert len(suite.documents) == 8 == len({one.cluster for one in suite.documents})
@@ -117,15 +116,14 @@ def test_a_key_that_makes_one_group_of_a_domain_is_said_with_the_remedy(
     )
 
 
-def test_of_too_little_of_one_source_nothing_is_held_out_and_that_is_said(workspace: Workspace, ingest: Ingest) -> None:
+def test_nothing_is_held_out_of_few_documents_of_one_source_and_that_is_reported(
+    workspace: Workspace, ingest: Ingest
+) -> None:
     use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
     report = ingest([row | {"domain": "reviews", "source": "shop"} for row in texts(0, 3)], "one.jsonl")
-    said = describe_shard(report.name, report.state, report.rows, report.counts, None).split("\n")[-1]
-    assert (
-        "'group: source' makes 1 group of its 3 documents: 0 are held out in the sealed half and 0 in the dev half"
-        in said
-    )
-    assert said.endswith("or 'factory data relabel --domain reviews --group document'")
+    said = describe_shard(report.name, report.state, report.rows, report.counts, None).data["parts"][-1]
+    assert said.code == "split.empty_half" and said.endswith("--domain reviews --group document'")
+    assert said.data == {"domain": "reviews", "kind": "source", "groups": 1, "documents": 3, "sealed": 0, "dev": 0}
 
 
 GROUPS = {
@@ -153,7 +151,7 @@ def test_groups_by_a_rows_own_key_and_documents_that_lack_it(
     else:
         assert {row["group_key"] for row in found[:10]} == {None} and counts["groups"]["web"]["lacking"] == 10
         (said,) = grouping_lines("web", counts["groups"]["web"])
-        assert said.startswith("web: 10 of 100 documents name no ")
+        assert said.code == "split.lacking" and (said.data["lacking"], said.data["documents"]) == (10, 100)
     for name in named:
         assert len({row["fate"] for row in found if row["group_key"] == name}) == 1, "whole groups"
     assert halves_of_groups(ledger) == {True: 4, False: 4}
@@ -164,10 +162,10 @@ def halves_of_groups(ledger: Ledger) -> Counter[bool]:
     return Counter(row["sealed"] for row in found)
 
 
-def test_of_a_held_out_group_what_cannot_be_held_out_is_not_trained_on(
+def test_documents_of_a_held_out_group_are_never_trained_on(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
-    """What shares words with training data, and what is more than the policy allows; nor is one held out that was trained on."""
+    """Also documents that share words with training data, or exceed the policy's limit. A group with a training document is not held out."""
     use_policy(
         workspace,
         "held_out: {share: 1.0e-9, least: 1}\ndomains: {default: {group: source, hold_out_at_most: 6}}\n",
@@ -181,12 +179,10 @@ def test_of_a_held_out_group_what_cannot_be_held_out_is_not_trained_on(
     assert (counts["held_out"], counts["train"], counts["dropped"]) == (3, 0, {"held_out_group": 3})
     d = documents.c
     why = [row["detail"] for row in ledger.rows(sa.select(d.detail).where(d.rule == "held_out_group").order_by(d.row))]
-    assert "shares words with" in why[0] and why[1].endswith(
-        "of group 'b', which is held out; hold_out_at_most are held out"
-    )
+    assert "shares words with" in why[0] and "'b'" in why[1] and "hold_out_at_most" in why[1]
 
 
-def test_what_a_model_wrote_does_not_count_as_what_came_before(
+def test_documents_that_a_model_wrote_do_not_count_for_the_held_out_share(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     use_policy(workspace, "held_out: {share: 1.0e-9}\n")
@@ -195,10 +191,10 @@ def test_what_a_model_wrote_does_not_count_as_what_came_before(
     assert ingest(texts(sealed, 1), "own.jsonl").counts["held_out"] == 0
 
 
-def test_an_old_clusters_documents_that_were_trained_on_do_not_take_its_later_ones_along(
+def test_later_documents_of_an_old_trained_cluster_can_be_held_out(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
-    """As an older factory left it, which held out single documents and counted their source as one cluster."""
+    """An older factory held out single documents and counted their source as one cluster."""
     rows = lambda first, count: [row | {"source": "shop", "domain": "reviews"} for row in texts(first, count)]
     ingest(rows(0, 40), "a.jsonl")
     with ledger.begin() as tx:

@@ -1,4 +1,4 @@
-"""What goes wrong with files in the inbox, and what a person reads then. Files, writers, the ledger and the tokenizer are real."""
+"""Faults of files in the inbox, and the messages about them. Files, writers, the ledger and the tokenizer are real."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.support.factory.command import factory
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.failing.limits import few_handles
+from tests.support.messages import codes, the
 from tests.support.reading.formats import compress, tarred, zipped
 from tests.support.said import Said
 
@@ -37,11 +39,17 @@ def small_vocabulary(workspace: Workspace) -> None:
     use_small_vocabulary(workspace)
 
 
+def waits(said: Said) -> dict[str, Any]:
+    """By file, why it waits in the inbox."""
+    lines = [line for line in said.lines if codes([line]) == ["ingest.waits"]]
+    return {line.data["file"]: line.data["why"] for line in lines}  # type: ignore[attr-defined]
+
+
 def test_a_name_that_is_not_utf8_is_ingested_under_one_that_is(workspace: Workspace, ledger: Ledger) -> None:
     path = Path(os.fsdecode(os.fsencode(workspace.inbox) + b"/caf\xe9.jsonl"))
     path.write_bytes(rows(0, 20))
     said = one_pass(workspace, ledger, settle=0)
-    assert said.about("a name that is not UTF-8; it is named caf\\xe9.jsonl now")
+    assert the(said.lines, "ingest.renamed").data["name"] == "caf\\xe9.jsonl"
     assert trained_on(ledger) == exactly(20) and not list(workspace.inbox.iterdir())
     (workspace.root / "quarantine" / os.fsdecode(b"\xff")).write_bytes(b"not read")
     assert one_pass(workspace, ledger, settle=0).about("QUARANTINED")  # put there by hand: tried, and quarantined again
@@ -52,18 +60,18 @@ def test_a_long_name_that_is_not_utf8_is_shortened(workspace: Workspace, ledger:
         path = Path(os.fsdecode(os.fsencode(workspace.inbox) + b"/" + b"\xe9" * (240 - number) + b".jsonl"))
         path.write_bytes(rows(number, 10))
     said = one_pass(workspace, ledger, settle=0)
-    assert said.about("a name that is not UTF-8") and trained_on(ledger) == exactly(20)
+    assert codes(said.lines).count("ingest.renamed") == 2 and trained_on(ledger) == exactly(20)
     assert not list(workspace.inbox.iterdir()), said.lines
 
 
-def test_what_is_no_file_is_said_and_never_opened(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_pipe_or_socket_is_named_and_never_opened(workspace: Workspace, ledger: Ledger) -> None:
     """Opening a pipe that nobody writes to would wait for ever."""
     os.mkfifo(workspace.inbox / "pipe.jsonl")
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(workspace.inbox / "socket.jsonl")) if len(str(workspace.inbox)) < 90 else None
         put(workspace, rows(0, 10), "good.jsonl")
         said = one_pass(workspace, ledger, settle=0)
-    assert said.about("pipe.jsonl waits in the inbox: it is no regular file: remove it")
+    assert waits(said)["pipe.jsonl"].code == "ingest.special_file"
     assert trained_on(ledger) == exactly(10)
 
 
@@ -80,7 +88,9 @@ def test_an_unexpected_error_refuses_one_file_once(
 
     monkeypatch.setattr(chain, "_run", run)
     said = one_pass(workspace, ledger)
-    assert said.about("bad.jsonl stays in the inbox: an unexpected ZeroDivisionError") and not good.exists()
+    stays = the(said.lines, "ingest.stays").data
+    assert stays["file"] == "bad.jsonl" and not good.exists()
+    assert (stays["why"].code, stays["why"].data["kind"]) == ("ingest.unexpected", "ZeroDivisionError")
     log = (workspace.logs / "errors.log").read_text()
     assert "Traceback" in log and "1 // 0" in log
     one_pass(workspace, ledger)
@@ -112,15 +122,15 @@ def test_too_few_file_handles_are_not_the_files_fault(
 def test_a_file_that_the_disk_cannot_read_waits_and_the_others_do_not(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each pass would end with it. It is not quarantined, either: nothing is known of what is in it."""
+    """The fault ends no pass, and the file is not quarantined, since its content is not known."""
     bad, good = put(workspace, rows(0, 10), "bad.jsonl"), put(workspace, rows(10, 10), "good.jsonl")
     opened = open
     read = lambda path, *more, **how: opened("/proc/self/mem" if path == bad else path, *more, **how)
     monkeypatch.setattr(streams, "open", read, raising=False)
     said = one_pass(workspace, ledger)
-    assert said.about("bad.jsonl stays in the inbox: bad.jsonl cannot be read: [Errno 5] Input/output error"), (
-        said.lines
-    )
+    stays = the(said.lines, "ingest.stays").data
+    assert stays["file"] == "bad.jsonl" and stays["why"].code == "reading.machine_fault"
+    assert "[Errno 5]" in str(stays["why"].data["error"])
     assert bad.exists() and not good.exists() and len(trained_on(ledger)) == 10, said.lines
 
 
@@ -138,7 +148,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def writer(workspace: Workspace, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a program that appends parts to a file, each when it is told, and keeps the file open."""
+    """Starts a program that appends parts to a file on request, and keeps the file open."""
     running: list[subprocess.Popen[str]] = []
 
     def start(path: Path, *parts: bytes) -> subprocess.Popen[str]:
@@ -172,11 +182,12 @@ def test_a_writer_that_pauses_loses_nothing(
     process = writer(path, data[: len(data) // 2], data[len(data) // 2 :])
     os.utime(path, (time.time() - LONG_AGO,) * 2)  # it pauses for an hour
     said = one_pass(workspace, ledger)
-    assert len(said.lines) == 1 and f"a.jsonl waits in the inbox: process {process.pid} (python" in said.lines[0]
-    assert "has it open for writing; it is taken once it is closed" in said.lines[0]
+    assert len(said.lines) == 1 and waits(said)["a.jsonl"].code == "ingest.open_for_writing"
+    assert waits(said)["a.jsonl"].data["writer"].startswith(f"process {process.pid} (python")
     assert one_pass(workspace, ledger).lines == []  # said once
     assert go_on(process) == "written\n"
-    assert one_pass(workspace, ledger, settle=0).about("has it open for writing") and not trained_on(ledger)
+    assert waits(one_pass(workspace, ledger, settle=0))["a.jsonl"].code == "ingest.open_for_writing"
+    assert not trained_on(ledger)
     assert go_on(process) == "closed\n"
     one_pass(workspace, ledger, settle=0)
     assert trained_on(ledger) == exactly(40)
@@ -197,7 +208,7 @@ def test_a_writer_that_pauses_loses_nothing(
         "a.tar.gz",
     ],
 )
-def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
+def test_an_incomplete_upload_waits_until_it_is_complete_or_long_unchanged(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, name: str
 ) -> None:
     import pyarrow as pa
@@ -217,8 +228,8 @@ def test_a_half_upload_waits_until_it_is_whole_or_still_for_long(
     elif name != "a.jsonl":
         data = compress(tarred({"a.jsonl": data}) if ".tar" in name else data, name.rpartition(".")[2])
     put(workspace, data[: len(data) * 2 // 3], name)
-    (line,) = one_pass(workspace, ledger).lines
-    assert f"{name} waits in the inbox: it" in line and "taken once it is whole, or unchanged for 10 minutes" in line
+    why = waits(one_pass(workspace, ledger))
+    assert list(why) == [name] and (why[name].code, why[name].data["minutes"]) == ("ingest.incomplete", 10)
     put(workspace, data, name)
     one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(30)
@@ -233,7 +244,7 @@ def test_a_command_names_a_file_whose_name_is_not_utf8(workspace: Workspace, led
     home = ("--workspace", str(workspace.root))
     done = factory("ingest", os.fsdecode(odd), *home)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "\\xff.jsonl: a name that is not UTF-8 cannot be stored: rename it" in done.stderr
+    assert "\\xff.jsonl: the name is not UTF-8" in done.stderr
     inside = os.path.join(os.fsencode(workspace.inbox), b"\xff.jsonl")
     os.rename(odd, inside)
     done = factory("ingest", os.fsdecode(inside), "--json", *home)
@@ -246,10 +257,11 @@ def test_folders_and_links_are_named_once(workspace: Workspace, ledger: Ledger, 
     (workspace.inbox / "link.jsonl").symlink_to(tmp_path / "far.jsonl")
     os.mkfifo(workspace.inbox / "pipe.jsonl")
     said = one_pass(workspace, ledger)
-    assert [line.split(":")[0] for line in said.lines] == [
-        f"  {name} waits in the inbox" for name in ("folder", "link.jsonl", "pipe.jsonl")
-    ]
-    assert "it is a folder: move its files into the inbox itself" in said.lines[0]
+    assert {name: why.code for name, why in waits(said).items()} == {
+        "folder": "ingest.inbox_folder",
+        "link.jsonl": "ingest.link",
+        "pipe.jsonl": "ingest.special_file",
+    }
     assert one_pass(workspace, ledger).lines == [] and not trained_on(ledger)
 
 
@@ -275,7 +287,7 @@ def _append(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_rename, _truncate, _replace, _append])
-def test_what_changes_while_it_is_read_is_neither_lost_nor_doubled(
+def test_a_file_that_changes_during_its_ingest_is_neither_lost_nor_doubled(
     workspace: Workspace, ledger: Ledger, harm: Callable[[Path], None], tmp_path: Path
 ) -> None:
     path = put(workspace, rows(0, 20))

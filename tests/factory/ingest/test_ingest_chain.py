@@ -28,6 +28,7 @@ from factory.ledger.plant import Plant
 from factory.show.pages.provenance import of_document
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, held_out_texts, prose, texts, use_policy, use_small_vocabulary
+from tests.support.messages import refused
 from tests.support.patience import PATIENCE_S
 from trainer.contract.data.token_shard import TokenShard, file_sha256
 
@@ -127,7 +128,7 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
             assert not secrets & {int(gram) for gram in kept}
 
 
-def test_common_phrases_are_no_contamination(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
+def test_common_phrases_are_not_contamination(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     header = prose(5000, 40)
     rows = [{"id": f"d{i}", "text": f"{header}\n{prose(i, 300)}"} for i in range(150)]
     report = ingest(rows)
@@ -173,7 +174,7 @@ def test_every_row_has_exactly_one_fate(tmp_path_factory: pytest.TempPathFactory
         ("blank.jsonl", b"\n\n\n", "100% of 3 rows cannot be read (empty 3)"),
         ("noise.jsonl", bytes(range(11, 256)) * 40, "cannot be read"),
         ("utf16.jsonl", '{"text": "x"}'.encode("utf-16"), "UTF-16"),
-        ("tool.exe", b"MZ", "not a kind of file"),
+        ("tool.exe", b"MZ", "files of this kind are not read"),
         ("cut.jsonl.gz", b"\x1f\x8b\x08\x00\x00", "cannot be decompressed"),
     ],
 )
@@ -195,8 +196,8 @@ def test_a_shard_of_which_nothing_is_kept_is_ingested_with_its_counts(ledger: Le
 
 
 def test_a_wrong_path_is_an_error_that_stores_nothing(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "none.jsonl", "no such file"), (tmp_path, "is a folder")):
-        with pytest.raises(InputError, match=said):
+    for path, code in ((tmp_path / "none.jsonl", "ingest.no_file"), (tmp_path, "ingest.folder")):
+        with refused(code, InputError, path=path):
             ingest_shard(Plant(workspace, ledger), path)
     assert ledger.rows(sa.select(shards)) == []
 
@@ -204,12 +205,13 @@ def test_a_wrong_path_is_an_error_that_stores_nothing(workspace: Workspace, ledg
 def test_a_changed_tokenizer_or_index_is_refused(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
     ingest(texts(0, 30), "a.jsonl")
     use_policy(workspace, "decontamination: {ngram: 9}\n")
-    with pytest.raises(ConfigError, match="n-gram 13"):
+    with refused("ingest.index_parameters", ConfigError) as caught:
         ingest(texts(50, 30), "b.jsonl")
+    assert "n-gram 13" in caught.value.data["old"] and "n-gram 9" in caught.value.data["new"]
     use_small_vocabulary(workspace)
     path = workspace.tokenizer / "tokenizer.json"
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(DamagedTokenizerError, match="is not the tokenizer"):
+    with refused("ingest.damaged_tokenizer", DamagedTokenizerError):
         ingest(texts(50, 30), "b.jsonl")
 
 
@@ -224,7 +226,7 @@ def test_a_full_disk_stores_nothing(
         raise OSError(28, "No space left on device", "tokens.bin")
 
     monkeypatch.setattr(chain, "write_token_shard", full)
-    with pytest.raises(FactoryError, match="nothing was stored: No space left"):
+    with refused("ingest.stopped", FactoryError, error="No space left on device", where="tokens.bin"):
         ingest_shard(Plant(workspace, ledger), path, workers=0)
     assert ledger.rows(sa.select(shards)) == [] and not list(workspace.shards.iterdir())
     monkeypatch.undo()
@@ -273,7 +275,7 @@ def start(workspace: Workspace) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow("four ingests by three processes each, three of them killed")
-def test_killed_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) -> None:
+def test_after_a_kill_anywhere_the_next_run_ends_with_the_same_rows(tmp_path: Path) -> None:
     data = "".join(json.dumps(row) + "\n" for row in [*texts(0, 500, 200), *texts(0, 5), {"text": "tiny"}])
     spaces = [Workspace.create(tmp_path / name) for name in ("whole", "killed")]
     for space in spaces:

@@ -20,6 +20,7 @@ from factory.ingest.rules.policy import DataPolicy, Licence, Licences
 from factory.ledger.ledger import Ledger, documents
 from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose, texts, use_policy
+from tests.support.messages import the
 
 Ingest = Callable[..., ShardReport]
 NC, FORBIDDEN = "CC-BY-NC-4.0", "proprietary"
@@ -48,7 +49,7 @@ def row(text: str, licence: str | None, name: str) -> dict[str, Any]:
 
 
 def shard(ingest: Ingest, licence: str | None, name: str, text: str = TEXT) -> ShardReport:
-    """A shard of that text under that licence, among others that are nobody else's."""
+    """Ingest a shard with the text under a licence, among texts that no other shard has."""
     return ingest([*texts(100 * (1 + ord(name)), 3), row(text, licence, name)], f"{name}.jsonl")
 
 
@@ -75,13 +76,13 @@ def test_the_strictest_claim_counts_in_either_order(
     # said where it arrives, in the list, and of the document: with both shards
     assert report.counts["other_licences"] == {"a.jsonl": 1}
     said = describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
-    assert "1 OF ITS TEXTS CAME UNDER ANOTHER LICENCE in a.jsonl" in said
-    assert "'factory data settle LICENCE --shard b.jsonl' says which is right" in said
+    assert the(said.data["parts"], "ingest.other_licence").data == {"texts": 1, "shard": "a.jsonl"}
+    assert the(said.data["parts"], "ingest.strictest_licence").endswith("LICENCE --shard b.jsonl'")
     shown = command_here("data", "claims", home=workspace).stdout
     assert f"{order[0] or 'none'} in a.jsonl, {order[1] or 'none'} in b.jsonl" in shown
-    assert f"counts as {strict or 'none'}: no release of a model trained on it; {one.key}" in shown
-    assert "until you say which is right: factory data settle LICENCE --shard NAME" in shown
-    assert "1 documents came under several, 0 of them settled" in command_here("data", "list", home=workspace).stdout
+    assert f"counts as {strict or 'none'}, which allows training" in shown and one.key in shown
+    assert "'factory data settle LICENCE" in shown
+    assert "1 documents came under several" in command_here("data", "list", home=workspace).stdout
     of_document = command_here("provenance", "--document", "a", home=workspace).stdout
     for claim in one.claims:
         assert f"claimed   {claim.license or 'no licence'} in {claim.shard} ({claim.key})" in of_document
@@ -98,7 +99,7 @@ def test_three_claims_give_the_same_answer_in_any_order(
     assert ledger.read("SELECT counts FROM shards")[0]["counts"]["other_licences"] == {"one.jsonl": 2}
 
 
-def test_of_equally_strict_claims_the_first_stays(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+def test_the_first_of_equally_strict_claims_counts(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, "Apache-2.0", "b")
     shard(ingest, "MIT", "c")
@@ -111,7 +112,7 @@ def test_of_equally_strict_claims_the_first_stays(ledger: Ledger, ingest: Ingest
 
 
 @pytest.mark.parametrize("copy", [TEXT, NEAR], ids=["exact", "near"])
-def test_what_is_not_to_be_trained_on_bars_later_copies(
+def test_a_text_under_a_forbidding_licence_bars_later_copies(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences, copy: str
 ) -> None:
     assert ingest([row(TEXT, FORBIDDEN, "a")], "a.jsonl").counts["dropped"] == {"licence": 1}  # a shard of nothing else
@@ -120,7 +121,7 @@ def test_what_is_not_to_be_trained_on_bars_later_copies(
     assert report.counts["other_licences"] == {"a.jsonl": 1}
     (one,) = conflicts(ledger)
     assert one.counts_as(rules) == FORBIDDEN and one.id == "a"
-    assert "not to be trained on" in command_here("data", "claims", home=workspace).stdout
+    assert "does not allow training" in command_here("data", "claims", home=workspace).stdout
     # a person says that the first was wrong: what comes from then on is accepted
     settle(ledger, "MIT", ["b"], [], "ann", "the author wrote to us")
     shard(ingest, "MIT", "c", copy)
@@ -131,14 +132,16 @@ def test_what_is_not_to_be_trained_on_bars_later_copies(
     assert states(ledger)["d"] == ("train", None)
 
 
-def test_within_a_shard_it_bars_copies_before_it_too(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+def test_a_forbidding_licence_bars_earlier_copies_in_the_same_shard(
+    ledger: Ledger, ingest: Ingest, rules: Licences
+) -> None:
     ingest([row(TEXT, "MIT", "a"), *texts(50, 3), row(NEAR, FORBIDDEN, "b"), row(TEXT, NC, "c")], "one.jsonl")
     assert states(ledger) == dict.fromkeys("abc", ("dropped", "licence"))
     (one,) = conflicts(ledger)
     assert one.id == "b" and {claim.license for claim in one.claims} == {FORBIDDEN, "MIT", NC}
 
 
-def test_where_it_comes_later_the_document_is_flagged(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
+def test_a_later_forbidding_claim_flags_the_document(ledger: Ledger, ingest: Ingest, rules: Licences) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, FORBIDDEN, "b", NEAR)
     shard(ingest, "MIT", "c")
@@ -147,7 +150,7 @@ def test_where_it_comes_later_the_document_is_flagged(ledger: Ledger, ingest: In
     assert (group["counts_as"], group["train"], group["release"]) == (FORBIDDEN, False, False)
 
 
-def test_a_person_settles_it_until_another_claim_comes(
+def test_a_settled_licence_counts_until_another_claim_comes(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, "MIT", "a")
@@ -176,7 +179,7 @@ def test_a_person_settles_it_until_another_claim_comes(
     assert one.settled and one.counts_as(rules) == NC and [claim.aside for claim in one.claims] == [True, False, False]
 
 
-def test_a_removal_by_licence_takes_what_came_under_it(
+def test_a_removal_by_licence_takes_texts_whose_copies_came_under_it(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, "MIT", "a")
@@ -194,7 +197,7 @@ def test_a_removal_by_licence_takes_what_came_under_it(
 
 
 @pytest.mark.parametrize("name", ["PROPRIETARY\n", "(MIT) and Proprietary"])
-def test_no_spelling_lets_in_what_is_not_to_be_trained_on(
+def test_no_spelling_of_a_forbidding_licence_allows_training(
     ledger: Ledger, ingest: Ingest, rules: Licences, name: str
 ) -> None:
     shard(ingest, name, "a")
@@ -238,7 +241,7 @@ def test_a_near_copy_of_a_barred_copy_is_barred(ledger: Ledger, ingest: Ingest, 
     assert {one.id: one.counts_as(rules) for one in conflicts(ledger)}["a"] == FORBIDDEN
 
 
-def test_a_claim_about_what_was_taken_out_counts_once_it_is_back(
+def test_a_claim_about_a_removed_document_counts_after_an_undo(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, "MIT", "a")
@@ -250,7 +253,7 @@ def test_a_claim_about_what_was_taken_out_counts_once_it_is_back(
     assert one.fate == "train" and one.counts_as(rules) == NC
 
 
-def test_what_a_person_let_in_can_be_barred_again(
+def test_a_text_that_a_person_allowed_can_be_barred_again(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, rules: Licences
 ) -> None:
     shard(ingest, FORBIDDEN, "a")

@@ -1,4 +1,4 @@
-"""Files that become JSON lines before they are ingested: what is stored, what is kept, and what a kill, a change or an erasure leaves."""
+"""Files that become JSON lines before they are ingested: what is stored and kept, also after a kill, a change or an erasure."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from factory.repairs.lost_ledger import ingest_file
 from factory.repairs.token_shards import rebuild_token_shard
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import prose, texts, use_policy, use_small_vocabulary
+from tests.support.messages import codes, refused, the
 from tests.support.paths import ROOT
 from tests.support.reading.formats import compress, tarred, zipped
 from tests.support.said import Said
@@ -95,7 +96,7 @@ def test_a_file_with_more_rows_or_bytes_than_a_shard_is_cut(workspace: Workspace
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_column_that_one_part_of_a_file_has_is_one_of_the_file(
+def test_a_column_of_one_part_counts_as_a_column_of_the_file(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, first: bool
 ) -> None:
     fields = "fields: [{files: '*', source: shop, license: =MIT}]"
@@ -113,9 +114,7 @@ def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Wor
     array = json.dumps(texts(0, 20)).encode()
     put(workspace, array[:-40], "a.json", age=3600)
     said = one_pass(workspace, ledger)
-    assert said.about("a.json: ") and said.about(
-        "QUARANTINED: the JSON array is cut off after 19 whole items; 16 rows before that are ingested"
-    )
+    assert said.about("a.json: ") and said.about("cut off after 19 whole items") and said.about("The 16 rows before")
     assert trained_on(ledger) == exactly(16) and [path.name[17:] for path in workspace.quarantine.iterdir()] == [
         "a.json"
     ]
@@ -124,24 +123,23 @@ def test_a_file_cut_off_keeps_the_parts_before_and_is_quarantined(workspace: Wor
     assert trained_on(ledger) == exactly(20)
 
 
-def test_nothing_readable_in_an_archive_is_quarantined_with_the_reason(workspace: Workspace, ledger: Ledger) -> None:
+def test_an_archive_without_readable_members_is_quarantined_with_the_reason(
+    workspace: Workspace, ledger: Ledger
+) -> None:
     put(workspace, zipped({"a.png": b"x", "b.pdf": b"y"}), "a.zip")
     said = one_pass(workspace, ledger)
-    assert said.about("a.zip: 0 documents; QUARANTINED: nothing in it can be read: not a kind of file")
+    assert said.about("a.zip: 0 documents; QUARANTINED:") and said.about("of a kind that is not read")
     assert len(list(workspace.quarantine.iterdir())) == 1 and not list(workspace.inbox.iterdir())
 
 
-def test_what_an_archive_has_beside_its_documents_is_said(workspace: Workspace, ledger: Ledger) -> None:
+def test_members_that_are_left_out_of_an_archive_are_reported(workspace: Workspace, ledger: Ledger) -> None:
     members = {"a.jsonl": rows(0, 20), "x.png": b"x", "y.png": b"y", "in.zip": b"z", "../up.txt": b"up"}
     put(workspace, compress(tarred(members), "zst"), "a.tar.zst")
     said = one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(20)
-    (line,) = said.about("left out")
-    assert (
-        "4 left out: 2 not a kind of file that can be ingested (x.png, …)" in line
-        and "archive in an archive" in line
-        and "../up.txt" in line
-    )
+    left = the(said.lines, "ingest.left_out").data
+    assert left["count"] == 4 and left["reasons"][0].endswith("not read (x.png, …)")
+    assert "archive in an archive" in str(left["reasons"]) and "../up.txt" in str(left["reasons"])
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ ingest_path(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)),
 """
 
 
-def test_a_killed_ingest_of_a_large_file_goes_on_at_its_part(
+def test_a_killed_ingest_of_a_large_file_continues_at_the_next_part(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     with_limits(workspace, "max_rows: 8")
@@ -175,7 +173,7 @@ def test_a_killed_ingest_of_a_large_file_goes_on_at_its_part(
     assert len(before) == 3  # the third is stored, and not recorded as a part yet
     said = Said()
     reports = ingest_path(Plant(workspace, ledger, said), path, workers=0)
-    assert said.about("large.jsonl: 2 parts of it, 16 rows, are ingested; it goes on from there")
+    assert the(said.lines, "ingest.continues").data == {"pack": "large.jsonl", "parts": 2, "rows": 16}
     after = {row["name"]: row["ingested_at"] for row in ledger.rows(sa.select(shards))}
     assert {name: after[name] for name in before} == before and len(after) == 4
     assert trained_on(ledger) == exactly(30) and [report.rows for report in reports] == [8, 6]
@@ -196,7 +194,9 @@ def test_another_policy_begins_an_unfinished_file_again_and_doubles_nothing(
     assert trained_on(ledger) == exactly(20)
 
 
-def test_a_file_that_changes_meanwhile_is_not_mixed(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_file_that_changes_during_its_ingest_is_not_mixed(
+    workspace: Workspace, ledger: Ledger, tmp_path: Path
+) -> None:
     with_limits(workspace, "max_rows: 8")
     path = tmp_path / "large.jsonl"
     path.write_bytes(rows(0, 20))
@@ -224,7 +224,7 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     put(workspace, rows(1000, 20), "large.jsonl")
     put(workspace, b"MZ", "a.exe")
     said = one_pass(workspace, ledger)
-    assert said.about("302 small files of the inbox are ingested as one")
+    assert the(said.lines, "ingest.together").data["files"] == 302
     assert sorted(names(ledger)) == ["a.exe", "bad.txt", "inbox#1.jsonl.zst"]
     kept = ledger.rows(sa.select(documents.c.source).where(documents.c.fate.in_(["train", "held_out"])))
     assert {row["source"] for row in kept} == {f"d{n}.txt" for n in range(300)} | {f"s{n}" for n in range(1000, 1020)}
@@ -237,18 +237,18 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     assert len(names(ledger)) == 3
 
 
-def test_files_that_spoil_the_many_are_quarantined_and_the_others_taken(
+def test_files_that_spoil_a_pack_are_quarantined_and_the_others_ingested(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
-    """Of the inbox, each of them for itself, once; of a folder they are named."""
+    """In the inbox each bad file is quarantined once; in a folder the bad files are named."""
     for number in range(60):
         data = rows(number, 1) if number % 3 == 0 else b"garbage %d\n" % number
         put(workspace, data, f"f{number:02d}.jsonl")
         (tmp_path / f"g{number:02d}.jsonl").write_bytes(data + b"\n")
     said = one_pass(workspace, ledger)
-    assert said.about("60 small files of the inbox are ingested as one") and said.about(
-        "inbox: 40 left out: 40 unusable, "
-    )
+    assert the(said.lines, "ingest.together").data["files"] == 60
+    left = the(said.lines, "ingest.left_out").data
+    assert (left["pack"], left["count"]) == ("inbox", 40) and left["reasons"][0].startswith("40 unusable, ")
     assert sorted(names(ledger)) == sorted(["inbox#1.jsonl.zst", *(f"f{n:02d}.jsonl" for n in range(60) if n % 3)])
     assert trained_on(ledger) == Counter(f"d{n}" for n in range(0, 60, 3))
     assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
@@ -260,11 +260,11 @@ def test_files_that_spoil_the_many_are_quarantined_and_the_others_taken(
     assert len(unread) == 40
 
 
-def test_where_all_of_many_files_are_bad_each_is_quarantined_once(workspace: Workspace, ledger: Ledger) -> None:
+def test_each_of_many_bad_files_is_quarantined_once(workspace: Workspace, ledger: Ledger) -> None:
     for number in range(40):
         put(workspace, b"garbage %d\n" % number, f"f{number:02d}.jsonl")
     said = one_pass(workspace, ledger)
-    assert len(said.about("small files of the inbox are ingested as one")) == 1
+    assert codes(said.lines).count("ingest.together") == 1
     assert sorted(names(ledger)) == [f"f{n:02d}.jsonl" for n in range(40)]
     assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
 
@@ -279,7 +279,7 @@ def test_the_same_files_are_the_same_shard(workspace: Workspace, ledger: Ledger,
     assert ingest_pack(Plant(workspace, ledger), pack, workers=0) == [first]
 
 
-def test_one_unreadable_file_ends_no_group_and_none_at_all_is_an_error(
+def test_one_unreadable_file_is_left_out_and_a_pack_of_them_is_an_error(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     small_files(tmp_path, range(5))
@@ -288,19 +288,20 @@ def test_one_unreadable_file_ends_no_group_and_none_at_all_is_an_error(
     pack = Pack("docs", [(path.name, path) for path in sorted(tmp_path.glob("*.txt"))])
     (one,) = ingest_pack(Plant(workspace, ledger), pack, workers=0, unread=unread)
     assert one.rows == 5 and unread == {tmp_path / "bad.txt"}
-    with pytest.raises(InputError, match="nothing in it can be read: encoded as UTF-16"):
+    with refused("ingest.pack", InputError, pack="bad") as caught:
         ingest_pack(Plant(workspace, ledger), Pack("bad", [("bad.txt", tmp_path / "bad.txt")]), workers=0)
+    assert caught.value.data["why"].data["why"].data == {"encoding": "UTF-16"}
 
 
 # -- erasure and repair ------------------------------------------------------------------------------------------------
-def test_erasing_reaches_what_the_shard_was_made_of(workspace: Workspace, ledger: Ledger) -> None:
+def test_an_erasure_deletes_the_file_that_the_shard_was_made_from(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, zipped({"a.csv": csv_of(0, 20)}), "a.zip")
     one_pass(workspace, ledger)
     (token_shard,) = ledger.rows(sa.text("SELECT id, path FROM token_shards"))
     (one,) = ledger.rows(sa.select(documents.c.id, documents.c.key).where(documents.c.fate == "train").limit(1))
     remove(ledger, look(ledger, Selection("key", (one["key"],)), True), "ann", "law", erase=True)
     said = finish_removals(Plant(workspace, ledger))
-    assert any("a.zip, of which the shard was made, is deleted too" in line for line in said)
+    assert the(said, "ingest.original_deleted").data["file"] == "a.zip"
     assert not list((workspace.root / "shards" / "originals").iterdir())
     (raw,) = (workspace.root / "shards" / "raw").iterdir()
     limits = DataPolicy.load(workspace.policy("data.yaml")).limits
@@ -312,12 +313,11 @@ def test_erasing_reaches_what_the_shard_was_made_of(workspace: Workspace, ledger
     assert not list((workspace.root / "shards" / "originals").iterdir()) and len(names(ledger)) == 1
 
 
-def test_an_original_of_ones_own_is_named_before_an_erasure(
+def test_a_persons_own_original_is_named_before_an_erasure(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     (tmp_path / "a.csv").write_bytes(csv_of(0, 20))
     ingest_path(Plant(workspace, ledger), tmp_path / "a.csv", workers=0)
     keys = tuple(row["key"] for row in ledger.rows(sa.select(documents.c.key)))
-    assert f"{tmp_path / 'a.csv'} is yours and lies outside the workspace: take them out there yourself" in warnings(
-        Plant(workspace, ledger), Selection("key", keys)
-    )
+    said = warnings(Plant(workspace, ledger), Selection("key", keys))
+    assert the(said, "erasing.outside").data["path"] == str(tmp_path / "a.csv")

@@ -1,4 +1,4 @@
-"""The selection of what is held out, as a pure function: what holds for any shards in any order."""
+"""The selection of held-out documents is a pure function: properties for any shards in any order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = tuple[str, int | None, bool]  # domain, number of the group, able
 
 @dataclass
 class Past:
-    """What the ledger would know."""
+    """The state that the ledger would have."""
 
     wanted: Wanted
     held: dict[str, tuple[Arrived, Held]] = field(default_factory=dict)  # by key
@@ -112,7 +112,7 @@ def test_whole_groups_one_half_for_ever_and_at_most_half_of_a_domain(shards: lis
 def test_both_halves_have_a_document_from_the_first_shard_with_two_and_what_is_needed_in_time(
     sizes: list[int], least: int
 ) -> None:
-    """Halves of documents that are their own groups differ by one at most, and each has ``least`` once four times as many came."""
+    """If documents are their own groups, the halves differ by at most one, and each has ``least`` after four times as many documents."""
     past = Past(Wanted(1e-9, least, 400))
     came = 0
     for number, size in enumerate(sizes):
@@ -126,7 +126,7 @@ def test_both_halves_have_a_document_from_the_first_shard_with_two_and_what_is_n
             assert of[True] == of[False] == least
 
 
-def test_what_is_chosen_is_fixed() -> None:
+def test_the_selection_is_the_same_in_every_version() -> None:
     """The same shards give the same held-out documents in every version: an older workspace's next shard is split as it always was."""
     digest = hashlib.sha256()
     for seed in range(150):

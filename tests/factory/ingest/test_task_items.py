@@ -1,4 +1,4 @@
-"""What lies in policies/tasks/ is kept out of training data, from the next shard on, whatever becomes of the file."""
+"""Items in policies/tasks/ are kept out of training data from the next shard on, even if the file is removed later."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fates(ledger: Ledger) -> dict[str, dict[str, object]]:
 def test_a_benchmark_as_published_is_kept_out_of_training_data(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, write_shard: Callable[..., Path]
 ) -> None:
-    """From the moment its file lies there, packed or without a header; what cannot be read is said by the status."""
+    """As soon as its file is there, also compressed or without a header. ``factory status`` names files that cannot be read."""
     folder = workspace.root / "policies" / "tasks"
     items = published.human_eval()
     items[3] |= {"prompt": f'def f():\n    """{QUESTION}"""\n', "canonical_solution": f"    return '{CHOICES[0]}'\n"}
@@ -67,16 +67,14 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
     ]
     ingest_shard(Plant(workspace, ledger), write_shard([*texts(0, 60), *leaks], "shard.jsonl"), workers=0)
     found = fates(ledger)
-    assert ["characters cut out" in str(found[f"leak-{number}"]["detail"]) for number in (500, 501, 506, 505)] == [
+    assert ["cut out" in str(found[f"leak-{number}"]["detail"]) for number in (500, 501, 506, 505)] == [
         True,
         True,
         True,
         False,
     ]
     assert str(found["leak-500"]["matched"]).endswith(":4") and str(found["leak-506"]["matched"]).endswith(":1")
-    assert "MATH.tar in policies/tasks, which is not read nor kept out of training data" in {
-        one["what"] for one in waiting(workspace, ledger)
-    }
+    assert any("MATH.tar in policies/tasks" in one["what"] for one in waiting(workspace, ledger))
 
 
 def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(
@@ -98,7 +96,7 @@ def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(
         assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""
 
 
-def test_a_shard_of_before_the_exam_is_rebuilt_without_it(
+def test_a_shard_that_is_older_than_the_exam_is_rebuilt_without_it(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
 ) -> None:
     away = exam.rename(exam.with_suffix(".away"))
@@ -125,7 +123,7 @@ def test_items_are_recorded_once_and_again_where_they_were_lost(
     assert hold_task_items(Plant(workspace, ledger), 13) == 1
 
 
-def test_nothing_is_ingested_beside_an_exam_that_cannot_be_read(
+def test_nothing_is_ingested_while_an_exam_cannot_be_read(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path
 ) -> None:
     exam.write_text('{"question": ')

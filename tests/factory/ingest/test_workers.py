@@ -1,4 +1,4 @@
-"""Worker processes of ingest that are killed, as by an OOM killer, or hang: real ones. Nothing of a file is stored or lost then."""
+"""Real worker processes of ingest that hang or are killed, as by an OOM killer. Nothing of a file is stored or lost."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from factory.retrying.tries import retry
 from factory.status.waiting import waiting
 from tests.support.factory.inbox import exactly, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
+from tests.support.messages import refused, the
 from tests.support.said import Said
 
 
@@ -78,13 +79,13 @@ def test_workers_that_hang_are_killed(tmp_path: Path) -> None:
         stopped = workers()
         for worker in stopped:
             os.kill(worker.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerDiedError, match="hung: no chunk for .* was timed|hung: no chunk for .* is usual"):
+        with refused("ingest.workers_hung", WorkerDiedError):
             list(results)
     assert stopped and not [worker for worker in stopped if worker.is_running()]
 
 
-def test_work_that_ends_as_its_time_is_up_is_taken(tmp_path: Path) -> None:
-    """Between the time that ``result`` waits for it and the question whether it is done."""
+def test_a_result_that_comes_as_the_wait_ends_is_used(tmp_path: Path) -> None:
+    """The result comes after ``result`` timed out, and before ``done`` is called."""
 
     class Late(Future[int]):
         def result(self, timeout: float | None = None) -> int:
@@ -100,8 +101,8 @@ def test_work_that_ends_as_its_time_is_up_is_taken(tmp_path: Path) -> None:
     assert Pool._result(cast(Any, None), Late(), cast(Any, Dog()), 0) == 3
 
 
-def test_what_takes_long_beside_the_work_is_no_hang(tmp_path: Path) -> None:
-    """The time in which nobody waits for a chunk does not count."""
+def test_time_spent_outside_the_work_does_not_count_as_a_hang(tmp_path: Path) -> None:
+    """Time in which nothing waits for a chunk does not count."""
     with Pool(1, tmp_path, RetryPolicy(hung_times=2, hung_seconds=2.0, start_seconds=600.0)) as pool:
         for count, _ in enumerate(pool.map(slowly, [(0.01,)] * 6)):
             time.sleep(3.0 if count == 1 else 0.0)
@@ -117,9 +118,9 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
     path, said = put(workspace, rows(0, 20)), Said()
     with killer():
         take(Plant(workspace, ledger, said), path)
-        assert said.about(
-            "was killed, most likely because memory ran out; nothing was stored; it is tried again in 10 min, with one worker (try 2 of 3)"
-        )
+        why = the([the(said.lines, "ingest.stays").data["why"]], "ingest.worker_died_again").data
+        assert why["why"].code == "ingest.worker_killed"
+        assert (why["wait"], why["number"], why["tries"]) == ("10 min", 2, 3)
         assert held(ledger)["a.jsonl"]["deaths"] == 1 and not list(arrived(Plant(workspace, ledger))), "it rests"
         policy.write_text("first_wait_seconds: 0.001\n")
         for _ in range(2):
@@ -127,9 +128,8 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
             assert list(arrived(Plant(workspace, ledger))) == [path]
             take(Plant(workspace, ledger, said), path)
     time.sleep(0.01)
-    assert said.about("that was try 3: free some memory and run 'factory retry'") and not list(
-        arrived(Plant(workspace, ledger))
-    )
+    last = the([said.lines[-1].data["why"]], "ingest.worker_died_last")  # type: ignore[attr-defined]
+    assert last.data["tries"] == 3 and not list(arrived(Plant(workspace, ledger)))
     (told,) = [one for one in waiting(workspace, ledger) if "a.jsonl" in str(one)]
     assert "factory retry" in str(told)
     assert path.exists() and not trained_on(ledger)
@@ -139,7 +139,9 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
     assert trained_on(ledger) == exactly(20) and not path.exists()
 
 
-def test_the_others_do_not_wait_for_it(workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_do_not_wait_for_a_file_whose_workers_die(
+    workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chain, "_WORTH_WORKERS", 0)
     path, said = put(workspace, rows(0, 20)), Said()
     with killer():

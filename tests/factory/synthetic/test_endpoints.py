@@ -1,4 +1,4 @@
-"""Endpoints that answer wrongly, late or never: a real HTTP server on the loopback says what each test wants."""
+"""Endpoints that answer wrongly, late or never: a real HTTP server on the loopback gives the answers of each test."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.synthetic.generating import Generated, GenerationRequest, generate
 from factory.synthetic.writers import WriterError
+from tests.support.messages import refused
 
 GOOD = {"choices": [{"text": " flows to the sea.", "finish_reason": "stop"}]}
 NEVER = "a byte now and then"
 
 
 class Server(ThreadingHTTPServer):
-    """``answers``: (status, body) by the prompt's first word, gone through once; the last one stays."""
+    """``answers``: by the prompt's first word, (status, body) of one answer after another; the last is repeated."""
 
     daemon_threads = True
 
@@ -76,7 +77,7 @@ def server() -> Iterator[Server]:
 def asked(
     workspace: Workspace, ledger: Ledger, server: Server, folder: Path, **answers: list[tuple[int, Any]]
 ) -> Generated:
-    """A document for each of the prompts that ``answers`` names."""
+    """Generate one document for each prompt that ``answers`` names."""
     policy = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
     policy["llm"] |= {"attempts": 2, "longest_wait_seconds": 0.0, "reply_seconds": 1.0}
     (workspace.root / "policies").mkdir(exist_ok=True)
@@ -88,20 +89,20 @@ def asked(
     return generate(Plant(workspace, ledger), GenerationRequest(endpoint=url, model="m", prompts=prompts))
 
 
-def test_what_never_ends_is_cut_off_and_the_rest_is_kept(
+def test_an_endless_answer_is_cut_off_and_the_others_are_kept(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     started = time.monotonic()
-    with pytest.raises(
-        WriterError, match=r"no whole answer within 1 s .*; 1 of 2 answers are kept: the same command goes on"
-    ):
+    with refused("synthetic.interrupted", WriterError, kept=1, count=2) as caught:
         asked(workspace, ledger, server, tmp_path, one=[(200, GOOD)], two=[(200, NEVER)])
+    slow = caught.value.data["why"].data["why"]
+    assert (slow.code, slow.data["seconds"]) == ("synthetic.slow_answer", 1)
     assert time.monotonic() - started < 120  # of hours: the bytes never end
     made = asked(workspace, ledger, server, tmp_path, one=[(500, {})], two=[(200, GOOD)])
     assert made.documents == 2 and made.ends == {"stop": 2}
 
 
-def test_an_answer_that_cannot_be_read_is_asked_for_again(
+def test_an_unreadable_answer_is_requested_again(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     said = {"error": {"message": "out of credits"}}
@@ -110,11 +111,13 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again(
         assert asked(workspace, ledger, server, tmp_path, one=[body, (200, GOOD)]).documents == 1
         for path in (workspace.root / "generated").glob("*.jsonl"):
             path.unlink()
-    with pytest.raises(WriterError, match="cannot be read .KeyError.: out of credits .tried 2 times"):
+    with refused("synthetic.gave_up", WriterError, attempts=2) as caught:
         asked(workspace, ledger, server, tmp_path, one=[(200, said)])
+    why = caught.value.data["why"]
+    assert (why.code, why.data) == ("synthetic.unreadable_answer", {"kind": "KeyError", "answer": "out of credits"})
 
 
-def test_what_says_nothing_is_left_out_and_half_a_character_is_no_text(
+def test_an_empty_answer_is_left_out_and_half_a_character_is_replaced(
     workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path
 ) -> None:
     nothing = {"choices": [{"message": {"role": "assistant"}, "finish_reason": "content_filter"}]}
@@ -125,5 +128,7 @@ def test_what_says_nothing_is_left_out_and_half_a_character_is_no_text(
 
 
 def test_a_redirect_says_what_to_do(workspace: Workspace, ledger: Ledger, server: Server, tmp_path: Path) -> None:
-    with pytest.raises(WriterError, match="status 302: .*name that one with --endpoint"):
+    with refused("synthetic.refused", WriterError) as caught:
         asked(workspace, ledger, server, tmp_path, one=[(302, b"")])
+    assert caught.value.data["why"].data["status"] == 302
+    assert caught.value.data["advice"].data["advice"].code == "synthetic.redirected"

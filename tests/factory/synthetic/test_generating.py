@@ -1,4 +1,4 @@
-"""Shards that a model writes: what is in them, that a kill costs nothing, that no held-out document is an opening, and what is refused."""
+"""Shards that a model writes: their content, resumption after a kill, openings without held-out documents, and refused requests."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from factory.synthetic.generating import LOCK, AnswerJournal, Generated, Generat
 from factory.synthetic.openings import openings
 from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import Running, command_here
+from tests.support.messages import refused
 from tests.support.serving.served import add_release, serving
 
 Copy = Callable[..., tuple[Workspace, Ledger]]
@@ -78,7 +79,7 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     assert not list((elsewhere.root / "generated").glob(".*"))
 
 
-def test_an_opening_is_how_a_training_document_begins_and_no_held_out_one(copied: Copy) -> None:
+def test_openings_are_beginnings_of_training_documents_only(copied: Copy) -> None:
     workspace, ledger = copied()
     raw = {row["id"]: row for path in (workspace.shards / "raw").iterdir() for row in rows_of(path)}
     ids = {row["key"]: row["id"] for row in ledger.rows(sa.select(documents.c.key, documents.c.id))}
@@ -95,7 +96,7 @@ def test_an_opening_is_how_a_training_document_begins_and_no_held_out_one(copied
     assert len(held) > 20 and not [text for text in held for words in begun if text.startswith(words)]
 
 
-def test_no_held_out_document_is_an_opening_nor_one_that_was_taken_out(copied: Copy) -> None:
+def test_held_out_and_removed_documents_are_never_openings(copied: Copy) -> None:
     workspace, ledger = copied()
     tokenizer = Tokenizer.load(workspace.tokenizer)
     c = documents.c
@@ -122,7 +123,7 @@ def test_no_held_out_document_is_an_opening_nor_one_that_was_taken_out(copied: C
 
 
 @pytest.mark.slow("an engine comes up three times")
-def test_killed_it_goes_on_and_no_document_is_written_twice(copied: Copy) -> None:
+def test_a_killed_run_continues_and_writes_no_document_twice(copied: Copy) -> None:
     request = GenerationRequest(count=60, tokens=60, opening_tokens=10, temperature=1.0)
     undisturbed = generate(Plant(*copied("undisturbed")), request)
     workspace, ledger = copied()
@@ -164,14 +165,14 @@ def test_a_finished_shard_is_ingested_from_the_inbox_and_measures_nothing(copied
     assert len(rows) == written and not any(row["releasable"] for row in rows)
     assert sum(row["fate"] == "train" for row in rows) > 20
     assert ledger.read("SELECT COUNT(*) AS n FROM held_out")[0]["n"] == before
-    assert "it was ingested before" in command_here("generate", *words, home=workspace).stdout
+    assert "was ingested before" in command_here("generate", *words, home=workspace).stdout
     assert list(workspace.inbox.iterdir()) == []
     found = json.loads(command_here("provenance", "--document", rows[0]["id"], "--json", home=workspace).stdout)
     assert found[0]["synthetic_by"].startswith("release 1 (weights ")
 
 
-def test_what_was_taken_out_or_claimed_meanwhile_counts(copied: Copy) -> None:
-    """A document that was removed, and one that somebody claims, are no openings any more; a stricter licence is the text's, too."""
+def test_removals_and_claims_during_the_run_count(copied: Copy) -> None:
+    """A removed document, or one claimed under a forbidding licence, is no longer an opening. A stricter licence applies to the text too."""
     workspace, ledger = copied()
     with ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.fate == "train").values(license="MIT"))
@@ -193,7 +194,7 @@ def test_what_was_taken_out_or_claimed_meanwhile_counts(copied: Copy) -> None:
     assert named.get(second, "CC-BY-NC-4.0") == "CC-BY-NC-4.0" and named.get(third, "MIT") == "MIT"
 
 
-def test_a_run_is_not_gone_on_with_by_other_weights(copied: Copy) -> None:
+def test_a_run_does_not_continue_with_other_weights(copied: Copy) -> None:
     workspace, ledger = copied()
     with pytest.raises(FactoryError, match="cannot be started"):
         generate_without_engine(workspace, ledger, SMALL)
@@ -204,12 +205,13 @@ def test_a_run_is_not_gone_on_with_by_other_weights(copied: Copy) -> None:
         "export_sha256": "0" * 64,
     }  # withdrawn, and its number given again
     (run / "plan.json").write_text(json.dumps(begun))
-    with pytest.raises(InputError, match="begun by release 1 .weights 0000000000000000., .* delete it to begin again"):
+    with refused("synthetic.broken_run", InputError, folder=run) as caught:
         generate(Plant(workspace, ledger), SMALL)
+    assert "release 1 (weights 0000000000000000)" in str(caught.value.data["error"])
 
 
 def generate_without_engine(workspace: Workspace, ledger: Ledger, request: GenerationRequest) -> Generated:
-    """A run that is cut off before its first answer: something is in the way of the engine's log."""
+    """A run that is interrupted before its first answer: a folder has the name of the engine's log."""
     log = workspace.logs / "generate" / "serve-native-release-1.log"
     log.mkdir(parents=True)
     try:
@@ -218,7 +220,7 @@ def generate_without_engine(workspace: Workspace, ledger: Ledger, request: Gener
         log.rmdir()
 
 
-def test_killed_after_its_last_step_it_is_done(copied: Copy) -> None:
+def test_a_run_killed_after_its_last_step_is_finished(copied: Copy) -> None:
     workspace, ledger = copied()
     folder = workspace.root / "generated"
     with pytest.raises(FactoryError):
@@ -235,11 +237,11 @@ def test_killed_after_its_last_step_it_is_done(copied: Copy) -> None:
         generate_without_engine(workspace, ledger, SMALL)
     assert plan(Plant(workspace, ledger), SMALL).began and list(folder.glob(".*")) == [run]
     (run / "plan.json").write_text("{")
-    with pytest.raises(InputError, match="delete it to begin again"):
+    with refused("synthetic.broken_run", InputError, folder=run):
         generate(Plant(workspace, ledger), SMALL)
 
 
-def test_an_answer_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
+def test_an_answer_that_was_written_in_part_is_requested_again(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     journal = AnswerJournal(path)
     texts = ["one\u2028two", "", "d\u0085e\n"]
@@ -260,7 +262,7 @@ def test_an_answer_that_was_torn_is_asked_for_again(tmp_path: Path) -> None:
     assert len(AnswerJournal(path)) == 2
 
 
-def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, tmp_path: Path) -> None:
+def test_a_licence_is_never_laxer_than_that_of_the_opening(copied: Copy, tmp_path: Path) -> None:
     workspace, ledger = copied()
     with ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
@@ -279,7 +281,7 @@ def test_licences_are_never_laxer_than_what_the_text_begins_with(copied: Copy, t
     licences = lambda request: [p.license for p in plan(Plant(workspace, ledger), request).prompts]
     assert licences(GenerationRequest(prompts=path)) == ["MIT", None]
     assert licences(GenerationRequest(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
-    with pytest.raises(InputError, match="does not allow training"):
+    with refused("synthetic.licence", InputError, licence="proprietary"):
         plan(Plant(workspace, ledger), GenerationRequest(licence="proprietary"))
 
 
@@ -301,14 +303,19 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
             await here.until(1)
             url = f"{here.client.base_url}/v1"
             request = GenerationRequest(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
-            with pytest.raises(WriterError, match="401.*OPENAI_API_KEY"):
+            with refused("synthetic.refused", WriterError) as caught:
                 await asyncio.to_thread(generate, Plant(workspace, ledger), request)
+            assert caught.value.data["why"].data["status"] == 401
+            assert caught.value.data["advice"].data["advice"].code == "synthetic.no_key"
             monkeypatch.setenv("OPENAI_API_KEY", "sesame")
             texts = tmp_path / "texts.jsonl"  # all are asked at once, and what is said of a chat has no advice
             texts.write_text(json.dumps(prompts[0]) + "\n")
             unknown = GenerationRequest(endpoint=url, model="gpt", prompts=texts)
-            with pytest.raises(WriterError, match="404.*there is no model 'gpt'.*answer chats alone"):
+            with refused("synthetic.refused", WriterError) as caught:
                 await asyncio.to_thread(generate, Plant(workspace, ledger), unknown)
+            why = caught.value.data["why"].data
+            assert why["status"] == 404 and "'gpt'" in why["answer"]
+            assert caught.value.data["advice"].data["advice"].code == "synthetic.chats_only"
             return await asyncio.to_thread(generate, Plant(workspace, ledger), request)
 
     made = asyncio.run(scene())
@@ -344,7 +351,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_written_is_refused_and_leaves_nothing(what: str, copied: Copy, tmp_path: Path) -> None:
+def test_an_impossible_request_is_refused_and_leaves_nothing(what: str, copied: Copy, tmp_path: Path) -> None:
     workspace, _ = copied()
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One"}\n')
@@ -355,15 +362,14 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(what: str, copied:
     assert not (workspace.root / "generated").exists()
 
 
-def test_without_a_release_there_is_nobody_to_write(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_without_a_release_a_run_is_refused(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("One\n")
     done = command_here("generate", "--prompts", str(path), home=workspace)
-    assert isinstance(done.exception, InputError) and "nothing is released yet" in str(done.exception)
+    assert isinstance(done.exception, InputError) and done.exception.code == "synthetic.no_release"
     words = ["--endpoint", "http://127.0.0.1:1/v1", "--model", "m", "--prompts", str(path), "--dry-run"]
-    assert "m at http://127.0.0.1:1/v1 would write 1 documents from 1 prompts" in (
-        command_here("generate", *words, home=workspace).stdout
-    )
+    shown = command_here("generate", *words, home=workspace).stdout
+    assert "m at http://127.0.0.1:1/v1" in shown and "1 documents from 1 prompts" in shown
 
 
 def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
@@ -378,7 +384,7 @@ def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
         generate_without_engine(workspace, ledger, GenerationRequest(**{**vars(SMALL), "release": 1}))
 
 
-def test_two_at_once_do_not_write_the_same(copied: Copy) -> None:
+def test_two_runs_at_once_are_refused(copied: Copy) -> None:
     workspace, ledger = copied()
     with workspace.lock(LOCK), pytest.raises(WorkspaceError, match=r"holds generate.lock"):
         generate(Plant(workspace, ledger), SMALL)

@@ -1,4 +1,4 @@
-"""From a release to the documents that it wrote, to the release that was trained on them, and back: with real training and real ingest."""
+"""From a release to the documents that it wrote, to the release trained on them, and back, with real training and ingest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.plants.trained_plant import fill, lenient_plant, train_anneal
 
 
 def release(workspace: Workspace, ledger: Ledger) -> int:
-    """Anneal, export, and the rows that gate and saga leave: the champion from now on."""
+    """Anneal and export, and write the rows of the gate and the release: the result is the champion."""
     candidate = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     judged = {"gate": "release", "subject": f"candidate:{candidate}", "outcome": "promote", "policy_sha256": "p"}
     with ledger.begin() as tx:
@@ -56,11 +56,8 @@ def test_from_a_release_to_what_it_wrote_to_the_release_trained_on_it(tmp_path: 
     (written,) = two["synthetic"]
     assert (written["maker"], written["release"], written["documents"]) == (maker, first, len(kept))
     shown = command_here("provenance", "--release", str(second), home=workspace).stdout
-    assert (
-        f"TRAINED ON OUR OWN RELEASES' WORDS: {written['supervised_tokens'] / sum(two['licences'].values()):.1%}"
-        in shown
-    )
-    assert f"wrote {len(kept)} training documents, in the data of releases {second}" in (
+    assert f"OUR OWN RELEASES' WORDS: {written['supervised_tokens'] / sum(two['licences'].values()):.1%}" in shown
+    assert f"wrote {len(kept)} training documents" in (
         command_here("provenance", "--release", str(first), home=workspace).stdout
     )
     (document,) = of_document(ledger, kept[0]["id"])

@@ -1,4 +1,4 @@
-"""Files of prompts: every bad line is named, a text file holds a prompt a line."""
+"""Files of prompts: every bad line is named; a text file has one prompt on each line."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.synthetic.prompts import read_prompts
+from tests.support.messages import codes, refused
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "code"),
     [
-        ("nothing", "line 2: Expecting value"),
-        ("[1]", "line 2: expected an object, got list"),
-        ('{"text": "x"}', "line 2: exactly one of 'prompt' and 'messages' is needed"),
-        ('{"prompt": "x", "messages": []}', "line 2: exactly one of"),
-        ('{"prompt": 7}', "line 2: 'prompt' is not a text"),
-        ('{"prompt": " "}', "line 2: 'prompt' is not a text"),
-        ('{"prompt": "x", "domain": "No Such"}', "line 2: 'domain' 'No Such'"),
-        ('{"prompt": "x", "license": 3}', "line 2: 'license' is not a string"),
-        ('{"messages": []}', "line 2: 'messages' is not a list of messages"),
-        ('{"messages": [{"role": "boss", "content": "x"}]}', "line 2: message 0: role is not one of"),
+        ("nothing", "ingest.bad_json"),
+        ("[1]", "shapes.not_an_object"),
+        ('{"text": "x"}', "synthetic.one_prompt"),
+        ('{"prompt": "x", "messages": []}', "synthetic.one_prompt"),
+        ('{"prompt": 7}', "synthetic.blank_prompt"),
+        ('{"prompt": " "}', "synthetic.blank_prompt"),
+        ('{"prompt": "x", "domain": "No Such"}', "ingest.row_domain"),
+        ('{"prompt": "x", "license": 3}', "ingest.row_name"),
+        ('{"messages": []}', "shapes.messages_type"),
+        ('{"messages": [{"role": "boss", "content": "x"}]}', "shapes.role"),
         (
             '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
-            "ends with an answer",
+            "synthetic.answered",
         ),
-        ('{"prompt": "\\ud800"}', "line 2: contains half of a surrogate pair"),
+        ('{"prompt": "\\ud800"}', "ingest.surrogate"),
     ],
 )
-def test_a_bad_prompt_is_named_by_its_line(line: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_prompt_is_named_by_its_line(line: str, code: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One"}\n' + line + "\n")
-    with pytest.raises(InputError) as refused:
+    with refused("synthetic.bad_line", InputError, path=path, line=2) as caught:
         read_prompts(path, "text", None)
-    assert message in str(refused.value) and str(path) in str(refused.value)
-    assert len(read_prompts(path, "text", 1)) == 1  # what is not asked for is not read
+    assert codes([caught.value.data["why"]]) == [code]
+    assert len(read_prompts(path, "text", 1)) == 1  # later lines are not read
 
 
 def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
     path.write_bytes(b"One\n\n Two {\r\nthree")
     assert [prompt.content["text"] for prompt in read_prompts(path, "text", None)] == ["One", " Two {", "three"]
     path.write_bytes(b"\n \n")
-    with pytest.raises(InputError, match="holds no prompt"):
+    with refused("synthetic.no_prompts", InputError, path=path):
         read_prompts(path, "text", None)
 
 
@@ -56,5 +57,6 @@ def test_the_tools_of_a_prompt_are_in_its_system_turn_as_in_training(tmp_path: P
     assert system["role"] == "system" and asked["content"] == "Weather?"
     assert '{"type": "function", "function": {"name": "weather"}}' in system["content"].split("\n")
     path.write_text('{"messages": [{"role": "user", "content": "Weather?"}], "tools": ["weather"]}\n')
-    with pytest.raises(InputError, match="line 1: tools.0: a text that is no JSON"):
+    with refused("synthetic.bad_line", InputError, line=1) as caught:
         read_prompts(path, "text", None)
+    assert codes([caught.value.data["why"]]) == ["shapes.text_not_json"]

@@ -121,13 +121,14 @@ def test_the_first_segment_needs_the_vocabulary_of_the_data_policy(plant: Worksp
     if fits:
         plan_trunk(Plant(plant, ledger))
         return
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as found:
         plan_trunk(Plant(plant, ledger))
-    line = str(refused.value)
+    said = found.value.data
+    assert found.value.code == "ingest.vocabularies_differ" and said["recipe"].name == "tiny.yaml"
+    assert (said["size"], said["wanted"]) == (512, size) and said["policy"] == plant.root / "policies" / "data.yaml"
     assert (
-        f"tiny.yaml: model.vocab_size is 512, {plant.root}/policies/data.yaml: tokenizer.vocab_size is {size}" in line
+        said["do"].code == "ingest.change_policy" and said["do"].data["copy"] == plant.root / "policies" / "data.yaml"
     )
-    assert f"here write tokenizer.vocab_size: 512 in {plant.root}/policies/data.yaml" in line
     assert ledger.rows(sa.select(segments)) == []
 
 
@@ -136,11 +137,10 @@ def test_a_tokenizer_that_is_frozen_counts(plant: Workspace) -> None:
     ingested(plant, ledger, code=40 * STEP)
     with ledger.begin() as tx:
         tx.execute(tokenizers.insert().values(sha256="t", path="tokenizer", vocab_size=700, created_at=1.0))
-    with pytest.raises(
-        ConfigError,
-        match=r"model\.vocab_size is 512, .*tokenizer\.json has 700 entries and stays: write model\.vocab_size: 768",
-    ):
+    with pytest.raises(ConfigError) as found:
         plan_trunk(Plant(plant, ledger))
+    assert found.value.code == "ingest.embedding_too_small"
+    assert [found.value.data[name] for name in ("size", "entries", "padded")] == [512, 700, 768]
 
 
 def test_no_tokenizer_is_frozen_that_the_recipe_has_no_room_for(plant: Workspace) -> None:

@@ -251,8 +251,8 @@ SINGLE: dict[str, Callable[[str], bytes]] = {
     "a.ipynb": notebook,
 }
 REFUSED = {
-    "a.pdf": "pdftotext", "a.docx": "pandoc", "a.odt": "pandoc", "a.epub": "pandoc", "a.xlsx": "save its sheet as CSV", "a.png": "an image",
+    "a.pdf": "pdftotext", "a.docx": "pandoc", "a.odt": "pandoc", "a.epub": "pandoc", "a.xlsx": "the sheet as CSV", "a.png": "an image",
     "a.jpg": "an image", "a.mp3": "transcribe", "a.mp4": "transcribe", "a.pkl": "JSON lines", "a.pt": "JSON lines", "a.npy": "JSON lines",
-    "a.sqlite": "export", "a.7z": "zip and tar are read", "a.rar": "zip and tar are read", "a.avro": "Parquet", "a.orc": "Parquet",
-    "a.mbox": "JSON lines", "a.unheard": "supported: JSON", "noname": "supported: JSON",
+    "a.sqlite": "export", "a.7z": "only zip and tar", "a.rar": "only zip and tar", "a.avro": "Parquet", "a.orc": "Parquet",
+    "a.mbox": "JSON lines", "a.unheard": "supported are JSON", "noname": "supported are JSON",
 }  # fmt: skip

@@ -1,8 +1,9 @@
-"""Tools, calls and reasoning: what ingest trains on is what transformers makes of the same messages with the exported template."""
+"""Tools, calls and reasoning: ingest and transformers, with the exported template, make the same ids of the same messages."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.tokenizer import SPECIAL, Tokenizer, shows_calls
 from factory.ledger.ledger import Ledger
 from tests.support.factory.made_up_text import prose
+from tests.support.messages import codes, refused
 from trainer.contract.data.token_shard import TokenShard
 
 WEATHER = {
@@ -55,15 +57,8 @@ def turns_of(row: Any, ignore: tuple[str, ...] = (), plain: bool = False) -> tup
     return normalise(parsed.content, code=False)["messages"], notes
 
 
-def bad(row: Any, **how: Any) -> str:
-    with pytest.raises(BadRow) as caught:
-        turns_of(row, **how)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def decoded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments as objects: what vLLM hands its template, and what transformers' documentation asks for."""
+    """The messages with arguments as objects, as vLLM passes them to the template and as transformers' documentation asks."""
     messages = json.loads(json.dumps(messages))
     for message in messages:
         older = [message["function_call"]] if "function_call" in message else []
@@ -159,14 +154,14 @@ def test_ids_at_ingest_are_those_of_the_exported_template_and_only_the_assistant
 
 
 def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, hf: Any) -> None:
-    """vLLM fills in what is missing with nulls, in the order of its own fields."""
+    """vLLM adds missing keys with null, in the order of its own fields."""
     row = {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": True}
     filled = {"type": "function", "function": {"name": "get_weather", "description": None, **row}}
     said, notes = turns_of({"messages": [ASKED, SAID], "tools": [{"strict": True, **row}]})
     assert tokenizer.encode_messages(said)[0][:-1].tolist() == served(hf, [ASKED, SAID], [filled])
     line = '{"type": "function", "function": {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": true}}'
     assert line in said[0]["content"].split("\n") and said[0]["role"] == "system"
-    assert notes.said == {"tools are listed in the system turn (<tools>)"} and not notes.unread
+    assert codes(notes.said) == ["shapes.tools_listed"] and not notes.unread
 
 
 @pytest.mark.parametrize(
@@ -194,7 +189,7 @@ named = odd.filter(bool)
 def test_odd_content_gives_the_same_ids_and_no_special_token(
     tokenizer: Tokenizer, hf: Any, arguments: Any, name: str, content: str, reasoning: str, system: str, extra: Any, as_text: bool
 ) -> None:  # fmt: skip
-    """Special tokens that are spelled in it are broken by a blank in the template, as in any content."""
+    """The template inserts a blank into each special token that the content spells."""
     function = {"name": name, "description": reasoning, "parameters": arguments, "extra": extra}
     tool = {"type": "function", "function": function}
     calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
@@ -213,7 +208,7 @@ def test_odd_content_gives_the_same_ids_and_no_special_token(
     assert ids[ids < 3].tolist() == [0, *[1, 2] * 4]
 
 
-def test_what_the_template_cannot_show_as_trained_is_refused_there(hf: Any) -> None:
+def test_the_template_refuses_messages_that_it_cannot_show_as_ingest_does(hf: Any) -> None:
     for messages, said in (
         ([ASKED, CALLS], "expected an object"),
         ([ASKED, SAID | {"content": [{"type": "text", "text": "a"}]}], "content: expected text"),
@@ -235,41 +230,50 @@ def calling(call: Any, **message: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "code", "data"),
     [
-        (calling([CALL | {"function": {"name": "f", "arguments": "{'a': 1}"}}]), "1: 'tool_calls': the arguments of 'f': a text that is no JSON"),
-        (calling([CALL | {"function": {"name": "f", "arguments": "[1]"}}]), "the arguments of 'f' are list, and no object"),
-        (calling([{}]), "message 1: 'tool_calls': a call names no function"),
-        (calling("get_weather()"), "message 1: 'tool_calls': a text that is no JSON"),
-        (calling([CALL | {"type": "retrieval"}]), "of type 'retrieval'; functions alone have a place"),
-        (calling([{"name": "f", "parameters": {"a": 1}}]), "'parameters' of a call has no place"),
-        (calling([CALL], function_call=CALL["function"]), "says its calls twice"),
-        (calling([CALL], content=f"So: {CALLED}"), "says its calls twice"),
-        (calling([CALL], role="user"), "'tool_calls': the chat template has no place for it"),
-        (result(tool_call_id="c2"), "a result of the call 'c2' stands where that of 'c1' does: results are told by the order of the calls"),
-        (result(name="other"), "'name': the chat template has no place"),
-        ({"messages": [ASKED, {"role": "tool", "content": "3", "tool_call_id": "c1"}, SAID]}, "'tool_call_id': the chat template has no place"),
-        ({"messages": [ASKED, SAID | {"reasoning": "a", "thinking": "b"}]}, "'reasoning' and 'thinking' differ"),
-        ({"messages": [ASKED, SAID | {"reasoning_content": ["a"]}]}, "'reasoning_content' is list; a text is expected"),
-        ({"messages": [ASKED, SAID | {"content": "<think>a</think>b", "reasoning": "a"}]}, "message 1: the content begins with '<think>'"),
-        ({"instruction": "a", "output": "b", "history": [["c", "d"]], "thinking": "a"}, "'thinking': the chat template has no place"),
-        ({"prompt": "a", "completion": "<think>b", "thinking": "a"}, "the row: the content begins with '<think>'"),
-        ({"messages": [ASKED, SAID], "tools": [{"type": "web_search"}]}, "tools.0 is no function with a 'name'"),
-        ({"messages": [ASKED, SAID], "tools": [WEATHER | {"type": "mcp"}]}, "tools.0: of type 'mcp'"),
-        ({"messages": [ASKED, SAID], "tools": [WEATHER | {"cache": "yes"}]}, "tools.0: 'cache' beside the function has no place"),
-        ({"messages": [ASKED, SAID], "tools": [WEATHER], "functions": [WEATHER["function"]]}, "'tools' and 'functions' both list tools"),
-        ({"messages": [ASKED, SAID | {"function_calls": "f()"}]}, "'function_calls': the chat template has no place"),
+        (calling([CALL | {"function": {"name": "f", "arguments": "{'a': 1}"}}]),
+         "shapes.text_not_json", {"where": "message 1: 'tool_calls': the arguments of 'f'"}),
+        (calling([CALL | {"function": {"name": "f", "arguments": "[1]"}}]), "shapes.arguments_type", {"function": "f", "kind": "list"}),
+        (calling([{}]), "shapes.unnamed_call", {"where": "message 1: 'tool_calls'"}),
+        (calling("get_weather()"), "shapes.text_not_json", {"where": "message 1: 'tool_calls'"}),
+        (calling([CALL | {"type": "retrieval"}]), "shapes.function_type", {"kind": "retrieval"}),
+        (calling([{"name": "f", "parameters": {"a": 1}}]), "shapes.call_key", {"key": "parameters"}),
+        (calling([CALL], function_call=CALL["function"]), "shapes.calls_twice", {"where": "message 1"}),
+        (calling([CALL], content=f"So: {CALLED}"), "shapes.calls_twice", {"where": "message 1"}),
+        (calling([CALL], role="user"), "shapes.field_not_shown", {"fields": ["tool_calls"]}),
+        (result(tool_call_id="c2"), "shapes.order_of_results", {"result": "c2", "call": "c1"}),
+        (result(name="other"), "shapes.field_not_shown", {"fields": ["name"]}),
+        ({"messages": [ASKED, {"role": "tool", "content": "3", "tool_call_id": "c1"}, SAID]},
+         "shapes.field_not_shown", {"fields": ["tool_call_id"]}),
+        ({"messages": [ASKED, SAID | {"reasoning": "a", "thinking": "b"}]}, "shapes.reasoning_differs", {"names": ["reasoning", "thinking"]}),
+        ({"messages": [ASKED, SAID | {"reasoning_content": ["a"]}]},
+         "shapes.reasoning_type", {"name": "reasoning_content", "kind": "list"}),
+        ({"messages": [ASKED, SAID | {"content": "<think>a</think>b", "reasoning": "a"}]},
+         "shapes.reasoning_twice", {"where": "message 1", "fields": ["reasoning"]}),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]], "thinking": "a"}, "shapes.field_not_shown", {"fields": ["thinking"]}),
+        ({"prompt": "a", "completion": "<think>b", "thinking": "a"}, "shapes.reasoning_twice", {"where": "the row"}),
+        ({"messages": [ASKED, SAID], "tools": [{"type": "web_search"}]}, "shapes.unnamed_tool", {"where": "tools.0"}),
+        ({"messages": [ASKED, SAID], "tools": [WEATHER | {"type": "mcp"}]}, "shapes.function_type", {"where": "tools.0", "kind": "mcp"}),
+        ({"messages": [ASKED, SAID], "tools": [WEATHER | {"cache": "yes"}]}, "shapes.beside_function", {"where": "tools.0", "key": "cache"}),
+        ({"messages": [ASKED, SAID], "tools": [WEATHER], "functions": [WEATHER["function"]]},
+         "shapes.tools_twice", {"fields": ["tools", "functions"]}),
+        ({"messages": [ASKED, SAID | {"function_calls": "f()"}]}, "shapes.field_not_shown", {"fields": ["function_calls"]}),
     ],
 )  # fmt: skip
-def test_what_is_no_call_no_tool_or_out_of_place_costs_its_row_and_is_named(row: dict[str, Any], said: str) -> None:
-    assert said in bad(row)
+def test_a_row_is_dropped_if_its_call_or_tool_is_malformed_or_out_of_place(
+    row: dict[str, Any], code: str, data: dict[str, Any]
+) -> None:
+    with refused(code, BadRow, **data) as caught:
+        turns_of(row)
+    assert caught.value.rule == "bad_schema" and "\n" not in str(caught.value)
 
 
-def test_numbers_that_json_has_no_word_for_cost_their_row() -> None:
+def test_a_row_with_a_number_that_json_cannot_express_is_dropped() -> None:
     for value in (float("nan"), float("inf")):
-        with pytest.raises(BadRow, match="it cannot be written as JSON"):
+        with refused("shapes.not_json", BadRow):
             parse_document(calling([{"name": "f", "arguments": {"a": value}}]), "text")
-    with pytest.raises(BadRow, match="surrogate"):
+    with refused("ingest.surrogate", BadRow):
         parse_document(calling([{"name": "f", "arguments": '{"a": "\\ud800"}'}]), "text")
 
 
@@ -284,15 +288,13 @@ def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses
     older.copy_to(tmp_path / "export")
     assert (tmp_path / "export" / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
     row = {"messages": [ASKED, CALLS, *RESULTS, SAID | {"reasoning": "a"}], "tools": [WEATHER]}
-    assert bad(row, plain=True) == (
-        "bad_schema: 'reasoning', 'tool_call_id', 'tool_calls', 'tools': the chat template of this older workspace has no place for them (a new "
-        "workspace has); 'ignore: [reasoning, tool_call_id, tool_calls, tools]' under 'fields' in data.yaml drops them and keeps the words"
-    )
+    with refused("shapes.field_not_shown_here", fields=["reasoning", "tool_call_id", "tool_calls", "tools"]):
+        turns_of(row, plain=True)
     assert turns_of({"messages": [ASKED, SAID]}, plain=True)[0] == [ASKED, SAID]
 
 
 def chats(first: int, count: int) -> list[dict[str, Any]]:
-    """Of one application: all have the same tools, which are most of their words."""
+    """Chats of one application: all have the same tools, which are most of their text."""
     tools = [
         {"name": f"f{n}", "description": prose(n, 60), "parameters": {"type": "object", "properties": {}}}
         for n in range(8)
@@ -324,16 +326,14 @@ def chats(first: int, count: int) -> list[dict[str, Any]]:
 def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is_the_assistants(
     workspace: Workspace, ledger: Ledger, ingest: Callable[..., ShardReport]
 ) -> None:
-    """The list of tools makes no two chats near-duplicates, and no training chat contaminated: in one shard, and over two."""
+    """A shared list of tools makes chats neither near-duplicates nor contaminated, within one shard and over two."""
     reports = [ingest(chats(0, 24), "a.jsonl"), ingest(chats(24, 6), "b.jsonl")]
     assert [report.counts["dropped"] for report in reports] == [{}, {}]
     assert [report.counts["train"] + report.counts["held_out"] for report in reports] == [24, 6]
     assert reports[0].counts["held_out"] > 0 and "unread" not in reports[0].counts
-    assert reports[0].counts["read_as"] == {
-        "calls of tools are written into the assistant's turn (<tool_call>)": 24,
-        "reasoning is written before the answer (<think>)": 24,
-        "tools are listed in the system turn (<tools>)": 24,
-    }
+    read_as = reports[0].counts["read_as"]
+    assert list(read_as.values()) == [24, 24, 24]
+    assert [re.search(r"<\w+>", how)[0] for how in sorted(read_as)] == ["<think>", "<tool_call>", "<tools>"]  # type: ignore[index]
     tokenizer = Tokenizer.load(workspace.tokenizer)
     token_shards = [TokenShard(path) for path in workspace.shards.glob("[0-9a-f]*")]
     for shard in token_shards:
@@ -361,4 +361,4 @@ def test_an_older_workspace_drops_such_rows_and_says_why(
     ]
     report = ingest([*chats(0, 3), *plain], "a.jsonl")
     assert report.counts["dropped"] == {"bad_schema": 3} and report.counts["train"] + report.counts["held_out"] == 20
-    assert "the chat template of this older workspace has no place for them" in report.counts["examples"]["bad_schema"]
+    assert "this older workspace" in report.counts["examples"]["bad_schema"]

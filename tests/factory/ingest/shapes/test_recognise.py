@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from factory.ingest.document import BadRow, content_sha256, normalise, parse_document, parse_json
 from factory.ingest.shapes.chats import MEANINGFUL, Notes
 from factory.ingest.shapes.mapping import FieldMapping
+from tests.support.messages import codes, refused
 
 ASKED, SAID = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SILENT = SAID | {"weight": 0}
@@ -22,7 +23,7 @@ PARTS = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]
 
 
 def of(row: Any, **mapping: Any) -> tuple[Any, Notes]:
-    """The words of the document that a row is, and what was noted."""
+    """(the content of the document that a row is read as, the notes)."""
     notes = Notes()
     parsed = parse_document(row, "text", FieldMapping(files="*", **mapping) if mapping else None, notes)
     return parsed.content.get("messages", parsed.content.get("text")), notes
@@ -32,50 +33,45 @@ def user(words: str) -> dict[str, str]:
     return ASKED | {"content": words}
 
 
-def bad(row: Any, **mapping: Any) -> str:
-    with pytest.raises(BadRow) as caught:
-        of(row, **mapping)
-    return str(caught.value)
-
-
 SHAREGPT = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
 SHAPES: list[tuple[str, dict[str, Any], Any, str]] = [
     ("text", {"text": "a"}, "a", ""),
     ("messages", {"messages": CHAT}, CHAT, ""),
-    ("sharegpt", {"conversations": SHAREGPT}, CHAT, "read as ShareGPT: conversations → messages"),
-    ("sharegpt with a system", {"conversations": SHAREGPT, "system": "Be short."}, [SYSTEM, *CHAT], "read as ShareGPT"),
-    ("sharegpt's tool", {"conversations": [*SHAREGPT, {"from": "tool", "value": "3"}]}, [*CHAT, RESULT], "read as ShareGPT"),
-    ("a chat under that name", {"conversation": CHAT}, CHAT, "read as a chat: conversation → messages"),
-    ("alpaca", {"instruction": "Add.", "input": "1, 2", "output": "So."}, [user("Add.\n\n1, 2"), SAID], "read as Alpaca"),
-    ("alpaca without input", {"instruction": "Why?", "input": "", "output": "So."}, CHAT, "read as Alpaca"),
-    ("alpaca with a history", {"instruction": "And?", "output": "So.", "history": [["Why?", "So."]]}, [*CHAT, user("And?"), SAID], "read as Alpaca"),
-    ("dolly", {"instruction": "Why?", "context": "", "response": "So.", "category": "qa"}, CHAT, "read as Dolly"),
-    ("developer", {"messages": [SYSTEM | {"role": "developer"}, *CHAT]}, [SYSTEM, *CHAT], "the role 'developer' is read as 'system'"),
+    ("sharegpt", {"conversations": SHAREGPT}, CHAT, "shapes.read_conversations"),
+    ("sharegpt with a system", {"conversations": SHAREGPT, "system": "Be short."}, [SYSTEM, *CHAT], "shapes.read_conversations"),
+    ("sharegpt's tool", {"conversations": [*SHAREGPT, {"from": "tool", "value": "3"}]}, [*CHAT, RESULT], "shapes.read_conversations"),
+    ("a chat under that name", {"conversation": CHAT}, CHAT, "shapes.read_conversations"),
+    ("alpaca", {"instruction": "Add.", "input": "1, 2", "output": "So."}, [user("Add.\n\n1, 2"), SAID], "shapes.read_instruction"),
+    ("alpaca without input", {"instruction": "Why?", "input": "", "output": "So."}, CHAT, "shapes.read_instruction"),
+    ("alpaca with a history", {"instruction": "And?", "output": "So.", "history": [["Why?", "So."]]}, [*CHAT, user("And?"), SAID],
+     "shapes.read_instruction"),
+    ("dolly", {"instruction": "Why?", "context": "", "response": "So.", "category": "qa"}, CHAT, "shapes.read_instruction"),
+    ("developer", {"messages": [SYSTEM | {"role": "developer"}, *CHAT]}, [SYSTEM, *CHAT], "shapes.developer"),
     ("anthropic's system", {"system": "Be short.", "messages": CHAT}, [SYSTEM, *CHAT], ""),
-    ("parts", {"messages": [ASKED | {"content": PARTS}, SAID]}, CHAT, "content in parts"),
-    ("weight 0", {"messages": [ASKED, SILENT, ASKED, SAID | {"weight": 1}]}, [ASKED, SILENT, *CHAT], "answers of weight 0 carry no loss"),
-    ("axolotl's training", {"messages": [ASKED, SAID | {"training": False}, *CHAT]}, [ASKED, SILENT, *CHAT], "answers of weight 0 carry no loss"),
+    ("parts", {"messages": [ASKED | {"content": PARTS}, SAID]}, CHAT, "shapes.parts_joined"),
+    ("weight 0", {"messages": [ASKED, SILENT, ASKED, SAID | {"weight": 1}]}, [ASKED, SILENT, *CHAT], "shapes.weight_0"),
+    ("axolotl's training", {"messages": [ASKED, SAID | {"training": False}, *CHAT]}, [ASKED, SILENT, *CHAT], "shapes.weight_0"),
     ("nothing is called", {"messages": [ASKED | {"name": ""}, SAID | {"tool_calls": [], "refusal": None}], "tools": "[]"}, CHAT, ""),
-    ("prompt and completion", {"prompt": "Why?", "completion": "So."}, CHAT, "read as prompt and completion"),
-    ("of messages", {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]}, [ASKED, SILENT, ASKED, SAID], "read as prompt and completion"),
-    ("preference", {"prompt": "Why?", "chosen": "So.", "rejected": "No."}, CHAT, "the rejected one is not trained on"),
-    ("of whole chats", {"chosen": [*CHAT, *CHAT], "rejected": [*CHAT, ASKED, NO]}, [ASKED, SILENT, *CHAT], "read as preference pairs"),
-    ("with the prompt in it", {"prompt": "Why?", "chosen": CHAT, "rejected": [ASKED, SAID | {"content": "No."}]}, CHAT, "read as preference pairs"),
-    ("of answers alone", {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID | {"content": "No."}]}, CHAT, "read as preference pairs"),
-    ("questions", {"question": "Why?", "answer": "So."}, CHAT, "read as questions and answers"),
-    ("content", {"content": "a", "url": "https://example.org"}, "a", "read as text: content → text"),
+    ("prompt and completion", {"prompt": "Why?", "completion": "So."}, CHAT, "shapes.read_prompts"),
+    ("of messages", {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]}, [ASKED, SILENT, ASKED, SAID], "shapes.read_prompts"),
+    ("preference", {"prompt": "Why?", "chosen": "So.", "rejected": "No."}, CHAT, "shapes.read_preference"),
+    ("of whole chats", {"chosen": [*CHAT, *CHAT], "rejected": [*CHAT, ASKED, NO]}, [ASKED, SILENT, *CHAT], "shapes.read_preference"),
+    ("with the prompt in it", {"prompt": "Why?", "chosen": CHAT, "rejected": [ASKED, SAID | {"content": "No."}]}, CHAT, "shapes.read_preference"),
+    ("of answers alone", {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID | {"content": "No."}]}, CHAT, "shapes.read_preference"),
+    ("questions", {"question": "Why?", "answer": "So."}, CHAT, "shapes.read_questions"),
+    ("content", {"content": "a", "url": "https://example.org"}, "a", "shapes.read_text"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "words", "said"), [case[1:] for case in SHAPES], ids=[case[0] for case in SHAPES])
-def test_each_shape_is_that_document_and_is_said(row: dict[str, Any], words: Any, said: str) -> None:
+@pytest.mark.parametrize(("row", "words", "code"), [case[1:] for case in SHAPES], ids=[case[0] for case in SHAPES])
+def test_each_shape_is_read_as_that_document_and_reported(row: dict[str, Any], words: Any, code: str) -> None:
     found, notes = of(json.loads(json.dumps(row)))
     assert found == words
-    assert any(said in one for one in notes.said) if said else not notes.said
+    assert code in codes(notes.said) if code else not notes.said
 
 
 def test_rows_of_the_contract_keep_their_content_hash() -> None:
-    """The hashes are of before there were shapes: an old shard that comes again is a copy."""
+    """The hashes are older than the shapes: an old shard that comes again must be a copy."""
     for row, sha256 in (
         ({"text": "Once\r\nupon  \u0065\u0301", "score": 1}, "d2efe400"),
         ({"messages": [SYSTEM, ASKED, SAID], "lang": "en"}, "69c275be"),
@@ -85,37 +81,48 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "code", "data"),
     [
-        ({"messages": CHAT, "documents": [{"title": "a"}]}, "'documents': the chat template has no place for it; 'ignore: [documents]'"),
-        ({"messages": [ASKED, SAID | {"refusal": "No.", "audio": {"id": 1}}]}, "'audio', 'refusal': the chat template has no place for them"),
-        ({"messages": [ASKED | {"name": "Ann"}, SAID]}, "'name'"),
-        ({"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {}}]}, SAID]}, "message 0: a part of its content is 'image_url'"),
-        ({"messages": [ASKED | {"content": [{"type": "input_audio"}]}, SAID]}, "'input_audio'"),
-        ({"messages": CHAT, "images": ["a.png"]}, "'images'"),
-        ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "message 1: 'weight' is 0.5"),
-        ({"messages": [ASKED, SAID | {"weight": "0"}]}, "message 1: 'weight' is '0'"),
-        ({"messages": [ASKED, SAID | {"training": "no"}]}, "message 1: 'training' is no"),
-        ({"messages": [ASKED | {"train": True}, SAID]}, "only the assistant's turns carry loss"),
-        ({"messages": [ASKED, SAID | {"weight": 0}]}, "no_supervised: every answer is of weight 0"),
-        ({"prompt": "Why?", "completion": "So.", "label": False}, "'label'"),
-        ({"prompt": "Why?", "completion": "So.", "label": "False"}, "'label'"),  # as a CSV file has it
-        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "message 0: 'function_call': a call names no function"),
-        ({"prompt": "Why?", "completion": "So.", "label": 0}, "'label': the chat template has no place for it; 'ignore: [label]'"),
-        ({"prompt": [ASKED], "completion": [SAID], "label": "0"}, "'label'"),
-        ({"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "x"}, "without a 'prompt'"),
-        ({"prompt": "Why?", "chosen": [ASKED | {"content": "Who?"}, SAID], "rejected": []}, "in which 'prompt' does not occur"),
-        ({"system": "Be long.", "messages": [SYSTEM, *CHAT]}, "begin with another one"),
-        ({"content": "a", "body": "b"}, "'content' and 'body' may both be the text"),
-        ({"question": "Why?", "answer": "B", "choices": ["a", "b"]}, "no known shape; columns: question, answer, choices"),
-        ({"text": "a", "domain": "My Domain!"}, "letters a-z, digits"),
-        ({"text": "a", "domain": "cloze"}, "write 'cloze-text'"),
-        ({"text": "a", "source": float("nan")}, "'source' is not a string of 1000 characters at most (it is nan)"),
-        ({"text": "a", "license": ["MIT", 3]}, "'license' is not a string"),
+        ({"messages": CHAT, "documents": [{"title": "a"}]}, "shapes.field_not_shown", {"fields": ["documents"]}),
+        ({"messages": [ASKED, SAID | {"refusal": "No.", "audio": {"id": 1}}]}, "shapes.field_not_shown", {"fields": ["audio", "refusal"]}),
+        ({"messages": [ASKED | {"name": "Ann"}, SAID]}, "shapes.field_not_shown", {"fields": ["name"]}),
+        ({"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {}}]}, SAID]}, "shapes.part_type", {"place": 0, "kind": "image_url"}),
+        ({"messages": [ASKED | {"content": [{"type": "input_audio"}]}, SAID]}, "shapes.part_type", {"kind": "input_audio"}),
+        ({"messages": CHAT, "images": ["a.png"]}, "shapes.field_not_shown", {"fields": ["images"]}),
+        ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "shapes.weight", {"place": 1, "weight": "0.5"}),
+        ({"messages": [ASKED, SAID | {"weight": "0"}]}, "shapes.weight", {"place": 1, "weight": "'0'"}),
+        ({"messages": [ASKED, SAID | {"training": "no"}]}, "shapes.not_a_boolean", {"place": 1, "field": "training", "value": "no"}),
+        ({"messages": [ASKED | {"train": True}, SAID]}, "shapes.loss_of_role", {"place": 0, "field": "train"}),
+        ({"messages": [ASKED, SAID | {"weight": 0}]}, "shapes.all_weight_0", {}),
+        ({"prompt": "Why?", "completion": "So.", "label": False}, "shapes.field_not_shown", {"fields": ["label"]}),
+        ({"prompt": "Why?", "completion": "So.", "label": "False"}, "shapes.field_not_shown", {"fields": ["label"]}),  # as a CSV file has it
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "shapes.unnamed_call", {"where": "message 0: 'function_call'"}),
+        ({"prompt": "Why?", "completion": "So.", "label": 0}, "shapes.field_not_shown", {"fields": ["label"]}),
+        ({"prompt": [ASKED], "completion": [SAID], "label": "0"}, "shapes.field_not_shown", {"fields": ["label"]}),
+        ({"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "x"}, "shapes.chosen_without_prompt", {}),
+        ({"prompt": "Why?", "chosen": [ASKED | {"content": "Who?"}, SAID], "rejected": []}, "shapes.prompt_not_in_chosen", {}),
+        ({"system": "Be long.", "messages": [SYSTEM, *CHAT]}, "shapes.two_system_turns", {}),
+        ({"content": "a", "body": "b"}, "shapes.several_texts", {"columns": ["content", "body"], "first": "content"}),
+        ({"question": "Why?", "answer": "B", "choices": ["a", "b"]}, "shapes.unknown", {"columns": ["question", "answer", "choices"]}),
+        ({"text": "a", "domain": "My Domain!"}, "ingest.row_domain", {"name": "My Domain!"}),
+        ({"text": "a", "domain": "cloze"}, "ingest.row_domain", {"name": "cloze"}),
+        ({"text": "a", "source": float("nan")}, "ingest.row_name", {"key": "source", "limit": 1000, "value": "it is nan"}),
+        ({"text": "a", "license": ["MIT", 3]}, "ingest.row_name", {"key": "license", "value": "it is list"}),
     ],
 )  # fmt: skip
-def test_a_meaning_that_has_no_place_costs_its_row_and_is_named(row: dict[str, Any], said: str) -> None:
-    assert said in bad(row)
+def test_a_row_with_a_meaning_that_no_document_can_hold_is_dropped(
+    row: dict[str, Any], code: str, data: dict[str, Any]
+) -> None:
+    with refused(code, BadRow, **data) as caught:
+        of(row)
+    assert caught.value.rule == ("no_supervised" if code == "shapes.all_weight_0" else "bad_schema")
+
+
+def test_a_reserved_domain_and_one_with_other_characters_are_told_apart() -> None:
+    for domain, code in (("My Domain!", "ingest.domain_characters"), ("cloze", "ingest.reserved_domain")):
+        with refused("ingest.row_domain", BadRow) as caught:
+            of({"text": "a", "domain": domain})
+        assert codes([caught.value.data["why"]]) == [code]
 
 
 def test_a_label_is_bad_only_beside_prompt_and_completion_and_only_as_false() -> None:
@@ -124,21 +131,24 @@ def test_a_label_is_bad_only_beside_prompt_and_completion_and_only_as_false() ->
     assert of({"messages": [ASKED, SAID], "label": 0})[0] == [ASKED, SAID]  # a class of the chat
     assert of({"prompt": "Why?", "completion": "So.", "label": 0}, ignore=["label"])[0][1]["content"] == "So."
     mapped = {"q": "Why?", "a": "So.", "label": 0}
-    assert "'label'" in bad(mapped, prompt="q", completion="a")
+    with refused("shapes.field_not_shown", fields=["label"]):
+        of(mapped, prompt="q", completion="a")
     assert of(mapped, prompt="q", completion="a", source="label")[0][1]["content"] == "So."
 
 
-def test_what_a_person_ignores_is_dropped_and_said() -> None:
+def test_ignored_fields_are_dropped_and_reported() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     answer = {"role": "tool", "content": "3", "tool_call_id": "1"}
     row = {"messages": [ASKED, call, answer, SAID], "tools": [{}]}
     words, notes = of(row, ignore=["tools", "tool_calls", "tool_call_id"])
     assert words == [ASKED, {"role": "assistant", "content": "", "weight": 0}, {"role": "tool", "content": "3"}, SAID]
-    assert {one.rpartition(" ")[2] for one in notes.said} == {"tools", "tool_calls", "tool_call_id"}
-    assert "'tool_call_id'" in bad(row, ignore=["tools", "tool_calls"])
+    assert codes(notes.said) == ["shapes.ignored"] * 3
+    assert {one.data["name"] for one in notes.said} == {"tools", "tool_calls", "tool_call_id"}  # type: ignore[attr-defined]
+    with refused("shapes.field_not_shown", fields=["tool_call_id"]):
+        of(row, ignore=["tools", "tool_calls"])
 
 
-def test_fields_that_nothing_reads_cost_nothing_and_are_named() -> None:
+def test_unread_fields_do_not_drop_the_row_and_are_named() -> None:
     row = parse_json(
         b'{"text": "a", "score": NaN, "big": ' + b"9" * 10_000 + b', "lang": "en", "none": null, "created": 1e400}'
     )
@@ -148,7 +158,7 @@ def test_fields_that_nothing_reads_cost_nothing_and_are_named() -> None:
     assert notes.unread == {"messages.time"}
 
 
-def test_a_number_is_a_source_and_a_list_of_licences_holds_together() -> None:
+def test_a_number_can_be_a_source_and_a_list_of_licences_becomes_one() -> None:
     notes = Notes()
     parsed = parse_document(
         {"text": "a", "source": 7, "license": ["MIT ", "MIT OR Zlib", "", "MIT "]}, "text", None, notes
