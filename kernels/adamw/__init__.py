@@ -139,9 +139,9 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return *made, exp_avg_sqs, steps, *scalars, *SETTINGS
 
 
-COMPILED = Implementation("compiled", compiled, "the reference through torch.compile", eager=reference)
-FUSED = Implementation("fused", fused, "torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
-TRITON = in_triton("kernels.adamw.triton", "adamw", "one Triton kernel over all tensors")
+COMPILED = Implementation("compiled", compiled, about="the reference through torch.compile", eager=reference)
+FUSED = Implementation("fused", fused, about="torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
+TRITON = in_triton("kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors")
 OP = op(
     "adamw",
     reference,

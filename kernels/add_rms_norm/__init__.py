@@ -32,7 +32,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, y, 1 + normal(generator, (shape.d_model,), device, dtype, 0.1), EPS
 
 
-TRITON = in_triton("kernels.add_rms_norm.triton", "add_rms_norm")
+TRITON = in_triton("kernels.add_rms_norm.triton", function="add_rms_norm")
 OP = op(
     "add_rms_norm",
     reference,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.attention import cpp as attention_native
 from kernels.attention import flex
+from kernels.contract.message import Message
 from kernels.contract.op import (
     AtFirstCall,
     Cost,
@@ -126,7 +127,7 @@ def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tenso
 RECOMPUTE = Implementation(
     "recompute",
     lazily_compiled(recompute),
-    "SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
+    about="SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
     devices=("cpu",),
     eager=recompute,
 )
@@ -140,18 +141,23 @@ def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) 
 
 
 def native_fallback(shape: Shape, dtype: torch.dtype) -> str:
-    """What ``native`` takes in its own place. Raises: KernelError where its C++ cannot be compiled."""
+    """What ``native`` hands the work to for such a call; "" if its C++ computes. Raises: KernelError if the C++ cannot be compiled."""
     if dtype != torch.bfloat16:
-        return f"recompute, uncompiled: the C++ is for bf16, not {str(dtype).removeprefix('torch.')}"
+        dtype_name = str(dtype).removeprefix("torch.")
+        return Message("kernels.bf16_only", "recompute, uncompiled: the C++ is for bf16, not {dtype}", dtype=dtype_name)
     if not attention_native.usable(shape.head_dim):
-        return f"recompute, uncompiled: no bf16 products here that take heads of {shape.head_dim}"
+        return Message(
+            "kernels.no_bf16_products",
+            "recompute, uncompiled: this CPU has no bf16 products that take heads of {head_dim}",
+            head_dim=shape.head_dim,
+        )
     return ""
 
 
 NATIVE = Implementation(
     "native",
     native,
-    "C++: a key head's rows stay in cache, blocks of other documents are left out",
+    about="C++: a key head's rows stay in cache, blocks of other documents are left out",
     devices=("cpu",),
     fallback=native_fallback,
 )
@@ -161,29 +167,34 @@ MOST_HEAD_DIM = 256  # of FlashAttention
 
 
 def taken(head_dim: int, dtype: torch.dtype) -> bool:
-    """Does FlashAttention take such heads?"""
+    """True if FlashAttention takes such heads."""
     return head_dim <= MOST_HEAD_DIM and dtype == torch.bfloat16
 
 
 def varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
     if taken(shape.head_dim, dtype):
         return ""
-    given = f"{shape.head_dim} in {str(dtype).removeprefix('torch.')}"
-    return f"reference: FlashAttention takes heads of at most {MOST_HEAD_DIM} in bf16, not {given}"
+    return Message(
+        "kernels.flash_heads",
+        "reference: FlashAttention takes heads of at most {most} in bf16, not {head_dim} in {dtype}",
+        most=MOST_HEAD_DIM,
+        head_dim=shape.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+    )
 
 
 VARLEN = Implementation(
     "varlen",
-    AtFirstCall("kernels.attention.varlen", "varlen"),
-    "FlashAttention over the stretches of one document, found once a batch",
+    AtFirstCall("kernels.attention.varlen", function="varlen"),
+    about="FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
     fallback=varlen_fallback,
-    prepare=AtFirstCall("kernels.attention.varlen", "stretch_bounds"),
+    prepare=AtFirstCall("kernels.attention.varlen", function="stretch_bounds"),
 )
 FLEX = Implementation(
     "flex",
     lazily_compiled(flex.flex),
-    "FlexAttention over blocks of one document, found once a batch; compiled",
+    about="FlexAttention over blocks of one document, found once a batch; compiled",
     devices=("cuda",),
     eager=flex.flex,
     prepare=flex.document_blocks,

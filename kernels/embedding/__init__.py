@@ -32,7 +32,9 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
 
 
 TRITON = in_triton(
-    "kernels.embedding.triton", "embedding", "backward by sorted places, summed in fp32 in one Triton kernel"
+    "kernels.embedding.triton",
+    function="embedding",
+    about="backward by sorted places, summed in fp32 in one Triton kernel",
 )
 OP = op(
     "embedding",

@@ -233,24 +233,29 @@ def native(
 
 TRITON = in_triton(
     "kernels.linear_cross_entropy.triton",
-    "linear_cross_entropy",
-    "chunks of tokens, gradients made forward in the logits' place, in Triton",
+    function="linear_cross_entropy",
+    about="chunks of tokens, gradients made forward in the logits' place, in Triton",
 )
 NATIVE = Implementation(
     "native",
     native,
-    "chunks of tokens, gradients made forward in the logits' place, in C++",
+    about="chunks of tokens, gradients made forward in the logits' place, in C++",
     devices=("cpu",),
     fallback=native_library.fallback("saved_logits"),
 )
-CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made forward, tokens without loss left out")
+CHUNKED = Implementation(
+    "chunked", chunked, about="chunks of tokens, gradients made forward, tokens without loss left out"
+)
 CHUNKED_COMPILED = Implementation(
-    "chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region", eager=chunked
+    "chunked_compiled",
+    chunked_compiled,
+    about="chunked, with the pointwise work compiled into one region",
+    eager=chunked,
 )
 SAVED_LOGITS = Implementation(
     "saved_logits",
     lazily_compiled(saved_logits),
-    "logits kept in the inputs' dtype, their gradient in one pass, compiled",
+    about="logits kept in the inputs' dtype, their gradient in one pass, compiled",
     eager=saved_logits,
 )
 OP = op(

@@ -53,7 +53,9 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
 
 
-TRITON = in_triton("kernels.newton_schulz.triton", "newton_schulz", "half of each symmetric product, in Triton")
+TRITON = in_triton(
+    "kernels.newton_schulz.triton", function="newton_schulz", about="half of each symmetric product, in Triton"
+)
 OP = op(
     "newton_schulz",
     reference,

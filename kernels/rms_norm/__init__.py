@@ -28,7 +28,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, EPS
 
 
-TRITON = in_triton("kernels.rms_norm.triton", "rms_norm")
+TRITON = in_triton("kernels.rms_norm.triton", function="rms_norm")
 OP = op(
     "rms_norm",
     reference,

@@ -26,7 +26,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, size, device, dtype), normal(generator, size, device, dtype)
 
 
-TRITON = in_triton("kernels.swiglu.triton", "swiglu")
+TRITON = in_triton("kernels.swiglu.triton", function="swiglu")
 
 
 def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
 
 
 NATIVE = Implementation(
-    "native", native, "C++: one pass forward, one backward", devices=("cpu",), fallback=fallback("reference")
+    "native", native, about="C++: one pass forward, one backward", devices=("cpu",), fallback=fallback("reference")
 )
 OP = op(
     "swiglu",
