@@ -1,6 +1,6 @@
 """The residual stream's addition and the RMSNorm that follows it, in one op: s = x + y, n = RMSNorm(s) · weight.
 
-Both are returned, because the stream goes on. The sum is rounded to the stream's dtype before it is normalised, as two
+Both are returned, because the stream continues with the sum. The sum is rounded to the stream's dtype before it is normalised, as two
 ops would round it.
 """
 

@@ -28,14 +28,14 @@ from kernels.contract.op import (
 
 
 def document_mask(document_BT: Tensor) -> Tensor:
-    """[B, T, T] bool: may token i (row) see token j (column)? True where j ≤ i and both stand in the same document."""
+    """[B, T, T] bool: True where token i (row) may see token j (column): j ≤ i, and both are in the same document."""
     same = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
     T = document_BT.shape[1]
     return same & torch.ones(T, T, dtype=torch.bool, device=document_BT.device).tril()
 
 
 def nothing(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
-    """Attention of no rows, with a gradient for each argument. torch's on a GPU returns None (2.11)."""
+    """Attention over no rows, with a gradient for each argument. (torch 2.11 returns None on a GPU.)"""
     return q_BTHK + k_BTGK.sum() + v_BTGK.sum()
 
 
@@ -63,15 +63,15 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return q, k, v, starts.cumsum(1).to(device)
 
 
-BLOCK = 64  # queries at least, an eighth of the row: later keys are left out of a block's scores
+BLOCK = 64  # least queries of a block (else an eighth of the row); a block's scores leave out later keys
 
 
 class Recompute(torch.autograd.Function):
     """SDPA's own forward for the CPU; backward by matrix products on softmax computed again (arXiv 2205.14135 §3.1).
 
-    torch's CPU backward leaves the matrix units idle. Here scores and their gradients are fp32 products, so that large
-    ones keep what softmax tells apart, and the three products that follow are in the inputs' dtype. The logsumexp of the
-    forward pass is not used: where scores are in the millions, scores summed in another order no longer fit it.
+    torch's CPU backward leaves the matrix units idle. Here scores and their gradients are fp32 products, so that softmax can still distinguish
+    large scores; the three products after them are in the inputs' dtype. The logsumexp of the forward pass is not used: if scores are in the
+    millions, scores summed in another order no longer fit it.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class Recompute(torch.autograd.Function):
 
 
 def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """As ``reference``, with a backward pass made of matrix products."""
+    """Computes what ``reference`` does, with a backward pass of matrix products."""
     return Recompute.apply(q_BTHK, k_BTGK, v_BTGK, document_BT)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -134,7 +134,7 @@ RECOMPUTE = Implementation(
 
 
 def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """As ``reference``, in C++ for bf16; as ``recompute`` on a CPU that does not multiply bf16, or in another dtype."""
+    """Computes what ``reference`` does, in C++ for bf16; by ``recompute`` in other dtypes, or on a CPU that does not multiply bf16."""
     if q_BTHK.dtype == torch.bfloat16 and attention_native.usable(q_BTHK.shape[-1]):
         return attention_native.forward_op(q_BTHK, k_BTGK, v_BTGK, document_BT)
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)

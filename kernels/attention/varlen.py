@@ -45,7 +45,7 @@ def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
 
 
 def stretches_of(bounds: Tensor, B: int, T: int) -> Tensor:
-    """[B, T]: the stretch of each token, from what ``stretch_bounds`` made.
+    """[B, T]: the stretch of each token, from the result of ``stretch_bounds``.
 
     >>> stretches_of(torch.tensor([0, 2, 3, 4, 8, 8]), 2, 4).tolist()
     [[0, 0, 1, 2], [3, 3, 3, 3]]

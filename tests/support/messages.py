@@ -40,13 +40,14 @@ NOT_MESSAGES = {
     "agents/loop/prompts.py": "a prompt for a language model",
     "agents/loop/tools.py": "tools of a language model, and their answers to it",
     "agents/loss_doctor/causes.py": "names of causes, which the ledger keeps; mypy sees that each row of the table has a Message",
+    "trainer/contract/plan/gpus.py": "names of data sheets",
     "agents/loss_doctor/prompts.py": "a prompt for a language model",
     "agents/recipe_scout/prompts.py": "a prompt for a language model",
 }
 SQL = re.compile(
     r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP)\b|\(SELECT"
 )
-HELP = frozenset({"about", "help", "description", "epilog", "metavar", "short_help", "prompt"})
+HELP = frozenset({"about", "help", "description", "epilog", "metavar", "short_help", "prompt", "usage"})
 BUILTIN_ERRORS = frozenset(
     {
         "ValueError",
