@@ -68,7 +68,7 @@ TABLE: tuple[Row, ...] = (
         (HARDWARE,),
         Message(
             "loss_doctor.two_results",
-            "Two runs of the same replay left different bits: a device errs, or the code is not deterministic.",
+            "two runs of the same replay left different bits: a device errs, or the code is not deterministic",
         ),
     ),
     (
@@ -76,7 +76,7 @@ TABLE: tuple[Row, ...] = (
         (HARDWARE, LAYOUT),
         Message(
             "loss_doctor.not_on_one_rank",
-            "The same steps from the same checkpoint, on one rank, do not show the anomaly: a device or the division among ranks is wrong.",
+            "the same steps from the same checkpoint, on one rank, do not show the anomaly: a device or the division among ranks is wrong",
         ),
     ),
     (
@@ -84,30 +84,30 @@ TABLE: tuple[Row, ...] = (
         (HARDWARE,),
         Message(
             "loss_doctor.not_again",
-            "The same steps from the same checkpoint do not show the anomaly: data, code and recipe are not the cause.",
+            "the same steps from the same checkpoint do not show the anomaly: data, code and recipe are not the cause",
         ),
     ),
     (
         lambda f: f.cleared(FP32.name) and f.cleared(KERNELS.name),
         (PRECISION, KERNEL),
-        Message("loss_doctor.fp32_and_kernels", "The anomaly is gone in fp32, and also with the reference kernels."),
+        Message("loss_doctor.fp32_and_kernels", "the anomaly is gone in fp32, and also with the reference kernels"),
     ),
     (
         lambda f: f.cleared(FP32.name) and (f.kernels_are_reference or KERNELS.name in f.fires),
         (PRECISION,),
-        Message("loss_doctor.fp32", "The anomaly is gone in fp32, but not with the reference kernels."),
+        Message("loss_doctor.fp32", "the anomaly is gone in fp32, but not with the reference kernels"),
     ),
     (
         lambda f: f.cleared(KERNELS.name),
         (KERNEL,),
-        Message("loss_doctor.kernels", "The anomaly is gone with the reference kernels."),
+        Message("loss_doctor.kernels", "the anomaly is gone with the reference kernels"),
     ),
     (
         lambda f: f.cleared(MICRO),
         (LAYOUT,),
         Message(
             "loss_doctor.micro_batches",
-            "The anomaly is gone if all rows are one micro-batch: the loss depends on accumulation.",
+            "the anomaly is gone if all rows are one micro-batch: the loss depends on accumulation",
         ),
     ),
     (
@@ -115,37 +115,37 @@ TABLE: tuple[Row, ...] = (
         (STATE_LOST,),
         Message(
             "loss_doctor.moments",
-            "The anomaly is gone in a run from an earlier checkpoint, and the newest checkpoint lacks the optimiser's moments.",
+            "the anomaly is gone in a run from an earlier checkpoint, and the newest checkpoint lacks the optimiser's moments",
         ),
     ),
     (
         lambda f: f.cleared(MIXTURE.name),
         (SHARES,),
-        Message("loss_doctor.shares", "The anomaly is gone with the previous shares of the domains."),
+        Message("loss_doctor.shares", "the anomaly is gone with the previous shares of the domains"),
     ),
     (
         lambda f: f.rate_clears == AS_BEFORE,
         (RATE,),
         Message(
-            "loss_doctor.rate_as_before", "The anomaly is gone with the optimiser and schedule of the previous segment."
+            "loss_doctor.rate_as_before", "the anomaly is gone with the optimiser and schedule of the previous segment"
         ),
     ),
     (
         lambda f: f.cleared(COMMIT.name),
         (CODE,),
-        Message("loss_doctor.commit", "The anomaly is gone with the code of the previous segment."),
+        Message("loss_doctor.commit", "the anomaly is gone with the code of the previous segment"),
     ),
     (
         lambda f: f.cleared(ENVIRONMENT.name),
         (CODE,),
-        Message("loss_doctor.environment_before", "The anomaly is gone in the environment of the previous segment."),
+        Message("loss_doctor.environment_before", "the anomaly is gone in the environment of the previous segment"),
     ),
     (
         lambda f: f.joined_clears == LOSS_MASK,
         (LOSS_MASK,),
         Message(
             "loss_doctor.loss_mask",
-            "The anomaly is gone without the new documents, whose loss is on other tokens than in earlier documents.",
+            "the anomaly is gone without the new documents, whose loss is on other tokens than in earlier documents",
         ),
     ),
     (
@@ -153,7 +153,7 @@ TABLE: tuple[Row, ...] = (
         (SHARES,),
         Message(
             "loss_doctor.wrong_label",
-            "The anomaly is gone without the new documents, which read like another domain's.",
+            "the anomaly is gone without the new documents, which read like another domain's",
         ),
     ),
     (
@@ -161,7 +161,7 @@ TABLE: tuple[Row, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.order",
-            "The anomaly is gone without many of the step's documents, and with other documents of the same shards: no single document is to blame.",
+            "the anomaly is gone without many of the step's documents, and with other documents of the same shards: no single document is to blame",
         ),
     ),
     (
@@ -174,7 +174,7 @@ TABLE: tuple[Row, ...] = (
         (NEW_GENERATION,),
         Message(
             "loss_doctor.learnt",
-            "The anomaly is gone without documents that are like many of the new shards. The model learnt these by the segment's end.",
+            "the anomaly is gone without documents that are like many of the new shards. The model learnt these by the segment's end",
         ),
     ),
     (
@@ -182,7 +182,7 @@ TABLE: tuple[Row, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.too_many",
-            "The anomaly is gone without documents that are each like some earlier ones: too many of them came at once.",
+            "the anomaly is gone without documents that are each like some earlier ones: too many of them came at once",
         ),
     ),
     (
@@ -190,7 +190,7 @@ TABLE: tuple[Row, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.shards_kind",
-            "The anomaly is gone without documents that are like many of the new shards: the shards' kind is to blame, not single documents.",
+            "the anomaly is gone without documents that are like many of the new shards: the shards' kind is to blame, not single documents",
         ),
     ),
     (
@@ -198,7 +198,7 @@ TABLE: tuple[Row, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.same_shards",
-            "The anomaly is gone without many of the step's documents, and other documents of these shards cause it too: no single one is to blame.",
+            "the anomaly is gone without many of the step's documents, and other documents of these shards cause it too: no single one is to blame",
         ),
     ),
     (
@@ -206,7 +206,7 @@ TABLE: tuple[Row, ...] = (
         (REPEATED,),
         Message(
             "loss_doctor.repeated",
-            "The loss is as usual without some documents. At an older checkpoint these were not too easy: the model learnt them since then.",
+            "the loss is as usual without some documents. At an older checkpoint these were not too easy: the model learnt them since then",
         ),
     ),
     (
@@ -214,7 +214,7 @@ TABLE: tuple[Row, ...] = (
         (BAD_DATA,),
         Message(
             "loss_doctor.bad_documents",
-            "The anomaly is gone without some documents, which have the same effect at another checkpoint.",
+            "the anomaly is gone without some documents, which have the same effect at another checkpoint",
         ),
     ),
     (
@@ -222,7 +222,7 @@ TABLE: tuple[Row, ...] = (
         (DATA_AND_STATE,),
         Message(
             "loss_doctor.documents_and_state",
-            "The anomaly is gone without some documents, which do no harm at another checkpoint.",
+            "the anomaly is gone without some documents, which do no harm at another checkpoint",
         ),
     ),
     (
@@ -230,7 +230,7 @@ TABLE: tuple[Row, ...] = (
         (BAD_DATA, REPEATED),
         Message(
             "loss_doctor.always_too_easy",
-            "The anomaly is gone without some documents. No second checkpoint shows whether these were always too easy.",
+            "the anomaly is gone without some documents. No second checkpoint shows whether these were always too easy",
         ),
     ),
     (
@@ -238,7 +238,7 @@ TABLE: tuple[Row, ...] = (
         (BAD_DATA, DATA_AND_STATE),
         Message(
             "loss_doctor.one_checkpoint",
-            "The anomaly is gone without some documents. No second checkpoint shows whether these have the same effect there.",
+            "the anomaly is gone without some documents. No second checkpoint shows whether these have the same effect there",
         ),
     ),
     (
@@ -246,7 +246,7 @@ TABLE: tuple[Row, ...] = (
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.other_documents",
-            "The anomaly is gone with other documents of the same shards, but masking the documents that stand out does not clear it.",
+            "the anomaly is gone with other documents of the same shards, but masking the documents that stand out does not clear it",
         ),
     ),
     (
@@ -254,7 +254,7 @@ TABLE: tuple[Row, ...] = (
         (STATE_LOST, HARDWARE),
         Message(
             "loss_doctor.newest_checkpoint",
-            "The anomaly is gone in a run from an earlier checkpoint: the newest checkpoint holds a wrong state.",
+            "the anomaly is gone in a run from an earlier checkpoint: the newest checkpoint holds a wrong state",
         ),
     ),
     (
@@ -262,7 +262,7 @@ TABLE: tuple[Row, ...] = (
         (RATE,),
         Message(
             "loss_doctor.smaller_step",
-            "No document is to blame, and a smaller step of the optimiser clears the anomaly.",
+            "no document is to blame, and a smaller step of the optimiser clears the anomaly",
         ),
     ),
     (
@@ -270,7 +270,7 @@ TABLE: tuple[Row, ...] = (
         (CODE, UNKNOWN),
         Message(
             "loss_doctor.environment_changed",
-            "No arm cleared the anomaly. The environment changed with the segment, and the previous environment is not available.",
+            "no arm cleared the anomaly. The environment changed with the segment, and the previous environment is not available",
         ),
     ),
     (
@@ -286,7 +286,7 @@ TABLE: tuple[Row, ...] = (
         (NEW_GENERATION, BAD_DATA),
         Message(
             "loss_doctor.mostly_bad",
-            "The anomaly began when new shards joined, and nothing clears it. Some documents stand out: the new shards may be mostly bad.",
+            "the anomaly began when new shards joined, and nothing clears it. Some documents stand out: the new shards may be mostly bad",
         ),
     ),
     (
@@ -294,15 +294,15 @@ TABLE: tuple[Row, ...] = (
         (NEW_GENERATION,),
         Message(
             "loss_doctor.new_shards",
-            "The anomaly began when new shards joined, and nothing clears it. No document stands out, or none still does at the segment's end.",
+            "the anomaly began when new shards joined, and nothing clears it. No document stands out, or none still does at the segment's end",
         ),
     ),
     (
         lambda f: f.finished and not f.failed and f.kind == "plateau",
         (PLATEAU,),
-        Message("loss_doctor.plateau", "No arm makes the loss fall."),
+        Message("loss_doctor.plateau", "no arm makes the loss fall"),
     ),
-    (lambda f: f.finished, (UNKNOWN,), Message("loss_doctor.no_arm", "No arm cleared the anomaly.")),
+    (lambda f: f.finished, (UNKNOWN,), Message("loss_doctor.no_arm", "no arm cleared the anomaly")),
 )
 
 
