@@ -68,7 +68,8 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     suite.write_text("def test_stays(): pass\n")
     assert "noted" not in bench() and daemon() == []
     suite.write_text("def test_stays(): pass\ndef test_falls(): assert 0\n")
-    assert "1 failed benchmarks noted in the factory" in bench()
+    noted = bench()
+    assert " noted " in noted and "could not" not in noted
     assert daemon() == [2] and len(judged) == 1 and "benchmarks changed since" in plant.row(2)["hypothesis"]
     assert daemon() == []
     environment["FACTORY_HOME"] = str(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.trainer.published import model_of, shape
 from trainer.contract.errors import RecipeError
@@ -162,11 +163,10 @@ def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
     ask = Ask(shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
-    with pytest.raises(SizingError, match=r"a GPU needs \d+\.\d GB of its 80 GB, most of it optimiser") as error:
+    with refused("plan.nothing_fits", SizingError, memory=80.0, part="optimiser") as error:
         plan_run(ask)
-    gpus = int(str(error.value).split("; ")[1].split()[0])
-    assert plan_run(replace(ask, gpus=gpus))
-    memory = float(str(error.value).split("GPUs of ")[1].split()[0])
+    assert plan_run(replace(ask, gpus=error.value.data["gpus"]))
+    memory = float(error.value.data["answers"].split("GPUs of ")[1].split()[0])
     assert plan_run(replace(ask, gpu=replace(ask.gpu, memory=memory * GB)))
 
 
@@ -208,7 +208,7 @@ def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: in
     try:
         found = plan_run(ask)
     except RecipeError as error:
-        assert "cannot be shared" in str(error)
+        assert error.code == "plan.indivisible_batch" and error.data["sequences"] == sequences
         divides = [t for t in (1, 2, 4, 8) if gpus % t == 0 and ask.model.kv_heads % t == 0]
         assert all(sequences % (gpus // t) or warm % (gpus // t) for t in divides)
         return

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.contract.registry import bind
+from tests.support.messages import refused
 from tests.support.trainer.published import MODELS, Published, model_of
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.sizing import (
@@ -73,7 +74,7 @@ def test_any_count_has_a_shape_near_it(parameters: float, vocab_size: int) -> No
 
 
 def test_an_embedding_can_be_too_large() -> None:
-    with pytest.raises(RecipeError, match="too few for two layers"):
+    with refused("plan.too_few_parameters", RecipeError, parameters=3e6, vocab=128_256):
         shape_of(3e6, 128_256, 4096)
 
 
