@@ -68,7 +68,7 @@ def test_a_public_models_config_is_planned_and_the_missing_expert_parallelism_is
     ours, others = (json.loads(said_here(*asked, *more, "--json")) for more in ([], ["--expert-parallel", "16"]))
     assert ours["effort"]["bound"] == "network" and ours["effort"]["days"] > 1.5 * others["effort"]["days"]
     said = said_here(*asked)
-    assert "the network bounds this plan" in said and f"would take {others['effort']['days']:,.1f} days" in said
+    assert "The network bounds this plan." in said and f"would take {others['effort']['days']:,.1f} days" in said
     refused = factory(*asked, "--expert-parallel", "5")
     assert (
         refused.returncode == 2
