@@ -26,7 +26,9 @@ def visible(text: str, limit: int) -> str:
     cut = shown(text[:limit])
     if len(text) <= limit:
         return cut
-    return Message("agents.shortened", "{text}\n[{more} characters more are left out]", text=cut, more=len(text) - limit)
+    return Message(
+        "agents.shortened", "{text}\n[{more} characters more are left out]", text=cut, more=len(text) - limit
+    )
 
 
 def one_line(text: str, limit: int) -> str:

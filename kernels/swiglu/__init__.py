@@ -12,7 +12,7 @@ from kernels.swiglu import cpp as swiglu_native
 
 
 def reference(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    """gate and up of one shape and dtype, which the result has too."""
+    """gate, up and the result have the same shape and dtype."""
     return F.silu(gate_XF) * up_XF
 
 
@@ -30,7 +30,7 @@ TRITON = in_triton("kernels.swiglu.triton", function="swiglu")
 
 
 def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    """As ``reference``, in C++; as ``reference`` itself in another dtype than fp32 and bf16."""
+    """Computes what ``reference`` does, in C++ for fp32 and bf16; ``reference`` computes in other dtypes."""
     if gate_XF.dtype in NAMES and up_XF.dtype == gate_XF.dtype:
         return swiglu_native.forward_op(gate_XF, up_XF)
     return reference(gate_XF, up_XF)

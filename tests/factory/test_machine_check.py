@@ -89,7 +89,7 @@ def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     recipe.write_text(RECIPE.replace("precision: fp32", "precision: bf16"))
     ok, said = machine_check._precision(*machine_check._measured(workspace))
     assert ok is False and said.endswith(
-        "precision: bf16 is used as the recipe says, but fp32 is 40.0x as fast on this machine; 'precision: auto' would choose it"
+        "precision: the recipe sets bf16, but fp32 is 40.0x as fast on this machine; 'precision: auto' would choose it"
     )
 
 

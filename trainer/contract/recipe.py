@@ -292,7 +292,7 @@ class BatchRecipe(Strict):
             if sequences % ranks:
                 raise RecipeError(
                     "recipe.batch_ranks",
-                    "{key} ({sequences}) is not a multiple of the number of ranks ({ranks}).",
+                    "{key} ({sequences}) is not a multiple of the number of ranks ({ranks})",
                     key=key,
                     sequences=sequences,
                     ranks=ranks,
@@ -428,14 +428,14 @@ class ParallelRecipe(Strict):
         if ranks % self.tensor:
             raise RecipeError(
                 "recipe.tensor_ranks",
-                "parallel.tensor ({tensor}) does not divide the {ranks} ranks.",
+                "parallel.tensor ({tensor}) does not divide the {ranks} ranks",
                 tensor=self.tensor,
                 ranks=ranks,
             )
         if ranks // self.tensor % self.replicas:
             raise RecipeError(
                 "recipe.replicas",
-                "parallel.replicas ({replicas}) does not divide the {ranks} ranks of the batch.",
+                "parallel.replicas ({replicas}) does not divide the {ranks} ranks of the batch",
                 replicas=self.replicas,
                 ranks=ranks // self.tensor,
             )
@@ -446,7 +446,7 @@ class ParallelRecipe(Strict):
             if size % self.tensor:
                 raise RecipeError(
                     "recipe.tensor_size",
-                    "parallel.tensor ({tensor}) does not divide model.{key} ({size}).",
+                    "parallel.tensor ({tensor}) does not divide model.{key} ({size})",
                     tensor=self.tensor,
                     key=key,
                     size=size,
@@ -454,7 +454,7 @@ class ParallelRecipe(Strict):
         if model.experts is not None and model.experts.d_ff // self.tensor % GROUPED_MULTIPLE:
             raise RecipeError(
                 "recipe.tensor_experts",
-                "parallel.tensor ({tensor}): a rank's share of model.experts.d_ff ({d_ff}) is not a multiple of {multiple}.",
+                "parallel.tensor ({tensor}): a rank's share of model.experts.d_ff ({d_ff}) is not a multiple of {multiple}",
                 tensor=self.tensor,
                 d_ff=model.experts.d_ff,
                 multiple=GROUPED_MULTIPLE,

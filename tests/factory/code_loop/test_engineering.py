@@ -134,7 +134,14 @@ def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
             "running",
         ),
         ({"turns": []}, "swiglo", {}, InputError, "kernel_engineer.unknown_target", "abandoned"),
-        ({"turns": []}, "trainer/contract/data/packing.py:9", {}, InputError, "kernel_engineer.not_patchable", "abandoned"),
+        (
+            {"turns": []},
+            "trainer/contract/data/packing.py:9",
+            {},
+            InputError,
+            "kernel_engineer.not_patchable",
+            "abandoned",
+        ),
     ],
     ids=["wrong key", "failing", "proposal's budget", "day's budget", "no target", "the judge's"],
 )
