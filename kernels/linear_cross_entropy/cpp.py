@@ -45,7 +45,7 @@ def rows(
         int(gradients),
     )
     if outside:
-        raise IndexError(f"{outside} targets are outside the vocabulary of {V}")
+        raise IndexError(f"targets outside the vocabulary of {V}: {outside}")
     return terms_C, nll_C, logits_CV
 
 

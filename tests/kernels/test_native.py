@@ -186,7 +186,7 @@ def test_logits_far_apart_are_neither_slow_nor_wrong() -> None:
 def test_a_target_outside_the_vocabulary_is_an_error_and_no_token_is_no_loss() -> None:
     x, weight, targets, weights = head(torch.bfloat16)
     for wrong in (-1, 131):
-        with pytest.raises(IndexError, match="1 targets are outside the vocabulary of 131"):
+        with pytest.raises(IndexError, match="vocabulary of 131"):
             linear_cross_entropy.native(x, weight, targets.index_fill(0, torch.tensor([5]), wrong), weights, 0.0)
     with torch.no_grad():
         loss, nll = linear_cross_entropy.native(x[:0], weight, targets[:0], weights[:0], 0.0)

@@ -89,8 +89,9 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
         client = Client(HttpEndpoint(server.url, "sk-secret", POLICY), POLICY, kept)
         store = workspace.root / "mlflow.db"
         store.write_text("no database")
-        with refused("llm.refused", LlmError, status=400):
+        with refused("llm.no_reply", LlmError) as caught:
             client.ask("turn-0", messages)
+        assert (caught.value.data["problem"].code, caught.value.data["problem"].data["status"]) == ("llm.refused", 400)
         catch_up(Plant(workspace, ledger))
         store.unlink()
         assert [row["trace"] for row in ledger.rows(sa.select(exchanges))] == [None]

@@ -75,7 +75,7 @@ def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
 def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
     with refused("code_loop.no_recipe", InputError, name="tinny") as caught:
         find_recipe("tinny", None)
-    assert caught.value.data["near"].data["near"] == "tiny"
+    assert "'tiny'" in caught.value.data["near"]
 
 
 def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:

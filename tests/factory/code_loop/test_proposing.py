@@ -50,7 +50,7 @@ def branches(made: Made) -> str:
 def test_an_unknown_agent_is_named_with_the_nearest(made: Made) -> None:
     with refused("code_loop.unknown_agent", InputError, agent="serch") as caught:
         proposing.propose(Plant(made.workspace, made.ledger), agent="serch")
-    assert caught.value.data["near"].data["near"] == "search"
+    assert "'search'" in caught.value.data["near"]
 
 
 def test_without_a_checkpoint_nothing_is_proposed_and_it_says_why(made: Made, tmp_path: Path) -> None:
