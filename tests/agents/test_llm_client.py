@@ -142,7 +142,7 @@ def test_an_endless_reply_is_cut_off_by_bytes_and_by_seconds_too() -> None:
     )  # no other limit would ever have ended it
 
 
-def test_a_wrong_key_and_an_unknown_model_say_what_to_do_and_never_the_key() -> None:
+def test_errors_of_key_and_model_give_the_remedy_and_never_the_key() -> None:
     notes = Notes()
     wrong, server = asked(session(GOOD, key="another"), notes)
     assert (

@@ -56,7 +56,7 @@ def claim(says: str, rests_on: str, shows: str) -> dict[str, str]:
         ("What clears it is a smaller step, so the rate is too high.", "why", "a smaller step clears it"),
     ],
 )
-def test_a_claim_that_holds_is_kept_with_what_the_record_says(says: str, rests_on: str, shows: str) -> None:
+def test_a_claim_that_holds_is_kept_with_the_records_value(says: str, rests_on: str, shows: str) -> None:
     found = read(claim(says, rests_on, shows))
     assert not found.dropped, found
     assert (found.claims[0].says, found.claims[0].rests_on) == (says, rests_on)

@@ -79,7 +79,7 @@ def test_operations_of_experts_run_on_made_up_indices() -> None:
 
 
 @pytest.mark.long("two workers measure operations of two large models' layers")
-def test_a_sweep_measures_what_fits_and_marks_the_rest(tmp_path: Path) -> None:
+def test_a_sweep_measures_fitting_operations_and_marks_the_others(tmp_path: Path) -> None:
     limits = SweepLimits(memory_bytes=2e8, item_s=0.3, total_s=6.0, threads=1)
     slices = [Slice("7b", 1, 16), Slice("1t", 1, 16)]
     found = sweep(slices, limits, lambda: Processes(measure_item, 2), 2, "reference")

@@ -246,7 +246,7 @@ COSTS = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_cost_of_an_op_is_what_it_must_move_and_multiply(name: str) -> None:
+def test_the_cost_of_an_op_is_its_least_bytes_and_flops(name: str) -> None:
     """The table is counted by hand; products by torch's own counter, of the reference as it runs."""
     op, shape = OPS[name], Shape(batch=3, context=8, d_model=5, heads=4, kv_heads=2, head_dim=6, d_ff=7, vocab_size=11)
     cost, twice = op.cost(shape, 2), op.cost(shape, 4)

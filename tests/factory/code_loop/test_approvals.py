@@ -47,7 +47,7 @@ def test_an_approved_patch_is_live_and_can_be_taken_back(plant: PatchPlant) -> N
 
 
 @pytest.mark.parametrize("outcome", ["hold", "reject"])
-def test_only_what_the_gate_promotes_can_be_approved_and_anything_rejected(plant: PatchPlant, outcome: str) -> None:
+def test_only_promoted_proposals_can_be_approved_and_all_can_be_rejected(plant: PatchPlant, outcome: str) -> None:
     plant.judged(outcome=outcome)
     with refused("code_loop.not_promoted", InputError, proposal=1, outcome=outcome.upper(), why="so it measured"):
         plant.approve()
@@ -59,7 +59,7 @@ def test_only_what_the_gate_promotes_can_be_approved_and_anything_rejected(plant
         plant.approve(7)
 
 
-def test_an_approval_is_of_what_was_judged(plant: PatchPlant) -> None:
+def test_only_the_judged_patch_can_be_approved(plant: PatchPlant) -> None:
     """Replayed after the branch was changed, moved to another patch, or lost."""
     row = plant.judged()
     plant.judged(2)
@@ -153,7 +153,7 @@ def test_when_the_code_moved_on_the_gate_runs_again(
         assert git(plant.target, "rev-parse", "HEAD~1") == live
 
 
-def test_what_changed_again_since_is_not_overwritten(plant: PatchPlant) -> None:
+def test_files_that_changed_again_are_not_overwritten(plant: PatchPlant) -> None:
     plant.judged()
     plant.judged(2)
     plant.approve()
@@ -208,7 +208,7 @@ def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_p
     assert follow_proposals(other) == 1 and other.words() == [("approved", "mlflow")]
 
 
-def test_a_run_that_mlflow_lost_is_shown_anew_and_stops_nothing(plant: PatchPlant) -> None:
+def test_a_run_that_mlflow_lost_is_sent_again_and_stops_nothing(plant: PatchPlant) -> None:
     plant.judged()
     tracking = Tracking.open(plant)
     lost = tracking.proposal_run(1)

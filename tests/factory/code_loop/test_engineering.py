@@ -145,7 +145,7 @@ def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
     ],
     ids=["wrong key", "failing", "proposal's budget", "day's budget", "no target", "the judge's"],
 )
-def test_what_goes_wrong_with_the_model_is_one_clear_error(
+def test_each_failure_of_the_model_is_one_clear_error(
     made: Made,
     monkeypatch: pytest.MonkeyPatch,
     session: dict[str, Any],
@@ -332,7 +332,7 @@ def waited(folder: Path, pattern: str, process: Running) -> Path:
 
 
 @pytest.mark.slow("the command twice, killed once, and a check of what was proposed")
-def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(made: Made, tmp_path: Path) -> None:
+def test_a_killed_run_continues_with_the_same_request_and_a_person_as_model(made: Made, tmp_path: Path) -> None:
     policy(made, rounds=1)
     run, words = begun(made, "swiglu"), ("--endpoint", f"files:{tmp_path}", "--target", "swiglu")
     process = command(made, *words)

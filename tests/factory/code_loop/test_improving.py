@@ -358,7 +358,7 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
     assert branches == [judged(plant)[0]["branch"]]
 
 
-def test_what_kills_the_daemon_each_time_it_is_judged_is_given_up(plant: PatchPlant) -> None:
+def test_a_patch_that_kills_the_daemon_at_each_judging_is_given_up(plant: PatchPlant) -> None:
     rounds(plant, most=2)
     killed_in(plant, LoopStage(JUDGE, "search", 1), 3)
     said = Said()
@@ -380,7 +380,7 @@ def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
             )
 
 
-def test_what_fails_is_raised_recorded_and_tried_again(plant: PatchPlant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_raised_recorded_and_retried(plant: PatchPlant, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds(plant, most=1)
 
     def fails() -> None:
@@ -401,7 +401,7 @@ def test_the_state_of_the_world_is_looked_at_again_before_a_stage(plant: PatchPl
     assert stages(plant.ledger, time.time()) == []
 
 
-def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
+def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPlant) -> None:
     told = lambda running=True: lines(facts(plant.ledger, as_written(plant.workspace), time.time()), running)
     assert told() == ["improve   when-idle"]
     rounds(plant, most=1)
@@ -427,7 +427,7 @@ def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
         ("hold", "manual", ("verdict",), "proposal 1: hold"),
     ],
 )
-def test_receivers_are_told_of_its_verdicts_and_merges(
+def test_receivers_are_notified_of_its_verdicts_and_merges(
     outcome: str, approval: str, kinds: tuple[str, ...], title: str, tmp_path: Path
 ) -> None:
     plant = PatchPlant(tmp_path)

@@ -78,7 +78,7 @@ def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
     assert "'tiny'" in caught.value.data["near"]
 
 
-def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:
+def test_the_error_contains_the_profilers_output(tmp_path: Path) -> None:
     outside = LiveCode(code_root(), None, False)
     with refused("code_loop.profiler_failed", ProfileError) as failed:
         run_profiler(outside, [], SILENT, module="no.such.module")

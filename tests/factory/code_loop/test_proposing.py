@@ -121,7 +121,7 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
     assert branches(made) == before and made.left_behind() == []
 
 
-def test_what_a_killed_process_left_is_cleared_away(made: Made) -> None:
+def test_remains_of_a_killed_process_are_removed(made: Made) -> None:
     before = branches(made)
     number, branch = submitting.draft(Plant(made.workspace, made.ledger), drafted(), made.base)
     commit = git(made.target, "commit-tree", "HEAD^{tree}", "-p", "HEAD", "-m", "killed")

@@ -55,7 +55,7 @@ def test_the_average_equals_numpys(trained: list[Path], tmp_path: Path, weights:
     ]
 
 
-def test_what_is_not_averaged_is_taken_from_the_newest_checkpoint(trained: list[Path], tmp_path: Path) -> None:
+def test_tensors_not_averaged_come_from_the_newest_checkpoint(trained: list[Path], tmp_path: Path) -> None:
     assert main([str(tmp_path), str(trained[2]), str(trained[0]), str(trained[1])]) == 0
     mean, newest = checkpoints.load(tmp_path / trained[-1].name), checkpoints.load(trained[-1])
     assert mean.step == newest.step and mean.state["sampler"] == newest.state["sampler"]

@@ -31,7 +31,7 @@ def found_in(folder: Path, lengths: list[int], steps: int, rows: int, context: i
     return {report.packing: report for report in reports(plan, recipe, steps)}
 
 
-def test_shares_of_data_whose_packing_is_known(tmp_path: Path) -> None:
+def test_shares_equal_those_of_data_with_known_packing(tmp_path: Path) -> None:
     """40 documents of 3/4 of a row: alone in it, or end to end in three quarters as many."""
     found = found_in(tmp_path, [24] * 40, steps=5, rows=4, context=32)
     for packing in ("document", "token-budget", "length-bucketed", "best-fit"):
@@ -57,7 +57,7 @@ def test_long_documents_are_recut_and_not_counted_as_cut(tmp_path: Path) -> None
     assert found["token-budget"].recut_piece_share == 0 and found["token-budget"].padding_share > 0.1
 
 
-def test_shares_agree_with_a_count_by_hand(make_shard: MakeShard) -> None:
+def test_shares_equal_a_manual_count(make_shard: MakeShard) -> None:
     recipe = recipe_with(batch__packing="truncate-and-concatenate")
     plan = plan_of(make_shard())
     order = DataOrder(plan, context=32, batch=recipe.batch, vocab_size=512)

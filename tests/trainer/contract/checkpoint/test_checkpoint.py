@@ -38,7 +38,7 @@ def make(step: int) -> Checkpoint:
     return Checkpoint(model, optimizer, {"step": step, "sampler": {"x": [1.5, None]}})
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_loaded_unchanged(tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path, make(12))
     assert path.name == "step-00000012" and sorted(p.name for p in tmp_path.iterdir()) == [path.name]
     loaded, made = checkpoints.load(path), make(12)
@@ -49,7 +49,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         assert torch.equal(load_file(path / "model.safetensors")[name], made.model[name])
 
 
-def test_what_ranks_hold_is_read_back_in_any_region(tmp_path: Path) -> None:
+def test_tensors_of_many_ranks_are_read_back_in_any_region(tmp_path: Path) -> None:
     whole = {"a": torch.arange(20.0).view(5, 4), "b": torch.arange(6, dtype=torch.bfloat16), "c": torch.tensor(7)}
     parts = [{"a": Region((5, 4), (0, 0), (3, 4)), "b": Region((6,), (2,), (4,))}]
     parts.append({"a": Region((5, 4), (3, 0), (2, 4)), "b": Region((6,), (0,), (2,))})

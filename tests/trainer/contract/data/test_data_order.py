@@ -71,7 +71,9 @@ def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: 
 
 
 @every_packing
-def test_another_permutation_goes_on_from_the_same_state_with_whole_pieces(make_shard: MakeShard, packing: str) -> None:
+def test_another_permutation_continues_from_the_same_state_with_whole_pieces(
+    make_shard: MakeShard, packing: str
+) -> None:
     """Of pieces that wait and were begun it has others in the same places, none of which was begun."""
     plan = changing_plan(make_shard)
     order = open_order(plan, context=16, packing=packing)
@@ -287,7 +289,7 @@ def test_a_star_shares_its_weight_among_domains_not_named(make_shard: MakeShard)
     assert shares["docs/0"] / shares["chat/0"] == pytest.approx(size["docs/0"] / size["chat/0"])
 
 
-def test_a_new_generation_joins_with_replay_and_the_old_cursor_goes_on(make_shard: MakeShard) -> None:
+def test_a_new_generation_joins_with_replay_and_the_old_cursor_continues(make_shard: MakeShard) -> None:
     old, new = make_shard(1, {"code": 500}), make_shard(2, {"code": 500})
     order = open_order(plan_of(old, weights={"code": 1.0}))
     before = [(p.stream, p.document, p.start) for _ in range(20) for row in order.next_rows() for p in row]
@@ -311,7 +313,7 @@ def test_a_new_generation_joins_with_replay_and_the_old_cursor_goes_on(make_shar
     assert not set(before) & set(after)
 
 
-def test_a_domain_without_new_data_goes_on_with_the_old(make_shard: MakeShard) -> None:
+def test_a_domain_without_new_data_continues_with_the_old_data(make_shard: MakeShard) -> None:
     old, new = make_shard(1, {"code": 50, "docs": 50}), make_shard(2, {"code": 50})
     order = open_order(plan_of(old, new, generations=[0, 1], weights={"code": 0.5, "docs": 0.5}, replay=0.2))
     assert order.shares() == pytest.approx({"docs/0": 0.5, "code/0": 0.1, "code/1": 0.4})

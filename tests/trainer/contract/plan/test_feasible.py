@@ -89,7 +89,7 @@ def test_padding_needs_no_data(make_shard: MakeShard) -> None:
     assert order.positions_left() < 0.7 * recipe.tokens_between(0, 80)
 
 
-def test_a_rehearsal_counts_what_comes(make_shard: MakeShard) -> None:
+def test_a_rehearsal_counts_the_rows_that_come_next(make_shard: MakeShard) -> None:
     recipe = recipe_with(batch__packing="token-budget")
     order = order_of(plan_of(make_shard()), recipe)
     found = rehearse(order, 0, 10)

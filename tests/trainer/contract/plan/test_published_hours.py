@@ -46,7 +46,7 @@ def test_published_gpu_hours_lie_within_35_per_cent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS | HELD_OUT)
-def test_published_gpu_hours_lie_within_the_spread_that_is_said(name: str) -> None:
+def test_published_gpu_hours_lie_within_the_stated_spread(name: str) -> None:
     run = (RUNS | HELD_OUT)[name]
     assert 1 / SPREAD < planned(run, name) / run.hours < SPREAD
 

@@ -186,7 +186,7 @@ def kept_by_torch(model: ModelRecipe, tokens: int) -> int:
     return sum(x.untyped_storage().nbytes() // 4 for x in kept.values())
 
 
-def test_activations_are_what_the_real_block_keeps() -> None:
+def test_activations_equal_those_that_a_real_block_keeps() -> None:
     """With kernels that keep what flash attention and the fused norms keep, a layer more keeps exactly the count more."""
     shape = {"vocab_size": 64, "d_model": 48, "heads": 6, "kv_heads": 2, "head_dim": 8, "d_ff": 112, "context": 16}
     two, three = (ModelRecipe(**shape, layers=layers) for layers in (2, 3))  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_memory_that_torchtitan_measured() -> None:
     assert theirs / GIB == pytest.approx(71.9, rel=0.05)
 
 
-def test_what_torchtitan_measured_between_none_and_all_recomputed() -> None:
+def test_torchtitans_measurements_lie_between_none_and_all_recomputed() -> None:
     """Table 3, compiled: 62.0 GiB on 128 GPUs with every second product recomputed."""
     model = model_of("Llama 3 8B")
     all_of_it, none = (
