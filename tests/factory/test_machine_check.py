@@ -74,7 +74,7 @@ def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
 
 def test_an_unknown_kernel_is_named(workspace: Workspace) -> None:
     ok, lines = _kernels(workspace, "cpu: {attention: fast}")
-    assert ok is False and "there are: compiled" in lines[0]
+    assert ok is False and "are: compiled" in lines[0]
 
 
 def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(

@@ -118,7 +118,7 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
             ["--params", "8B", "--tokens", "300B", "--gpu", "h1000"],
             "--gpu: no 'h1000' in the table; did you mean 'h100'?",
         ),
-        (["--params", "70B", "--tokens", "2T", "--gpus", "8"], "--gpus 8: nothing fits"),
+        (["--params", "70B", "--tokens", "2T", "--gpus", "8"], "--gpus 8: Nothing fits"),
         (["--recipe", "dmeo", "--tokens", "1B"], "--recipe: no recipe 'dmeo'; did you mean 'demo'?"),
         (["--recipe", "demo", "--tokens", "1B", "--gpus", "3"], "--recipe: batch.sequences (16)"),
         (["--recipe", "demo", "--tokens", "1B", "--vocab", "9"], "--vocab: the recipe already has it"),

@@ -32,11 +32,12 @@ from factory.git.repository import RepositoryError
 from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.sandbox.sandbox import Result
+from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, fewer_steps, make
 from tests.support.factory.command import Running
 from tests.support.factory.engineer import profile, recorded
 from tests.support.git import git
-from tests.support.messages import refused
+from tests.support.messages import codes, refused
 from tests.support.patience import PATIENCE_S
 from tests.support.replay_server import RecordedSession, ReplayServer
 
@@ -160,11 +161,10 @@ def test_each_failure_of_the_model_is_one_clear_error(
     run = begun(made, asked)
     with ReplayServer(RecordedSession.model_validate(session)) as server, pytest.raises(error) as caught:
         proposed(made, AgentOptions(server.url, target=asked))
-    said = caught.value.message
-    if said.code == "code_loop.run_saved":  # what went wrong is the cause
-        assert said.data["run"] == run
-        said = said.data["problem"]
-    assert said.code == code and "sk-wrong" not in str(caught.value)
+    causes = [caught.value.message]
+    while isinstance(problem := causes[-1].data.get("problem"), Message):
+        causes.append(problem)
+    assert code in codes(causes) and "sk-wrong" not in str(caught.value)
     assert state_of(made, run) == state
 
 

@@ -25,7 +25,7 @@ from factory.runs.live_code import isolation
 from factory.show.catching_up import catch_up
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
-from tests.support.messages import refused, the
+from tests.support.messages import codes, refused, the
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     row = row_of(made, number)
     verdict = made.verdict_on(number)
     assert row["commit"] is None and branches(made) == before
-    assert verdict["outcome"] == "reject" and "out of scope" in verdict["reasons"][0]
+    assert verdict["outcome"] == "reject" and codes(verdict["reasons"])[0] == "code_loop.out_of_scope"
     page = Path(row["report"]).read_text()
     assert "&lt;b&gt;it" in page and "<b>it" not in page and '<span class="pill bad">reject</span>' in page
     assert made.left_behind() == []
