@@ -1,27 +1,27 @@
-"""How Triton kernels share out rows: how many a tile, how many warps a tile, how many programs of a backward pass.
+"""How Triton kernels divide rows: rows and warps of a tile, and the number of programs of a backward pass.
 
-A memory-bound kernel is as fast as the bytes that it keeps in flight. At 3.35 TB/s and some 0.8 µs from a load to its
-value, an H100 needs about 20 KB in flight on each of its 132 multiprocessors; these tiles give it about 64:
+The speed of a memory-bound kernel depends on the number of bytes that it keeps in flight. At 3.35 TB/s and about 0.8 µs from a load
+to its value, an H100 needs about 20 KB in flight on each of its 132 multiprocessors. These tiles keep about 64 KB in flight:
 
-    forward    32 elements a thread: 4,096 a tile of 4 warps (8 KB of bf16, eight tiles a multiprocessor). A row of 1,024
-               shares its tile with three others, whose loads do not wait for one another
-    backward   16 elements a thread and 16 warps a multiprocessor. Programs stay and take tile after tile: they hold the sum
-               of the weight's gradient in registers, while the next two tiles are copied to shared memory (``cp.async``)
+    forward    32 elements for each thread: 4,096 in a tile of 4 warps (8 KB of bf16, eight tiles on each multiprocessor). A row of
+               1,024 shares its tile with three other rows. Their loads do not wait for one another
+    backward   16 elements for each thread and 16 warps for each multiprocessor. Each program processes many tiles. It holds the sum of
+               the weight's gradient in registers, while the next two tiles are copied to shared memory (``cp.async``)
 
-A partial sum is fp32: a program of RMSNorm's backward pass writes and reads 8 bytes a column beside 6 a row, so 4 programs
-on each of 132 multiprocessors add 4 % to 16,384 rows, and 1 program, at width 8,192, adds 1 %.
+A partial sum is in fp32. A program of RMSNorm's backward pass writes and reads 8 bytes for each column, and 6 for each row and
+column. Thus 4 programs on each of 132 multiprocessors add 4 % to 16,384 rows, and 1 program, at width 8,192, adds 1 %.
 
-Predicted for an H100 at 90 % of 3.35 TB/s, 16,384 rows of bf16, forward and backward, in MB and µs. An H200 copies 4.23 TB/s:
-at 0.9 of that the sums of forward and backward would be 0.79 of these; measured at width 4,096: 190, 287 and 216 µs,
-1.07, 1.01 and 1.19 times as long:
+Predicted for an H100 at 90 % of 3.35 TB/s, 16,384 rows of bf16, forward and backward, in MB and µs. An H200 copies 4.23 TB/s; at 90 %
+of that, forward and backward together would take 0.79 of these times. Measured on it at width 4,096: 190, 287 and 216 µs, which is
+1.07, 1.01 and 1.19 times the prediction:
 
     width    rms_norm                 add_rms_norm              qk_norm_rope (heads of 128)
     1,024      67   22    105   35      134   45    138   46       76   25    110   37
     4,096     268   89    411  136      537  178    545  181      279   93    414  137
     8,192     537  178    814  270    1,074  356  1,082  359      549  182    818  271
 
-A call costs the host about 30 µs forward and 70 backward (torch's registered ops, one core of a server CPU) beside Triton's
-launch, so that below some 30,000 rows of width 1,024 an uncompiled model waits for Python; within torch.compile it does not.
+A call takes about 30 µs of the host's time forward and 70 µs backward (torch's registered ops, one core of a server CPU), besides
+Triton's launch. Therefore an uncompiled model waits for Python below about 30,000 rows of width 1,024; inside torch.compile it does not.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ import torch
 import triton
 
 WIDEST = (
-    65536  # elements of one row held by a program; from 16,384 on a backward pass spills registers: right, but slow
+    65536  # elements of a row that a program holds; from 16,384 on, a backward pass spills registers: correct but slow
 )
-FORWARD, BACKWARD = 32, 16  # elements a thread
-WARPS = 16  # of a multiprocessor in a backward pass, and the most of one program
-LEAST_ROWS = 16  # of a program of a backward pass: fewer would move as much for its partial sum as for its rows
+FORWARD, BACKWARD = 32, 16  # elements for each thread
+WARPS = 16  # of a multiprocessor in a backward pass; also the most that one program has
+LEAST_ROWS = (
+    16  # of a program of a backward pass: with fewer rows, its partial sum would move as many bytes as its rows
+)
 SHARED = 96 << 10  # bytes that a backward pass may keep in flight: every GPU since 2020 has 99 KiB for a block
-MULTIPROCESSORS = 132  # where there is no GPU: an H100's, so that the interpreter's sums are the same everywhere
+MULTIPROCESSORS = 132  # assumed without a GPU: an H100's, so that the interpreter's sums are the same everywhere
 
 
 @dataclass(frozen=True)
 class Share:
-    """The launch of a backward pass: ``programs`` of ``rows_each`` rows, whole tiles each, and its kernel's constants."""
+    """The launch of a backward pass: ``programs`` programs, each of ``rows_each`` rows (whole tiles), and the kernel's constants."""
 
     programs: int
     rows_each: int
@@ -53,7 +55,7 @@ class Share:
 
 @functools.cache
 def tile(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
-    """ROWS and BLOCK (a row, filled up to a power of two) of a tile, and its ``num_warps``.
+    """A tile's ROWS, BLOCK (the length of a row, rounded up to a power of two) and ``num_warps``.
 
     >>> tile(1000), tile(8192)
     ({'ROWS': 4, 'BLOCK': 1024, 'num_warps': 4}, {'ROWS': 1, 'BLOCK': 8192, 'num_warps': 8})
@@ -66,7 +68,7 @@ def tile(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
 
 @functools.cache
 def share(rows: int, columns: int, row_bytes: int, device: torch.device) -> Share:
-    """Shares the rows of a backward pass out. ``row_bytes``: of one row in all tensors that the kernel reads.
+    """Divide the rows of a backward pass among programs. ``row_bytes``: bytes of one row in all tensors that the kernel reads.
 
     >>> share(16384, 1024, 4096, torch.device("cpu"))
     Share(programs=512, rows_each=32, settings={'ROWS': 2, 'BLOCK': 1024, 'num_warps': 4, 'STAGES': 3})

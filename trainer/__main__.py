@@ -1,11 +1,11 @@
 """``python -m trainer FOLDER``: run the segment that FOLDER/segment.json asks for. Also under torchrun.
 
-``python -m trainer --wait FOLDER [FOLDER …]``: one after the other in one process, each once its segment.json is there;
-FOLDER/ready says that the trainer waits for it. So steps can be timed apart from start-up and compilation.
+``python -m trainer --wait FOLDER [FOLDER …]``: run one segment after the other in one process, each as soon as its segment.json exists.
+FOLDER/ready says that the trainer waits for it. This way steps can be timed apart from start-up and compilation.
 
 Exit codes: 0 done · 2 the spec, recipe, data or a checkpoint is wrong · 74 the disk is full · 75 stopped by SIGTERM: start it
-again to go on. A rank of torchrun, which would hide it, leaves FOLDER/exit-CODE. Stopped, it ends its step and writes a
-checkpoint if both take no longer than a few seconds; else it ends within the step, and resumes from the checkpoint before.
+again to continue. Under torchrun, which hides exit codes, a rank leaves the file FOLDER/exit-CODE. On SIGTERM the trainer ends its step and
+writes a checkpoint if both take no longer than a few seconds. Otherwise it ends at once, and resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     for folder in folders:
         if wait:
-            await_spec(folder)  # run_segment says so when it was ended by a signal
+            await_spec(folder)  # run_segment raises Stopped if a signal ended the wait
         code = exit_code_of("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
             leave_code(folder, code)
@@ -50,24 +50,26 @@ def main(arguments: list[str]) -> int:
 
 
 def folders_of(arguments: list[str]) -> list[Path]:
+    """The segment folders that the command line names."""
     return [Path(name) for name in arguments[arguments[:1] == ["--wait"] :]]
 
 
 def leave_code(folder: Path, code: int) -> None:
+    """Under torchrun, leave the exit code as a file in ``folder``."""
     if "RANK" in os.environ:
         with contextlib.suppress(OSError):
             (folder / f"exit-{code}").touch()  # empty: a full disk takes it too
 
 
 def die_with_launcher() -> None:
-    """Without this, a rank of a killed launcher would train on while other ranks take its place."""
+    """Let the system kill this rank when its launcher dies. Otherwise it would train on while other ranks take its place."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def await_spec(folder: Path) -> None:
-    """Write FOLDER/ready; return when segment.json is there (it is renamed into place, so it is complete), or on SIGTERM."""
+    """Write FOLDER/ready; return as soon as segment.json exists (it is renamed into place, so it is complete), or on SIGTERM."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ready").touch()
     while not (folder / "segment.json").exists() and not stopping.asked():
@@ -75,6 +77,8 @@ def await_spec(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for given in folders_of(sys.argv[1:])[:1]:  # of several, any will do: who started us looks into all
+    for given in folders_of(sys.argv[1:])[
+        :1
+    ]:  # of several folders any will do: the process that started us looks into all
         stopping.end_on_sigterm(before=functools.partial(leave_code, given, EXIT_STOPPED))
     stopping.end(main(sys.argv[1:]))

@@ -1,10 +1,9 @@
-"""Batches: rows of pieces as tensors, made ahead in a thread so that the step does not wait.
+"""Batches: rows of pieces as tensors, made ahead in a thread, so that the step does not wait.
 
-A batch lies in one block of host memory, 40 bytes a token, which a GPU copies at once. For a GPU the thread makes that block in
-pinned memory: the copy waits for nothing and nothing waits for it but the step's first kernel. On the step's own stream that costs
-2.6 MB of 65,536 tokens some 0.1 ms at PCIe 4's 25 GB/s (by the data sheet; no device has run this), of a step that takes a second;
-a stream of its own would hide that much, for an event and a lifetime to keep right. torch lends a pinned block again only when the
-copies out of it are done.
+A batch is one block of host memory, 40 bytes a token, which a GPU copies at once. For a GPU the thread makes that block in pinned memory: the
+host does not wait for the copy, and only the step's first kernel does. On the step's own stream, 2.6 MB of 65,536 tokens take some 0.1 ms at
+PCIe 4's 25 GB/s (by the data sheet; no device has run this). A step takes a second, so a second stream would hide little. torch reuses a
+pinned block only after the copies out of it are done.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor, UntypedStorage
 from kernels.contract.op import stretches_bound
 from trainer.contract.data.data_order import DataOrder, Row
 
-PADDING = -1  # document number of positions that hold nothing
+PADDING = -1  # document number of empty positions
 DTYPES = {
     "tokens_BT": torch.int64,
     "targets_BT": torch.int64,
@@ -47,21 +46,21 @@ class Batch:
     documents_BT: Tensor  # int32, number of the piece in its row; PADDING where there is none
     domains_BT: Tensor  # int64, index into ``DataOrder.domains``
     rows: list[Row]  # of the global batch
-    stretches_B: tuple[int, ...]  # of each row here: its pieces, and its padding if there is any
+    stretches_B: tuple[int, ...]  # for each row of this rank: the number of its pieces, plus one if it has padding
     supervised: int  # positions of the global batch that carry loss
     used: int  # positions of the global batch that hold a token
-    state_after: dict[str, Any]  # of the sampler, once this batch is trained on
+    state_after: dict[str, Any]  # the sampler's state after this batch
 
     def to(self, device: torch.device) -> Batch:
-        """On another device, without waiting for it if the batch is in pinned memory; one on the CPU is returned as it is."""
+        """The batch on another device. A batch in pinned memory is copied without waiting; on a CPU the batch itself is returned."""
         if device.type == "cpu":
             return self
         moved: Any = moved_to(device, {n: v for n, v in vars(self).items() if isinstance(v, Tensor)})
         return replace(self, **moved)
 
     def split(self, rows: int | None) -> list[dict[str, Any]]:
-        """Micro-batches of ``rows`` rows (None: one of all) as what the loss takes: tensors, and ``stretches``, which bounds
-        those of each."""
+        """Micro-batches of ``rows`` rows (None: one of all) as the loss takes them: tensors, and ``stretches``, an upper bound of the
+        number of stretches in each."""
         tensors = {n: v for n, v in vars(self).items() if isinstance(v, Tensor)}
         size = rows or len(self.tokens_BT)
         parts = {name: value.split(size) for name, value in tensors.items()}
@@ -102,16 +101,16 @@ def zeros_in_one_block(shape: tuple[int, int], dtypes: Sequence[torch.dtype], pi
 def tensor_in(
     block: UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    """A tensor in memory that is there, ``offset`` elements from its start; to torch it is no view of another tensor."""
+    """A tensor in existing memory, ``offset`` elements from its start. To torch it is not a view of another tensor."""
     return torch.empty(0, dtype=dtype, device=block.device).set_(block, offset, shape, stride)  # type: ignore[call-overload]
 
 
 def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1, pin: bool = False) -> Batch:
-    """Move ``order`` one step on and read the rows of ``rank``: every ``ranks``-th, from ``rank`` on; ``pin`` for a GPU.
+    """Advance ``order`` by one step and read the rows of ``rank``: every ``ranks``-th, from ``rank`` on. ``pin`` for a GPU.
 
     A loss is Σ weight · nll. A weight is 1 / (supervised targets of the global batch), 0 where the target carries no loss,
-    so that the sum over rows, micro-batches and ranks is the mean over the batch's supervised tokens; in a batch without any
-    (of an old plan, or masked) all are 0. A text of 5 tokens and a chat of 4, of which only the last two carry loss, in one row of 8 positions:
+    so that the sum over rows, micro-batches and ranks is the mean over the batch's supervised tokens. In a batch without any supervised
+    token all weights are 0. An example: a text of 5 tokens and a chat of 4, of which only the last two carry loss, in one row of 8 positions:
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -177,7 +176,7 @@ def prefetch(
 ) -> Generator[Batch, None, None]:
     """Batches of the steps from ``order.step`` to ``stop``, made in a thread, at most ``ahead`` of them waiting.
 
-    ``pin``: in pinned memory, out of which a GPU copies without waiting; only where there is one.
+    ``pin``: make the batches in pinned memory, from which a GPU copies without waiting; only with a GPU.
     """
     steps = stop - order.step  # before the thread moves it
     waiting: queue.Queue[Batch | BaseException] = queue.Queue(ahead)

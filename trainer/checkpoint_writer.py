@@ -1,10 +1,9 @@
-"""Saves checkpoints while training goes on: the step waits neither for the copy nor for the disk.
+"""Saves checkpoints while training goes on: the step waits neither for a copy nor for the disk.
 
-Weights and optimiser change in the optimiser's step and nowhere else. So a thread copies them while the next step's
-forward and backward run; only that step's update waits for the copy, which is by then long made.
+Only the optimiser's step changes weights and optimiser state. Therefore a thread copies them during the next step's forward and backward;
+only that step's update waits for the copy, which is usually done by then.
 
-A GPU copies to memory that is page-locked (``locked_memory``). It is made once, while the run compiles, and every save is copied to the
-same place.
+A GPU copies to page-locked memory (``locked_memory``). That memory is made once, while the run compiles, and every save uses it.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ ALIGNED = 256  # bytes: where each tensor begins in ``HostMemory``
 
 
 class Writer:
-    """Saves in a thread, one at a time, and keeps the newest ``keep``.
+    """Saves checkpoints in a thread, one at a time, and keeps the newest ``keep``.
 
-    ``reserve``: bytes of host memory (``bytes_of``) to make at once, before the first save, and to keep. On a GPU each save goes to
-    memory that is kept, which grows if it must; without one, and without ``reserve``, a save gives its memory back.
+    ``reserve``: bytes of host memory (``bytes_of``) to make before the first save, and to keep. On a GPU each save uses memory that is
+    kept, which grows if it must. On a CPU, without ``reserve``, a save gives its memory back.
     """
 
     def __init__(self, parent: Path, keep: int, rank: int = 0, ranks: int = 1, reserve: int = 0) -> None:
         self.parent, self.keep, self.rank, self.ranks = parent, keep, rank, ranks
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._pool = ThreadPoolExecutor(1, "checkpoint", use, (device,))
-        # Hashing and writing take what time the step leaves over; the copy, which it waits for, does not.
+        # Hashing and writing run at the lowest priority. The copy does not, because the step waits for it.
         self._disk = ThreadPoolExecutor(1, "checkpoint-disk", give_way, (device,))
         self._pending: Future[Path] | None = None
         self._copied = threading.Event()
         self._copied.set()
         self._memory = HostMemory() if reserve or device is not None else None
         if self._memory is not None and reserve:
-            self._disk.submit(self._memory.hold, reserve)  # what it raises, the first save's own call raises again
+            self._disk.submit(self._memory.hold, reserve)  # an error here is raised again by the first save's own call
 
     def submit(self, step: int, contents: dict[str, Tensors], regions: Regions, state: dict[str, Any]) -> None:
-        """Begin a save, once the one before it is done. The tensors may change after ``wait_until_copied``.
+        """Begin a save as soon as the previous one is done. The tensors may change after ``wait_until_copied``.
 
-        Raises: what the save before it raised.
+        Raises: the error of the previous save.
         """
         self.wait()
         self._copied.clear()
@@ -61,16 +60,16 @@ class Writer:
         self._pending = self._pool.submit(self._save, step, contents, regions, state, ready)
 
     def wait_until_copied(self) -> None:
-        """Until the tensors of the last save may change."""
+        """Wait until the tensors of the last save may change."""
         self._copied.wait()
 
     def poll(self) -> None:
-        """Raises: what a finished save raised."""
+        """Raises: the error of a finished save."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> Path | None:
-        """The last save's folder, once it is on disk. Raises: what it raised."""
+        """Wait for the last save. Returns its folder. Raises: its error."""
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else None
 
@@ -90,7 +89,9 @@ class Writer:
     ) -> Path:
         try:
             memory = None
-            if self._memory is not None:  # held by the disk's thread, which starts no kernels: see ``lock_pages``
+            if (
+                self._memory is not None
+            ):  # the disk's thread makes it, because that thread starts no kernels (see ``lock_pages``)
                 memory = self._disk.submit(self._memory.hold, bytes_of(t for _, _, t in each(contents))).result()
             copied = copy_to_host(contents, memory, ready)
         finally:
@@ -104,7 +105,7 @@ class Writer:
 
 
 def use(device: int | None) -> None:
-    """CUDA's current device is each thread's own."""
+    """Set this thread's CUDA device: each thread has its own."""
     if device is not None:
         torch.cuda.set_device(device)
 
@@ -117,7 +118,7 @@ def give_way(device: int | None) -> None:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """What copies of them take in ``HostMemory``."""
+    """The bytes that copies of these tensors take in ``HostMemory``."""
     return sum(padded(tensor) for tensor in tensors)
 
 
@@ -126,15 +127,15 @@ def padded(tensor: Tensor) -> int:
 
 
 def each(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, name, tensor)."""
+    """Each (kind, name, tensor)."""
     return ((kind, name, tensor) for kind, tensors in contents.items() for name, tensor in tensors.items())
 
 
 def copy_to_host(
     contents: dict[str, Tensors], memory: Tensor | None = None, ready: torch.cuda.Event | None = None
 ) -> dict[str, Tensors]:
-    """Copies in ``memory``, one behind the other, or in memory of their own; those of a GPU are made on a stream of their own,
-    after ``ready``."""
+    """Copies of all tensors: one after the other in ``memory``, or each in memory of its own. Copies from a GPU are made on a separate
+    stream, after ``ready``."""
     copied: dict[str, Tensors] = {kind: {} for kind in contents}
     start = 0
     for kind, name, tensor in each(contents):

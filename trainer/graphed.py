@@ -1,19 +1,20 @@
 """CUDA graphs: the launches of a micro-batch's forward and backward, recorded once for each shape and replayed after that.
 
-A launch takes the host some 4 µs, and a step of a 16-layer model has about 1,500: where a kernel takes less than its launch, the
-GPU waits for the host. A replay is one launch. It repeats the very kernels on the very addresses, and no Python:
+A launch takes the host some 4 µs, and a step of a 16-layer model has about 1,500: if a kernel takes less time than its launch, the
+GPU waits for the host. A replay is one launch. It repeats the same kernels on the same addresses, and runs no Python:
 
 - The function's inputs are copied into tensors that stay (``Recorded.inputs``); numbers that are no tensors are part of what a
-  recording is found by, as are the shapes.
-- What it leaves, it adds to tensors that stay: gradients, which are zeroed in place between two steps, and the sums of the step.
-- What else is read after a replay, it returns: tensors that each replay writes anew.
+- The function's inputs are copied into tensors that stay (``Recorded.inputs``). A recording is found by the inputs' shapes, and by inputs that
+  are not tensors.
+- The function adds its results to tensors that stay: gradients, which are zeroed in place between two steps, and the sums of the step.
+- It returns the other tensors that are read after a replay. Each replay writes them anew.
 - It draws no random numbers and waits for nothing. What does wait (``nonzero``, ``item``) makes the recording fail.
 
-The first micro-batches of a shape run as ever, on a stream beside the usual one, so that kernels are compiled and workspaces
-made; the next is recorded, and run both ways: a recording is used only once a replay with other inputs than it was made with
-gave what the function itself gives. Where one fails or gives something else, all run as ever from then on, which is said in one line.
+The first micro-batches of a shape run without a graph, on a second stream, so that kernels are compiled and workspaces made. The next one is
+recorded, and run both ways. A recording is used only if a replay with other inputs gave the function's own results. If recording fails, or
+a replay differs, no graph is used any more, and one line says so.
 
-On a CPU nothing is launched. All but ``OnDevice`` is tested there, with what calls the function again in its place.
+On a CPU nothing is launched. All but ``OnDevice`` is tested there, with a capture that calls the function again.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
 
 LAUNCH_SECONDS = 4e-6  # of the host, a kernel
-BYTES_PER_SECOND = 2e12  # that a small kernel moves on an H100, whose data sheet says 3.35e12
+BYTES_PER_SECOND = 2e12  # that a small kernel reaches on an H100 (3.35e12 by its data sheet)
 WARM_UPS = 3  # as torch.cuda.make_graphed_callables has it
 MOST = 8  # shapes that are recorded: each holds memory
 ALIKE = 0.05  # share of a tensor's norm that a replay may differ by: atomic additions change the order of sums
@@ -46,12 +48,12 @@ class Capture(Protocol):
     def warm_up(self, function: Callable[[], Left]) -> Left: ...
 
     def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
-        """What replays it. Raises: RuntimeError where it cannot be recorded, and nothing was done then."""
+        """Returns a function that replays. Raises: RuntimeError if it cannot be recorded; nothing was changed then."""
         ...
 
 
 class OnDevice:
-    """Records CUDA graphs, as "CUDA semantics" in torch's notes says. They share memory, since none needs what another one left there."""
+    """Records CUDA graphs, as torch's notes "CUDA semantics" describe. The graphs share memory, because none reads the results of another."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -74,7 +76,7 @@ class OnDevice:
             with torch.cuda.stream(torch.cuda.current_stream()), recording:
                 left = function()
         except RuntimeError:
-            # and the allocator goes on as in a recording: without this it would never again free what several streams used
+            # the allocator would stay in the state of a recording, and never again free memory that several streams used
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
                 torch._C._cuda_releasePool(torch.cuda.current_device(), self.pool)
@@ -89,7 +91,7 @@ class OnDevice:
 
 @dataclass
 class Recorded(Generic[Left]):
-    """One shape's."""
+    """The recording of one shape."""
 
     inputs: dict[str, Any]
     seen: int = 0  # micro-batches so far
@@ -104,7 +106,7 @@ class Graphs(Generic[Left]):
         self.function, self.adds_to, self.capture = function, list(adds_to), capture
         self.recorded: dict[Key, Recorded[Left]] = {}
         self.replays = 0
-        self.why_not = ""  # why none are used any more
+        self.why_not = ""  # the reason why no graph is used any more
 
     def __call__(self, inputs: Mapping[str, Any]) -> Left:
         key = key_of(inputs)
@@ -125,7 +127,7 @@ class Graphs(Generic[Left]):
         return found.replay()
 
     def _record(self, found: Recorded[Left], inputs: Mapping[str, Any]) -> Left:
-        """Record with the inputs before these, then compare a replay with the function itself, both with these."""
+        """Record with the previous inputs, then compare a replay with the function itself, both with these inputs."""
         run = lambda: self.function(dict(found.inputs))
         replay: Callable[[], Left] | None = None
         try:
@@ -148,17 +150,18 @@ class Graphs(Generic[Left]):
             torch._foreach_copy_(self.adds_to, expected)
         torch._foreach_add_(self.adds_to, before)
         if verdict is False:
-            self._give_up("a replay does not give what the function gives")
+            self._give_up(Message("trainer.replay_differs", "a replay gives other results than the function"))
         return left
 
     def _give_up(self, why: str) -> None:
         self.why_not = why
         self.recorded.clear()
-        print(f"cuda_graphs: not used from here on: {why}", file=sys.stderr, flush=True)
+        said = Message("trainer.no_graphs", "cuda_graphs: not used from now on: {why}", why=why)
+        print(said, file=sys.stderr, flush=True)
 
 
 def key_of(inputs: Mapping[str, Any]) -> Key:
-    """What a recording is found by: names, shapes, dtypes and strides of tensors, and all else as it is."""
+    """The key of a recording: names, shapes, dtypes and strides of tensors, and the values of all other inputs."""
     return tuple(
         (name, value.shape, value.dtype, value.stride()) if isinstance(value, Tensor) else (name, value)
         for name, value in sorted(inputs.items())
@@ -166,13 +169,14 @@ def key_of(inputs: Mapping[str, Any]) -> Key:
 
 
 def fill(held: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    """Copy the inputs into the tensors of a recording."""
     for name, value in held.items():
         if isinstance(value, Tensor):
             value.copy_(inputs[name], non_blocking=True)
 
 
 def alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
-    """Are they the same but for rounding, each by its own norm? None: what is expected is not finite, and tells nothing."""
+    """True if the tensors are the same but for rounding, each by its own norm. None if the expected values are not finite."""
     norms = torch.stack(torch._foreach_norm(list(expected)))
     apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(found), list(expected))))
     finite, within = torch.stack((norms.isfinite().all(), (apart <= ALIKE * norms).all())).tolist()
@@ -180,10 +184,10 @@ def alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
 
 
 def launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
-    """Do launches take longer than kernels? A kernel between two products reads a micro-batch's activations and writes them.
+    """True if launches take longer than kernels. A kernel between two products reads and writes a micro-batch's activations.
 
-    In bf16, up to 2 million of them: 4 µs · 2 TB/s / (2 · 2 bytes). Products take longer than that, and the backward pass has more kernels
-    that read two tensors; so there is less to gain near the bound than far below it.
+    In bf16 the bound is 2 million activations: 4 µs · 2 TB/s / (2 · 2 bytes). Products take longer than that, and the backward pass has more
+    kernels that read two tensors. Therefore there is less to gain near the bound than far below it.
 
     >>> launch_bound(2048, 768, 2), launch_bound(4096, 768, 2)
     (True, False)
@@ -192,11 +196,16 @@ def launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
 
 
 def wanted(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
-    """Does the recipe want graphs here? ``bytes_each``: of an activation."""
+    """True if this run uses graphs, by its recipe and device. ``bytes_each``: bytes of an activation."""
     rows = recipe.batch.micro_sequences or recipe.batch.sequences
     small = launch_bound(rows * recipe.model.context, recipe.model.d_model, bytes_each)
     possible = ranks.size == 1 and recipe.model.experts is None and recipe.parallel.recompute == "none"
     if recipe.cuda_graphs == "on" and ranks.size > 1 and ranks.leads:
-        print(f"cuda_graphs: on needs one rank, and here are {ranks.size}: not used", file=sys.stderr, flush=True)
+        said = Message(
+            "trainer.graphs_one_rank",
+            "cuda_graphs: on needs one rank, and this run has {ranks}: not used",
+            ranks=ranks.size,
+        )
+        print(said, file=sys.stderr, flush=True)
     chosen = recipe.cuda_graphs == "on" or (recipe.cuda_graphs == "auto" and small)
     return ranks.device.type == "cuda" and possible and chosen

@@ -1,6 +1,6 @@
-"""Page-locked host memory, to which a GPU copies while the host does something else.
+"""Page-locked host memory, to which a GPU copies while the host works on.
 
-Locking takes the host seconds for some GB, so it is done once. torch's own pinned memory is taken anew for every tensor of a first save, in
+Locking some GB takes the host seconds, so it is done once. torch's own pinned memory is allocated for every tensor of a first save, in
 blocks of powers of two: 16 GB for 12.
 
 Apart because only a GPU executes it; it has not run on one yet.
@@ -14,6 +14,8 @@ import sys
 import torch
 from torch import Tensor
 
+from kernels.contract.message import Message
+
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 
 
@@ -25,35 +27,40 @@ class HostMemory:
         self.locked = False
 
     def hold(self, size: int) -> Tensor:
-        """At least so many bytes; what was held before stays if it is enough. Nobody may read it meanwhile.
+        """At least ``size`` bytes of memory; the present memory if it is large enough. Nobody may read it meanwhile.
 
-        Raises: OSError where the system has no such memory.
+        Raises: OSError if the system lacks the memory.
         """
         if size > len(self.bytes):
             self.release()
-            # Shared, so that a fork (of a compiler's worker, say) leaves us no copy in place of the pages that the device writes to.
+            # Shared memory: after a fork (by a compiler's worker, say) it is still the memory that the device writes to.
             self.bytes = torch.frombuffer(mmap.mmap(-1, size + -size % mmap.PAGESIZE), dtype=torch.uint8)
             if torch.cuda.is_available():
-                self.bytes.numpy().fill(0)  # makes the pages here, and not in the driver, whose lock others wait for
+                self.bytes.numpy().fill(0)  # makes the pages here, not in the driver, for whose lock others would wait
                 code = lock_pages(self.bytes)
                 self.locked = code == 0
                 if code:
-                    print(
-                        f"checkpoints: CUDA error {code} when {size / 1e9:.1f} GB of host memory were page-locked: they are copied to "
-                        "pageable memory, which is slower (is there a limit on locked memory, 'ulimit -l'?)",
-                        file=sys.stderr,
-                        flush=True,
+                    said = Message(
+                        "trainer.not_locked",
+                        "checkpoints: CUDA error {code} when {gb:.1f} GB of host memory were page-locked. Checkpoints are copied to pageable "
+                        "memory, which is slower. (Does 'ulimit -l' limit locked memory?)",
+                        code=code,
+                        gb=size / 1e9,
                     )
+                    print(said, file=sys.stderr, flush=True)
         return self.bytes
 
     def release(self) -> None:
         if self.locked and (code := unlock_pages(self.bytes)):
-            print(f"checkpoints: CUDA error {code} when host memory was unlocked", file=sys.stderr, flush=True)
+            said = Message(
+                "trainer.not_unlocked", "checkpoints: CUDA error {code} when host memory was unlocked", code=code
+            )
+            print(said, file=sys.stderr, flush=True)
         self.bytes, self.locked = torch.empty(0, dtype=torch.uint8), False
 
 
 def lock_pages(memory: Tensor) -> int:
-    """CUDA's error, 0: none. CUDA keeps a failed call's error for the next kernel that the same thread starts."""
+    """Returns CUDA's error code, 0 for success. CUDA reports a failed call's error again at the next kernel of the same thread."""
     return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), PORTABLE))
 
 

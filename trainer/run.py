@@ -1,4 +1,4 @@
-"""The state of a segment between two steps, and the step: ``launch`` hands its work to the device, ``read`` fetches what steps left."""
+"""The state of a segment between two steps, and the step: ``launch`` gives its work to the device, ``read`` fetches the numbers of steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from trainer.parallel.replicas import apart
 
 
 class Sums:
-    """Over rows of a batch: views of one fp32 tensor on the device, so that one message sums them over the ranks."""
+    """Sums over rows of a batch: views of one fp32 tensor on the device, so that one message adds them over the ranks."""
 
     def __init__(self, all: Tensor) -> None:
         """``all``: [loss, nll by domain…, supervised tokens by domain…, supervised tokens of the first half]."""
@@ -47,7 +47,7 @@ class Sums:
         self.loss = all[0]  # with the auxiliary losses
         self.nll_D = all[1 : 1 + domains]
         self.supervised_D = all[1 + domains : -1]
-        self.supervised_in_half = all[-1]  # 0 where the monitor keeps nothing of the first half
+        self.supervised_in_half = all[-1]  # 0 unless the monitor keeps the first half's gradients
 
     def named(self) -> dict[str, Tensor]:
         return {name: view for name, view in vars(self).items() if name != "all"}
@@ -55,7 +55,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step whose work was handed to the device, where its numbers are until they are read."""
+    """A step whose work was given to the device. Its numbers stay there until they are read."""
 
     step: int
     rows: list[Row]  # of the global batch
@@ -67,7 +67,7 @@ class Launched:
 
 
 class Run:
-    """``start`` is the folder of the checkpoint to resume from; None: newly initialised weights."""
+    """A segment's state. ``start``: the folder of the checkpoint to resume from; None: newly initialised weights."""
 
     def __init__(self, spec: SegmentSpec, ranks: Ranks, start: Path | None) -> None:
         self.spec, self.ranks = spec, ranks
@@ -100,9 +100,9 @@ class Run:
             "seconds": 0.0,
         }
         self.at_start = dict(self.counters)
-        self.skipped: list[Skipped] = []  # checkpoints of this segment that were not fit to go on from
+        self.skipped: list[Skipped] = []  # checkpoints of this segment that could not be loaded
         self.stop_asked = False
-        self.writer: Writer | None = None  # whose copy an update must wait for
+        self.writer: Writer | None = None  # an update waits for its copy
         torch.manual_seed(recipe.seed)
         state = self._restore(start) if start is not None else None
         if state is None:
@@ -132,18 +132,18 @@ class Run:
         if recipe.parallel.recompute == "block":
             self.model.recompute()
         if recipe.compile:
-            self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each whole and halved
+            self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each batch whole and halved
         if wanted(recipe, ranks, dtype.itemsize):
             self.use_graphs(OnDevice())
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
-        """One update. Returns its record, as ``read`` has it."""
+        """Make one update. Returns its record, as ``read`` does."""
         self.launch(batch)
         ((_, record),) = self.read()
         return record
 
     def launch(self, batch: Batch) -> None:
-        """One update, without waiting for the device. A batch without targets makes none."""
+        """Launch one update without waiting for the device. A batch without targets makes no update."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
         self.signals.begin(self.monitor.layer_at(batch.step))
@@ -168,9 +168,9 @@ class Run:
         )
 
     def read(self) -> Iterator[tuple[Launched, dict[str, Any]]]:
-        """Each step launched since the last reading and its record, without rates and times: one transfer, and the only wait.
+        """Each step launched since the last reading, with its record (without rates and times). One transfer fetches all; nothing else waits.
 
-        The records are made one by one, and ``Hook.after_step`` of each is due before the next. A step without targets has no loss.
+        The records are made one by one: call ``Hook.after_step`` of each before taking the next. A step without targets has no loss.
         """
         steps, self.launched = self.launched, []
         return self._records(steps, to_host(*(numbers for step in steps for numbers in step.numbers)))
@@ -212,9 +212,9 @@ class Run:
         return record | {"lr": step.lr, "skipped": skipped, "memory": memory_bytes(self.ranks.device)}
 
     def _over_ranks(self, sums: Sums, squares_P: Tensor) -> tuple[Sums, Tensor, Tensor]:
-        """The sums over all ranks of both and of ``stop_asked`` (above 0: some rank was asked to stop), in one message.
+        """Sum both, and ``stop_asked`` (above 0: some rank was asked to stop), over all ranks in one message.
 
-        What each rank measured for ``signals`` is in it too.
+        The message also has each rank's measurements for ``signals``.
         """
         stop = sums.all.new_full((1,), float(self.stop_asked))
         by_rank = self.signals.by_rank
@@ -225,7 +225,7 @@ class Run:
         return Sums(summed), squares_P, stop
 
     def _backward(self, batch: Batch) -> tuple[Sums, Tensor | None]:
-        """Gradients of this rank's rows. Returns (sums of its rows, tokens [expert layers, experts] or None)."""
+        """Compute the gradients of this rank's rows. Returns (sums of its rows, tokens [expert layers, experts] or None)."""
         sums, load = self.sums, None
         sums.all.zero_()
         experts = self.recipe.model.experts
@@ -245,7 +245,7 @@ class Run:
         return sums, load
 
     def _micro_batch(self, part: dict[str, Any], router_z_share: float = 0.0) -> Tensor | None:
-        """Adds its gradients to those of the parameters, and to ``sums``. Returns tokens [expert layers, experts] or None."""
+        """Add a micro-batch's gradients to those of the parameters, and its sums to ``sums``. Returns tokens [expert layers, experts] or None."""
         part_of, sums = self.model.tensor.part, self.sums
         domains_BS = part_of(part.pop("domains_BT"))
         loss, nll_BS, load = self.model.loss(**part, z_loss=self.recipe.stability.z_loss, router_z_share=router_z_share)
@@ -259,10 +259,10 @@ class Run:
         return load
 
     def use_graphs(self, capture: Capture) -> None:
-        """Replay micro-batches from now on: ``trainer.graphed``. One rank of a dense model only."""
+        """Replay micro-batches from now on (``trainer.graphed``). Only for one rank of a dense model."""
 
         def kept(part: dict[str, Any]) -> Inputs:
-            """A micro-batch, and what its layers read."""
+            """Run a micro-batch. Returns the tensors that its layers left for ``signals``."""
             found: Inputs = {}
             self.signals.kept = found
             self._micro_batch(part)
@@ -271,7 +271,7 @@ class Run:
         self.graphs = Graphs(kept, [*self.optimizer.keep_gradients(), self.sums.all], capture)
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
-        """(rows of a micro-batch, were they one micro-batch that is split in two for the noise scale's sake?)."""
+        """(rows of a micro-batch, True if a sole micro-batch is split in two to measure the noise scale)."""
         rows = len(batch.tokens_BT)
         micro = self.recipe.batch.micro_sequences or rows
         every = self.recipe.stability.noise_scale_every
@@ -291,7 +291,7 @@ class Run:
             move_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
 
     def save(self) -> None:
-        """Begin a checkpoint; ``train_step`` may go on."""
+        """Begin a checkpoint. Further steps may be launched meanwhile."""
         assert self.writer is not None
         state = {
             "step": self.step,
@@ -310,9 +310,9 @@ class Run:
         self.writer.submit(self.step, contents, regions, state)
 
     def contents(self) -> tuple[dict[str, Tensors], Regions]:
-        """What this rank writes of a checkpoint: (tensors by kind, where each lies in its whole).
+        """This rank's part of a checkpoint: (tensors by kind, the region of each in its whole tensor).
 
-        The leader also writes what is no rank's share. The tensors are those that train.
+        The leader also writes tensors that no rank shares. The tensors are not copies: they are the ones that train.
         """
         model: Tensors = {}
         optimizer: Tensors = {}
@@ -330,7 +330,7 @@ class Run:
         return {"model": model, "optimizer": optimizer}, regions
 
     def checkpoint_bytes(self) -> int:
-        """Of host memory that copies of ``contents`` take, once every parameter has its moments: AdamW's have none before a step."""
+        """Bytes of host memory that copies of ``contents`` take once every parameter has its moments. AdamW's moments exist after one step."""
         moments = {"adamw": 2, "muon": 1}
         held: list[Tensor] = []
         for row in self.optimizer.table:
@@ -344,7 +344,7 @@ class Run:
         return bytes_of(held)
 
     def regions(self) -> Regions:
-        """Of each parameter, and of each optimiser tensor that is split as it is."""
+        """The region of each parameter, and of each optimiser tensor that is split like its parameter."""
         found: Regions = {}
         for name, parameter in self.optimizer.parameters.items():
             keys = (name, *(f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")))
@@ -352,24 +352,26 @@ class Run:
         return found
 
     def replicas_apart(self) -> list[str]:
-        """Weights and moments of which two ranks hold other bits where they should hold the same. Every rank must ask."""
+        """Names of weights and moments whose bits differ between two ranks that should be equal. Every rank must call it."""
         held = {name: local(parameter) for name, parameter in self.optimizer.parameters.items()}
         held |= self.optimizer.state_tensors()
         return apart({key: (region, held[key]) for key, region in self.regions().items() if key in held}, self.ranks)
 
     def _restore(self, start: Path) -> dict[str, Any]:
-        """Returns the state. Raises: CheckpointError naming the first parameter that doesn't fit."""
+        """Load a checkpoint. Returns its state. Raises: CheckpointError that names the first parameter that does not fit."""
         state = checkpoints.read_state(start)
         trained = (state.get("recipe") or {}).get("model")
-        if trained:  # an older checkpoint, or one made by hand, may not say: planning then compares what the ledger has
+        if trained:  # an older or hand-made checkpoint may lack it: planning then compares the ledger's recipe
             refuse_other_function(trained, self.recipe.model, self.recipe.accept_changes, start)
         regions = self.regions()
         names = self.optimizer.parameters.keys() | {name for name, _ in self.model.named_buffers()}
         model = checkpoints.read_tensors(start, "model", regions)
         if other := sorted(names ^ model.keys()):
             raise CheckpointError(
-                f"recipe.model does not fit the checkpoint: {other[0]} is in "
-                + ("the recipe only" if other[0] in names else "the checkpoint only")
+                "trainer.other_model",
+                "recipe.model does not fit the checkpoint: only {holder} has {name}.",
+                holder="the recipe" if other[0] in names else "the checkpoint",
+                name=other[0],
             )
         with torch.no_grad():
             for name, parameter in self.optimizer.parameters.items():
@@ -381,12 +383,18 @@ class Run:
         try:
             self.optimizer.load_state_tensors(optimizer)
         except KeyError as missing:
-            raise CheckpointError(f"recipe.optimizer does not fit the checkpoint: it has no {missing}") from None
+            raise CheckpointError(
+                "trainer.other_optimizer",
+                "recipe.optimizer does not fit the checkpoint, which has no {name}.",
+                name=str(missing),
+            ) from None
         for hook in self.hooks:
             if hook.key in state:
                 hook.load_state_dict(state[hook.key])
             elif hook.required:
-                raise CheckpointError(f"{start}: state.json lacks '{hook.key}'")
+                raise CheckpointError(
+                    "trainer.no_hook_state", "{file}: state.json lacks '{key}'.", file=str(start), key=hook.key
+                )
         self.counters = dict(state["counters"])
         same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)
         if same_segment and state["step"] > self.spec.first_step:

@@ -2,7 +2,7 @@
 
     metrics.jsonl  anomalies.jsonl  checkpoints/step-…/  result.json
 
-Started again on the same folder it resumes from its newest good checkpoint, on a CPU to the bit; if it is done, it returns.
+Started again on the same folder, it resumes from its newest good checkpoint (on a CPU with the same bits). If it is done, it returns.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from kernels.contract.files import write_atomically
 from kernels.contract.host_memory import release_freed_memory
+from kernels.contract.message import Message
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import prefetch
 from trainer.checkpoint_writer import Writer
@@ -35,13 +36,13 @@ from trainer.optim.optimizer import format_table
 from trainer.parallel.ranks import Ranks
 from trainer.run import Run
 
-LAST_STEPS = 20  # steps that the result's loss is the mean of
+LAST_STEPS = 20  # the result's loss is the mean over so many steps
 
 
 def run_segment(folder: Path) -> None:
-    """Raises: TrainerError, KernelError, OSError; Stopped after SIGTERM."""
+    """Run the segment of a folder to its end. Raises: TrainerError, KernelError, OSError; Stopped after SIGTERM."""
     if stopping.asked():
-        raise Stopped("stopped before the segment began, as asked")
+        raise Stopped("trainer.stopped_before", "Stopped before the segment began, as requested.")
     spec = SegmentSpec.load(folder)
     if (folder / "result.json").exists():
         return
@@ -55,9 +56,12 @@ def run_segment(folder: Path) -> None:
         if ranks.leads:
             (folder / "parameters.txt").write_text(format_table(run.optimizer.table) + "\n")
             for warning in spec.recipe.model.warnings():
-                print(f"recipe: {warning}", file=sys.stderr, flush=True)
-            if others := "; ".join(str(kernel) for kernel in run.kernels if kernel.by != kernel.chosen):
-                print(f"kernels: {others}", flush=True)  # what the policy allows is no error
+                print(
+                    Message("trainer.recipe_warning", "recipe: {warning}", warning=warning), file=sys.stderr, flush=True
+                )
+            replaced = [str(kernel) for kernel in run.kernels if kernel.by != kernel.chosen]
+            if replaced:  # the policy allows it, so it is not an error
+                print(Message("trainer.kernels", "kernels: {replaced}", replaced="; ".join(replaced)), flush=True)
         with bf16_matmul(DTYPES[spec.recipe.precision]):
             train(folder, run)
     finally:
@@ -65,9 +69,9 @@ def run_segment(folder: Path) -> None:
 
 
 def find_start(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | None, list[Skipped]]:
-    """The checkpoint to go on from: this segment's newest good one, else the initial one, else none.
+    """The checkpoint to continue from: this segment's newest good one, else the initial one, else none.
 
-    Each rank hashes its share of the files, and all must agree.
+    Each rank hashes its share of the files. All ranks get the same answer.
     """
     own = folder / "checkpoints"
     skipped: list[Skipped] = []
@@ -80,21 +84,27 @@ def find_start(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | No
             return path, skipped
         if ranks.leads:
             skipped.append(checkpoints.put_away(path, fault))
-            print(f"checkpoint skipped: {fault}", file=sys.stderr, flush=True)
+            said = Message("trainer.checkpoint_skipped", "checkpoint skipped: {fault}", fault=fault)
+            print(said, file=sys.stderr, flush=True)
         ranks.wait()
     if spec.initial_checkpoint is None:
         return None, skipped
     initial = Path(spec.initial_checkpoint)
     if fault := shared_fault(initial, ranks):
-        raise CheckpointError(fault)
+        raise CheckpointError(Message.from_json(fault))
     step = checkpoints.read_state(initial)["step"]
     if step != spec.first_step:
-        raise SpecError(f"first_step is {spec.first_step}, initial_checkpoint was made after step {step}")
+        raise SpecError(
+            "trainer.wrong_first_step",
+            "first_step is {first_step}, but initial_checkpoint was made after step {step}.",
+            first_step=spec.first_step,
+            step=step,
+        )
     return initial, skipped
 
 
 def shared_fault(path: Path, ranks: Ranks) -> str:
-    """The first fault that any rank finds in its share of a checkpoint's files; empty: none."""
+    """The first fault that any rank finds in its share of a checkpoint's files; '' if none does."""
     fault = checkpoints.find_fault(path, ranks.rank, ranks.size)
     if ranks.size == 1:
         return fault
@@ -104,17 +114,17 @@ def shared_fault(path: Path, ranks: Ranks) -> str:
 
 
 def train(folder: Path, run: Run) -> None:
-    """The loop, and the files it leaves."""
+    """Run the loop, and write its files."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
     on_gpu = ranks.device.type == "cuda"
-    reserve = run.checkpoint_bytes() * on_gpu  # a CPU's save gives its memory back: the step has use for it
+    reserve = run.checkpoint_bytes() * on_gpu  # on a CPU a save gives its memory back, because the step needs it
     writer = run.writer = Writer(folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size, reserve)
     metrics, anomalies = (
         Lines(folder / name if ranks.leads else None, run.step) for name in ("metrics.jsonl", "anomalies.jsonl")
     )
     speed = Speed(recipe, ranks)
     first, every = run.step, recipe.stability.read_every
-    last = left = time.perf_counter()  # when numbers were read, and when the host was through with a step
+    last = left = time.perf_counter()  # the time of the last reading, and the time when the host finished a step
     began, waited = last - run.counters["seconds"], 0.0
     try:
         batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks, pin=on_gpu)
@@ -123,11 +133,11 @@ def train(folder: Path, run: Run) -> None:
             run.stop_asked = stopping.asked()
             run.launch(batch.to(ranks.device))
             if batch.step == first:
-                release_freed_memory()  # the blocks were compiled in it
+                release_freed_memory()  # the blocks were compiled in this step
             made, left = batch.step + 1, time.perf_counter()
             ended = made == spec.last_step
             saves = ended or made % recipe.checkpoint_every == 0
-            # every rank at the same steps: of several, none can know before whether another was asked to stop
+            # all ranks read at the same steps: a rank cannot know whether another was asked to stop
             reads = saves or made % every == 0 or (run.stop_asked and ranks.size == 1)
             if reads:
                 count, records = len(run.launched), run.read()
@@ -148,7 +158,7 @@ def train(folder: Path, run: Run) -> None:
             writer.poll()
             if reads and run.stop_asked and not ended:
                 writer.wait()
-                raise Stopped(f"stopped after step {run.step}, as asked")
+                raise Stopped("trainer.stopped_after", "Stopped after step {step}, as requested.", step=run.step)
         batches.close()
         writer.wait()
         metrics.flush()
@@ -163,7 +173,7 @@ def train(folder: Path, run: Run) -> None:
 
 
 def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None:
-    """result.json, atomically: its presence says that the segment is done. ``apart``: ``Run.replicas_apart``."""
+    """Write result.json atomically: its presence says that the segment is done. ``apart``: the value of ``Run.replicas_apart``."""
     path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")
     lines = every[-LAST_STEPS:]
@@ -191,5 +201,5 @@ def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None
 
 
 def mean_of(values: list[float]) -> float | None:
-    """None for no values: no step's loss was finite."""
+    """The mean; None without values (no step's loss was finite)."""
     return sum(values) / len(values) if values else None

@@ -1,4 +1,4 @@
-"""The ``improve`` part of ``policies/agents.yaml``: when the daemon improves the factory by itself, with which agents, at which cost."""
+"""The ``improve`` part of ``policies/agents.yaml``: when the daemon improves the factory without being asked, with which agents, and at what cost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from kernels.contract.message import Message
 from trainer.contract.errors import nearest
 from trainer.contract.strict import Strict
 
@@ -16,41 +17,45 @@ AGENTS = ("search", "kernel-engineer", "recipe-scout")  # the rows of ``factory.
 
 def _known(agent: str) -> str:
     if agent not in AGENTS:
-        raise ValueError(f"no agent {agent!r}{nearest(agent, AGENTS)}")
+        raise ValueError(
+            Message("agents.no_agent", "there is no agent {agent!r}{near}", agent=agent, near=nearest(agent, AGENTS))
+        )
     return agent
 
 
 def _hours(night: str) -> str:
     if not re.fullmatch(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d", night):
-        raise ValueError(f"expected two times of day, as 22:00-06:00, got {night!r}")
+        raise ValueError(
+            Message("agents.not_hours", "expected two times of day, such as 22:00-06:00, not {hours!r}", hours=night)
+        )
     return night
 
 
 class ImproveBudget(Strict):
-    """Of any 24 hours. It is asked before a proposal is begun; one that was begun is judged to its end."""
+    """Limits for any 24 hours. They are checked before a proposal is begun. A proposal that was begun is judged to its end."""
 
     device_seconds: float = Field(default=14_400.0, gt=0, allow_inf_nan=False)
-    """Wall time of profiling, proposing and judging, times the devices of this machine (its GPUs; a CPU counts as one)."""
+    """Wall time of profiling, proposing and judging, multiplied by the number of devices of this machine (its GPUs; a CPU counts as one)."""
     tokens: int = Field(default=2_000_000, gt=0)
-    """Of the language model, in and out together. ``llm.per_proposal`` and ``llm.per_day`` hold too."""
+    """Tokens of the language model, input and output together. ``llm.per_proposal`` and ``llm.per_day`` hold too."""
     usd: float = Field(default=5.0, ge=0, allow_inf_nan=False)
-    """Of the language model, at the prices in ``llm``."""
+    """Cost of the language model, at the prices in ``llm``."""
 
 
 class ImprovePolicy(Strict):
-    """Every key is optional."""
+    """The daemon's own improvements. Every key is optional."""
 
     when: Literal["off", "when-idle", "nightly"] = "off"
-    """``off``: only 'factory propose' does it. ``when-idle``: whenever the daemon has nothing else to do. ``nightly``: then too, but only in
-    the hours of ``night``."""
+    """``off``: only 'factory propose' starts the agents. ``when-idle``: the daemon starts them whenever it has nothing else to do.
+    ``nightly``: as ``when-idle``, but only in the hours of ``night``."""
     night: Annotated[str, AfterValidator(_hours)] = "22:00-06:00"
-    """From when to when ``nightly`` may begin a stage, in this machine's time zone."""
+    """The hours in which ``nightly`` may begin a stage, in this machine's time zone."""
     agents: list[Annotated[str, AfterValidator(_known)]] = Field(default=["search", "kernel-engineer"], min_length=1)
-    """In this order, each until it finds nothing more. Without an endpoint ``kernel-engineer`` is left out."""
+    """The agents, in the order in which they work. Each works until it finds nothing more. Without an endpoint ``kernel-engineer`` is left out."""
     per_day: ImproveBudget = ImproveBudget()
 
     def awake(self, minute: int) -> bool:
-        """May a stage begin at that minute of the day, as far as ``when`` and ``night`` say?
+        """True if ``when`` and ``night`` allow a stage to begin at that minute of the day.
 
         >>> ImprovePolicy(when="nightly").awake(23 * 60), ImprovePolicy(when="nightly").awake(6 * 60), ImprovePolicy().awake(0)
         (True, False, False)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from agents.core.untrusted import one_line
 
-QUALITY = "quality"  # kind of target, ``quality:<recipe key>``: a better model, not a faster step
+QUALITY = (
+    "quality"  # the kind of a target ``quality:<recipe key>``, whose aim is a better model rather than a faster step
+)
 
 
 @dataclass(frozen=True)
@@ -20,21 +22,21 @@ class Edit:
 
 @dataclass(frozen=True)
 class Proposal:
-    """``predicted_gain``: the whole training step's time before over after (1.12: 12 % more work in the same time); for a target
-    of quality, how many bits per byte on held-out documents better the gate's runs end.
+    """``predicted_gain``: the time of a whole step before the patch divided by the time after (1.12: 12 % more work in the same time). For
+    a target of quality: by how many bits per byte the gate's runs end better on held-out documents.
 
-    The hypothesis says what was measured, what follows for the whole step, and what would refute it.
+    The hypothesis names the measurement, its consequence for the whole step, and the result that would refute it.
     """
 
     agent: str
-    target: str  # what it improves: ``kernel:<op>``, ``recipe:compile``, ``quality:<key>``, ``undo:<proposal>``
+    target: str  # ``kernel:<op>``, ``recipe:compile``, ``quality:<key>``, ``undo:<proposal>``
     title: str
     hypothesis: str
     predicted_gain: float
     edits: tuple[Edit, ...]
 
     def __post_init__(self) -> None:
-        """Make each text one bounded line: they go into commit messages, terminals and reports."""
+        """Make each text one bounded line, because the texts go into commit messages, terminals and reports."""
         for name, limit in (("agent", 60), ("target", 200), ("title", 200), ("hypothesis", 4000)):
             object.__setattr__(self, name, one_line(getattr(self, name), limit))
 
@@ -46,7 +48,7 @@ class Proposal:
             for part in (edit.path, edit.new_text):
                 encoded = part.encode(
                     "utf-8", "surrogatepass"
-                )  # half a surrogate pair has an id too, by which scope refuses it
+                )  # a text with half a surrogate pair needs an id too; the scope stage refuses it by that id
                 digest.update(len(encoded).to_bytes(8, "little") + encoded)
         return digest.hexdigest()
 

@@ -1,12 +1,14 @@
-"""Untrusted text: files, logs, and whatever a model writes. It is bounded, cleared of what a terminal obeys, and marked as data.
+"""Untrusted text (files, logs, a model's output) is cut to a limit, cleared of control characters, and marked as data.
 
-What a model reads stands between two lines that carry the hash of the text, so that no text can contain its own end.
+Text for a model stands between two lines that carry the hash of the text, so that no text can contain its own end.
 """
 
 from __future__ import annotations
 
 import hashlib
 import unicodedata
+
+from kernels.contract.message import Message
 
 # Control, format (bidirectional overrides, zero widths), private, surrogate, unassigned characters; line and paragraph separators.
 INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
@@ -20,19 +22,23 @@ def shown(text: str) -> str:
 
 
 def visible(text: str, limit: int) -> str:
-    """As ``shown``, at most ``limit`` characters, and a note of how many are left out."""
+    """The text as ``shown``, cut to ``limit`` characters, with a note of how many characters are left out."""
     cut = shown(text[:limit])
-    return cut if len(text) <= limit else f"{cut}\n[{len(text) - limit} characters more are left out]"
+    if len(text) <= limit:
+        return cut
+    return Message(
+        "agents.shortened", "{text}\n[{more} characters more are left out]", text=cut, more=len(text) - limit
+    )
 
 
 def one_line(text: str, limit: int) -> str:
-    """As ``visible``, on a single line: no text can look like a line of its own in a log or a commit message."""
+    """The text as ``visible``, on a single line, so that no text can look like a line of its own in a log or a commit message."""
     words = " ".join(visible(text[: 4 * limit], 4 * limit).split())
     return words if len(words) <= limit else words[: limit - 1] + "…"
 
 
 def quoted(what: str, text: str, limit: int = 16_000) -> str:
-    """``text`` as data for a model: bounded, named, between marks that it cannot contain."""
+    """``text`` as data for a model: cut to a limit, named, and between marks that it cannot contain."""
     bounded = visible(text, limit)
     mark = hashlib.sha256(bounded.encode("utf-8", "replace")).hexdigest()[:16]
     return f"<data {mark}: {one_line(what, 200)}>\n{bounded}\n</data {mark}>"

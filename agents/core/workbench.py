@@ -1,4 +1,4 @@
-"""The workbench, an agent's only access to the world. The factory implements it, in its sandbox."""
+"""The workbench: all that an agent can read and do. The factory implements it, in its sandbox."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agents.core.proposal import Edit
+from kernels.contract.message import CodedError
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One implementation of an op against another, alone, on the recipe's shapes: seconds of a forward and backward (``kernels.contract.bench``)."""
+    """One implementation of an op timed against another, without the rest of the step, on the recipe's shapes: seconds of a forward and
+    backward (``kernels.contract.bench``)."""
 
     seconds: float
     against_seconds: float
-    ratio: float  # against over mine: above one is faster; the median of paired ratios
+    ratio: float  # the other's time over this one's, the median of pairs: above one is faster
     ratio_low: float  # its lower quartile
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An earlier proposal."""
+    """An earlier proposal and its verdict."""
 
     patch_id: str  # of ``Proposal.patch_id``
     outcome: str  # promote | hold | reject | pending
     reason: str = ""
     title: str = ""
-    closed: bool = False  # its target is left alone for now, whatever the verdict was
+    closed: bool = False  # agents may not try its target again for now, whatever the verdict was
 
 
 @dataclass(frozen=True)
@@ -40,22 +42,22 @@ class AgentLines:
     proposal: int
 
 
-class MeasurementError(Exception):
-    """A measurement was not possible; the text says why."""
+class MeasurementError(CodedError):
+    """A measurement was not possible. The message gives the reason."""
 
 
-class ReadError(Exception):
+class ReadError(CodedError):
     """The file does not exist or is not in scope."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A quick check of edits, no verdict. ``problems``: those of the first stage that found any; the gate would find them too."""
+    """The result of a quick check of edits. It is not a verdict. ``problems``: of the first stage that found any; the gate would find them too."""
 
     stage: str  # scope | static | oracle | import
     problems: tuple[str, ...]
     times: tuple[str, ...] = ()
-    """A line for each op whose choice changes: how fast it is alone. Measured by the code under test, so only for its author."""
+    """One line for each op whose choice changes: its time alone. The code under test measures it, so only its author gets to see it."""
 
     @property
     def ok(self) -> bool:
@@ -63,28 +65,30 @@ class Checked:
 
 
 class Workbench(Protocol):
+    """What an agent may read, check and measure."""
+
     def files(self, patchable: bool = False) -> list[str]:
-        """The files that may be read (or patched, which are fewer), paths relative to the repository's root."""
+        """Paths, relative to the repository's root, of the files that may be read; ``patchable``: of those that may be patched."""
         ...
 
     def read(self, path: str) -> str:
-        """A file in scope, path relative to the repository's root. Raises: ReadError."""
+        """The text of a file; ``path`` is relative to the repository's root. Raises: ReadError."""
         ...
 
     def written_by_agents(self, path: str) -> list[AgentLines]:
-        """Which lines of a file in scope agents wrote, in order. Raises: ReadError."""
+        """The lines of a file that agents wrote, in order. Raises: ReadError."""
         ...
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
-        """Would the gate's first stages accept these edits? Checks ``op``, and each op whose choice changes, against fp64 in the
-        sandbox. ``timed``: also times those ops, within the agent's seconds for measuring.
+        """Run the gate's first stages on these edits. It compares ``op``, and each op whose choice changes, against fp64 in the
+        sandbox. ``timed``: it also times those ops, within the agent's seconds for measuring.
         """
         ...
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
-        """``rows``: of a micro-batch; 0: as many as the recipe has. Raises: MeasurementError."""
+        """Time an implementation of an op ``against`` another. ``rows``: of a micro-batch; 0: as in the recipe. Raises: MeasurementError."""
         ...
 
     def history(self, target: str) -> list[Attempt]:
-        """Earlier proposals for a target, or for all of a kind (``quality:``), oldest first."""
+        """Earlier proposals for a target, or for all targets of a kind (``quality:``), oldest first."""
         ...

@@ -1,4 +1,4 @@
-"""One value of a YAML text changed in place: every other byte, comments too, stays."""
+"""Changes one value of a YAML text in place. Every other byte stays, comments included."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
-PLAIN = re.compile(r"[A-Za-z_][\w.+/-]*( [\w.+/-]+)*", re.ASCII)  # that no quotes are put around
+PLAIN = re.compile(r"[A-Za-z_][\w.+/-]*( [\w.+/-]+)*", re.ASCII)  # text that needs no quotes
 Scalar = float | int | str | bool | None
 
 
@@ -25,7 +25,7 @@ def set_value(text: str, path: Sequence[str], value: Scalar) -> str:
     >>> set_value("batch:  # of a step\\n  sequences: 8\\n", ("batch", "micro_sequences"), 4)
     'batch:  # of a step\\n  micro_sequences: 4\\n  sequences: 8\\n'
 
-    Raises: ValueError when the path leads through a value that is no mapping, or to one that is no single value.
+    Raises: ValueError if the path leads through a value that is not a mapping, or ends at a mapping or list.
     """
     node, depth = yaml.compose(text), 0
     if node is None:
@@ -40,12 +40,12 @@ def set_value(text: str, path: Sequence[str], value: Scalar) -> str:
             return _added(text, node, path[depth:], value)
         node, depth = found, depth + 1
     if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{'.'.join(path)} is no single value")
+        raise ValueError(f"{'.'.join(path)} is a mapping or a list, not a single value")
     return text[: node.start_mark.index] + written(value) + text[node.end_mark.index :]
 
 
 def written(value: Scalar) -> str:
-    """As people write it: 0.006, 1e-05, linear, true, null."""
+    """The value as people write it in YAML: 0.006, 1e-05, linear, true, null."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The model's answer as a ``Proposal``, or what is wrong with it. The answer is untrusted: all of it is bounded and cleaned."""
+"""Reads the model's answer as a ``Proposal``. The answer is untrusted: every text of it is cut to a limit and cleaned."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from agents.core.untrusted import one_line
 from agents.core.workbench import ReadError, Workbench
 from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop.role import DraftError, number, read_object, text, title_and_hypothesis
+from kernels.contract.message import Message
 
 AGENT = "kernel-engineer"
 MOST_EDITS = 32
-LEAST_PREDICTED = 1.005  # less cannot be refuted by any measurement here
+LEAST_PREDICTED = 1.005  # no measurement of the gate could refute a smaller gain
 
 
 def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, tried: str = "") -> Proposal:
@@ -20,37 +21,60 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
     raw = read_object(arguments)
     title, hypothesis = title_and_hypothesis(raw)
     gain, saved, work = (number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
-    if not LEAST_PREDICTED <= gain <= target.most + 0.0005:  # the prompt gives it rounded
+    if not LEAST_PREDICTED <= gain <= target.most + 0.0005:  # the prompt gives the limit rounded
         raise DraftError(
-            f"predicted_gain is {gain:g}; for this target it lies between {LEAST_PREDICTED} and {target.most:.3f}"
+            "kernel_engineer.gain_out_of_range",
+            "predicted_gain is {gain:g}. For this target it must lie between {least} and {most:.3f}.",
+            gain=gain,
+            least=LEAST_PREDICTED,
+            most=target.most,
         )
     if saved < 0 or work < 0 or saved + work == 0:
-        raise DraftError("say what the patch saves: bytes_saved or flops_saved above zero, neither below")
-    words = (
-        f"{hypothesis} Predicted: {saved:.3g} bytes and {work:.3g} FLOPs less a step. If the whole step does not get at least "
-        f"{1 + (gain - 1) / 2:.3f} times as fast (predicted: {gain:.3f}), or held-out evaluations get worse, this is refuted."
+        raise DraftError(
+            "kernel_engineer.saves_nothing",
+            "Say what the patch saves: bytes_saved or flops_saved must be above zero, and neither may be negative.",
+        )
+    words = Message(
+        "kernel_engineer.hypothesis",
+        "{hypothesis} Predicted: {bytes:.3g} bytes and {flops:.3g} FLOPs less a step. The prediction is refuted if the whole step "
+        "does not get at least {least:.3f} times as fast (predicted: {gain:.3f}), or if held-out evaluations get worse.",
+        hypothesis=hypothesis,
+        bytes=saved,
+        flops=work,
+        least=1 + (gain - 1) / 2,
+        gain=gain,
     )
     edits = raw.get("edits") or (read_object(tried).get("edits") if tried else None)
     return Proposal(AGENT, target.name, title, words, gain, read_edits(edits, workbench))
 
 
 def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
-    """Each file's whole new text. Raises: DraftError."""
+    """The edits, each with its file's whole new text. Raises: DraftError."""
     if not isinstance(raw, list) or not raw:
-        raise DraftError("edits is a list of at least one edit")
+        raise DraftError("kernel_engineer.no_edits", "edits must be a list of at least one edit.")
     if len(raw) > MOST_EDITS:
-        raise DraftError(f"{len(raw)} edits; at most {MOST_EDITS} are allowed")
+        raise DraftError(
+            "kernel_engineer.too_many_edits",
+            "There are {edits} edits. At most {most} are allowed.",
+            edits=len(raw),
+            most=MOST_EDITS,
+        )
     texts: dict[str, str] = {}
     for count, edit in enumerate(raw, 1):
         if not isinstance(edit, dict):
-            raise DraftError(f"edit {count} is not an object")
+            raise DraftError("kernel_engineer.not_an_edit", "edit {number} is not an object.", number=count)
         path = text(edit, "path", f"edit {count}: ")
         if len(path) > 200 or not path.isascii() or not path.isprintable():
             raise DraftError(
-                f"edit {count}: the path is not printable ASCII of at most 200 characters: {one_line(ascii(path), 120)}"
+                "kernel_engineer.wrong_path",
+                "edit {number}: the path must be printable ASCII of at most 200 characters. It is {path}.",
+                number=count,
+                path=one_line(ascii(path), 120),
             )
         if ("new_text" in edit) == ("find" in edit):
-            raise DraftError(f"edit {count}: give either new_text, or find and replace")
+            raise DraftError(
+                "kernel_engineer.two_forms", "edit {number}: give either new_text, or find and replace.", number=count
+            )
         if "new_text" in edit:
             texts[path] = text(edit, "new_text", f"edit {count}: ")
             continue
@@ -58,7 +82,13 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
         before = texts[path] if path in texts else _read(workbench, path, count)
         times = before.count(find) if find else 0
         if times != 1:
-            raise DraftError(f"edit {count}: 'find' occurs {times} times in {path}, it must occur exactly once")
+            raise DraftError(
+                "kernel_engineer.not_once",
+                "edit {number}: 'find' occurs {times:,|time|times} in {path}. It must occur exactly once.",
+                number=count,
+                times=times,
+                path=path,
+            )
         texts[path] = before.replace(find, replace)
     return tuple(Edit(path, whole) for path, whole in texts.items())
 
@@ -67,4 +97,6 @@ def _read(workbench: Workbench, path: str, count: int) -> str:
     try:
         return workbench.read(path)
     except ReadError as error:
-        raise DraftError(f"edit {count}: {one_line(str(error), 200)}") from None
+        raise DraftError(
+            "kernel_engineer.unreadable", "edit {number}: {problem}", number=count, problem=one_line(str(error), 200)
+        ) from None

@@ -1,4 +1,4 @@
-"""The kernel engineer: one target of the line profile, made faster by one patch."""
+"""The kernel engineer: makes one target of the line profile faster by one patch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from agents.kernel_engineer.targets import ProfileTarget, named, targets, worthw
 from agents.kernel_engineer.tools import TOOLS, EvidenceReader
 from agents.loop.role import Aim, JsonObject
 from agents.loop.tools import problems_of
+from kernels.contract.message import Message
 
 
 class KernelEngineer:
@@ -33,11 +34,17 @@ class KernelEngineer:
         else:
             aims = worthwhile(found, self.workbench.history)
         if not aims:
-            return "no target promises a gain that could be measured"
+            return Message(
+                "kernel_engineer.no_target", "No target of the profile promises a gain that could be measured."
+            )
         target = aims[0]
         evidence = EvidenceReader(self.profile, self.workbench, target).evidence()
-        about = (
-            f"target {target.name}: {target.share:.1%} of the step, {target.aim:.3f}x as fast a step at the roofline"
+        about = Message(
+            "kernel_engineer.target",
+            "target {target}: {share:.1%} of the step, {aim:.3f}x as fast a step at the roofline",
+            target=target.name,
+            share=target.share,
+            aim=target.aim,
         )
         return Aim(prompts.task(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)})
 

@@ -1,4 +1,4 @@
-"""What to work on: the op or file whose distance from the roofline takes the largest share of the step (Amdahl 1967)."""
+"""Picks what to work on: the op or file whose distance from the roofline takes the largest share of the step (Amdahl 1967)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from agents.core.workbench import Attempt
-from agents.loop.role import TargetError
+from agents.loop.role import TargetError, choices, did_you_mean
 
-MOST_LINES = 12  # named of a target, hottest first
-MOST_TRIES = 3  # refused proposals after which a target is left alone, unless a person names it
-LEAST_GAIN = 1.02  # a smaller attainable gain of the whole step is below the gate's noise floor
+MOST_LINES = 12  # lines named for a target, hottest first
+MOST_TRIES = 3  # rejected proposals after which the agent leaves a target alone, unless a person names it
+LEAST_GAIN = 1.02  # a smaller attainable gain of the whole step is too small for the gate to measure
 
 
 @dataclass(frozen=True)
 class ProfileTarget:
-    """``share``: of the eager step's time; ``attainable``: the share that would be saved at the roofline."""
+    """An op or a file. ``share``: its part of the eager step's time; ``attainable``: the part that running at the roofline would save."""
 
     name: str  # kernel:<op> | file:<path>
     op: str
@@ -37,7 +37,7 @@ class ProfileTarget:
 
 
 def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[ProfileTarget]:
-    """Every op and file of a parsed profile.json that lies in ``files``, largest attainable gain first."""
+    """Every op and file of a parsed profile.json, as far as its lines are in ``files``, largest attainable gain first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in profile["lines"]:
         if line["file"] in files:
@@ -58,7 +58,7 @@ def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[ProfileT
 
 
 def worthwhile(found: Sequence[ProfileTarget], history: Callable[[str], Sequence[Attempt]]) -> list[ProfileTarget]:
-    """Those whose attainable gain is worth a branch and that were neither refused too often nor closed, largest gain first."""
+    """The targets with a measurable attainable gain that were neither rejected too often nor closed, largest gain first."""
     worth = []
     for target in found:
         tried = history(target.name)
@@ -69,7 +69,7 @@ def worthwhile(found: Sequence[ProfileTarget], history: Callable[[str], Sequence
 
 
 def named(wanted: str, found: Sequence[ProfileTarget], profile: Mapping[str, Any]) -> ProfileTarget:
-    """The target of an op's name or a ``file:line``. Raises: TargetError that names the nearest."""
+    """The target with an op's name, or at a ``file:line``. Raises: TargetError that names the nearest one."""
     for target in found:
         if wanted in (target.op, target.name):
             return target
@@ -81,8 +81,16 @@ def named(wanted: str, found: Sequence[ProfileTarget], profile: Mapping[str, Any
             if target.name == name:
                 lines = (wanted, *(other for other in target.lines if other != wanted))
                 return ProfileTarget(target.name, target.op, lines, target.share, target.attainable)
-        raise TargetError(f"target {wanted!r} is a line of the profile, but agents may not patch its file")
+        raise TargetError(
+            "kernel_engineer.not_patchable",
+            "target {target!r} is a line of the profile, but agents may not patch its file.",
+            target=wanted,
+        )
     known = [target.op for target in found if target.op] + list(at)
     near = difflib.get_close_matches(wanted, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known[:8])}"
-    raise TargetError(f"target {wanted!r} is neither an op nor a line of the profile; {hint}")
+    raise TargetError(
+        "kernel_engineer.unknown_target",
+        "target {target!r} is neither an op nor a line of the profile. {hint}",
+        target=wanted,
+        hint=did_you_mean(near[0]) if near else choices(known[:8]),
+    )

@@ -1,4 +1,4 @@
-"""The tools of the model: they read, or try edits in the sandbox. Their answers are bounded and marked as data."""
+"""The kernel engineer's tools: they read, or try edits in the sandbox. Their answers are cut to a limit and marked as data."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ TOOLS = (
 
 
 class EvidenceReader:
-    """Answers the reading tools for one target, from a parsed profile.json and the workbench."""
+    """Answers the tools for one target, from a parsed profile.json and the workbench."""
 
     def __init__(self, profile: Mapping[str, Any], workbench: Workbench, target: ProfileTarget) -> None:
         self.profile, self.workbench, self.target = profile, workbench, target
 
     def call(self, name: str, arguments: str) -> str:
-        """The tool's answer, or why there is none."""
+        """The tool's answer, or the reason why there is none."""
         known: dict[str, Callable[..., str]] = {
             "list_files": lambda: tools.list_files(self.workbench),
             "read_file": partial(tools.read_file, self.workbench),
@@ -68,7 +68,7 @@ class EvidenceReader:
         return tools.answered(known, name, arguments)
 
     def try_patch(self, edits: Any) -> str:
-        """The quick check of edits, and how fast the ops that they choose are alone, by the code's own clock."""
+        """Run the quick check of edits, and time the ops that they choose, alone, by the code's own clock."""
         try:
             edits = read_edits(edits, self.workbench)
         except DraftError as error:
@@ -112,7 +112,7 @@ class EvidenceReader:
         return tools.earlier(self.workbench.history(self.target.name))
 
     def evidence(self) -> str:
-        """What the first message holds."""
+        """The evidence in the first message to the model."""
         own = self.target.op or self.target.name.partition(":")[2]
         return "\n\n".join((self.roofline(), self.line_profile(own), self.earlier_proposals()))
 

@@ -1,5 +1,5 @@
-"""Where a training step's time goes, by source line of ``trainer/`` and ``kernels/``: forward, backward, optimiser,
-data loading.
+"""Measures where a training step's time goes, by source line of ``trainer/`` and ``kernels/``: forward, backward, optimiser, data loading.
+
 
 ``workload`` builds a run of the recipe on random documents; ``session`` runs it; ``capture`` records its operations and
 finds their lines; ``stopwatch`` times them; ``isolation`` calls each operation alone, by its ``signature``; ``lines`` sums

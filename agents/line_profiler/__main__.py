@@ -16,6 +16,7 @@ from agents.line_profiler.report.page import html
 from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure
 from agents.line_profiler.table import Profile, line_name
 from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.message import titled
 from kernels.contract.registry import KernelError
 from trainer.contract import stopping
 from trainer.contract.errors import TrainerError
@@ -23,7 +24,7 @@ from trainer.contract.recipe import Recipe
 
 
 def write(session: ProfileSession, folder: Path) -> None:
-    """profile.json, profile.html and trace.json. Raises: OSError."""
+    """Write profile.json, profile.html and trace.json. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "profile.json").write_text(session.profile.to_json(), encoding="utf-8")
     (folder / "trace.json").write_text(chrome_trace(session.profile, session.events), encoding="utf-8")
@@ -34,11 +35,11 @@ ROWS = {"forward": 1, "backward": 2, "optimizer": 3, "data": 4}
 
 
 def chrome_trace(profile: Profile, events: Sequence[Event]) -> str:
-    """The step as JSON that opens in Perfetto (ui.perfetto.dev) or chrome://tracing: one row each for forward, backward, optimiser and data; names
-    are lines, arguments the operations.
+    """The step as JSON that opens in Perfetto (ui.perfetto.dev) or chrome://tracing. It has one row each for forward, backward, optimiser and
+    data. Names are lines, arguments are the operations.
 
-    Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times are those of the table: the cost of
-    watching is subtracted, so that the events lie as close as in a step that nothing watches.
+    Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times are those of the table. The
+    profiler's own cost is subtracted, so that the events lie as close together as without the profiler.
     """
     made: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
@@ -80,13 +81,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for profile.json, .html, trace.json")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps to profile; the fastest counts")
     parser.add_argument(
-        "--isolation", type=float, default=ISOLATION_BUDGET_S, help="seconds for operations alone; 0 leaves them out"
+        "--isolation",
+        type=float,
+        default=ISOLATION_BUDGET_S,
+        help="seconds for timing operations alone; 0 leaves that out",
     )
-    parser.add_argument("--top", type=int, default=20, help="lines to print")
+    parser.add_argument("--top", type=int, default=20, help="number of lines to print")
     parser.add_argument(
         "--no-compiled",
         action="store_true",
-        help="leave out the time of the compiled step (it takes some seconds to compile)",
+        help="do not time the compiled step (compiling takes some seconds)",
     )
     parser.add_argument("--json", action="store_true", help="print profile.json instead of the table")
     chosen = parser.parse_args(arguments)
@@ -105,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         write(session, chosen.out)
     except (TrainerError, KernelError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(titled(error), file=sys.stderr)
         return 2
     if chosen.json:
         print(session.profile.to_json())

@@ -1,4 +1,4 @@
-"""Which source line causes which operation: a dispatch mode that records every tensor operation of an eager step.
+"""Finds the source line that causes each operation: a dispatch mode that records every tensor operation of an eager step.
 
 *Forward*: an operation belongs to the innermost frame in ``trainer/`` or ``kernels/``. *Backward*: the node that autograd
 runs carries the sequence number it got in the forward pass, at the moment its operation was dispatched; that operation's
@@ -42,7 +42,7 @@ class Event:
     seconds: float
     host_s: float  # since the operation before it ended: Python and dispatch on the way to it
     flops: float
-    bytes: float  # inputs read once, outputs written once; 0 of a view
+    bytes: float  # inputs read once, outputs written once; 0 for a view
     reads: tuple[int, ...]  # numbers of the storages it reads and writes; a view does neither
     writes: tuple[int, ...]
     signature: Signature | None  # None: it cannot be called again alone

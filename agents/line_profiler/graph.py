@@ -1,4 +1,4 @@
-"""Relations between the recorded operations: which line feeds which, what could be fused, what could overlap.
+"""Relations between the recorded operations: lines that feed others, operations that could be fused, branches that could overlap.
 
 Pure functions of the storages that the events read and write.
 """

@@ -2,8 +2,8 @@
 
 Ten warm-ups, then 100 timed calls; a slow operation gets fewer, so that all fit a time budget, and the profile says how many
 it got. The calls alternate between several sets of inputs, so that an operation does not find in the cache what it would
-have to fetch in the step. Floating-point inputs are random; integers, masks and scalars keep their recorded values, because
-an index must stay valid.
+it got. The calls alternate between several sets of inputs, so that an operation does not find data in the cache that the step would
+have to fetch. Floating-point inputs are random. Integers, masks and scalars keep their recorded values, because
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure_all(
 
 
 def measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int = 0) -> Isolated:
-    """One operation, alone. If it raises, the message is in ``why_not``: an operation that cannot be repeated is no error."""
+    """Measure one operation alone. If it raises, ``why_not`` holds the message: an operation that cannot be repeated is not an error."""
     try:
         with torch.no_grad():
             return _measure(signature, values, device, budget_s, seed)

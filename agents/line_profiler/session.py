@@ -1,4 +1,4 @@
-"""Profile a recipe: run steps of it eagerly, record them, compare their sum with the clock and with torch.profiler."""
+"""Profiles a recipe: runs steps of it eagerly, records them, and compares their sum with the clock and with torch.profiler."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from agents.line_profiler.stopwatch import Lap, clock_of, counted, crossing, lap
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.workload import make_run, smallest
 from kernels.contract.choice import names_in
+from kernels.contract.message import Message
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
@@ -37,7 +38,7 @@ from trainer.run import Run
 
 WARMUP_STEPS = 2
 STEPS = 6
-ALIKE_FOR_TORCH = 1.1  # its profiler's own cost varies more, most for short steps
+ALIKE_FOR_TORCH = 1.1  # torch.profiler's own cost varies more, mostly for short steps
 LEAST_S, SETTLING_S = 2.0, 10.0  # short steps are taken more often than STEPS; the longest wait for a quiet machine
 ISOLATION_BUDGET_S = 18.0
 
@@ -67,15 +68,15 @@ def measure(
     """
     recipe = resolved(recipe, device_here())
     with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
-        report("eager step")
+        report(Message("line_profiler.eager_step", "eager step"))
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
         device = run.ranks.device
         synchronize = torch.cuda.synchronize if device.type == "cuda" else None
         for _ in range(WARMUP_STEPS):
             run.train_step(make_batch(run.order).to(device))
-        report("lines of the data loader")
+        report(Message("line_profiler.data_loader", "lines of the data loader"))
         data, making_s = _data_lines(run)
-        report("lines of the step")
+        report(Message("line_profiler.step", "lines of the step"))
         # One batch for all steps, so that the same step is compared.
         batch = make_batch(run.order).to(device)
         recorder = Recorder()
@@ -84,7 +85,7 @@ def measure(
         rounds = _rounds(run, batch, steps, synchronize, report)
         # The fastest of each: other programs only add time.
         step_s = min(rounds.unwatched) + making_s
-        report("cost of the stopwatch")
+        report(Message("line_profiler.stopwatch", "cost of the stopwatch"))
         crossing_s = _crossing(recipe, kernels, Path(folder))
         events = tuple(timed(recorder.events, min(rounds.watched, key=total), crossing_s, device.type == "cpu"))
         check = CrossCheck(min(rounds.torch), sum(e.seconds for e in events))
@@ -134,7 +135,7 @@ class Rounds:
     torch: list[float]
 
     def settled(self) -> bool:
-        """Were the fastest steps of each kind confirmed by others?"""
+        """True if other steps confirmed the fastest step of each kind."""
         ours = self.unwatched, [total(step) for step in self.watched]
         return all(map(settled, ours)) and settled(self.torch, ALIKE_FOR_TORCH)
 
@@ -158,7 +159,7 @@ def _rounds(
             run.train_step(batch)
             rounds.unwatched.append(_timed(run, batch, synchronize))
             rounds.watched.append(laps(lambda: run.train_step(batch), clock_of(run.ranks.device)))
-            report(f"lines of the step: round {len(rounds.watched)}")
+            report(Message("line_profiler.round", "lines of the step: round {number}", number=len(rounds.watched)))
     return rounds
 
 
@@ -244,7 +245,14 @@ def _isolate(
 ) -> tuple[dict[Signature, Isolated], Isolation]:
     estimates = {event.signature: event.seconds for event in events if event.signature is not None}
     began = time.perf_counter()
-    report(f"operations alone: {len(recorded)} different ones, at most {budget_s:.0f} s")
+    report(
+        Message(
+            "line_profiler.isolation",
+            "operations alone: {operations} different ones, at most {seconds:.0f} s",
+            operations=len(recorded),
+            seconds=budget_s,
+        )
+    )
     alone = measure_all(recorded, estimates, device, budget_s, counted(report, "operations alone: "))
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
@@ -257,7 +265,7 @@ def _recipe_step(
 ) -> float | None:
     if not recipe.compile:
         return None
-    report("the step as the recipe compiles it")
+    report(Message("line_profiler.recipe_step", "the step as the recipe compiles it"))
     compiled = make_run(recipe, kernels, folder, steps=WARMUP_STEPS + steps + 3, compile=True)
     synchronize = torch.cuda.synchronize if compiled.ranks.device.type == "cuda" else None
     for _ in range(WARMUP_STEPS):

@@ -1,4 +1,4 @@
-"""``python -m agents.line_profiler.step_rate --recipe FILE --kernels FILE``: how long a recipe's start and its steps take.
+"""``python -m agents.line_profiler.step_rate --recipe FILE --kernels FILE``: times a recipe's start and its steps.
 
 On random documents, with the trainer's own step. Prints one JSON object: {"first_step_s", "step_s", "steps", "tokens_per_s",
 "whole_s"}. The first step compiles what no cache has; the time to import Python packages is in none of the numbers.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from agents.line_profiler.workload import make_run
 from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.message import titled
 from kernels.contract.op import KernelError
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import make_batch
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(json.dumps(rate(Recipe.load(chosen.recipe), chosen.kernels, chosen.steps)))
     except (TrainerError, KernelError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(titled(error), file=sys.stderr)
         return 2
     return 0
 

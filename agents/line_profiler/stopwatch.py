@@ -1,13 +1,13 @@
-"""How long each operation of a step takes: a dispatch mode that only reads the clock.
+"""Times each operation of a step: a dispatch mode that only reads the clock.
 
 A dispatch mode makes each operation cross into Python and back, which takes some microseconds. The cost of a crossing is
 measured on a separate run, the recipe's step over tensors so small that crossings are a large part of it, and subtracted
 from each operation. The profiled step is not used for that, so that comparing its time with the sum of its lines stays a test.
 
-A mode that does more than read the clock cannot be corrected so: what it leaves in the caches slows the next operation.
+A mode that does more than read the clock cannot be corrected this way: it changes the caches, which slows the next operation.
 
-On a GPU the clock is the device's: an event before each operation and one behind it, read once the step is over. What lies between
-two operations there is the time that the device waited for its host, and a crossing adds to that alone.
+On a GPU the clock is the device's: an event before and after each operation, read once the step is over. The time between two operations is
+the time in which the device waited for its host. A crossing adds to that time only.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Lap:
 
 
 class HostClock:
-    """The host's: an operation is over when it returns."""
+    """The host's clock: an operation is over when it returns."""
 
     def mark(self) -> Any:
         return time.perf_counter()
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Of each mark, since any one moment."""
+        """The seconds of each mark since one common moment."""
         return list(marks)
 
 
 class DeviceClock(HostClock):
-    """A GPU's: a mark is an event in its stream."""
+    """A GPU's clock: a mark is an event in its stream."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -102,7 +102,7 @@ class Stopwatch(TorchDispatchMode):
 
 
 def laps(step: Callable[[], object], clock: HostClock | None = None) -> list[Lap]:
-    """The operations of a step."""
+    """Run a step under the stopwatch. Returns its operations."""
     with Stopwatch(clock) as watch:
         step()
     return watch.laps()
@@ -127,7 +127,7 @@ def total(laps: Sequence[Lap]) -> float:
 
 
 def settled(times: Sequence[float], alike: float = ALIKE) -> bool:
-    """Do enough other times lie near the fastest?"""
+    """True if enough other times lie near the fastest."""
     return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= alike * min(times)
 
 

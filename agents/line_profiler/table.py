@@ -45,6 +45,7 @@ class ProfiledLine:
 
 
 def line_name(file: str, line: int, op: str) -> str:
+    """A source line's name in edges and candidates: 'file:line', or 'file:line#op'."""
     return f"{file}:{line}" + (f"#{op}" if op else "")
 
 

@@ -1,4 +1,4 @@
-"""Ask a language model within a budget, which each request's worst case is checked against before it is sent."""
+"""Asks a language model within a budget. Each request's worst case is checked against the budget before the request is sent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agents.llm.exchange import Books, Endpoint, Exchange, LlmError, Message, Reply, Request, SendError, Usage
+from agents.llm.exchange import Books, ChatMessage, Endpoint, Exchange, LlmError, Reply, Request, SendError, Usage
 from agents.llm.policy import LlmPolicy
+from kernels.contract.message import Message
 
 FIRST_WAIT = 1.0  # seconds before the second attempt, at most; doubled each time
 
 
 class Client:
-    """An endpoint, a policy, and the books. ``say`` shows a person what is waited for."""
+    """Sends requests to an endpoint, by a policy, and keeps the books. ``say`` tells a person what it waits for."""
 
     def __init__(
         self,
@@ -27,8 +28,8 @@ class Client:
     ) -> None:
         self.endpoint, self.policy, self.books, self.say, self.sleep = endpoint, policy, books, say, sleep
 
-    def ask(self, label: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Reply:
-        """The model's reply. Raises: BudgetError before anything is sent; LlmError when there is none."""
+    def ask(self, label: str, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] = ()) -> Reply:
+        """The model's reply. Raises: BudgetError before anything is sent; LlmError if no reply came."""
         policy = self.policy
         request = Request(label, policy.model, tuple(messages), tuple(tools), policy.temperature, policy.reply_tokens)
         for attempt in range(1, policy.attempts + 1):
@@ -36,10 +37,23 @@ class Client:
                 return self._once(request)
             except SendError as error:
                 if not error.again or attempt == policy.attempts:
-                    tried = f" (tried {attempt} times)" if attempt > 1 else ""
-                    raise LlmError(f"{self.endpoint.name}: {error}{tried}") from error
+                    raise LlmError(
+                        "llm.no_reply",
+                        "{endpoint}: {problem}. {attempts:,|attempt was|attempts were} made.",
+                        endpoint=self.endpoint.name,
+                        problem=error.message,
+                        attempts=attempt,
+                    ) from error
                 wait = self._wait(error, attempt)
-                self.say(f"  {self.endpoint.name}: {error}; again in {wait:.1f} s")
+                self.say(
+                    Message(
+                        "llm.again",
+                        "  {endpoint}: {problem}. The next attempt begins in {wait:.1f} s.",
+                        endpoint=self.endpoint.name,
+                        problem=error.message,
+                        wait=wait,
+                    )
+                )
                 self.sleep(wait)
         raise AssertionError("unreachable")
 
@@ -69,18 +83,23 @@ class Client:
         return self.policy.usd(usage.input_tokens, usage.output_tokens)
 
     def _wait(self, error: SendError, attempt: int) -> float:
-        """Seconds that the endpoint asks for, or exponential backoff; with jitter, so that many clients do not return at once."""
+        """Seconds before the next attempt: the endpoint's own, or exponential backoff; with jitter, so that many clients do not return at once."""
         longest = self.policy.longest_wait_seconds
         if error.after is None:
             return min(longest, FIRST_WAIT * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
         if error.after > longest:
             raise LlmError(
-                f"{self.endpoint.name}: {error}; it asks to wait {error.after:.0f} s, and llm.longest_wait_seconds is {longest:g}: "
-                "run the same command again later"
+                "llm.wait_too_long",
+                "{endpoint}: {problem}. The endpoint asks to wait {asked:.0f} s, and llm.longest_wait_seconds is {longest:g}. "
+                "Run the same command again later.",
+                endpoint=self.endpoint.name,
+                problem=error.message,
+                asked=error.after,
+                longest=longest,
             ) from error
         return error.after * random.uniform(1.0, 1.1)
 
 
 def _most(request: Request, reply: Reply) -> Usage:
-    """The most that it can have been, for an endpoint that reports no usage."""
+    """The largest possible usage of a reply, for an endpoint that reports none."""
     return Usage(request.most_tokens.input_tokens, min(request.reply_tokens, len(json.dumps(reply.message()))))

@@ -1,4 +1,4 @@
-"""One exchange with a language model as data: request, reply, cost; and the protocols of endpoints and books."""
+"""An exchange with a language model as data (request, reply, cost), and the protocols of endpoints and books."""
 
 from __future__ import annotations
 
@@ -6,34 +6,42 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Message = dict[str, Any]  # as of the chat completions API: {"role", "content", "tool_calls"?, "tool_call_id"?}
+from kernels.contract.message import CodedError
+
+ChatMessage = dict[
+    str, Any
+]  # a message of the chat completions API: {"role", "content", "tool_calls"?, "tool_call_id"?}
 MOST_CALLS = 16  # tool calls of one reply; further ones are ignored
 
 
-class LlmError(Exception):
-    """There is no reply. Says why, and what to do."""
+class LlmError(CodedError):
+    """No reply came. The message gives the reason and the remedy."""
 
 
 class BudgetError(LlmError):
-    """The worst case of the next request would exceed the budget of the proposal or of the day; it was not sent.
-    ``lasting``: it would exceed it tomorrow, too."""
+    """The worst case of the next request would exceed the budget of the proposal or of the day. The request was not sent.
+    ``lasting``: tomorrow's budget would not allow the request either."""
 
-    def __init__(self, why: str, lasting: bool = True) -> None:
-        super().__init__(why)
+    def __init__(self, code: str, template: str = "", /, *, lasting: bool = True, **data: Any) -> None:
+        super().__init__(code, template, **data)
         self.lasting = lasting
 
 
 class SendError(LlmError):
-    """One attempt failed. ``again``: another may succeed, after ``after`` seconds if the endpoint says so.
-    ``charged``: the endpoint may bill for it."""
+    """One attempt failed. ``again``: another attempt may succeed, after ``after`` seconds if the endpoint says so.
+    ``charged``: the endpoint may bill for this one."""
 
-    def __init__(self, why: str, *, again: bool, charged: bool, after: float | None = None) -> None:
-        super().__init__(why)
+    def __init__(
+        self, code: str, template: str = "", /, *, again: bool, charged: bool, after: float | None = None, **data: Any
+    ) -> None:
+        super().__init__(code, template, **data)
         self.again, self.charged, self.after = again, charged, after
 
 
 @dataclass(frozen=True)
 class Usage:
+    """Tokens of one exchange."""
+
     input_tokens: int = 0
     output_tokens: int = 0
 
@@ -44,6 +52,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A tool that the model called in a reply."""
+
     id: str
     name: str
     arguments: str  # JSON as the model wrote it, which may be invalid
@@ -51,17 +61,17 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Request:
-    """``label`` names the exchange among those of its run; it is not sent."""
+    """What is sent to the model. ``label``, which is not sent, names the exchange within its run."""
 
     label: str
     model: str
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
     temperature: float | None = None
     reply_tokens: int = 16_000
 
     def body(self) -> dict[str, Any]:
-        """The request of the chat completions API."""
+        """The body of the request, for the chat completions API."""
         made: dict[str, Any] = {"model": self.model, "messages": list(self.messages)}
         made |= {"max_completion_tokens": self.reply_tokens}
         if self.tools:
@@ -72,22 +82,22 @@ class Request:
 
     @property
     def most_tokens(self) -> Usage:
-        """An upper bound: no token is shorter than a byte, and a chat template adds less than JSON does."""
+        """An upper bound of the usage: no token is shorter than a byte, and a chat template adds less than JSON does."""
         return Usage(len(json.dumps(self.body())), self.reply_tokens)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """``finish``: why it ended, in the API's words ('stop', 'tool_calls', 'length'). ``usage`` None: it was not reported."""
+    """The model's answer. ``finish``: why it ended, in the API's words ('stop', 'tool_calls', 'length'). ``usage`` None: not reported."""
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
     finish: str = "stop"
     usage: Usage | None = None
 
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """The assistant's message, to be sent back with the next request."""
-        made: Message = {"role": "assistant", "content": self.text}
+        made: ChatMessage = {"role": "assistant", "content": self.text}
         if self.tool_calls:
             made["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -98,7 +108,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One attempt, as it is stored. It holds no key."""
+    """One attempt, as it is stored. The endpoint's key is not part of it."""
 
     request: Request
     endpoint: str
@@ -111,6 +121,8 @@ class Exchange:
 
 
 class Endpoint(Protocol):
+    """A language model, wherever it runs."""
+
     name: str
 
     def send(self, request: Request) -> Reply:
@@ -119,7 +131,7 @@ class Endpoint(Protocol):
 
 
 class Books(Protocol):
-    """Decides whether a request is affordable, and stores exchanges."""
+    """Keeps the budget: decides whether a request is affordable, and stores exchanges."""
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
         """Reserve the worst case of a request; returns the entry's number. Raises: BudgetError."""
@@ -131,7 +143,7 @@ class Books(Protocol):
 
 
 def read_reply(message: object, usage: object = None, finish: str = "") -> Reply:
-    """A reply from a message of the API. Tool calls may also be plain: ``{"name", "arguments"}``, arguments as an object.
+    """The reply in a message of the API. Tool calls may also be plain: ``{"name", "arguments"}``, arguments as an object.
 
     Raises: ValueError that says what is wrong.
     """
@@ -155,12 +167,12 @@ def read_reply(message: object, usage: object = None, finish: str = "") -> Reply
 
 
 def _whole(text: str) -> str:
-    """Without lone surrogates, which JSON can contain and UTF-8 cannot."""
+    """The text without lone surrogates, which JSON can contain and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode()
 
 
 def read_usage(raw: object) -> Usage | None:
-    """The API's ``usage``; None when it is absent or invalid."""
+    """The API's ``usage``; None if it is absent or invalid."""
     if not isinstance(raw, dict):
         return None
     counts = [raw.get(key) for key in ("prompt_tokens", "completion_tokens")]

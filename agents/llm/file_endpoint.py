@@ -1,8 +1,8 @@
-"""A folder in place of a server: each request is written as a file, and so is the reply. A person can be the model.
+"""A folder in place of a server. Each request is written as a file, and each reply is read from a file. A person can be the model.
 
-``NAME.request.json`` is what a server would get. The reply goes to ``NAME.reply.json``, best written under another name and renamed: the
-API's whole answer, its message, or ``{"content": "…", "tool_calls": [{"name": "…", "arguments": {…}}]}``. The same request gets the same
-name, so that a run that was killed finds the reply that came meanwhile.
+``NAME.request.json`` is the body that a server would get. The reply goes to ``NAME.reply.json``; write the file under another name first, then
+rename it. It holds the API's whole answer, its message, or ``{"content": "…", "tool_calls": [{"name": "…", "arguments": {…}}]}``. The same
+request gets the same name, so that a run that was killed finds the reply that came meanwhile.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ from typing import Any
 from agents.llm.exchange import LlmError, Reply, Request, SendError, read_reply
 from agents.llm.policy import LlmPolicy
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 POLL_SECONDS = 0.2
 
 
 class FileEndpoint:
-    """Raises: LlmError when the folder cannot be made or written to."""
+    """Sends requests as files in a folder. Raises: LlmError if the folder cannot be made or written to."""
 
     def __init__(self, folder: Path, policy: LlmPolicy, say: Callable[[str], None] = lambda _: None) -> None:
         self.name, self.folder, self.policy, self.say = f"files:{folder}", folder, policy, say
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise LlmError(f"endpoint {self.name}: {error.strerror}") from None
+            raise LlmError(
+                "llm.no_folder", "endpoint {endpoint}: {problem}", endpoint=self.name, problem=error.strerror
+            ) from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise LlmError(f"endpoint {self.name}: this user may not write to the folder")
+            raise LlmError(
+                "llm.not_writable", "endpoint {endpoint}: this user may not write to the folder.", endpoint=self.name
+            )
 
     def send(self, request: Request) -> Reply:
         body = json.dumps(request.body(), indent=1, ensure_ascii=False).encode("utf-8", "replace")
@@ -43,27 +48,42 @@ class FileEndpoint:
             if not asked.exists():
                 write_atomically(asked, body)
         except OSError as error:
-            raise SendError(f"{asked}: {error.strerror}", again=False, charged=False) from None
+            raise SendError(
+                "llm.request_not_written",
+                "{file}: {problem}",
+                file=str(asked),
+                problem=error.strerror,
+                again=False,
+                charged=False,
+            ) from None
         deadline, shown = time.monotonic() + self.policy.file_wait_seconds, ""
         while True:
-            wrong = f"waiting for {answered}"
+            wrong = Message("llm.waiting", "waiting for {file}", file=str(answered))
             try:
                 return _read(answered, self.policy.reply_bytes)
             except FileNotFoundError:
                 pass
             except (ValueError, OSError, RecursionError) as error:
-                wrong = f"{answered} cannot be used yet: {error}"
+                wrong = Message(
+                    "llm.reply_unusable", "{file} cannot be used yet: {problem}", file=str(answered), problem=str(error)
+                )
             if wrong != shown:
-                self.say(f"  {wrong}")
+                self.say(Message("llm.file_state", "  {state}", state=wrong))
                 shown = wrong
             if time.monotonic() > deadline:
-                why = f"no usable reply after {self.policy.file_wait_seconds:g} s ({wrong}); run the same command again to continue"
-                raise SendError(why, again=False, charged=False)
+                raise SendError(
+                    "llm.no_file_in_time",
+                    "no usable reply came within {seconds:g} s ({state}); run the same command again to continue",
+                    seconds=self.policy.file_wait_seconds,
+                    state=wrong,
+                    again=False,
+                    charged=False,
+                )
             time.sleep(POLL_SECONDS)
 
 
 def _read(path: Path, limit: int) -> Reply:
-    """Raises: FileNotFoundError, OSError, ValueError that says what is wrong with it."""
+    """Raises: FileNotFoundError, OSError, ValueError that says what is wrong with the file."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
         status = os.fstat(handle)

@@ -1,7 +1,7 @@
-"""Any server that speaks ``/v1/chat/completions``, through the ``openai`` package: streamed, and limited in bytes, tokens and seconds.
+"""Any server that speaks ``/v1/chat/completions``, through the ``openai`` package. Replies are streamed, and limited in bytes, tokens and seconds.
 
-The ``client`` retries, not the package, so that each attempt is in the books. The key goes into the request's header and nowhere else;
-where the server repeats it, it is removed.
+The ``client`` retries, not the package, so that each attempt is in the books. The key goes into the request's header only. If the server's
+answer repeats the key, the key is removed from it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,35 @@ from urllib.parse import urlsplit
 from agents.core.untrusted import one_line
 from agents.llm.exchange import MOST_CALLS, LlmError, Reply, Request, SendError, read_reply
 from agents.llm.policy import LlmPolicy
+from kernels.contract.message import Message
 
-SLACK = 16  # chunks of a stream without a token: the role, the end, the usage
+SLACK = 16  # chunks of a stream that carry no token: the role, the end, the usage
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class HttpEndpoint:
-    """Raises: LlmError for an invalid URL, or a missing key or model."""
+    """Sends requests to a server. Raises: LlmError for an invalid URL, or a missing key or model."""
 
     def __init__(self, url: str, key: str, policy: LlmPolicy) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
             shown = f"{parts.scheme}://{parts.hostname}…" if parts.username or parts.password else repr(url)
             raise LlmError(
-                f"endpoint {shown}: expected a base URL like https://host/v1 without a name or password in it"
+                "llm.wrong_url",
+                "endpoint {url}: expected a base URL like https://host/v1, without a user name or password in it.",
+                url=shown,
             )
         if not policy.model:
-            raise LlmError(f"endpoint {url}: no model is named: set llm.model in policies/agents.yaml, or give --model")
+            raise LlmError(
+                "llm.no_model",
+                "endpoint {url}: no model is named. Set llm.model in policies/agents.yaml, or give --model.",
+                url=url,
+            )
         if not key and parts.hostname not in LOCAL:
             raise LlmError(
-                f"endpoint {url}: no key: set the environment variable OPENAI_API_KEY (any word if it needs none)"
+                "llm.no_key",
+                "endpoint {url}: no key is set. Set the environment variable OPENAI_API_KEY (to any word if the server needs no key).",
+                url=url,
             )
         self.name, self.policy = url, policy
         self._url, self._key = url, key
@@ -60,13 +69,27 @@ class HttpEndpoint:
             if isinstance(cause, SendError):
                 raise cause from None
             late = isinstance(error, openai.APITimeoutError)
-            what = f"no byte for {self.policy.silence_seconds:g} s" if late else f"no connection: {cause or error}"
-            raise SendError(self._said(what), again=True, charged=self._reading.bytes > 0 or late) from None
+            charged = self._reading.bytes > 0 or late
+            if late:
+                seconds = self.policy.silence_seconds
+                raise SendError(
+                    "llm.silent",
+                    "the server sent no byte for {seconds:g} s",
+                    seconds=seconds,
+                    again=True,
+                    charged=charged,
+                ) from None
+            problem = self._said(str(cause or error))
+            raise SendError(
+                "llm.no_connection", "no connection: {problem}", problem=problem, again=True, charged=charged
+            ) from None
         except openai.OpenAIError as error:  # an error that the stream itself carried
-            raise SendError(self._said(f"it failed: {error}"), again=True, charged=True) from None
+            raise _failed(self._said(str(error)), charged=True) from None
         except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
-            why = f"its reply cannot be read ({type(error).__name__}: {error})"
-            raise SendError(self._said(why), again=True, charged=True) from None
+            problem = self._said(f"{type(error).__name__}: {error}")
+            raise SendError(
+                "llm.unreadable", "the reply cannot be read ({problem})", problem=problem, again=True, charged=True
+            ) from None
 
     def _open(self) -> Any:
         if self._client is None:
@@ -84,15 +107,20 @@ class HttpEndpoint:
         return self._client
 
     def _collect(self, stream: Any, request: Request) -> Reply:
-        """The message that the chunks spell."""
+        """The reply that the chunks of a stream make up."""
         text: list[str] = []
         calls: dict[int, dict[str, str]] = {}
         finish, usage, chunks = "", None, 0
         for chunk in stream:
             chunks += 1
             if chunks > request.reply_tokens + SLACK:
-                why = f"its reply is longer than the {request.reply_tokens} tokens asked for: cut off"
-                raise SendError(why, again=False, charged=True)
+                raise SendError(
+                    "llm.too_many_tokens",
+                    "the reply is longer than the {limit} tokens asked for, and was cut off",
+                    limit=request.reply_tokens,
+                    again=False,
+                    charged=True,
+                )
             usage = getattr(chunk, "usage", None) or usage
             for choice in chunk.choices or []:
                 finish = choice.finish_reason or finish
@@ -110,26 +138,50 @@ class HttpEndpoint:
                         call["name"] = part.function.name or call["name"]
                         call["arguments"] += part.function.arguments or ""
         if not finish:
-            raise SendError("its reply broke off", again=True, charged=True)
+            raise SendError("llm.broke_off", "the reply broke off before its end", again=True, charged=True)
         message = {"content": self._clean("".join(text)), "tool_calls": [calls[n] for n in sorted(calls)]}
         if finish == "length" and not message["content"] and not calls:
-            message["content"] = "[the reply's tokens were used up before any text]"
+            message["content"] = Message("llm.used_up", "[the reply's tokens were used up before any text]")
         return read_reply(message, usage.model_dump() if usage is not None else None, finish)
 
     def _refused(self, error: Any, request: Request) -> SendError:
-        status, url = error.status_code, self._url
+        status = error.status_code
         body = error.body if isinstance(error.body, dict) else {}
         said = self._said(str(body.get("message") or error.message))
         if status in (401, 403):
-            return SendError(f"the key was refused ({status}: {said}): set OPENAI_API_KEY", again=False, charged=False)
+            return SendError(
+                "llm.key_refused",
+                "the server refused the key ({status}: {said}); set OPENAI_API_KEY",
+                status=status,
+                said=said,
+                again=False,
+                charged=False,
+            )
         if status == 404:
-            why = f"no model {request.model!r}, or no such address as {url} (404: {said}): set llm.model, or --model"
-            return SendError(why, again=False, charged=False)
+            return SendError(
+                "llm.not_found",
+                "the server has no model {model!r}, or {url} is not its address (404: {said}); set llm.model, or give --model",
+                model=request.model,
+                url=self._url,
+                said=said,
+                again=False,
+                charged=False,
+            )
         if status == 429 and getattr(error, "code", None) != "insufficient_quota":
-            return SendError(f"it is busy (429: {said})", again=True, charged=False, after=_retry_after(error))
+            after = _retry_after(error)
+            return SendError(
+                "llm.busy", "the server is busy (429: {said})", said=said, again=True, charged=False, after=after
+            )
         if status in (408, 409) or status >= 500:
-            return SendError(f"it failed ({status}: {said})", again=True, charged=True, after=_retry_after(error))
-        return SendError(f"it refused the request ({status}: {said})", again=False, charged=False)
+            return _failed(f"{status}: {said}", charged=True, after=_retry_after(error))
+        return SendError(
+            "llm.refused",
+            "the server refused the request ({status}: {said})",
+            status=status,
+            said=said,
+            again=False,
+            charged=False,
+        )
 
     def _said(self, text: str) -> str:
         """The server's error message as one line, without the key."""
@@ -140,7 +192,7 @@ class HttpEndpoint:
 
 
 class _Reading:
-    """Limits the bytes and seconds of one answer, good or bad, before anything is parsed."""
+    """Limits the bytes and seconds of one answer before anything of it is parsed."""
 
     def __init__(self, policy: LlmPolicy) -> None:
         self.policy, self.bytes = policy, 0
@@ -150,16 +202,31 @@ class _Reading:
         self.bytes += count
         policy = self.policy
         if self.bytes > policy.reply_bytes:
-            raise SendError(f"its reply is longer than {policy.reply_bytes} bytes: cut off", again=False, charged=True)
+            raise SendError(
+                "llm.too_many_bytes",
+                "the reply is longer than {limit} bytes, and was cut off",
+                limit=policy.reply_bytes,
+                again=False,
+                charged=True,
+            )
         if time.monotonic() - self.began > policy.reply_seconds:
             raise SendError(
-                f"its reply takes longer than {policy.reply_seconds:g} s: cut off", again=True, charged=True
+                "llm.too_slow",
+                "the reply takes longer than {limit:g} s, and was cut off",
+                limit=policy.reply_seconds,
+                again=True,
+                charged=True,
             )
 
     def bound(self, response: Any) -> None:
         """Count the bytes of ``response`` as they are read."""
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise SendError("it answers compressed, which was not asked for", again=False, charged=True)
+            raise SendError(
+                "llm.compressed",
+                "the server's answer is compressed, which was not asked for",
+                again=False,
+                charged=True,
+            )
         httpx = importlib.import_module(type(response).__module__.partition(".")[0])  # whichever one openai uses
         inner, take = response.stream, self.take
 
@@ -173,6 +240,12 @@ class _Reading:
                 inner.close()
 
         response.stream = Counted()
+
+
+def _failed(problem: str, *, charged: bool, after: float | None = None) -> SendError:
+    return SendError(
+        "llm.failed", "the server failed ({problem})", problem=problem, again=True, charged=charged, after=after
+    )
 
 
 def _retry_after(error: Any) -> float | None:

@@ -9,11 +9,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-SETUP_LOCK = 0x61676E74  # of pg_try_advisory_lock: one process at a time makes the tables
+from kernels.contract.message import CodedError
+
+SETUP_LOCK = 0x61676E74  # key of pg_try_advisory_lock: one process at a time creates the tables
 
 
-class SavedRunError(Exception):
-    """The checkpoints cannot be read or written. Says where, and what to do."""
+class SavedRunError(CodedError):
+    """The checkpoints cannot be read or written. The message names the place and the remedy."""
 
 
 @contextmanager
@@ -40,12 +42,17 @@ def _sqlite(file: Path) -> Iterator[Any]:
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorname not in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
             raise
-        raise SavedRunError(f"{file}: {error}; delete it, and the run starts again") from error
+        raise SavedRunError(
+            "loop.damaged_checkpoints",
+            "{file}: {problem}. Delete the file; the run then starts again.",
+            file=str(file),
+            problem=str(error),
+        ) from error
 
 
 @contextmanager
 def _postgres(url: str) -> Iterator[Any]:
-    """The tables have a schema of their own, named after the current one: the ledger has a table ``checkpoints`` too."""
+    """The tables have a schema of their own, named after the current one, because the ledger has a table ``checkpoints`` too."""
     import psycopg
     from langgraph.checkpoint.postgres import PostgresSaver
     from psycopg.rows import dict_row
@@ -65,5 +72,7 @@ def _postgres(url: str) -> Iterator[Any]:
             yield saver
     except psycopg.Error as error:
         raise SavedRunError(
-            f"the checkpoints in PostgreSQL: {str(error).strip()}; the same command continues the run"
+            "loop.postgres",
+            "The checkpoints in PostgreSQL cannot be used: {problem}. Run the same command again to continue the run.",
+            problem=str(error).strip(),
         ) from error

@@ -1,7 +1,7 @@
-"""The loop as a LangGraph graph that saves its state after every node: killed anywhere, it continues where it was.
+"""The loop as a LangGraph graph that saves its state after every node: after a kill at any moment the run continues.
 
     aim ─► steer ─► think ─► act ─┬─► think          (it read something)
-                      ▲           ├─► steer ─► think (its proposal was not taken, and rounds are left; or a person wants more)
+                      ▲           ├─► steer ─► think (its proposal did not pass, and rounds are left; or a person wants more)
                       └───────────┘   └─► end        (its proposal passed the quick check, or nothing is left to spend)
 
 ``aim`` asks the role what there is to do; ``think`` is one exchange with the model; ``act`` answers the tools that it called; ``steer`` asks
@@ -19,35 +19,36 @@ from agents.core.proposal import Edit, Proposal, gain_words
 from agents.core.untrusted import one_line, visible
 from agents.core.workbench import Workbench
 from agents.llm.client import Client
-from agents.llm.exchange import Message
+from agents.llm.exchange import ChatMessage
 from agents.loop import checkpoints, prompts
 from agents.loop.role import DraftError, JsonObject, Role
 from agents.loop.tools import PROPOSE, TRY
+from kernels.contract.message import Message, plain
 
-GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other is an instruction for the model
+GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other answer is an instruction for the model
 Person = Callable[[str], str]
-FORMAT = 2  # of ``State``: a run of an older format starts again
+FORMAT = 2  # of ``State``: a run that an older format saved starts again
 
 
 class State(TypedDict, total=False):
     """``draft``: the last proposal that could be read, as ``_packed``; ``taken``: it passed the quick check; ``tried``: the model
-    has just proposed; ``about`` and ``facts``: the aim's."""
+    has just proposed; ``about`` and ``facts``: the aim's; ``problem``, ``ended``: texts, or messages as ``Message.to_json``."""
 
     about: str
     facts: JsonObject
-    messages: list[Message]
+    messages: list[ChatMessage]
     exchanges: int
     rounds: int
     draft: dict[str, Any]
     taken: bool
-    problem: str
+    problem: Any
     tried: bool
-    ended: str
+    ended: Any
 
 
 @dataclass(frozen=True)
 class LoopRun:
-    """One run. ``saved``: the SQLite file of the checkpoints, or a PostgreSQL address; ``person``: answers between rounds."""
+    """One run. ``saved``: the SQLite file of the checkpoints, or a PostgreSQL address. ``person`` answers between rounds."""
 
     number: int
     role: Role
@@ -59,7 +60,7 @@ class LoopRun:
 
 
 def work(run: LoopRun) -> tuple[Proposal | None, str]:
-    """(the proposal or None, why the run ended). Called again with the same number after a kill, it continues.
+    """(the proposal or None, the reason why the run ended). After a kill, a call with the same number continues the run.
 
     Raises: TargetError; LlmError; CheckpointError; what the workbench's sandbox raises. The run can be continued after each.
     """
@@ -72,7 +73,7 @@ def work(run: LoopRun) -> tuple[Proposal | None, str]:
         known = graph.get_state(config)
         given: Any = None if known.values or known.next else {"rounds": 0}
         if known.values and known.next:
-            run.say(f"  run {run.number} continues")
+            run.say(Message("loop.continues", "  run {number} continues", number=run.number))
         while True:
             waiting = graph.get_state(config).interrupts
             if waiting:
@@ -83,11 +84,11 @@ def work(run: LoopRun) -> tuple[Proposal | None, str]:
             if not graph.get_state(config).next:
                 break
     draft = _unpacked(state["draft"]) if state.get("taken") and not state.get("ended") else None
-    return draft, state.get("ended") or state.get("problem") or ""
+    return draft, Message.from_json(state.get("ended") or state.get("problem") or "")
 
 
 def forget(saved: Path | str, agent: str, number: int) -> None:
-    """Drop the checkpoints of a run that is over. Raises: SavedRunError."""
+    """Delete the checkpoints of a run that is over. Raises: SavedRunError."""
     if isinstance(saved, str) or saved.exists():
         with checkpoints.opened(saved) as saver:
             saver.delete_thread(_thread(agent, number))
@@ -98,7 +99,7 @@ def _thread(agent: str, number: int) -> str:
 
 
 class _Loop:
-    """The graph's nodes over one run."""
+    """The graph's nodes, for one run."""
 
     def __init__(self, run: LoopRun) -> None:
         self.run, self.role, self.policy = run, run.role, run.client.policy
@@ -119,17 +120,17 @@ class _Loop:
         return made
 
     def aim(self, state: State) -> State:
-        """What to do, and the first messages."""
+        """Ask the role what to do, and write the first messages."""
         aim = self.role.aim(self.policy.rounds)
         if isinstance(aim, str):
-            return {"ended": aim}
-        self.run.say(f"  {aim.about}")
+            return {"ended": plain(aim)}
+        self.run.say(Message("loop.aim", "  {about}", about=aim.about))
         messages = [{"role": "system", "content": self.role.system}, {"role": "user", "content": aim.prompt}]
         started: State = {"exchanges": 0, "rounds": 0, "taken": False, "tried": False}
-        return {"about": aim.about, "facts": aim.facts, "messages": messages} | started
+        return {"about": str(aim.about), "facts": aim.facts, "messages": messages} | started
 
     def think(self, state: State) -> State:
-        """One exchange."""
+        """One exchange with the model."""
         number = state["exchanges"] + 1
         reply = self.run.client.ask(
             f"{self.role.name}-{self.run.number}-{number:03d}", state["messages"], self.role.tools
@@ -138,18 +139,19 @@ class _Loop:
 
     def act(self, state: State) -> State:
         """Answer the tools that the model called; a proposal is read and checked."""
-        answers: list[Message] = []
+        answers: list[ChatMessage] = []
         update: State = {"tried": False}
         for call in state["messages"][-1].get("tool_calls", []):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name != PROPOSE:
                 text = self.role.answer(state["facts"], name, arguments)
             elif update["tried"]:
-                text = "One proposal at a time: this one was ignored."
+                text = prompts.ONE_AT_A_TIME
             else:
                 update |= self.judge(arguments, state)  # type: ignore[typeddict-item]
                 left = self.policy.rounds - update["rounds"]
-                text = prompts.TAKEN if update["taken"] else f"{update['problem']}\n{prompts.AGAIN.format(left=left)}"
+                problem = Message.from_json(update["problem"])
+                text = prompts.TAKEN if update["taken"] else f"{problem}\n{prompts.AGAIN.format(left=left)}"
             answers.append({"role": "tool", "tool_call_id": call["id"], "content": text})
         answers = answers or [{"role": "user", "content": prompts.CALL_A_TOOL}]
         update["messages"] = [*state["messages"], *answers]
@@ -158,32 +160,54 @@ class _Loop:
         return update
 
     def judge(self, arguments: str, state: State) -> State:
-        """Read and check a proposal; ``problem`` says what is wrong with it, for the model."""
+        """Read and check a proposal. ``problem`` tells the model what to correct."""
         run, number = self.run, state["rounds"] + 1
         update: State = {"tried": True, "rounds": number, "taken": False}
+        problem: str
         try:
             draft = self.role.draft(state["facts"], arguments, _last(TRY, state["messages"]))
         except DraftError as error:
-            problem = f"The proposal cannot be read: {error}"
+            problem = Message("loop.unreadable_draft", "The proposal cannot be read: {problem}", problem=error.message)
         else:
             update["draft"] = _packed(draft)
-            run.say(f"  round {number}: {draft.title} (predicted {gain_words(draft.target, draft.predicted_gain)})")
+            run.say(
+                Message(
+                    "loop.round",
+                    "  round {number}: {title} (predicted {gain})",
+                    number=number,
+                    title=draft.title,
+                    gain=gain_words(draft.target, draft.predicted_gain),
+                )
+            )
             before = [a for a in run.workbench.history(draft.target) if a.patch_id == draft.patch_id]
             if any(attempt.outcome == "reject" for attempt in before):
-                problem = "The gate rejected the same patch before."
+                problem = Message("loop.rejected_before", "The gate rejected the same patch before.")
             else:
                 problem = self.role.check(state["facts"], draft)
-        shown = one_line(problem, 200) if problem else "passes the quick check"
-        run.say(f"  round {number}: {shown}")
-        return update | {"problem": problem, "taken": not problem}  # type: ignore[return-value]
+        result = one_line(problem, 200) if problem else _passes()
+        run.say(Message("loop.checked", "  round {number}: {result}", number=number, result=result))
+        return update | {"problem": plain(problem), "taken": not problem}  # type: ignore[return-value]
 
     def spent(self, rounds: int, exchanges: int, update: State, state: State) -> State:
-        """Why the run ends now, if it does."""
-        last = one_line(update.get("problem", state.get("problem", "")) or "nothing was proposed", 300)
+        """The reason why the run ends now, if it does."""
+        problem = str(Message.from_json(update.get("problem", state.get("problem", ""))))
+        last = one_line(problem, 300) if problem else Message("loop.no_proposal", "the model proposed nothing")
         if rounds >= self.policy.rounds:
-            return {"ended": f"none of {rounds} proposals passed the quick check; the last: {last}"}
+            ended = Message(
+                "loop.rounds_spent",
+                "None of {proposals:,|proposal|proposals} passed the quick check. The last one: {last}",
+                proposals=rounds,
+                last=last,
+            )
+            return {"ended": plain(ended)}
         if exchanges >= self.policy.exchanges:
-            return {"ended": f"none of the proposals in {exchanges} exchanges passed the quick check; the last: {last}"}
+            ended = Message(
+                "loop.exchanges_spent",
+                "No proposal in {exchanges:,|exchange|exchanges} passed the quick check. The last one: {last}",
+                exchanges=exchanges,
+                last=last,
+            )
+            return {"ended": plain(ended)}
         return {}
 
     def after_act(self, state: State) -> str:
@@ -201,30 +225,41 @@ class _Loop:
 
         answer = str(interrupt(_question(state))).strip()
         if answer.lower() in STOP:
-            return {"ended": "stopped by the person who runs it"}
+            return {"ended": plain(Message("loop.stopped", "stopped by the person who runs it"))}
         if answer.lower() in GO:
             return {"problem": state.get("problem", "")}
         if state["rounds"] >= self.policy.rounds or state["exchanges"] >= self.policy.exchanges:
-            self.run.say("  no proposals are left: the run ends with what it has")
+            self.run.say(Message("loop.nothing_left", "  no proposals are left: the run ends with what it has"))
             return {"problem": state.get("problem", "")}
         text = prompts.STEER.format(text=visible(answer, 4000))
         return {"messages": [*state["messages"], {"role": "user", "content": text}], "taken": False}
 
 
 def _question(state: State) -> str:
-    """The question to a person between rounds."""
+    """The question that a person answers between rounds."""
     draft = state.get("draft")
-    words = [state["about"]]
+    lines = [state["about"]]
+    taken = bool(state.get("taken"))
     if draft:
         edits = ", ".join(one_line(path, 100) for path, _ in draft["edits"])
-        words += [f"round {state['rounds']}: {draft['title']}", f"  {draft['hypothesis']}", f"  edits {edits}"]
-        words.append("  passes the quick check" if state["taken"] else f"  {visible(state.get('problem', ''), 1500)}")
-    enter = "send it to the gate" if state.get("taken") else "continue"
-    return "\n".join([*words, f"[enter: {enter}; 'stop'; anything else is an instruction for the model]"])
+        problem = Message.from_json(state.get("problem", ""))
+        lines += [f"round {state['rounds']}: {draft['title']}", f"  {draft['hypothesis']}", f"  edits {edits}"]
+        lines.append(f"  {_passes()}" if taken else f"  {visible(problem, 1500)}")
+    enter = Message("loop.send", "send it to the gate") if taken else Message("loop.continue", "continue")
+    return Message(
+        "loop.question",
+        "{about}\n[enter: {enter}; 'stop'; anything else is an instruction for the model]",
+        about="\n".join(lines),
+        enter=enter,
+    )
 
 
-def _last(tool: str, messages: list[Message]) -> str:
-    """The arguments of the last call of a tool; '': none."""
+def _passes() -> Message:
+    return Message("loop.passes", "passes the quick check")
+
+
+def _last(tool: str, messages: list[ChatMessage]) -> str:
+    """The arguments of the last call of a tool; '' if it was not called."""
     calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
     return next((str(call["arguments"]) for call in reversed(calls) if call["name"] == tool), "")
 

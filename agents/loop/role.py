@@ -1,5 +1,7 @@
-"""What makes the loop one agent or another. A role has no state of a run: that is in the aim and the messages. And how it parses the arguments of a
-model's tool call, which are untrusted: whatever is wrong is a ``DraftError`` that the model can act on.
+"""The protocol of a role, which makes the loop one agent or another, and functions that parse the arguments of a model's tool call.
+
+A role holds no state of a run: the aim and the messages hold that. The arguments are untrusted: each error is a ``DraftError`` on which
+the model can act.
 """
 
 from __future__ import annotations
@@ -11,22 +13,23 @@ from typing import Any, Protocol
 
 from agents.core.proposal import Proposal
 from agents.core.untrusted import one_line
+from kernels.contract.message import CodedError, Message
 
 JsonObject = dict[str, Any]
 
 
-class TargetError(Exception):
+class TargetError(CodedError):
     """The requested target does not exist, or may not be changed."""
 
 
-class DraftError(Exception):
-    """What is wrong with a draft, in words that the model can act on."""
+class DraftError(CodedError):
+    """A draft is wrong. The message tells the model what to correct."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What one run works on. ``prompt``: the first message to the model; ``about``: a line for people; ``facts``: plain JSON, passed to the
-    role with each call."""
+    """What one run works on. ``prompt``: the first message to the model. ``about``: a line for people. ``facts``: plain JSON, passed to
+    the role with each call."""
 
     prompt: str
     about: str
@@ -34,6 +37,8 @@ class Aim:
 
 
 class Role(Protocol):
+    """One agent: its task, its tools, and how its drafts are checked."""
+
     name: str
     """The agent's, as in ``Proposal.agent``."""
     system: str
@@ -42,11 +47,11 @@ class Role(Protocol):
     """As of the chat completions API; ``tools.PROPOSE`` is one of them."""
 
     def aim(self, rounds: int) -> Aim | str:
-        """What to work on with ``rounds`` proposals, or why there is nothing to do. Raises: TargetError."""
+        """What to work on with ``rounds`` proposals, or the reason why there is nothing to do. Raises: TargetError."""
         ...
 
     def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
-        """A tool's answer (all but ``propose``), limited in length and marked as data; or why the call cannot be answered."""
+        """The answer of a tool other than ``propose``, limited in length and marked as data; or the reason why it cannot answer."""
         ...
 
     def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
@@ -54,7 +59,7 @@ class Role(Protocol):
         ...
 
     def check(self, facts: JsonObject, draft: Proposal) -> str:
-        """What the quick check finds wrong with a proposal, for the model; '': nothing."""
+        """The problems that the quick check finds in a proposal, for the model; '' if there are none."""
         ...
 
 
@@ -62,13 +67,16 @@ LARGEST = 1e30
 
 
 def read_object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call. Raises: DraftError, as all here."""
+    """The arguments of a call. Raises: DraftError, as all functions here."""
     try:
         raw = json.loads(arguments)
     except (ValueError, RecursionError) as error:
-        raise DraftError(f"the arguments are not JSON ({one_line(str(error), 120)}); were they cut off?") from None
+        problem = one_line(str(error), 120)
+        raise DraftError(
+            "loop.not_json", "The arguments are not JSON ({problem}). Were they cut off?", problem=problem
+        ) from None
     if not isinstance(raw, dict):
-        raise DraftError("the arguments are not a JSON object")
+        raise DraftError("loop.not_an_object", "The arguments are not a JSON object.")
     return raw
 
 
@@ -76,24 +84,36 @@ def title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
     """One line each, not empty."""
     title, hypothesis = (one_line(text(raw, key), limit) for key, limit in (("title", 80), ("hypothesis", 2000)))
     if not title or not hypothesis:
-        raise DraftError("title and hypothesis may not be empty")
+        raise DraftError("loop.empty", "title and hypothesis must not be empty.")
     return title, hypothesis
 
 
 def text(raw: dict[str, Any], key: str, where: str = "") -> str:
     value = raw.get(key)
     if not isinstance(value, str):
-        raise DraftError(f"{where}{key} is not a text")
+        raise DraftError("loop.not_text", "{where}{key} is not a text.", where=where, key=key)
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise DraftError(f"{where}{key} holds half a character (a lone surrogate)") from None
+        raise DraftError(
+            "loop.lone_surrogate", "{where}{key} holds half a character (a lone surrogate).", where=where, key=key
+        ) from None
     return value
 
 
 def number(raw: dict[str, Any], key: str) -> float:
-    """Finite, and not beyond 1e30."""
+    """A number between −1e30 and 1e30."""
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
-        raise DraftError(f"{key} is not a number")
+        raise DraftError("loop.not_a_number", "{key} is not a number.", key=key)
     return float(value)
+
+
+def did_you_mean(near: str) -> Message:
+    """The hint of an error that knows a name close to the given one."""
+    return Message("loop.near", "Did you mean {near!r}?", near=near)
+
+
+def choices(known: Sequence[str]) -> Message:
+    """The hint of an error that knows no name close to the given one."""
+    return Message("loop.known", "Choose one of: {known}.", known=list(known))

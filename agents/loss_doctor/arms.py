@@ -1,4 +1,4 @@
-"""The arms of a diagnosis: replays of the window in which one thing is changed."""
+"""The arms of a diagnosis: replays of the anomaly's window, each with one thing changed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from agents.loss_doctor.curves import StepPoint, Symptom
+from kernels.contract.message import CodedError
 
-# Where an arm starts: the newest checkpoint before the onset; the onset itself, which the first replay leaves a checkpoint at; an earlier
-# checkpoint, from which it trains through; or the weights of an earlier one put at the onset, so that the same documents meet another state.
-# ``end``, the newest checkpoint after the window, is for scores alone.
+# The checkpoint that an arm starts from. ``newest``: the newest one before the onset. ``onset``: at the onset itself, left by the first replay.
+# ``earlier``: an earlier one, from which the arm trains up to the window. ``older weights``: at the onset, with the weights of an earlier one, so
+# that the same documents meet another state. ``end``: the newest one after the window, for scores only.
 Start = Literal["newest", "onset", "earlier", "older weights", "end"]
 
 
@@ -30,7 +31,7 @@ class ReplayArm:
     start: Start = "newest"
 
 
-# What cannot have acted before the onset is changed there; what may have (a kernel, a commit, the rate) from the checkpoint on.
+# A change that cannot have acted before the onset starts there. One that may have (a kernel, a commit, the rate) starts at the checkpoint.
 AGAIN = (ReplayArm("same again", start="onset"), ReplayArm("same again, twice", start="newest"))
 FP32 = ReplayArm("fp32", {"precision": "fp32"})
 KERNELS = ReplayArm("reference kernels", reference_kernels=True)
@@ -47,7 +48,7 @@ LOWER_RATE = 0.1  # of the rate
 
 @dataclass(frozen=True)
 class ArmOutcome:
-    """What a replay showed. ``fires`` None: neither there nor gone, or not run, for the reason in ``failed``."""
+    """The result of a replay. ``fires``: the anomaly is there; None: unclear, or not run for the reason in ``failed``."""
 
     arm: str
     fires: bool | None
@@ -59,25 +60,25 @@ class ArmOutcome:
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """How one document stands at a checkpoint."""
+    """The loss and gradient of one document at a checkpoint."""
 
     key: str
     loss: float  # nats a supervised token
     gradient: float  # norm of the gradient of its summed loss: its part in the step's gradient
     tokens: int = 1  # that carry loss
-    in_window: bool = True  # False: of a sample, for comparison
-    joined: bool = False  # is it of the shards that joined last?
+    in_window: bool = True  # False: from a sample, for comparison
+    joined: bool = False  # from the shards that joined last
     by_frequency: float = (
         math.inf
-    )  # nats a token of one who knows only how frequent each token is among all that are scored
+    )  # nats a token of a predictor that knows only the tokens' frequencies among all scored documents
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What new shards are like, of one domain, beside what was there of it: found without a replay."""
+    """The new shards of one domain compared with its earlier ones. This needs no replay."""
 
     domain: str
-    documents: tuple[str, ...]  # those of the window's documents that joined with them
+    documents: tuple[str, ...]  # the window's documents that belong to the new shards
     reads_like: (
         str  # the domain whose earlier documents have the most similar tokens; the same, unless labelled wrongly
     )
@@ -88,7 +89,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class AnomalyCase:
-    """The facts of an anomaly that no replay is needed for."""
+    """The facts of an anomaly that are known without a replay."""
 
     kind: str
     onset: int
@@ -112,29 +113,30 @@ class AnomalyCase:
     )  # keys of optimizer and schedule, as the segment before had them
 
 
-class BudgetSpent(Exception):
-    """No replay may be begun: the budget in replayed steps is spent."""
+class BudgetSpent(CodedError):
+    """The budget in replayed steps is spent, and no replay may begin."""
 
 
 class ReplayBench(Protocol):
-    """All that the doctor can do."""
+    """All that the doctor can ask for."""
 
-    def case(self) -> AnomalyCase: ...
+    def case(self) -> AnomalyCase:
+        """The facts of the anomaly."""
 
     def run(self, arm: ReplayArm) -> ArmOutcome:
         """Replay the window. Raises: BudgetSpent."""
 
     def scores(self, start: Start) -> Sequence[DocumentScore]:
-        """Of every document of the window's steps, and of samples of the shards that joined last and of those before."""
+        """Scores of each document of the window, and of samples of the shards that joined last and of the earlier shards."""
 
     def joined(self) -> Sequence[Joined]:
-        """Of each domain, what the shards that joined last bring into the window; none where none joined."""
+        """For each domain, the shards that joined last compared with the earlier ones; empty if none joined."""
 
 
 def rate_arms(case: AnomalyCase) -> list[ReplayArm]:
-    """What may tame a step that the optimiser makes too large, what changed last first.
+    """Changes that may tame a step that the optimiser makes too large. A change that was made last comes first.
 
-    Within a warm-up of its own length again the rate is about a half; longer ones are what a lower rate is.
+    A warm-up of twice the length halves the rate at the anomaly, about; a longer one lowers it further.
     """
     optimizer, stability, schedule = (case.recipe[key] for key in ("optimizer", "stability", "schedule"))
     arms = [ReplayArm(AS_BEFORE, dict(case.was_otherwise))] if case.was_otherwise else []
@@ -150,6 +152,6 @@ def rate_arms(case: AnomalyCase) -> list[ReplayArm]:
 
 
 def all_at_once(recipe: Mapping[str, Any]) -> ReplayArm | None:
-    """The same batch without accumulation; None where there is none."""
+    """The same batch without accumulation; None if the recipe does not accumulate."""
     micro = recipe["batch"].get("micro_sequences")
     return ReplayArm(MICRO, {"batch.micro_sequences": None}) if micro else None

@@ -1,4 +1,4 @@
-"""Does a window of steps show an anomaly? One quantity of each step, held against what was usual before it."""
+"""Decides whether a window of steps shows an anomaly: compares one quantity of each step with its usual values before the window."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Symptom:
         return max((sign * (value - usual.center) for value in values), default=0.0)
 
     def fires(self, window: Sequence[StepPoint]) -> bool | None:
-        """Is the anomaly there? None: neither there nor gone.
+        """True if the anomaly is there, False if it is gone, None if it is neither.
 
         >>> calm = [StepPoint(step, 2.0, 0.5) for step in range(8)]
         >>> spike = Symptom.seen("loss_spike", calm, [StepPoint(8, 5.0, 0.6)])
@@ -143,12 +143,12 @@ class Symptom:
         return True if share >= THERE else False if share <= GONE else None
 
     def unnoticed(self, window: Sequence[StepPoint]) -> bool:
-        """Would no detector notice the window? Stricter than ``fires`` where the live run's excess was large: less of the same is not left either."""
+        """True if no detector would notice the window. Stricter than ``fires`` if the live run's excess was large."""
         excess = self.excess_of(window, self.usual)
         return self.fires(window) is False and excess <= UNNOTICED * self.usual.deviation
 
     def contrast(self, shown: Sequence[StepPoint], without: Sequence[StepPoint]) -> float:
-        """The most by which one replay lies beyond another at the same step, in the symptom's direction: what the other one leaves out causes.
+        """The largest distance of one replay beyond another at the same step, in the symptom's direction: the effect of what the other leaves out.
 
         >>> spike = Symptom("loss_spike", "loss", False, Usual(2.0, 0.1), 3.0)
         >>> spike.contrast([StepPoint(8, 6.0, 1.0), StepPoint(9, 2.2, 1.0)], [StepPoint(8, 3.5, 1.0), StepPoint(9, 2.1, 1.0)])
@@ -167,12 +167,12 @@ class Symptom:
 
 
 def values_of(points: Sequence[StepPoint], quantity: str) -> list[float]:
-    """Of the steps that have it."""
+    """The quantity at each step that has it."""
     return [value for point in points if (value := point.value(quantity)) is not None]
 
 
 def points(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
-    """Lines of metrics.jsonl, by step; of a step that was done twice the later line. A step without targets has no loss, and is none of them.
+    """The points of lines of metrics.jsonl, by step. If a step was done twice, the later line counts. A step without a loss has no point.
 
     >>> points([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
     [StepPoint(step=4, loss=2.0, grad_norm=inf, parts={'loss/code': 1.5})]
@@ -188,9 +188,9 @@ def points(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
 
 
 def onset(lines: Sequence[StepPoint], step: int, reach: int = 16, deviations: float = 4.0) -> int:
-    """The step at which an anomaly began that was noticed at ``step``: norms may climb before the loss does (BLOOM's did for five steps).
+    """The step at which an anomaly began that was noticed at ``step``. Norms may climb before the loss does (BLOOM's did for five steps).
 
-    The first of the steps right before it, at most ``reach``, whose loss or gradient norm is that far above what was usual earlier.
+    Goes back over at most ``reach`` steps, as long as loss or gradient norm is ``deviations`` above its earlier usual value.
 
     >>> calm = [StepPoint(s, 2.0, 0.5) for s in range(40)]
     >>> onset([*calm, StepPoint(40, 2.0, 3.0), StepPoint(41, 2.0, 9.0), StepPoint(42, 7.0, 30.0)], 42)

@@ -30,20 +30,23 @@ from agents.loss_doctor.arms import (
 from agents.loss_doctor.causes import BAD_DATA, CODE, LOSS_MASK, SHARES, SPREAD, UNKNOWN, Findings, Naming, name
 from agents.loss_doctor.curves import StepPoint
 from agents.loss_doctor.suspects import learnt, ranking, shards_kind, smallest, strangers, suspects
+from kernels.contract.message import Message
 
 NOTICED = 8.0  # robust deviations: an anomaly of its own
-MOST_MASKS = 24  # replays in which documents are masked; guilty ones that are more than can be told apart by so many are not told
-AT_ONCE = 2  # steps after new shards joined in which what is new about them shows
-OTHER_MASK = 0.2  # by which the share of tokens that carry loss differs, of documents whose mask is another
+MOST_MASKS = (
+    24  # replays in which documents are masked; if more would be needed to find the guilty documents, none are named
+)
+AT_ONCE = 2  # an anomaly that begins so many steps after new shards joined is taken as theirs
+OTHER_MASK = 0.2  # difference of the share of tokens that carry loss, from which on two loss masks differ
 ALIKE, UNLIKE = (
     0.5,
     0.2,
-)  # of what documents do at the newest checkpoint: how much they do at another one, if they are bad, or if they are not
+)  # their effect at another checkpoint as a share of that at the newest: above the first they are bad, below the second not
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor found. ``guilty``: documents that may be quarantined; ``triggers``: those without which it is gone, guilty or not."""
+    """The doctor's result. ``guilty``: documents that may be quarantined. ``triggers``: documents without which the anomaly is gone."""
 
     causes: tuple[str, ...]
     why: str
@@ -62,12 +65,12 @@ class Diagnosis:
 
 
 def diagnose(bench: ReplayBench) -> Diagnosis:
-    """The cause of an anomaly. What is not found within the budget, or because a replay fails, is ``unknown`` with the reason."""
+    """The cause of an anomaly; ``unknown``, with the reason, if the budget ends or a replay fails first."""
     consultation = _Consultation(bench)
     try:
         naming = consultation.run()
     except BudgetSpent as spent:
-        naming = name(consultation.findings) or Naming((UNKNOWN,), str(spent))
+        naming = name(consultation.findings) or Naming((UNKNOWN,), spent.message)
     return consultation.diagnosis(naming)
 
 
@@ -76,7 +79,7 @@ class _TooMany(Exception):
 
 
 class _Consultation:
-    """What has been tried, and what it showed."""
+    """One diagnosis in progress: the arms that were tried, and the findings."""
 
     def __init__(self, bench: ReplayBench) -> None:
         self.bench = bench
@@ -100,12 +103,14 @@ class _Consultation:
         return begins is not None and self.case.onset <= begins + AT_ONCE
 
     def run(self) -> Naming:
-        # What a faulty kernel, commit or rate makes of one document is no fault of the document: it is asked about last.
+        # Documents come last: the effect of a faulty kernel, commit or rate on one document is not the document's fault.
         first = (self._again, self._changes, self._numerics, self._commit, self._joined, self._documents)
         for step in (*first, self._order, self._earlier, self._rate):
             step()
             if self.outcomes and all(outcome.failed for outcome in self.outcomes):
-                return Naming((UNKNOWN,), f"nothing could be replayed: {self.outcomes[0].failed}")
+                reason = self.outcomes[0].failed
+                why = Message("loss_doctor.no_replay", "nothing could be replayed: {problem}", problem=reason)
+                return Naming((UNKNOWN,), why)
             if (naming := name(self.findings)) is not None:
                 return naming
             if self.findings.masked_clears and self.findings.guilty_share <= SPREAD:
@@ -114,9 +119,14 @@ class _Consultation:
         naming = name(self.findings)
         assert naming is not None
         if naming.causes == (CODE, UNKNOWN):
-            naming = replace(naming, why=f"{naming.why}: {self.case.environment_changed}")
+            changed = self.case.environment_changed
+            why = Message("loss_doctor.environment", "{why} ({changed})", why=naming.why, changed=changed)
+            naming = replace(naming, why=why)
         failed = [f"{o.arm}: {o.failed}" for o in self.outcomes if o.failed]
-        return replace(naming, why=f"{naming.why} (not run: {'; '.join(failed)})") if failed else naming
+        if not failed:
+            return naming
+        arms = "; ".join(failed)
+        return replace(naming, why=Message("loss_doctor.not_run", "{why} (not run: {arms})", why=naming.why, arms=arms))
 
     def diagnosis(self, naming: Naming) -> Diagnosis:
         guilty = tuple(self.triggers) if naming.causes == (BAD_DATA,) else ()
@@ -137,7 +147,7 @@ class _Consultation:
         return outcome
 
     def _again(self) -> None:
-        """Once is enough where it gives what the live run had, to the last digit: both together are two runs of the same."""
+        """Replay unchanged. Once is enough if the curve equals the live run's to the last digit; else twice."""
         first = self._tried(AGAIN[0])
         if not first.failed and first.curve == self.case.live:
             self.findings = replace(self.findings, repeatable=True)
@@ -147,7 +157,7 @@ class _Consultation:
                 self.findings = replace(self.findings, repeatable=first.bits == second.bits)
 
     def _changes(self) -> None:
-        """What is known to have changed is changed back."""
+        """Undo each known change."""
         if self.findings.resumed and self.case.has_earlier:
             self._tried(EARLIER)
         if name(self.findings) is None and self.case.has_previous_mixture:
@@ -170,7 +180,7 @@ class _Consultation:
             self._tried(ENVIRONMENT)
 
     def _joined(self) -> None:
-        """Documents that joined with new shards, and whose labels or masks are odd, are masked all at once."""
+        """Mask all documents of new shards at once if their labels or masks are odd."""
         for joined in self.bench.joined() if self.case.generation_begins is not None else ():
             if (odd := oddity(joined)) and self._masked(joined.documents).fires is False:
                 self.triggers = sorted(joined.documents)
@@ -182,8 +192,8 @@ class _Consultation:
         odd, common = suspects(scores), shards_kind(scores)
         self.findings = replace(self.findings, strange=bool(strangers(scores)))
         if math.isinf(self.case.symptom.excess):
-            odd, common = ranking(scores), set()  # what is not finite may come of any document
-        # Those that stand out among their own kind, then all that stand out.
+            odd, common = ranking(scores), set()  # any document may make a value that is not finite
+        # First the documents that stand out among their own kind, then all that stand out.
         rare = [key for key in odd if key not in common]
         self.ranked = rare if rare and self._cleared_without(rare) else odd
         if not self.findings.masked_clears and not (odd and self._cleared_without(odd)):
@@ -200,7 +210,7 @@ class _Consultation:
             self.triggers = sorted(self.ranked)
             if (
                 self._misbehave_elsewhere() is False
-            ):  # learnt since: nothing is quarantined for it, so which ones exactly is not asked
+            ):  # learnt since: nothing will be quarantined, so the exact set is not needed
                 self.findings = replace(self.findings, older_fires=False)
                 return
         try:
@@ -219,29 +229,29 @@ class _Consultation:
     def _cleared_without(self, documents: list[str]) -> bool:
         masked = self._masked(tuple(documents))
         cleared = masked.fires is False
-        # As little is left as masking all leaves: the smallest set should not leave a smaller spike for the next time.
+        # The smallest set must leave as little as masking all leaves: not a smaller spike.
         self.strictly = cleared and self._unnoticed(masked)
         self.findings = replace(self.findings, masked_clears=cleared)
         return cleared
 
     def _excused(self, documents: list[str]) -> None:
-        """Are those that some of the shards before are like too many at once? Masked together, as no single one is to blame."""
+        """Mask together the documents that are like some earlier ones: they may be too many at once, without one to blame."""
         if documents and self._cleared_without(documents):
             self.ranked, self.triggers = documents, sorted(documents)
             self.findings = replace(self.findings, too_many=True)
 
     def _learnt(self) -> None:
-        """Were the new shards learnt by the segment's end? Asked only where their documents are odd."""
+        """Find out whether the new shards were learnt by the segment's end, if their documents are odd."""
         if self.findings.strange and self.case.has_end:
             found = learnt(self.bench.scores("newest"), self.bench.scores("end"))
             self.findings = replace(self.findings, learnt=found)
 
     def _order(self) -> None:
-        """Only where no single documents are to blame: are others of the same shards, in their place, as bad?"""
+        """Replay with other documents of the same shards. Reached only if no single documents are to blame."""
         self._tried(ORDER)
 
     def _misbehave_elsewhere(self) -> bool | None:
-        """Do the triggers, at another checkpoint, what they do here? What they do is the window with them against the window without."""
+        """True if the triggers have the same effect at another checkpoint. Their effect is the difference of the window with and without them."""
         triggers, named = tuple(self.triggers), _named(self.triggers)
         arms = (
             (AGAIN[0], ReplayArm(named, masked=triggers, start="onset")),
@@ -262,7 +272,7 @@ class _Consultation:
         noticed = there >= NOTICED * self.case.symptom.usual.deviation
         if share >= ALIKE or noticed:
             return True
-        # In between the documents' own loss and gradient there tell, where they tell the same of all of them.
+        # In between, the documents' own loss and gradient at that checkpoint decide, if they say the same of all documents.
         odd = set(triggers) & set(suspects(self.bench.scores("older weights"), most=1.0))
         return True if odd == set(triggers) else None if odd else False
 
@@ -299,7 +309,7 @@ class _Consultation:
 
 
 def oddity(joined: Joined) -> str:
-    """The cause that what is odd about new documents would be; '' where nothing is.
+    """The cause that an oddity of new documents would be; '' if they are not odd.
 
     >>> oddity(Joined("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
     'loss mask'
@@ -312,6 +322,6 @@ def oddity(joined: Joined) -> str:
 
 
 def _named(masked: Sequence[str]) -> str:
-    """'3 documents masked (ab12cd34)': the same for the same documents."""
+    """The arm's name, '3 documents masked (ab12cd34)': the same for the same documents."""
     digest = hashlib.sha256("\n".join(sorted(masked)).encode()).hexdigest()[:8]
     return f"{len(masked)} documents masked ({digest})"

@@ -5,6 +5,9 @@ Apart because people edit these words without the code around them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from agents.core.untrusted import quoted
 from agents.loop.prompts import MATERIAL
 
 MOST_CLAIMS = 6  # sentences of an explanation
@@ -22,3 +25,13 @@ Call `explain` once with at most {MOST_CLAIMS} claims. A claim is one sentence t
 Each claim is compared with the record, and one that does not hold is dropped, without a second try: a name that the record does not have,
 an outcome or a number that is not that evidence's own, another arm's name in the sentence, a cause that the table did not name."""
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
+
+
+def task(
+    causes: Sequence[str], others: Sequence[str], named: str, arms: str, documents: Sequence[tuple[str, str]]
+) -> str:
+    """The model's task, each part cut to a limit and marked as data. ``others``: causes that no sentence may name."""
+    parts = [quoted("facts", named), quoted("arms: what the anomaly is in each", arms or "none was replayed")]
+    parts += [quoted(f"the beginning of a document, {name}", beginning, 1000) for name, beginning in documents]
+    parts.append(f"The cause is: {' or '.join(causes)}. Causes that no sentence may name: {', '.join(others)}.")
+    return "\n\n".join(parts)

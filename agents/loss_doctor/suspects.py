@@ -1,4 +1,4 @@
-"""Which documents cause an anomaly: those that stand out are masked, and what is not needed is taken off again."""
+"""Finds the documents that cause an anomaly. Documents that stand out are masked; then those whose mask is not needed are released."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from agents.loss_doctor.arms import DocumentScore
 from agents.loss_doctor.curves import Usual
 
 STANDS_OUT = 3.5  # robust deviations of the logarithm: Iglewicz and Hoaglin 1993
-ABOUT = 0.75  # of a document's distance from the usual, as a logarithm: how far another one lies that is about as odd
+ABOUT = 0.75  # share of a document's distance from the usual (a logarithm): a document beyond it is about as odd
 LIKE_IT = (
-    0.01  # share of the documents before, and never less than two, that are as odd: such a one is rare, and not bad
+    0.01  # if this share of the earlier documents, and at least two, are as odd as a document, it is rare but not bad
 )
 
 POWERS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-# Share of a sample of the shards that joined, and never less than five: what so many of them are like is those shards' kind.
+# If this share of a sample of the shards that joined, and at least five, are alike, this is the kind of these shards.
 MANY, LEAST_MANY = 0.05, 5
-LEARNT = 0.75  # share of the documents that stood out
-FAR_BETTER = 0.8  # of the loss of one who knows only how frequent tokens are
+LEARNT = 0.75  # share of the odd documents that must have been learnt
+FAR_BETTER = 0.8  # of the loss of a predictor that knows only the tokens' frequencies
 
 
 def suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
-    """Keys of the window's documents that stand out among all that were scored, the worst first; at most that share of them.
+    """Keys of the window's documents that stand out among all that were scored, the worst first; at most the share ``most`` of them.
 
-    By the norm of their own gradient or by their loss, either too high or too low: a document that was leaked or repeated is too easy.
-    What some documents of the shards before are as much is hard, not bad, and left out with ``excuse``.
+    A document stands out by the norm of its own gradient or by its loss, too high or too low: a leaked or repeated document is too easy.
+    With ``excuse``, a document that is as odd as some earlier ones is left out: it is hard, not bad.
 
     >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
     >>> suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
@@ -53,9 +53,9 @@ def ranking(scores: Sequence[DocumentScore]) -> list[str]:
 
 
 def strangers(scores: Sequence[DocumentScore]) -> list[str]:
-    """Keys of the window's documents that stand out among those of the shards before, as ``suspects`` has it, however many they are.
+    """Keys of all of the window's documents that stand out among the earlier documents, by the rule of ``suspects``.
 
-    Of a window that is mostly bad, the good ones stand out among all, or none. Without documents of before every one is a stranger.
+    In a window that is mostly bad, a comparison within the window fails. Without earlier documents every document is a stranger.
 
     >>> before = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100, in_window=False) for n in range(9)]
     >>> window = [DocumentScore("fair", 2.0, 1.0), *(DocumentScore(f"bad{n}", 9.0, 30.0) for n in range(20))]
@@ -71,19 +71,19 @@ def _strange(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
 
 
 def sample_before(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
-    """Those of the shards that were there before."""
+    """The sampled documents of the earlier shards."""
     return [score for score in scores if not score.in_window and not score.joined]
 
 
 def sample_joined(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
-    """Those of the shards that joined last, but for the window's."""
+    """The sampled documents of the shards that joined last, without the window's."""
     return [score for score in scores if not score.in_window and score.joined]
 
 
 def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
-    """Keys of the window's documents that many of the shards that joined are like: what is odd about them is those shards' kind.
+    """Keys of the window's odd documents that are like many others of the shards that joined: the oddity is the shards' kind.
 
-    A new form, or a shard that is mostly bad; either way no fault of single documents.
+    The shards have a new form, or are mostly bad. Single documents are not at fault in either case.
 
     >>> window = [DocumentScore("odd", 6.0, 60.0, joined=True), DocumentScore("fair", 2.0, 20.0)]
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
@@ -101,10 +101,10 @@ def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
 
 
 def learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
-    """Was what is odd about the shards that joined learnt between two checkpoints, of which these are the scores?
+    """True if the model learnt the odd documents of the shards that joined between two checkpoints, whose scores are given.
 
-    Most documents of their sample that stood out are predicted better than before, far better than by the frequency of their tokens, which
-    is all that can be learnt of garbage, and are not so easy that they were learnt by heart.
+    Most odd documents of the sample must be predicted better than before, and far better than by token frequency alone (all that can be
+    learnt of garbage). They must not be so easy that they were learnt by heart.
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
     >>> joined = lambda loss: [DocumentScore(f"n{n}", loss, 20.0, 1, False, True, 5.5) for n in range(90)]
@@ -127,9 +127,9 @@ def has_peers(
     share: float = LIKE_IT,
     least: int = 2,
 ) -> bool:
-    """Are enough documents, a ``share`` of ``among`` and ``least`` of them, about as odd, in the same direction, by loss and by gradient?
+    """True if a ``share`` of ``among``, and at least ``least``, are about as odd in the same direction, by loss and by gradient.
 
-    As far from what is usual ``before``, or among themselves.
+    Odd: as far from the usual values of ``before``, or of ``among`` if that is None.
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, 16, in_window=False) for n in range(150)]
     >>> before += [DocumentScore(f"hard{n}", 6.0, 60.0, 16, in_window=False) for n in range(3)]
@@ -139,12 +139,12 @@ def has_peers(
     if not among or not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
         return False
     usual = among if before is None else before
-    # The norm of a sum of gradients grows with its number if they are alike, and with its root if they are not, and mostly in between.
+    # The norm of a sum of n gradients grows as n if they are alike, as √n if they are not, and mostly in between.
     return any(_peers(score, among, usual, power) >= max(least, share * len(among)) for power in POWERS)
 
 
 def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequence[DocumentScore], power: float) -> int:
-    """How many lie about as far from the usual, in the same direction, by loss and by gradient / tokens^``power``."""
+    """The number of documents about as far from the usual, in the same direction, by loss and by gradient / tokens^``power``."""
     peers = list(among)
     measures: tuple[Callable[[DocumentScore], float], ...] = (lambda s: s.loss, lambda s: s.gradient / s.tokens**power)
     for of in measures:
@@ -155,7 +155,7 @@ def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequenc
 
 
 def outlying(score: DocumentScore, among: Sequence[DocumentScore]) -> float:
-    """Robust deviations by which a document's loss or gradient lies off those of the others, the larger; infinite where one is not finite."""
+    """The larger of the robust deviations of a document's loss and gradient from the others'; infinite if one is not finite."""
     if not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
         return math.inf
     logs = lambda values: [math.log(max(value, 1e-12)) for value in values if math.isfinite(value)]
@@ -170,9 +170,9 @@ def outlying(score: DocumentScore, among: Sequence[DocumentScore]) -> float:
 def smallest(ranked: Sequence[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
     """A smallest set of documents whose masking makes the anomaly go: without any one of them it stays.
 
-    First the shortest beginning of the ranking that is enough (a search by halves, as more masked documents cannot bring it
-    back), then QuickXplain (Junker, AAAI 2004) within it. ``gone`` tells of a set, and is true of all of ``ranked``; it is
-    asked O(log n + g log(n / g)) times for g guilty of n.
+    First a search by halves finds the shortest beginning of the ranking that is enough: more masked documents cannot bring the anomaly
+    back. Then QuickXplain (Junker, AAAI 2004) runs within it. ``gone`` tells whether masking a set clears the anomaly, and is true of all
+    of ``ranked``. It is called O(log n + g log(n / g)) times for g guilty of n.
 
     >>> asked = []
     >>> def gone(masked): asked.append(masked); return {"b", "e"} <= set(masked)
@@ -187,7 +187,7 @@ def smallest(ranked: Sequence[str], gone: Callable[[tuple[str, ...]], bool]) -> 
 
 
 def _needed(kept: list[str], added: bool, group: list[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
-    """What of ``group`` is needed beside ``kept``; both together are enough. ``added``: may ``kept`` alone be?"""
+    """The part of ``group`` that is needed in addition to ``kept``; both together are enough. ``added``: ``kept`` alone may be enough."""
     if added and gone(tuple(kept)):
         return []
     if len(group) == 1:

@@ -1,7 +1,7 @@
-"""A language model words a diagnosis: sentences, each with the arm or fact of the record that it rests on. It decides nothing.
+"""A language model explains a diagnosis in sentences. Each sentence names the arm or fact of the record that it rests on. The model decides nothing.
 
-What contradicts the record is dropped and counted. The check is of names, outcomes, numbers and causes, not of meaning, so that whoever
-shows a claim shows beside it what the record itself says.
+A claim that contradicts the record is dropped and counted. The check covers names, outcomes, numbers and causes, not meaning. Therefore a
+claim is always shown beside the record's own words.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agents.core.untrusted import one_line, quoted
+from agents.core.untrusted import one_line
 from agents.llm.client import Client
 from agents.loop.role import DraftError, read_object, text
 from agents.loop.tools import TEXT, tool
 from agents.loss_doctor.causes import TABLE
-from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS, SYSTEM
+from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS, SYSTEM, task
+from kernels.contract.message import Message
 
 AGENT = "loss-doctor"
 EXPLAIN = "explain"
-READ = 4 * MOST_CLAIMS  # claims of one answer that are read at all
+READ = 4 * MOST_CLAIMS  # more claims of one answer are not read
 CLAIM = {
     "type": "object",
     "properties": {"says": TEXT, "rests_on": TEXT, "shows": TEXT},
@@ -28,7 +29,7 @@ CLAIM = {
 TOOLS = (tool(EXPLAIN, "Explain the diagnosis.", ("claims",), claims={"type": "array", "items": CLAIM}),)
 
 CAUSES = sorted({cause for _, causes, _ in TABLE for cause in causes})
-PLAIN = re.compile(r"[\w\s.,;:()'’“”\"%×+–—=-]+")  # no markup, no address, no shell
+PLAIN = re.compile(r"[\w\s.,;:()'’“”\"%×+–—=-]+")  # no markup, no addresses, no shell commands
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 COUNTS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 GONE = r"gone|clears|cleared|disappear\w*|vanish\w*|absent|fixes|fixed|cures|cured|removes|removed|resolves|resolved"
@@ -39,7 +40,7 @@ OUTCOME = re.compile(rf"(?P<negation>{NEGATED})\b(?:(?P<gone>{GONE})|(?P<there>{
 
 @dataclass(frozen=True)
 class ArmShown:
-    """What the record says of an arm: ``there``, ``gone``, ``unclear`` or ``not run``."""
+    """An arm's outcome in the record: ``there``, ``gone``, ``unclear`` or ``not run``."""
 
     shows: str
     steps: int = 0  # replayed
@@ -47,15 +48,15 @@ class ArmShown:
 
 @dataclass(frozen=True)
 class DiagnosisFacts:
-    """All that the model gets, and all that a claim may rest on. Each value of ``facts`` is one bounded line."""
+    """The record that the model gets, and that a claim may rest on. Each value of ``facts`` is one short line."""
 
     causes: tuple[str, ...]  # as the table named them
     facts: Mapping[str, str]
     arms: Mapping[str, ArmShown]
-    documents: tuple[tuple[str, str], ...] = ()  # name and the beginning of the text: a claim cannot rest on one
+    documents: tuple[tuple[str, str], ...] = ()  # name and beginning of the text; a claim cannot rest on these
 
     def about(self, name: str) -> tuple[str, str] | None:
-        """What the record says of an arm or a fact, and all words that a sentence may take numbers from; None: it has none of that name.
+        """The value of an arm or a fact, and the words from which a sentence may take numbers; None if the record has none of that name.
 
         >>> DiagnosisFacts(("rate",), {"steps": "7 to 9"}, {"fp32": ArmShown("there", 4)}).about("fp32")
         ('there', 'fp32: it is there; 4 steps')
@@ -67,7 +68,7 @@ class DiagnosisFacts:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the model's, and what the record says of the arm or fact that it rests on."""
+    """A sentence of the model, and the record's value of the arm or fact that it rests on."""
 
     says: str
     rests_on: str
@@ -76,32 +77,33 @@ class Claim:
 
 @dataclass(frozen=True)
 class Wording:
-    """``dropped``: why, one line for each claim that is not shown."""
+    """The claims that hold. ``dropped``: one reason for each claim that does not."""
 
     claims: tuple[Claim, ...] = ()
     dropped: tuple[str, ...] = ()
 
 
 def word(client: Client, label: str, facts: DiagnosisFacts) -> Wording:
-    """One exchange. Raises: LlmError where there is no answer; DraftError for one that cannot be read."""
-    reply = client.ask(label, [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _told(facts)}], TOOLS)
-    called = [call.arguments for call in reply.tool_calls if call.name == EXPLAIN]
-    return read_wording(called[0] if called else reply.text, facts)
+    """Ask the model once. Raises: LlmError if no answer came; DraftError if it cannot be read."""
+    called = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _task(facts)}]
+    reply = client.ask(label, called, TOOLS)
+    claims = [call.arguments for call in reply.tool_calls if call.name == EXPLAIN]
+    return read_wording(claims[0] if claims else reply.text, facts)
 
 
 def read_wording(arguments: str, facts: DiagnosisFacts) -> Wording:
-    """The claims of an answer that hold, in its order. Whatever else it holds is not read. Raises: DraftError.
+    """The claims of an answer that hold, in its order. The rest of the answer is not read. Raises: DraftError.
 
     >>> import json
     >>> facts = DiagnosisFacts(("rate",), {"kind": "loss_spike"}, {"fp32": ArmShown("there")})
     >>> true = {"says": "It stays in fp32.", "rests_on": "fp32", "shows": "there"}
     >>> found = read_wording(json.dumps({"claims": [true, {"says": "It is the disk.", "rests_on": "me", "shows": "gone"}]}), facts)
     >>> found.claims, found.dropped
-    ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('it rests on nothing that the record has',))
+    ((Claim(says='It stays in fp32.', rests_on='fp32', shows='there'),), ('the record has no arm or fact of the name that it rests on',))
     """
     raw = read_object(arguments).get("claims")
     if not isinstance(raw, list):
-        raise DraftError("claims is not a list")
+        raise DraftError("loss_doctor.no_claims", "claims is not a list.")
     claims: list[Claim] = []
     dropped: list[str] = []
     for given in raw[:READ]:
@@ -109,39 +111,51 @@ def read_wording(arguments: str, facts: DiagnosisFacts) -> Wording:
         if isinstance(found, Claim) and len(claims) < MOST_CLAIMS:
             claims.append(found)
         else:
-            dropped.append(found if isinstance(found, str) else f"it comes after {MOST_CLAIMS} others")
-    dropped += [f"it comes after {READ} others"] * len(raw[READ:])
+            dropped.append(_beyond(MOST_CLAIMS) if isinstance(found, Claim) else found)
+    dropped += [_beyond(READ)] * len(raw[READ:])
     return Wording(tuple(claims), tuple(dropped))
 
 
-def _claim(raw: object, facts: DiagnosisFacts) -> Claim | str:
-    """A claim that holds, or why it is dropped. What is returned in words is the factory's own, never the model's."""
+def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
+    """A claim that holds, or the reason to drop it. The reason is the factory's text, never the model's."""
     if not isinstance(raw, dict):
-        return "it is not an object"
+        return Message("loss_doctor.not_an_object", "it is not an object")
     try:
         name, says, shown = (text(raw, key).strip() for key in ("rests_on", "says", "shows"))
     except DraftError as error:
-        return str(error)
+        return Message.from_json(error.message)
     if (known := facts.about(name)) is None:
-        return "it rests on nothing that the record has"
+        return Message("loss_doctor.no_such_evidence", "the record has no arm or fact of the name that it rests on")
     shows, words = known
     if _same(shown) != _same(shows):
-        return f"it has another outcome of '{name}' than the record"
+        return Message("loss_doctor.other_value", "its outcome of '{name}' differs from the record's", name=name)
     if not says or len(says) > MOST_CHARS:
-        return f"its sentence is empty, or longer than {MOST_CHARS} characters"
+        return Message(
+            "loss_doctor.wrong_length", "its sentence is empty, or longer than {most} characters", most=MOST_CHARS
+        )
     says = one_line(says, MOST_CHARS)
     if not PLAIN.fullmatch(says):
-        return "its sentence is not plain text"
+        return Message("loss_doctor.not_plain", "its sentence is not plain text")
     bare = _without(says, [name])
     if other := next((arm for arm in facts.arms if _names(bare, arm) and arm not in name), None):
-        return f"its sentence names '{other}', and rests on '{name}'"
+        return Message(
+            "loss_doctor.other_arm", "its sentence names '{other}', but it rests on '{name}'", other=other, name=name
+        )
     if cause := next((cause for cause in CAUSES if cause not in facts.causes and _names(bare, cause)), None):
-        return f"its sentence names the cause '{cause}', which the table did not"
+        return Message(
+            "loss_doctor.other_cause",
+            "its sentence names the cause '{cause}', which the table did not name",
+            cause=cause,
+        )
     if not _outcomes(bare) <= _outcomes(words):
-        return f"its sentence says another outcome than '{name}' had"
+        return Message("loss_doctor.other_outcome", "its sentence states another outcome than '{name}' had", name=name)
     if not all(_is_one_of(number, NUMBER.findall(words)) for number in _numbers(bare)):
-        return f"its sentence has a number that '{name}' has not"
+        return Message("loss_doctor.other_number", "its sentence has a number that '{name}' does not have", name=name)
     return Claim(says, name, shows)
+
+
+def _beyond(most: int) -> Message:
+    return Message("loss_doctor.beyond", "{most} claims come before it, and no more are taken", most=most)
 
 
 def _same(value: str) -> str:
@@ -159,7 +173,7 @@ def _without(sentence: str, names: Sequence[str]) -> str:
 
 
 def _outcomes(sentence: str) -> set[str]:
-    """Which outcomes a sentence states; a negation before one makes it the other.
+    """The outcomes that a sentence states. A negation before an outcome makes it the other one.
 
     >>> sorted(_outcomes("It stays in bf16.")), sorted(_outcomes("It is not yet gone.")), sorted(_outcomes("Nothing clears it."))
     (['there'], ['there'], ['there'])
@@ -181,7 +195,7 @@ def _numbers(sentence: str) -> list[str]:
 
 
 def _is_one_of(number: str, known: Sequence[str]) -> bool:
-    """Is a number one of those, rounded to the digits that it has?
+    """True if a number is one of the known numbers, rounded to its own digits.
 
     >>> _is_one_of("9.3", ["9.284"]), _is_one_of("9.5", ["9.284"])
     (True, False)
@@ -190,12 +204,8 @@ def _is_one_of(number: str, known: Sequence[str]) -> bool:
     return any(float(number) == float(other) or float(number) == round(float(other), digits) for other in known)
 
 
-def _told(facts: DiagnosisFacts) -> str:
-    """The model's task, each part bounded and marked as data."""
+def _task(facts: DiagnosisFacts) -> str:
     arms = "\n".join(f"{name}: {arm.shows}; {arm.steps} steps replayed" for name, arm in facts.arms.items())
     named = "\n".join(f"{name}: {value}" for name, value in facts.facts.items())
-    parts = [quoted("facts", named), quoted("arms: what the anomaly is in each", arms or "none was replayed")]
-    parts += [quoted(f"the beginning of a document, {name}", beginning, 1000) for name, beginning in facts.documents]
-    others = ", ".join(cause for cause in CAUSES if cause not in facts.causes)
-    parts.append(f"The cause is: {' or '.join(facts.causes)}. Causes that no sentence may name: {others}.")
-    return "\n\n".join(parts)
+    others = [cause for cause in CAUSES if cause not in facts.causes]
+    return task(facts.causes, others, named, arms, facts.documents)

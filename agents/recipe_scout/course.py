@@ -1,4 +1,4 @@
-"""The trunk's course, from its metrics: the basis of the scout's predictions."""
+"""The trunk's course: facts from its metrics, on which the scout's predictions rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Lines = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Course:
-    """Losses in bits per byte. Slopes: how far the loss falls for e times the tokens, over the later half of the record."""
+    """Losses in bits per byte. A slope is the fall of the loss for e times the tokens, over the later half of the record."""
 
     recipe: Recipe
     path: str  # of the recipe in the repository
@@ -27,7 +27,7 @@ class Course:
     tokens: float  # positions trained on so far
     judged_tokens: float  # positions of one of the gate's runs
     least_gain: float  # bits per byte that the gate asks for at least
-    may_change: Callable[[str], bool]  # may patches change this key?
+    may_change: Callable[[str], bool]  # True if patches may change this key
     slope: float
     domain_slopes: dict[str, float] = field(default_factory=dict)
     noise_scale: float | None = None  # gradient noise scale in supervised tokens, arXiv 1812.06162
@@ -39,7 +39,7 @@ class Course:
 
     @property
     def ahead(self) -> float:
-        """The tokens of a gate's run as a share of all tokens that its weights were trained on."""
+        """The tokens of one of the gate's runs, as a share of all tokens that its weights were trained on."""
         return self.judged_tokens / (self.tokens + self.judged_tokens)
 
     def gain_of_speed(self, speed: float) -> float:
@@ -87,7 +87,7 @@ def course_of(
 
 
 def sampled(lines: Lines) -> tuple[str, ...]:
-    """Some lines in short form: denser at the start, where the loss falls fast; always the last one."""
+    """Some lines of the metrics in short form: more of them from the start, where the loss falls fast, and always the last one."""
     places = {round(len(lines) ** (i / SAMPLED)) - 1 for i in range(SAMPLED)} | {len(lines) - 1}
     said = []
     for place in sorted(places):
@@ -98,7 +98,7 @@ def sampled(lines: Lines) -> tuple[str, ...]:
 
 
 def slope(lines: Lines, key: str) -> float:
-    """−d value / d ln(step) by least squares, at least ``LEAST_SLOPE``; a step of a trunk has about as many tokens as the others."""
+    """−d value / d ln(step) by least squares, at least ``LEAST_SLOPE``. All steps of a trunk have about as many tokens."""
     points = [(math.log(line["step"] + 1), line[key]) for line in lines if line.get(key) is not None]
     if len(points) < 3:
         return LEAST_SLOPE

@@ -10,15 +10,16 @@ from agents.core.workbench import Attempt, Workbench
 from agents.core.yaml_edit import change_recipe, written
 from agents.recipe_scout.changes import RecipeChange, Tried, all_changes
 from agents.recipe_scout.course import Course
+from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
 AGENT = "recipe-scout"
-REFUSED = "reject"  # what was held for lack of evidence may be tried again
+REFUSED = "reject"  # a proposal that was held for lack of evidence may be tried again
 DISCOURAGED = 0.5  # factor on a prediction for each rejection on its key
 
 
 def propose(course: Course, workbench: Workbench) -> Proposal | None:
-    """The most promising change as a proposal, or None when none is predicted to gain what the gate asks for."""
+    """The most promising change as a proposal, or None if no change is predicted to gain what the gate asks for."""
     text = workbench.read(course.path)
     rate_tried = tried(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
     ranked = []
@@ -39,13 +40,13 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
 
 
 def _waits(change: RecipeChange, history: Sequence[Attempt]) -> bool:
-    """Is the key closed, or was another value of it promoted, from the one that it has now? It waits for approval, or was reverted."""
+    """True if the key is closed, or if the gate promoted another change from its present value (which waits for approval, or was reverted)."""
     begins = f": {change.key} {written(change.old)} → "
     return any(attempt.closed or (attempt.outcome == "promote" and begins in attempt.title) for attempt in history)
 
 
 def tried(value: float, history: Sequence[Attempt]) -> Tried:
-    """In which directions from ``value`` the gate rejected changes, read from titles that ``RecipeChange.words`` made."""
+    """The directions from ``value`` in which the gate rejected changes, read from titles that ``RecipeChange.words`` made."""
     higher = lower = False
     rejected = [attempt for attempt in history if attempt.outcome == REFUSED]
     for attempt in rejected:
@@ -62,12 +63,40 @@ def tried(value: float, history: Sequence[Attempt]) -> Tried:
 
 
 def _write(course: Course, change: RecipeChange, gain: float, text: str, history: Sequence[Attempt]) -> Proposal:
-    before = [f"{attempt.title}: {attempt.outcome}, {attempt.reason[:160]}" for attempt in history[-3:]]
-    earlier = f" Tried before on this key: {'; '.join(before)}." if before else ""
-    hypothesis = (
-        f"At step {course.step} {change.why}. In the gate's runs {change.words} should end {gain:.4f} bits per byte better on "
-        f"held-out documents, the mean over domains, after the anneal that ends every run. No gain beyond the noise of "
-        f"seeds, or a domain that gets worse, refutes the change; less than {gain / 2:.4f} refutes the prediction.{earlier}"
+    before = [
+        Message(
+            "recipe_scout.attempt",
+            "{title}: {outcome}, {reason}",
+            title=one.title,
+            outcome=one.outcome,
+            reason=one.reason[:160],
+        )
+        for one in history[-3:]
+    ]
+    earlier = (
+        Message("recipe_scout.tried", " Tried before on this key: {attempts}.", attempts="; ".join(before))
+        if before
+        else ""
+    )
+    hypothesis = Message(
+        "recipe_scout.hypothesis",
+        "At step {step}: {why}. In the gate's runs {change} should end {gain:.4f} bits per byte better on held-out documents, the mean "
+        "over domains, after the anneal that ends every run. {refuted}{earlier}",
+        step=course.step,
+        why=change.why,
+        change=change.words,
+        gain=gain,
+        refuted=refuted_by(gain),
+        earlier=earlier,
     )
     title = f"recipe {course.recipe.name}: {change.words}"
     return Proposal(AGENT, f"{QUALITY}:{change.key}", title, hypothesis, gain, (Edit(course.path, text),))
+
+
+def refuted_by(gain: float) -> Message:
+    """The results of the gate's runs that would refute a predicted gain in bits per byte."""
+    return Message(
+        "recipe_scout.refuted",
+        "No gain beyond the noise of seeds, or a domain that gets worse, refutes the change. Less than {half:.4f} refutes the prediction.",
+        half=gain / 2,
+    )

@@ -1,9 +1,9 @@
-"""The proposer that needs no language model: for the hottest kernel ops, choose a faster registered implementation.
+"""The proposer that needs no language model: it chooses a faster registered implementation for the hottest kernel ops.
 
-Every implementation of an op that runs on the device is measured alone against the one in use, on the recipe's shapes and as
-the recipe runs it. The step's predicted time follows by Amdahl's law: each call saves (1 − 1/ratio) of the time of the one in
-use. The reason names the profile's fusion candidates that a change covers. Of the recipe's keys, those that change no result
-are tried: ``compile``, and the rows of a micro-batch if there is time left for measuring.
+Each implementation of an op that runs on the device is timed alone against the one in use, on the recipe's shapes. The step's predicted time
+follows by Amdahl's law: each call saves (1 − 1/ratio) of the time of the implementation in use. The hypothesis names the profile's fusion
+candidates that a change covers. Two keys of the recipe change no result and are tried too: ``compile``, and the rows of a micro-batch if
+seconds for measuring are left.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from agents.core.proposal import Edit, Proposal
 from agents.core.workbench import Measurement, MeasurementError, ReadError, Workbench
 from agents.core.yaml_edit import change_recipe, set_value
 from kernels.contract.choice import automatic, section_of
+from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
 AGENT = "search"
 POLICY = "policies/kernels.yaml"
-LEAST_GAIN = 1.02  # a smaller predicted gain of the whole step is below the gate's noise floor
-LEAST_SHARE = 0.02  # of the step: an op with less cannot reach that gain
-MOST_MEASURED = 8  # implementations measured a proposal, hottest ops first
-REFUSED = ("reject",)  # what was held for lack of evidence may be tried again
-LEAST_MICRO_SHARE = 0.05  # of the step: ops with less are not measured with other rows
+LEAST_GAIN = 1.02  # a smaller predicted gain of the whole step is too small for the gate to measure
+LEAST_SHARE = 0.02  # of the step's time: an op with a smaller share cannot reach that gain
+MOST_MEASURED = 8  # implementations measured for each proposal, hottest ops first
+REFUSED = ("reject",)  # a proposal that was held for lack of evidence may be tried again
+LEAST_MICRO_SHARE = 0.05  # of the step: ops with a smaller share are not measured with other rows
 MOST_MICRO_OPS = 3
 Fusion = Mapping[str, Any]  # one of profile.json's ``fusion_candidates``
 NAMED = 3
@@ -33,7 +34,7 @@ BLOCKS = "trainer/model/transformer.py"  # its lines outside of ops are compiled
 
 @dataclass(frozen=True)
 class Candidate:
-    """An implementation that was measured, and what the whole step would gain."""
+    """An implementation that was measured, and the gain of the whole step that follows."""
 
     op: str
     before: str
@@ -47,8 +48,8 @@ class Candidate:
 def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) -> list[Proposal]:
     """Up to ``count`` proposals, the best of each target, largest predicted gain first. ``profile`` is a parsed profile.json.
 
-    An op that is ``auto`` in kernels.yaml has the fastest registered implementation already, by 'factory tune'. A patch that the
-    workbench's history has as rejected is not proposed again.
+    An op that is ``auto`` in kernels.yaml is left out: 'factory tune' chose the fastest implementation for it. A patch that the gate
+    rejected, by the workbench's history, is not proposed again.
     """
     policy = workbench.read(POLICY)
     device = profile["device_kind"]
@@ -70,7 +71,7 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
 
 
 def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[Candidate]:
-    """Measure up to ``most`` implementations of the hottest ops; leave out those that cannot be measured."""
+    """Measure up to ``most`` implementations of the hottest ops; those that cannot be measured are left out."""
     step = profile["recipe_step_s"] or profile["eager_step_s"]
     found: list[Candidate] = []
     seconds_now: dict[str, float] = {}
@@ -82,13 +83,13 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOS
             if name == op["implementation"] or tried >= most:
                 continue
             if name == "compiled" and profile["recipe"]["compile"] and op["in_block"]:
-                continue  # the recipe compiles it already, with its block
+                continue  # the recipe compiles the op already, with its block
             tried += 1
             try:
                 measured = workbench.measure(op["op"], name, op["implementation"])
             except MeasurementError:
                 continue
-            # Where the recipe compiles, the eager shares do not hold: the op's time in the step is its time alone times its calls.
+            # If the recipe compiles, the eager shares do not hold. The op's time in the step is its time alone, times its calls.
             # All candidates of an op use one time of the current implementation, so that its noise does not rank them.
             now = seconds_now.setdefault(op["op"], measured.against_seconds)
             # The optimiser is not compiled with the model: it takes the same time in the recipe's step as in the eager one.
@@ -108,18 +109,28 @@ def amdahl(share: float, ratio: float) -> float:
 
 
 def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device: str) -> Proposal:
-    """The proposal: its texts and its one edited line."""
+    """The proposal of a candidate: its texts and its one edited line."""
     c, m = candidate, candidate.measured
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
     where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
     covered = fusions_of_op(profile, c.op)
-    covers = f"It covers what the profile lists as fusion candidates: {in_words(covered)}. " if covered else ""
-    hypothesis = (
-        f"{c.op} takes {c.share:.0%} of the training step (hottest lines: {where}). `{c.after}` ({c.about}) runs its forward and backward on the "
-        f"recipe's shapes in {m.seconds * 1e3:.1f} ms, `{c.before}` in {m.against_seconds * 1e3:.1f} ms: {m.ratio:.2f} times as fast in interleaved "
-        f"pairs. {covers}"
-        f"If the whole step does not get at least {1 + (c.predicted_gain - 1) / 2:.3f} times as fast (predicted: {c.predicted_gain:.3f}), "
-        f"or held-out evaluations get worse, this is refuted."
+    covers = _covers(covered) if covered else ""
+    hypothesis = Message(
+        "search_proposer.implementation",
+        "{op} takes {share:.0%} of the training step (hottest lines: {lines}). `{after}` ({about}) runs its forward and backward on the "
+        "recipe's shapes in {after_ms:.1f} ms, `{before}` in {before_ms:.1f} ms: {ratio:.2f} times as fast in interleaved pairs. "
+        "{covers}{refuted}",
+        op=c.op,
+        share=c.share,
+        lines=where,
+        after=c.after,
+        about=c.about,
+        after_ms=m.seconds * 1e3,
+        before=c.before,
+        before_ms=m.against_seconds * 1e3,
+        ratio=m.ratio,
+        covers=covers,
+        refuted=_refuted(c.predicted_gain),
     )
     return Proposal(
         agent=AGENT,
@@ -128,6 +139,25 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
         hypothesis=hypothesis,
         predicted_gain=c.predicted_gain,
         edits=(Edit(POLICY, set_value(policy, (device, c.op), c.after)),),
+    )
+
+
+def _covers(fusions: Sequence[Fusion]) -> Message:
+    return Message(
+        "search_proposer.covers",
+        "It covers these fusion candidates of the profile: {fusions}. ",
+        fusions=in_words(fusions),
+    )
+
+
+def _refuted(gain: float) -> Message:
+    """The measurement that would refute a predicted gain of the whole step."""
+    return Message(
+        "search_proposer.refuted",
+        "The prediction is refuted if the whole step does not get at least {least:.3f} times as fast (predicted: {gain:.3f}), "
+        "or if held-out evaluations get worse.",
+        least=1 + (gain - 1) / 2,
+        gain=gain,
     )
 
 
@@ -149,7 +179,7 @@ def _op(line: str) -> str:
 
 
 def in_words(fusions: Sequence[Fusion]) -> str:
-    """The largest by name, and how many more."""
+    """The largest candidates by name, and the number of the others."""
     named = [
         f"{' → '.join(f['lines'])} ({f['bytes_saved'] / 1e6:,.0f} MB, {f['gain_s'] * 1e3:.1f} ms)"
         for f in fusions[:NAMED]
@@ -159,7 +189,7 @@ def in_words(fusions: Sequence[Fusion]) -> str:
 
 
 def compile_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
-    """``compile: true`` for a recipe that runs its blocks eagerly, where the profile has candidates in them.
+    """A proposal of ``compile: true``, for a recipe that runs its blocks eagerly and whose profile has fusion candidates in them.
 
     The prediction is the candidates' bytes at the measured bandwidth; saved launches are not counted.
     """
@@ -177,11 +207,16 @@ def compile_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str)
     return Proposal(
         agent=agent,
         target="recipe:compile",
-        title=f"recipe {recipe['name']}: compile its blocks",
-        hypothesis=(
-            f"torch.compile over each block covers {len(fusions)} fusion candidates of the profile, {megabytes:,.0f} MB and "
-            f"{share:.0%} of the eager step together: {in_words(fusions)}. If the whole step does not get at least "
-            f"{1 + (gain - 1) / 2:.3f} times as fast (predicted: {gain:.3f}), or held-out evaluations get worse, this is refuted."
+        title=Message("search_proposer.compile_title", "recipe {recipe}: compile its blocks", recipe=recipe["name"]),
+        hypothesis=Message(
+            "search_proposer.compile",
+            "torch.compile over each block covers {candidates:,|fusion candidate|fusion candidates} of the profile, {megabytes:,.0f} MB and "
+            "{share:.0%} of the eager step together: {fusions}. {refuted}",
+            candidates=len(fusions),
+            megabytes=megabytes,
+            share=share,
+            fusions=in_words(fusions),
+            refuted=_refuted(gain),
         ),
         predicted_gain=gain,
         edits=(Edit(path, changed),),
@@ -189,10 +224,10 @@ def compile_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str)
 
 
 def micro_batches(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
-    """The recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once. None without a gain, or when it cannot be
-    measured.
+    """A proposal of the recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once. None if no number gains,
+    or if it cannot be measured.
 
-    It changes only rounding and the use of caches. The hottest ops are measured with half as many rows and with twice as many; the time of
+    The key changes only rounding and the use of caches. The hottest ops are measured with half as many rows and with twice as many; the time of
     the rest of the step is assumed to stay.
     """
     recipe = profile["recipe"]
@@ -215,10 +250,19 @@ def micro_batches(profile: Mapping[str, Any], workbench: Workbench, agent: str) 
     return Proposal(
         agent=agent,
         target="recipe:micro_sequences",
-        title=f"recipe {recipe['name']}: {best} rows at a time in place of {now}",
-        hypothesis=(
-            f"Alone, the hottest ops process the rows of a step faster {best} at a time than {now} at a time. If the "
-            f"whole step does not get at least {1 + (gains[best] - 1) / 2:.3f} times as fast (predicted: {gains[best]:.3f}), this is refuted."
+        title=Message(
+            "search_proposer.rows",
+            "recipe {recipe}: {rows} rows at a time in place of {before}",
+            recipe=recipe["name"],
+            rows=best,
+            before=now,
+        ),
+        hypothesis=Message(
+            "search_proposer.micro_batches",
+            "Alone, the hottest ops process the rows of a step faster {rows} at a time than {before} at a time. {refuted}",
+            rows=best,
+            before=now,
+            refuted=_refuted(gains[best]),
         ),
         predicted_gain=gains[best],
         edits=(Edit(path, edited),),
@@ -226,7 +270,7 @@ def micro_batches(profile: Mapping[str, Any], workbench: Workbench, agent: str) 
 
 
 def _gain(profile: Mapping[str, Any], workbench: Workbench, now: int, rows: int) -> float:
-    """Time of the step before over after, by Amdahl's law over the hottest ops. Raises: MeasurementError."""
+    """The step's time before divided by its time after, by Amdahl's law over the hottest ops. Raises: MeasurementError."""
     hot = [
         op
         for op in sorted(profile["ops"], key=lambda op: -op["share"])

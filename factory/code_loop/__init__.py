@@ -1,4 +1,4 @@
-"""Proposals: made by agents, judged by a gate, approved or reverted by people, judged again later.
+"""Proposals: agents make them, a gate judges them, people approve or revert them, and the gate judges merged ones again later.
 
-``proposing`` → ``submitting`` → ``factory.gates`` → ``approvals``; ``revalidating`` proposes to undo what no longer gains.
+``proposing`` → ``submitting`` → ``factory.gates`` → ``approvals``; ``revalidating`` proposes to undo patches that no longer gain.
 """

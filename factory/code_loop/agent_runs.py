@@ -1,12 +1,12 @@
-"""Runs of agents that are language models: the endpoint, the budget and the books of all exchanges, which run to continue, and how each run ends.
+"""Runs of agents that are language models: their endpoint, their budget, the books of all exchanges, and how each run continues and ends.
 
-The endpoint is what the person named, or ``llm.endpoint`` of the policy, or ``OPENAI_BASE_URL``. The same command, given again after a kill
-or an error, continues the run of the same agent, live commit and target; other unfinished runs of that agent are abandoned then. A person's
-runs and those of the daemon (``IMPROVE``) let each other be.
+The person names the endpoint; otherwise ``llm.endpoint`` of the policy or ``OPENAI_BASE_URL`` does. After a kill or an error, the same command
+continues the run of the same agent, live commit and target. It abandons the agent's other unfinished runs. A person's runs and the daemon's
+(``IMPROVE``) do not affect each other.
 
-Before a request is sent, its worst case is reserved in the ledger, in one transaction with the check of both budgets. A process killed at
-any instruction leaves an entry that counts in full. The exchange itself is stored in ``logs/exchanges/``; MLflow gets a trace of it, with tokens
-and money (``factory.show``).
+Before a request is sent, its worst case is reserved in the ledger, in one transaction with the check of both budgets. If the process is
+killed, the reserved amount counts in full. The exchange itself is stored in ``logs/exchanges/``. MLflow gets a trace of it, with tokens and
+money (``factory.show``).
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 DAY = 86_400  # seconds
-Work = Literal["proposal", "diagnosis"]  # what a run is for, which has a budget of its own
+Work = Literal["proposal", "diagnosis"]  # the purpose of a run; each has a budget of its own
 
 
 class ExchangeBooks:
-    """``agents.llm.exchange.Books`` of one run of an agent."""
+    """The books (``agents.llm.exchange.Books``) of one run of an agent, in the ledger."""
 
     def __init__(self, plant: Plant, policy: LlmPolicy, run: int, work: Work = "proposal") -> None:
         self.workspace, self.ledger, self.policy, self.run, self.work = plant.workspace, plant.ledger, policy, run, work
@@ -81,8 +82,15 @@ class ExchangeBooks:
         for unit, used, more, most in (("tokens", spent[0], tokens, budget.tokens), ("USD", spent[1], usd, budget.usd)):
             if used + more > most:
                 raise BudgetError(
-                    f"the budget of {which} is exhausted: {used:,.6g} of {most:,.6g} {unit} are spent and the next request may take "
-                    f"{more:,.6g}; raise llm.per_{self.work} or llm.per_day in policies/agents.yaml",
+                    "code_loop.budget_exhausted",
+                    "The budget of {whose} is exhausted: {used:,.6g} of {limit:,.6g} {unit} are spent, and the next request may take {more:,.6g}. "
+                    "Raise llm.per_{work} or llm.per_day in policies/agents.yaml.",
+                    whose=which,
+                    used=used,
+                    limit=most,
+                    unit=unit,
+                    more=more,
+                    work=self.work,
                     lasting=which == f"this {self.work}",
                 )
 
@@ -114,25 +122,25 @@ class ExchangeBooks:
 
 FILES = "files:"
 BEGAN = "agent_began"  # event: {"agent", "by"?}
-CHAMPION = "champion"  # the endpoint for: our own newest release, as 'factory serve' serves it
-NONE = "none"  # the endpoint for: no language model, whatever is configured
-NO_PROFILE = 0  # of a run that needs none
-IMPROVE = "improve"  # who begins runs in the daemon
+CHAMPION = "champion"  # the endpoint that stands for our own newest release, as 'factory serve' serves it
+NONE = "none"  # the endpoint that stands for no language model, whatever is configured
+NO_PROFILE = 0  # the profile of a run that needs none
+IMPROVE = "improve"  # the name under which the daemon begins runs
 
 
 class ModelError(FactoryError):
-    """The language model gave no reply. The run is not lost: the same command continues it, unless its budget is used up (``over``)."""
+    """The language model gave no reply. The same command continues the run, unless its budget is used up (``over``)."""
 
     exit_code = 7
 
-    def __init__(self, says: str, over: bool = False) -> None:
-        super().__init__(says)
+    def __init__(self, code: str, template: str = "", /, *, over: bool = False, **data: Any) -> None:
+        super().__init__(code, template, **data)
         self.over = over
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """What a person asked for. Empty: what the policy says, or the agent's own choice."""
+    """A person's choices. An empty one is the policy's, or the agent's own."""
 
     endpoint: str = ""  # a base URL, ``files:FOLDER`` or ``none``
     model: str = ""
@@ -140,7 +148,7 @@ class AgentOptions:
     person: Callable[[str], str] | None = None  # answers the agent's question between rounds
 
 
-DEFAULTS = AgentOptions()  # nothing was asked for
+DEFAULTS = AgentOptions()  # the person chose nothing
 
 
 @dataclass(frozen=True)
@@ -164,16 +172,17 @@ class AgentRuns:
     policy: LlmPolicy
     endpoint: Endpoint
     work: Work = "proposal"
-    by: str = ""  # whose they are: IMPROVE, or a person's
+    by: str = ""  # who begins them: IMPROVE, or '' for a person
 
     @classmethod
     def open(
         cls, plant: Plant, agent: str, options: AgentOptions, count: int = 1, work: Work = "proposal", by: str = ""
     ) -> AgentRuns:
-        """For up to ``count`` runs at once. Raises: InputError for options that cannot be, before anything is measured; ConfigError."""
+        """Open up to ``count`` runs at once. Raises: InputError for options that exclude each other, before anything is measured; ConfigError."""
         if count > 1 and (options.target or options.person):
             raise InputError(
-                "--count above 1 cannot be used with --target or --interactive: each run chooses its own target"
+                "code_loop.count_and_target",
+                "--count above 1 cannot be used with --target or --interactive: each run chooses its own target.",
             )
         policy = AgentsPolicy.load(plant.workspace.policy("agents.yaml")).llm
         policy = policy.model_copy(update={"model": options.model or policy.model})
@@ -187,7 +196,7 @@ class AgentRuns:
         return cls(plant, agent, options, policy, endpoint, work, by)
 
     def unfinished(self, base: str, count: int) -> list[AgentRun]:
-        """Up to ``count`` runs to continue. All other unfinished ones, of another commit or target, are abandoned; another's stay as they are."""
+        """Up to ``count`` runs to continue. Unfinished runs of another commit or target are abandoned; those of another beginner are left alone."""
         found: list[AgentRun] = []
         mine = (agent_runs.c.state == "running") & (agent_runs.c.agent == self.agent)
         events = self.plant.ledger.read("SELECT subject, detail FROM events WHERE kind = :kind", kind=BEGAN)
@@ -199,10 +208,12 @@ class AgentRuns:
             if wanted and len(found) < count:
                 found.append(self._run(row))
             else:
-                self.end(row["id"], "abandoned", why="another commit or target was asked for")
+                why = Message("code_loop.other_target", "another commit or target was asked for")
+                self.end(row["id"], "abandoned", why=str(why))
         return found
 
     def begin(self, base: str, target: str, profile: int = NO_PROFILE) -> AgentRun:
+        """A new run, recorded in the ledger. ``target``: '' if the agent chooses; ``profile``: the id of its line profile."""
         values = {"agent": self.agent, "asked": target, "base_commit": base, "profile": profile, "state": "running"}
         with self.plant.ledger.begin() as tx:
             number = insert(tx, agent_runs, **values, created_at=time.time())
@@ -211,7 +222,7 @@ class AgentRuns:
         return self._run(self.plant.ledger.read("SELECT * FROM agent_runs WHERE id = :id", id=number)[0])
 
     def draft(self, run: AgentRun, role: Role, bench: Workbench) -> Proposal | None:
-        """The agent's proposal; or None, and a line says why. Raises: InputError for a target that is not there; ModelError."""
+        """The agent's proposal, or None after a line that says why. Raises: InputError for a target that does not exist; ModelError."""
         saved = checkpoints_at(self.plant.workspace)
         try:
             drafted, why = work(
@@ -219,18 +230,23 @@ class AgentRuns:
             )
         except TargetError as error:
             self.end(run.number, "abandoned", why=str(error))
-            raise InputError(str(error)) from None
+            raise InputError(error.message) from None
         except BudgetError as error:
             if error.lasting:
                 self.end(run.number, "nothing", why=str(error))
-            raise ModelError(str(error), over=error.lasting) from None
+            raise ModelError(error.message, over=error.lasting) from None
         except LlmError as error:
-            raise ModelError(f"{error}; run {run.number} is saved, and the same command continues it") from None
+            raise ModelError(
+                "code_loop.run_saved",
+                "{problem} Run {run} is saved, and the same command continues it.",
+                problem=error.message,
+                run=run.number,
+            ) from None
         except SavedRunError as error:
-            raise ModelError(str(error)) from error
+            raise ModelError(error.message) from error
         if drafted is None:
-            self.plant.say(f"  nothing proposed: {why}")
-            self.end(run.number, "nothing", why=why)
+            say_nothing_proposed(self.plant, why)
+            self.end(run.number, "nothing", why=str(why))
         return drafted
 
     def judged_before(self, run: AgentRun, drafted: Proposal) -> int | None:
@@ -255,13 +271,18 @@ class AgentRuns:
             forget(checkpoints_at(self.plant.workspace), self.agent, number)
 
 
+def say_nothing_proposed(plant: Plant, why: str) -> None:
+    """Tell the person why an agent made no proposal."""
+    plant.say(Message("code_loop.nothing_proposed", "  nothing proposed: {why}", why=why))
+
+
 def endpoint_of(policy: LlmPolicy, options: AgentOptions) -> str:
-    """Where the model is: as the person, the policy or ``OPENAI_BASE_URL`` says; '': nowhere."""
+    """The address of the model, by the person's choice, the policy or ``OPENAI_BASE_URL``; '' if none names one."""
     return options.endpoint or policy.endpoint or os.environ.get("OPENAI_BASE_URL", "")
 
 
 def has_endpoint(workspace: Workspace) -> bool:
-    """Does the policy or ``OPENAI_BASE_URL`` name a language model? A policy that cannot be read does, so that its use says what is wrong."""
+    """True if the policy or ``OPENAI_BASE_URL`` names a language model, or if the policy cannot be read (its use then reports the error)."""
     try:
         policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
     except ConfigError:
@@ -270,11 +291,12 @@ def has_endpoint(workspace: Workspace) -> bool:
 
 
 def wants_model(workspace: Workspace, options: AgentOptions) -> bool:
-    """Is an endpoint configured, or was anything asked for that only a language model needs? Raises: InputError; ConfigError."""
+    """True if an endpoint is configured, or if the person chose an option that only a language model needs. Raises: InputError; ConfigError."""
     if options.endpoint == NONE:
         if options != AgentOptions(NONE):
             raise InputError(
-                "--endpoint none cannot be used with --model, --target or --interactive: they need a language model"
+                "code_loop.none_with_options",
+                "--endpoint none cannot be used with --model, --target or --interactive: these options need a language model.",
             )
         return False
     policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
@@ -282,22 +304,27 @@ def wants_model(workspace: Workspace, options: AgentOptions) -> bool:
 
 
 def checkpoints_at(workspace: Workspace) -> Path | str:
-    """Where runs save their checkpoints: in the workspace, or in the ledger's database. Raises: InputError."""
+    """The place of the runs' checkpoints: a file in the workspace, or the ledger's database. Raises: InputError."""
     url = sa.make_url(workspace.ledger_url)
     if url.get_backend_name() == "sqlite":
         return workspace.root / "agents.db"
     if importlib.util.find_spec("langgraph.checkpoint.postgres") is None:
-        raise InputError(f"the ledger is at {url!r}, and so are the agents' checkpoints: {DRIVER}")
+        raise InputError(
+            "code_loop.no_driver",
+            "The ledger is at {url}, and so are the agents' checkpoints: {driver}",
+            url=repr(url),
+            driver=DRIVER,
+        )
     return url.set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 def _champion(workspace: Workspace, policy: LlmPolicy) -> tuple[LlmPolicy, Endpoint]:
-    """Our own release, and the policy with the name that it is served under. Raises: InputError."""
+    """The policy with the name under which our release is served, and the endpoint of the release. Raises: InputError."""
     key = os.environ.get("FACTORY_SERVE_KEY", "")
     url, model, release = find_served(workspace, key)
     policy = policy.model_copy(update={"model": model})
     endpoint = HttpEndpoint(url, key or "none", policy)
-    endpoint.name = f"champion, release {release}"  # as the exchanges keep it
+    endpoint.name = f"champion, release {release}"  # the name that is stored with the exchanges
     return policy, endpoint
 
 
@@ -305,14 +332,15 @@ def _endpoint(policy: LlmPolicy, options: AgentOptions, say: Callable[[str], Non
     where = endpoint_of(policy, options)
     if where in ("", NONE):
         raise InputError(
-            "no endpoint: give --endpoint URL, --endpoint champion or --endpoint files:FOLDER, set OPENAI_BASE_URL, or set llm.endpoint in "
-            "policies/agents.yaml; the agents 'search' and 'recipe-scout' need none"
+            "code_loop.no_endpoint",
+            "No endpoint is named. Give --endpoint URL, --endpoint champion or --endpoint files:FOLDER, set OPENAI_BASE_URL, or set "
+            "llm.endpoint in policies/agents.yaml. The agents 'search' and 'recipe-scout' need no endpoint.",
         )
     try:
         if where.startswith(FILES):
             if not where.removeprefix(FILES):
-                raise LlmError("endpoint 'files:': name a folder after the colon")
+                raise LlmError("code_loop.no_folder", "endpoint 'files:': name a folder after the colon.")
             return FileEndpoint(Path(where.removeprefix(FILES)).expanduser().resolve(), policy, say)
         return HttpEndpoint(where, os.environ.get("OPENAI_API_KEY", ""), policy)
     except LlmError as error:
-        raise InputError(str(error)) from None
+        raise InputError(error.message) from None

@@ -1,15 +1,15 @@
 """Decisions on judged proposals: a person approves, rejects or reverts one, and the checked-out branch follows.
 
-An approval binds to the hash of the patch that was judged and to the commit it was judged on. It is refused when the branch holds
-another patch; when the live code has changed, the same patch is first proposed and judged on top of it. The decision is recorded before
-the branch is moved, and the state after it: killed in between, the same call finishes.
+An approval is for one patch (by its hash) on one commit. It is refused if the branch holds another patch. If the live code has changed, the
+same patch is first proposed and judged on top of the new code. The decision is recorded before the branch moves, and the new state after
+that: after a kill in between, the same call finishes.
 
-A decision comes from the command line, or from MLflow: the tag ``approval`` of the proposal's run. With ``approval: automatic`` in
+A decision comes from the command line, or from MLflow (the tag ``approval`` of the proposal's run). With ``approval: automatic`` in
 policies/gates/patch.yaml the verdict is enough.
 
-What a time limit alone held back, or a device that was not there, the daemon has judged again later: the machine may be less busy then, and the
-limits follow from what approved code takes (``factory.gates.patience``); a daemon may run where that device is. A patch that never ends is
-held back each time; after a few times it waits for a person.
+The daemon later has a patch judged again if only a time limit or a missing device held it back. The machine may be less busy then, and the
+limits follow from the time that approved code takes (``factory.gates.patience``); a daemon may run where that device is. A patch that never
+ends is held back each time. After a few times it waits for a person.
 """
 
 from __future__ import annotations
@@ -41,18 +41,25 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from kernels.contract.choice import section_of
+from kernels.contract.message import Message
 
 
 def approve(plant: Plant, number: int, by: str) -> str | None:
-    """Merge a proposal that the gate promotes; returns the live commit, or None when it had to be judged again and was not promoted.
+    """Merge a proposal that the gate promotes; returns the live commit, or None if it had to be judged again and was not promoted.
 
-    The caller holds the workspace's ``code-loop`` lock. Raises: InputError when there is nothing to approve, or the branch does not hold
-    what was judged; RepositoryError when the checkout has uncommitted changes. Nothing has moved then.
+    The caller holds the workspace's ``code-loop`` lock. Raises, before anything moves: InputError if the proposal cannot be approved, or if
+    the branch does not hold the judged patch; RepositoryError if the checkout has uncommitted changes.
     """
     row = _judged(plant.ledger, number)
     if row.outcome != "promote" or not row.commit:
         why = "; ".join(row.reasons or [])[:500]
-        raise InputError(f"the gate's verdict on proposal {number} is {(row.outcome or '').upper()}: {why}")
+        raise InputError(
+            "code_loop.not_promoted",
+            "The gate's verdict on proposal {proposal} is {outcome}: {why}",
+            proposal=number,
+            outcome=(row.outcome or "").upper(),
+            why=why,
+        )
     code = plant.workspace.repository
     live = repository.live_commit(code)
     if not repository.contains(code, live, row.patch_commit):
@@ -66,7 +73,12 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
     _become(plant.ledger, row, "approved")
     _after_merge(plant.ledger, row)
     plant.progress.line(
-        f"  proposal {number} is live: {row.patch_commit[:12]}; the next segment trains with it, once it is certified"
+        Message(
+            "code_loop.live",
+            "  proposal {proposal} is live: {commit}; the next segment trains with it, once it is certified",
+            proposal=number,
+            commit=row.patch_commit[:12],
+        )
     )
     return row.patch_commit
 
@@ -80,17 +92,29 @@ def reject(ledger: Ledger, number: int, by: str, why: str = "") -> int:
 
 
 def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
-    """Undo an approved proposal by a commit of its own, and return it. No gate judges it: the old code was live before.
+    """Undo an approved proposal by a new commit, and return that commit. No gate judges it, because the old code was live before.
 
-    Raises: InputError when it is not live; RepositoryError when the same files changed since, or have uncommitted changes.
+    Raises: InputError if it is not live; RepositoryError if the same files changed since, or have uncommitted changes.
     """
     row = ProposalRow.get(plant.ledger, number)
     if row.state != "approved":
-        raise InputError(f"proposal {number} is {_state(row)}, not approved: there is nothing to revert")
+        raise InputError(
+            "code_loop.not_approved",
+            "Proposal {proposal} is {state}, not approved: there is nothing to revert.",
+            proposal=number,
+            state=_state(row),
+        )
     code = plant.workspace.repository
     live = repository.live_commit(code)
     reason = f"\n\n{why.strip()[:2000]}" if why.strip() else ""
-    message = f"Revert proposal {number}: {row.title[:80]}{reason}\n\nThis reverts {row.patch_commit}.\n"
+    message = Message(
+        "code_loop.revert_commit",
+        "Revert proposal {proposal}: {title}{reason}\n\nThis reverts {commit}.\n",
+        proposal=number,
+        title=row.title[:80],
+        reason=reason,
+        commit=row.patch_commit,
+    )
     undone = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
     _record_decision(plant.ledger, "proposal_reverted", row, by, why)
     repository.advance(code, live, undone)
@@ -99,10 +123,10 @@ def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
 
 
 def follow(plant: Plant, word_of: Callable[[int], str | None]) -> int:
-    """Carry out what the policy decides, or a person, about proposals that wait; returns how many were settled.
+    """Carry out the decisions of the policy, or of a person, about waiting proposals; returns how many were settled.
 
-    ``word_of``: what a person said elsewhere about a proposal, 'approved' or 'rejected'; all else is no word. A proposal that cannot be merged
-    is said once, and stops nothing.
+    ``word_of``: a person's word elsewhere about a proposal, 'approved' or 'rejected'; any other value is no decision. A proposal that cannot
+    be merged is reported once, and stops nothing.
     """
     waiting = _waiting(plant.ledger)
     automatic = bool(waiting) and PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval == "automatic"
@@ -115,7 +139,13 @@ def follow(plant: Plant, word_of: Callable[[int], str | None]) -> int:
             act = partial(reject, plant.ledger, number, by)
         else:
             continue
-        words = f"proposal {number} cannot be {word} (requested by {by})"
+        words = Message(
+            "code_loop.cannot_decide",
+            "proposal {proposal} cannot be {word} (requested by {by})",
+            proposal=number,
+            word=word,
+            by=by,
+        )
         settled += (
             in_turn(plant, act, "decision_refused", Subject("proposal", number), words, word=word, by=by) is not None
         )
@@ -131,32 +161,45 @@ def _waiting(ledger: Ledger) -> list[int]:
 def _judged(ledger: Ledger, number: int) -> ProposalRow:
     row = ProposalRow.get(ledger, number)
     if row.state != "judged":
-        raise InputError(f"proposal {number} is {_state(row)}: there is nothing to decide about it")
+        raise InputError(
+            "code_loop.nothing_to_decide",
+            "Proposal {proposal} is {state}: there is nothing to decide about it.",
+            proposal=number,
+            state=_state(row),
+        )
     return row
 
 
 def _state(row: ProposalRow) -> str:
-    return {"failed": "failed (it was never judged)", "drafted": "being judged", "written": "not judged yet"}.get(
-        row.state
-    ) or str(row.state)
+    if row.state == "failed":
+        return Message("code_loop.failed", "failed (it was never judged)")
+    return {"drafted": "being judged", "written": "not judged yet"}.get(row.state) or str(row.state)
 
 
 def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
-    """Raises: InputError when the branch does not hold the patch that the verdict is about."""
+    """Raises: InputError unless the branch holds the patch that the verdict is about."""
     code = workspace.repository
     commit = repository.branch_commit(code, row.branch)
     if commit is None:
-        raise InputError(f"the branch {row.branch} is gone: there is nothing to merge")
+        raise InputError(
+            "code_loop.no_branch",
+            "The branch {branch} does not exist any more: there is nothing to merge.",
+            branch=row.branch,
+        )
     judged = (row.patch_commit, row.judged_sha256)
     if (commit, repository.patch_sha256(code, row.base_commit, commit)) != judged or row.patch_sha256 != judged[1]:
         raise InputError(
-            f"the branch {row.branch} does not hold the patch that was judged (it was {row.patch_commit[:12]}, it is "
-            f"{commit[:12]}), and only what was judged can be approved: propose it again"
+            "code_loop.other_patch",
+            "The branch {branch} does not hold the patch that was judged: it was {judged}, it is {found}. Only the judged patch can be "
+            "approved. Propose the new one again.",
+            branch=row.branch,
+            judged=row.patch_commit[:12],
+            found=commit[:12],
         )
 
 
 def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
-    """Note the surroundings that a merged patch was judged in; mark the proposal that it undoes as reverted."""
+    """Record the surroundings in which a merged patch was judged, and mark the proposal that it undoes as reverted."""
     kind, _, number = row.target.partition(":")
     undone = ProposalRow.first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO else None
     if undone is not None and undone.state == "approved":
@@ -166,8 +209,8 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
 
 
 def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
-    """The same patch on top of newer code, as a proposal of its own; returns its number. Raises: InputError."""
-    if row.gate == AUDIT:  # measured on a segment, whatever is live now
+    """Judge the same patch on top of newer code, as a new proposal; returns its number. Raises: InputError."""
+    if row.gate == AUDIT:  # measured on a segment; the live code does not matter
         number = reopen(plant, row)
         _become(plant.ledger, row, "superseded")
         return number
@@ -175,9 +218,19 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
     changes = repository.changes(code, row.base_commit, row.patch_commit)
     moved = {change.path for change in repository.changes(code, row.base_commit, live)}
     if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
-        raise InputError(f"{', '.join(both)} changed since proposal {row.number} was judged: propose it again")
+        raise InputError(
+            "code_loop.files_changed",
+            "{files} changed since proposal {proposal} was judged. Propose the change again.",
+            files=both,
+            proposal=row.number,
+        )
     plant.progress.line(
-        f"  the code changed to {live[:12]} since proposal {row.number} was judged: the gate runs again"
+        Message(
+            "code_loop.code_changed",
+            "  the code changed to {commit} since proposal {proposal} was judged: the gate runs again",
+            commit=live[:12],
+            proposal=row.number,
+        )
     )
     edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
     number = submit(plant, Proposal(**row.only(PROPOSED), edits=edits), live)
@@ -186,10 +239,10 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
 
 
 def judge_held_again(plant: Plant) -> list[int]:
-    """Have the patches that wait for it judged again, as proposals of their own; returns their numbers."""
+    """Have the patches that are due judged again, as new proposals; returns their numbers."""
     made = []
     for row in due(plant.ledger, PatchPolicy.load(plant.workspace.policy("gates/patch.yaml"))):
-        words = f"proposal {row.number} cannot be judged again now"
+        words = Message("code_loop.not_again", "proposal {proposal} cannot be judged again now", proposal=row.number)
         made.append(
             in_turn(
                 plant,
@@ -204,8 +257,19 @@ def judge_held_again(plant: Plant) -> list[int]:
 
 def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
     live = make_ready(plant)
-    what = "the lack of this device" if waits_here(row.evidence(plant.ledger)) else "a time limit"
-    plant.say(f"  proposal {row.number} was held back by {what} alone; it is judged again")
+    held_by = (
+        Message("code_loop.missing_device", "the lack of this device")
+        if waits_here(row.evidence(plant.ledger))
+        else Message("code_loop.time_limit", "a time limit")
+    )
+    plant.say(
+        Message(
+            "code_loop.judged_again",
+            "  only {held_by} held proposal {proposal} back; the gate judges it again",
+            held_by=held_by,
+            proposal=row.number,
+        )
+    )
     return judge_again(plant, row, live)
 
 
@@ -231,29 +295,40 @@ def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
 
 
 def waits_here(evidence: Mapping[str, Any]) -> bool:
-    """Was a patch held back only because the device that is here was not there?"""
+    """True if a patch was held back only because a device was missing that this machine has."""
     return missing_alone(evidence).get("waits_for") == devices.kind()
 
 
 def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:
-    """The patch's version of a file, applied to the live one. In kernels.yaml, choices of other ops that were merged meanwhile stay.
+    """The patch's version of a file, applied to the live file. In kernels.yaml, choices of other ops that were merged meanwhile stay.
 
-    Raises: InputError where both chose for the same op, or the patch changed more in kernels.yaml than choices.
+    Raises: InputError if both chose for the same op, or if the patch changed more in kernels.yaml than choices.
     """
     text = (change.content or b"").decode()
     if change.path != KERNELS:
         return text
     base, now = (repository.file_text(code, commit, KERNELS) for commit in (row.base_commit, live))
-    changed = f"{KERNELS} changed since proposal {row.number} was judged"
     replayed = base
     for device in yaml.safe_load(text):
         old, new, held = (section_of(version, device) for version in (base, text, now))
         for op in (op for op in new if old.get(op) != new[op]):
             if held.get(op) != old.get(op):
-                raise InputError(f"{changed}, in its choice of {op}: propose it again")
+                raise InputError(
+                    "code_loop.choice_changed",
+                    "{file}: the choice of {op} changed since proposal {proposal} was judged. Propose the change again.",
+                    file=KERNELS,
+                    op=op,
+                    proposal=row.number,
+                )
             replayed, now = (set_value(version, (device, op), new[op]) for version in (replayed, now))
     if yaml.safe_load(replayed) != yaml.safe_load(text):
-        raise InputError(f"{changed}, and the patch changes more there than choices: propose it again")
+        raise InputError(
+            "code_loop.more_than_choices",
+            "{file} changed since proposal {proposal} was judged, and the patch changes more in the file than choices. "
+            "Propose the change again.",
+            file=KERNELS,
+            proposal=row.number,
+        )
     return now
 
 

@@ -1,4 +1,4 @@
-"""What the daemon did to improve the factory by itself: events of the ledger, and what it cost. Light: 'factory status' imports it."""
+"""The daemon's own improvements of the factory: events of the ledger, and their cost. It imports little, because 'factory status' imports it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger.rows import Reads
+from kernels.contract.message import Message
 
-# A stage leaves one of each: {"stage", "situation", "agent"?, "proposal"?}; and {"began": id of the first, "seconds", "devices", and what it left:
-# "profile", "proposal", "outcome", "nothing" or "failed"}. A killed one leaves the first alone.
+# The events of a stage. BEGAN: {"stage", "situation", "agent"?, "proposal"?}. ENDED: {"began": id of the first, "seconds", "devices"} and the
+# result: "profile", "proposal", "outcome", "nothing" or "failed". A stage that was killed leaves only BEGAN.
 BEGAN, ENDED = "improving", "improved"
-WAITS = "improving_waits"  # {"why"}: after a stage, when no other follows
-ALONE = "improving_alone"  # {"left_out": agents that need a language model, when there is none}
+WAITS = "improving_waits"  # {"why"}: after a stage that no other follows
+ALONE = "improving_alone"  # {"left_out": agents that need a language model, if none is configured}
 SUBJECT = "code_loop"
 DAY = 86_400.0  # seconds
 REMEMBERED = 1000  # newest events
@@ -22,24 +23,30 @@ REMEMBERED = 1000  # newest events
 
 @dataclass(frozen=True)
 class Used:
-    """Of the budget, in the last 24 hours. A stage that was killed counts what its language model may have taken, and no time."""
+    """The part of the budget used in the last 24 hours. A stage that was killed counts its language model's possible use, and no time."""
 
     device_seconds: float = 0.0
     tokens: int = 0
     usd: float = 0.0
 
     def beyond(self, limits: Mapping[str, float]) -> str:
-        """What is used up, in words; empty: nothing is. ``limits``: by the names of these fields."""
+        """The limit that is used up, as text; '' if none is. ``limits``: by the names of these fields."""
         for name, unit in (("device_seconds", "device-seconds"), ("tokens", "tokens"), ("usd", "USD")):
             used, limit = getattr(self, name), limits[name]
             if used >= limit and used > 0:  # an endpoint that costs nothing may be used without money
-                return f"{used:,.6g} of {limit:,.6g} {unit} of the last 24 hours are used"
+                return Message(
+                    "code_loop.used_up",
+                    "{used:,.6g} of {limit:,.6g} {unit} of the last 24 hours are used",
+                    used=used,
+                    limit=limit,
+                    unit=unit,
+                )
         return ""
 
 
 @dataclass(frozen=True)
 class StageDone:
-    """A stage that was begun: ``left`` is what it recorded at its end; None while it goes on, or when it was killed."""
+    """A stage that was begun. ``left``: the record at its end; None while it runs, or if it was killed."""
 
     at: float
     began: dict[str, Any]
@@ -48,7 +55,7 @@ class StageDone:
 
 
 def stages(db: Reads, now: float) -> list[StageDone]:
-    """The newest ones, oldest first."""
+    """The newest stages, oldest first."""
     sql = f"SELECT id, at, kind, detail FROM events WHERE kind IN ('{BEGAN}', '{ENDED}') ORDER BY id DESC LIMIT {REMEMBERED}"
     events = db.read(sql)[::-1]
     ended = {row["detail"]["began"]: row for row in events if row["kind"] == ENDED}
@@ -61,7 +68,7 @@ def stages(db: Reads, now: float) -> list[StageDone]:
 
 
 def used(db: Reads, done: list[StageDone], now: float) -> Used:
-    """In the 24 hours before ``now``: of the stages that ended in them, and of the exchanges of those that had a language model."""
+    """The use in the 24 hours before ``now``: by the stages that ended in them, and by the exchanges of stages with a language model."""
     since = now - DAY
     seconds = sum(one.left["seconds"] * one.left["devices"] for one in done if one.left and one.until >= since)
     tokens, usd = 0, 0.0
@@ -77,14 +84,14 @@ def used(db: Reads, done: list[StageDone], now: float) -> Used:
 
 
 def as_written(workspace: Workspace) -> dict[str, Any]:
-    """``improve`` of agents.yaml, unread by its schema. Raises: ConfigError for a file that is no YAML."""
+    """``improve`` of agents.yaml, not checked by its schema. Raises: ConfigError for a file that is not YAML."""
     policy = load_yaml(workspace.policy("agents.yaml"))
     section = policy.get("improve", {}) if isinstance(policy, dict) else {}
     return section if isinstance(section, dict) else {"when": section}
 
 
 def facts(db: Reads, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """For 'factory status'. ``policy``: ``improve`` of agents.yaml as it is written."""
+    """The data for 'factory status'. ``policy``: ``improve`` of agents.yaml as it is written."""
     done = stages(db, now)
     sql = f"SELECT at, detail FROM events WHERE kind = '{WAITS}' ORDER BY id DESC LIMIT 1"
     waits = [row["detail"]["why"] for row in db.read(sql) if not done or row["at"] >= done[-1].at]
@@ -100,17 +107,35 @@ def facts(db: Reads, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any], running: bool) -> list[str]:
-    """``facts`` for a person; ``running``: does the daemon run?"""
+    """``facts`` as lines for a person. ``running``: the daemon runs."""
     from factory.core.moments import local
 
     begun, last, spent = found["begun"], found["last"], found["used"]
-    doing = f"; now {in_words(begun)}, since {local(begun['at'])}" if begun and running else ""
-    first = f"improve   {found['when']}{doing}"
+    doing: str = ""
+    if begun and running:
+        doing = Message(
+            "code_loop.now", "; now {stage}, since {since}", stage=in_words(begun), since=local(begun["at"])
+        )
+    first = Message("code_loop.improve", "improve   {when}{now}", when=found["when"], now=doing)
     if last is None:
         return [first]
-    cost = f"{spent['device_seconds']:,.0f} device-seconds, {spent['tokens']:,} tokens and {spent['usd']:.2f} USD in 24 hours"
     then = f"; {found['waits']}" if found["waits"] and found["when"] != "off" else ""
-    return [first, f"          last {local(last['at'])}: {in_words(last)}: {outcome(last)}{then}", f"          {cost}"]
+    done = Message(
+        "code_loop.last",
+        "          last {at}: {stage}: {outcome}{then}",
+        at=local(last["at"]),
+        stage=in_words(last),
+        outcome=outcome(last),
+        then=then,
+    )
+    cost = Message(
+        "code_loop.cost",
+        "          {device_seconds:,.0f} device-seconds, {tokens:,} tokens and {usd:.2f} USD in 24 hours",
+        device_seconds=spent["device_seconds"],
+        tokens=spent["tokens"],
+        usd=spent["usd"],
+    )
+    return [first, done, cost]
 
 
 def in_words(stage: Mapping[str, Any]) -> str:
@@ -124,7 +149,7 @@ def in_words(stage: Mapping[str, Any]) -> str:
 
 
 def outcome(left: Mapping[str, Any]) -> str:
-    """What a stage left, in words."""
+    """The result of a stage, as text."""
     if "failed" in left:
         return f"failed: {left['failed']}"
     if left.get("nothing"):

@@ -1,10 +1,10 @@
-"""The code loop by itself: what a daemon with nothing else to do does next to improve the factory, one stage at a time.
+"""The code loop without a command: a daemon with nothing else to do improves the factory, one stage at a time.
 
     profile ─► propose (one agent, one proposal) ─► judge ─► merge, where ``approval: automatic`` lets the verdict decide
 
-Level-triggered: what is next follows from the ledger and the policy alone (``next_stage``, pure). Killed in a stage, the next call begins that
-stage again; an agent that is a language model goes on from its checkpoint. Each agent goes on until it finds nothing more in the present
-*situation*: live commit, recipe, machine and agents' policy. What was judged in a situation closes its target there, whatever the verdict.
+It is level-triggered: the next stage follows from the ledger and the policy alone (``next_stage``, pure). After a kill in a stage, the next call
+begins that stage again; an agent that is a language model continues from its checkpoint. Each agent works until it finds nothing more in the
+present *situation*: live commit, recipe, machine and agents' policy. A target that was judged in a situation is closed there, whatever the verdict.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject
 from factory.ledger.writing import insert, record_once
 from kernels.contract.machine import here
+from kernels.contract.message import Message
 
 PROFILE, PROPOSE, JUDGE, MERGE = "profile", "propose", "judge", "merge"
 PROFILED = (SEARCH, KERNEL_ENGINEER)  # agents that work from a line profile
-MOST_CUT = 3  # times that a stage may be killed before it is given up in this situation
+MOST_CUT = 3  # after so many kills a stage is given up in this situation
 
 
 @dataclass(frozen=True)
 class LoopStage:
-    """One thing to do now. As text it says what: 'judge proposal 3'."""
+    """One thing to do now. Its text is such as 'judge proposal 3'."""
 
     name: str
     agent: str = ""
     proposal: int | None = None
 
     def detail(self) -> dict[str, Any]:
-        """As an event has it."""
+        """The stage as it is written in an event."""
         named = {"stage": self.name, "agent": self.agent, "proposal": self.proposal}
         return {key: value for key, value in named.items() if value}
 
@@ -63,45 +64,43 @@ class LoopStage:
 
 @dataclass(frozen=True)
 class LoopState:
-    """What ``next_stage`` decides from."""
+    """The facts from which ``next_stage`` decides."""
 
     policy: ImprovePolicy
     minute: int  # of the day, local
     agents: tuple[str, ...] = ()  # of the policy, those that can work here
     finished: frozenset[str] = frozenset()  # agents that found nothing more in this situation
     profile: int | None = None  # made in this situation
-    written: tuple[int, str] | None = None  # a proposal that waits for its judgement, and who wrote it
-    promoted: int | None = None  # a proposal that the policy lets be merged
-    killed: Mapping[str, int] = field(
-        default_factory=dict
-    )  # stage, as text → how often it was killed in this situation
+    written: tuple[int, str] | None = None  # a proposal that waits for its judgement, and its agent
+    promoted: int | None = None  # a proposal that the policy allows to merge
+    killed: Mapping[str, int] = field(default_factory=dict)  # stage, as text → number of its kills in this situation
     begun: bool = False  # a profile was the last stage: a proposal was begun with it
     used: Used = Used()
 
 
 def next_stage(seen: LoopState) -> LoopStage | str:
-    """What to do now, or why nothing is. Pure. What was begun is ended first, whatever the budget says."""
+    """The stage to do now, or the reason why there is none. Pure. A stage that was begun is ended first, even beyond the budget."""
     if seen.policy.when == OFF:
-        return "improve is off in agents.yaml"
+        return Message("code_loop.off", "improve is off in agents.yaml")
     if not seen.policy.awake(seen.minute):
-        return f"it waits for the night ({seen.policy.night})"
+        return Message("code_loop.waits_for_night", "it waits for the night ({hours})", hours=seen.policy.night)
     if seen.promoted is not None:
         return LoopStage(MERGE, proposal=seen.promoted)
     if seen.written is not None:
         return LoopStage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
     if not seen.begun and (beyond := seen.used.beyond(seen.policy.per_day.model_dump())):
-        return f"it waits: {beyond}"
+        return Message("code_loop.waits_for_budget", "it waits: {problem}", problem=beyond)
     if not seen.agents:
-        return "no LLM endpoint is configured, and none of its agents works without one"
+        return Message("code_loop.no_agent", "no LLM endpoint is configured, and all agents of agents.yaml need one")
     for agent in seen.agents:
         stage = LoopStage(PROFILE) if agent in PROFILED and seen.profile is None else LoopStage(PROPOSE, agent)
         if agent not in seen.finished and seen.killed.get(str(stage), 0) < MOST_CUT:
             return stage
-    return "nothing is left to try until code, recipe, machine or agents.yaml change"
+    return Message("code_loop.all_tried", "nothing is left to try until code, recipe, machine or agents.yaml change")
 
 
 def next_stages(seen: LoopState) -> list[LoopStage]:
-    """``next_stage``, then what would come next if its agent were finished: one that fails and rests holds up no other."""
+    """``next_stage``, and after it the stage of each further agent: an agent that fails and rests does not hold up the others."""
     found: list[LoopStage] = []
     while isinstance(stage := next_stage(seen), LoopStage):
         found.append(stage)
@@ -113,7 +112,7 @@ def next_stages(seen: LoopState) -> list[LoopStage]:
 
 @dataclass(frozen=True)
 class Situation:
-    """A workspace at one moment, as far as the code loop asks."""
+    """The state of a workspace at one moment, as far as the code loop needs it."""
 
     plant: Plant
     db: Reads
@@ -130,7 +129,7 @@ class Situation:
 
     @cached_property
     def name(self) -> str:
-        """A hash of all that what was tried depends on."""
+        """A hash of all that the result of an attempt depends on."""
         recipe = hashlib.sha256(self.plant.workspace.recipe_path().read_bytes()).hexdigest()
         parts = [self.base, recipe, here().to_json(), policy_sha256(self.agents)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -141,13 +140,15 @@ class Situation:
 
     @property
     def here(self) -> list[StageDone]:
-        """Of the past, what was done in this situation."""
+        """The past stages of this situation."""
         return [one for one in self.past if one.began["situation"] == self.name]
 
     @property
     def closed(self) -> frozenset[int]:
-        """The proposals whose targets are left alone: those of this situation, and those on this commit that wait for a person."""
-        told = [one.began | (one.left or {}) for one in self.here]  # of a stage that was killed the judgement tells
+        """The proposals whose targets are left alone: this situation's, and those on this commit that wait for a person."""
+        told = [
+            one.began | (one.left or {}) for one in self.here
+        ]  # for a stage that was killed, the judgement's stage names the proposal
         mine = {one["proposal"] for one in told if "proposal" in one}
         which = "WHERE base_commit = :base AND state = 'judged' AND outcome = 'promote'"
         return frozenset(mine | {row.number for row in ProposalRow.select(self.db, which, base=self.base)})
@@ -173,12 +174,12 @@ class Situation:
 
     @cached_property
     def model(self) -> bool:
-        """Is there a language model that answers without a person?"""
+        """True if a language model is configured that answers without a person."""
         where = endpoint_of(self.agents.llm, DEFAULTS)
         return where not in ("", NONE) and not where.startswith(FILES)
 
     def _promoted(self) -> int | None:
-        """The first proposal that waits for nothing but to be merged; one that could not be is left to the daily try of ``approvals``."""
+        """The first proposal that only waits to be merged. One whose merge failed is left to the daily attempt of ``approvals``."""
         if PatchPolicy.load(self.plant.workspace.policy("gates/patch.yaml")).approval != "automatic":
             return None
         for row in ProposalRow.select(self.db, "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"):
@@ -189,7 +190,7 @@ class Situation:
 
 
 def due(plant: Plant, db: Reads) -> list[LoopStage]:
-    """What to do now, the first that does not rest: one stage for each agent that has something to do. Raises: ConfigError."""
+    """The stages to do now, one for each agent that has something to do; the caller does the first that does not rest. Raises: ConfigError."""
     situation = Situation.of(plant, db)
     policy = situation.agents.improve
     if policy.when == OFF or not SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done'"):
@@ -205,11 +206,11 @@ def due(plant: Plant, db: Reads) -> list[LoopStage]:
 
 
 def do(plant: Plant, stage: LoopStage) -> None:
-    """Do one stage, and record what it left and cost. Raises: as ``propose`` and the gates do."""
+    """Do one stage, and record its result and its cost. Raises: as ``propose`` and the gates do."""
     situation = Situation.of(plant, plant.ledger)
     seen = situation.seen()
     if stage not in next_stages(seen):
-        return  # the world went on since
+        return  # the situation changed since
     for table in (agent_runs, exchanges):
         table.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than these tables
     _introduce(plant, situation, stage)
@@ -231,24 +232,35 @@ def do(plant: Plant, stage: LoopStage) -> None:
     after = next_stage(Situation.of(plant, plant.ledger).seen())
     if isinstance(after, str):
         with plant.ledger.begin() as tx:
-            record(tx, WAITS, SUBJECT, {"why": after})
-        plant.say(f"  improve: {after}")
+            record(tx, WAITS, SUBJECT, {"why": str(after)})
+        plant.say(Message("code_loop.improve_waits", "  improve: {why}", why=after))
 
 
 def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
-    """Say what begins; and once that agents which need a language model are left out."""
+    """Tell the person which stage begins, and once which agents are left out for want of a language model."""
     if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.model:
         if record_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
             plant.say(
-                f"  improve: no LLM endpoint is configured (llm.endpoint in agents.yaml, OPENAI_BASE_URL): {KERNEL_ENGINEER} is left out"
+                Message(
+                    "code_loop.agent_left_out",
+                    "  improve: no LLM endpoint is configured (llm.endpoint in agents.yaml, OPENAI_BASE_URL): {agent} is left out",
+                    agent=KERNEL_ENGINEER,
+                )
             )
     elif situation.model:
         record_once(plant.ledger, ALONE, SUBJECT, {"left_out": []})
-    plant.say(f"  improve: {stage}, on commit {situation.base[:12]}")
+    plant.say(
+        Message(
+            "code_loop.stage_begins",
+            "  improve: {stage}, on commit {commit}",
+            stage=str(stage),
+            commit=situation.base[:12],
+        )
+    )
 
 
 def _stage(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
-    """Returns what it left, as its event has it."""
+    """Do the stage. Returns its result, as its event records it."""
     if stage.name == MERGE:
         follow(plant, lambda number: None)  # takes the lock itself
         return {"outcome": ProposalRow.get(plant.ledger, stage.proposal or 0).state}
@@ -266,7 +278,7 @@ def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopSta
         numbers = AGENTS[stage.agent](bench, DEFAULTS, 1, _write)
     except ModelError as error:
         if not error.over:
-            raise  # it is saved, and goes on
+            raise  # the run is saved, and a later pass continues it
         numbers = []
     return {"proposal": numbers[0]} if numbers else {"nothing": True}
 
@@ -279,9 +291,13 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     assert stage.proposal is not None
     killed = seen.killed.get(str(stage), 0)
     if killed >= MOST_CUT:
-        why = f"its process was killed {killed} times while it was judged"
+        why = Message(
+            "code_loop.killed_often", "its process was killed {times:,|time|times} while it was judged", times=killed
+        )
         give_up(plant, stage.proposal, why)
-        plant.say(f"  proposal {stage.proposal} is given up: {why}")
+        plant.say(
+            Message("code_loop.given_up", "  proposal {proposal} is given up: {why}", proposal=stage.proposal, why=why)
+        )
         return {"nothing": True}
     clear_stale(plant)
     refuse_without_isolation(plant.workspace)
@@ -290,7 +306,7 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
 
 
 def _devices() -> int:
-    """Of this machine, which wait meanwhile: its GPUs, or the CPU as one."""
+    """The number of this machine's devices: its GPUs, or the CPU as one."""
     import torch
 
     return torch.cuda.device_count() or 1

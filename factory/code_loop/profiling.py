@@ -1,7 +1,9 @@
-"""Profiles of the training step: the line profiler in its own process, files in ``reports/profiles/``, a row in the ledger, a run in MLflow.
+"""Profiles of the training step: the line profiler runs in its own process.
 
-The profiler runs from the worktree of the live code, in the sandbox, as training does. Without a workspace
-it profiles the checkout itself and only writes files.
+It leaves files in ``reports/profiles/``, a row in the ledger and a run in MLflow.
+
+The profiler runs from the worktree of the live code, in the sandbox, as training does. Without a workspace it profiles the checkout itself and
+only writes files.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from factory.ledger.writing import insert
 from factory.runs.folders import clear
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment
+from kernels.contract.message import Message
 
-PROGRESS = "profile: "  # how the profiler's lines of progress begin
+PROGRESS = "profile: "  # prefix of the profiler's lines of progress
 USER_ERROR = 2  # the profiler's exit code for an error that its user can correct
 
 
@@ -42,24 +45,27 @@ FORMAT = 3  # of agents.line_profiler.table, which only the profiler's own proce
 
 
 class ProfileError(FactoryError):
-    """The line profiler failed; its last line of output is in the message."""
+    """The line profiler failed. The message has its last line of output."""
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """A parsed profile.json. Raises: ProfileError when code of another version wrote it."""
+    """A parsed profile.json. Raises: ProfileError if code of another version wrote it."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if found.get("format") != FORMAT:
         raise ProfileError(
-            f"{path} has format {found.get('format')}, this factory reads {FORMAT}: the profiled code and the factory have different "
-            "versions; use the same version of both"
+            "code_loop.profile_format",
+            "{file} has format {found}, and this factory reads format {expected}. Use the same version of the profiled code and of the factory.",
+            file=str(path),
+            found=found.get("format"),
+            expected=FORMAT,
         )
     return found
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """``recipe``: a name or a path; None: the workspace's, or the demo's. ``isolation_s``: seconds for timing operations alone; None:
-    the profiler's default."""
+    """``recipe``: a name or a path; None: the workspace's recipe, or the demo's. ``isolation_s``: seconds for timing operations alone;
+    None: the profiler's default."""
 
     recipe: str | None = None
     isolation_s: float | None = None
@@ -74,14 +80,20 @@ QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementa
 def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     """Time every line of the live code's training step; returns the profile's id.
 
-    Raises: RepositoryError, ConfigError, InputError; ProfileError when the profiler fails.
+    Raises: RepositoryError, ConfigError, InputError; ProfileError if the profiler fails.
     """
     recipe = plant.workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, plant.workspace)
     commit = repository.live_commit(plant.workspace.repository)
     code = LiveCode.of(plant, commit)
     changed = repository.changed_files(plant.workspace.repository)
     if changed:
-        plant.progress.line(f"  not committed, so not part of the live code: {', '.join(changed[:5])}")
+        plant.progress.line(
+            Message(
+                "code_loop.not_committed",
+                "  not committed, so not part of the live code: {files}",
+                files=list(changed[:5]),
+            )
+        )
     folder = plant.workspace.reports / "profiles" / f"{commit[:12]}-{time.time_ns()}"
     folder.mkdir(parents=True)
     given = plant.workspace.root / "cache" / "profiled"
@@ -103,14 +115,14 @@ def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
 
 
 def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]:
-    """The profiler's arguments for a recipe in the precision and with the kernels that a segment planned now would have."""
+    """The profiler's arguments for a recipe, with the precision and the kernels of a segment that is planned now."""
     from trainer.contract.errors import RecipeError
     from trainer.contract.recipe import Recipe
 
     try:
         recipe = Recipe.load(path)
     except RecipeError as error:
-        raise InputError(str(error)) from None
+        raise InputError(error.message) from None
     last = last_segment(plant.ledger, "trunk")
     before = last.recipe_json["precision"] if last and last.recipe == recipe.name else ""
     kernels = (code / "policies" / "kernels.yaml").read_text("utf-8")
@@ -131,11 +143,13 @@ def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = Pr
 
 
 def _run_checkout(out: Path, arguments: list[str], progress: Progress, module: str = "agents.line_profiler") -> None:
-    """Raises: InputError when the folder cannot be made."""
+    """Profile this checkout into ``out``. Raises: InputError if the folder cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--out {out}: {error.strerror}") from None
+        raise InputError(
+            "code_loop.no_out", "--out {folder}: {problem}", folder=str(out), problem=error.strerror
+        ) from None
     code = code_root()
     own = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
     run_profiler(LiveCode(code, None, False), [*own, *arguments], progress, module=module)
@@ -143,7 +157,7 @@ def _run_checkout(out: Path, arguments: list[str], progress: Progress, module: s
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The flags of ``python -m agents.line_profiler.sweep.sweep``; None: its default."""
+    """The flags of ``python -m agents.line_profiler.sweep.sweep``; None: the flag's default."""
 
     models: str | None = None
     batches: str | None = None
@@ -172,10 +186,13 @@ def run_profiler(
     readonly: Sequence[Path] = (),
     module: str = "agents.line_profiler",
 ) -> None:
-    """``python -m module arguments`` from ``code``; its progress moves a bar. Raises: InputError, ProfileError."""
+    """``python -m module arguments`` from ``code``; its lines of progress move a bar. Raises: InputError, ProfileError."""
     command = [sys.executable, "-m", module, "--json", *arguments]
     last_lines: list[str] = []
-    with progress.task("profiling the training step") as task, tempfile.TemporaryFile() as output:
+    with (
+        progress.task(Message("code_loop.profiling", "profiling the training step")) as task,
+        tempfile.TemporaryFile() as output,
+    ):
         process = code.start(
             command,
             writable=writable, readonly=readonly, environment=devices.environment(), stdout=output, stderr=subprocess.PIPE,
@@ -190,9 +207,14 @@ def run_profiler(
         finally:
             process.kill()
     if exit_code == USER_ERROR:
-        raise InputError(" ".join(last_lines[-1:])[:500])
+        raise InputError("code_loop.profiler_refused", "{line}", line=" ".join(last_lines[-1:])[:500])
     if exit_code:
-        raise ProfileError(f"the line profiler ended with code {exit_code}: {' '.join(last_lines[-1:])[:500]}")
+        raise ProfileError(
+            "code_loop.profiler_failed",
+            "The line profiler ended with code {exit_code}: {line}",
+            exit_code=exit_code,
+            line=" ".join(last_lines[-1:])[:500],
+        )
 
 
 def find_recipe(name: str, workspace: Workspace | None) -> Path:
@@ -205,4 +227,6 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
-    raise InputError(f"there is no recipe or file {name!r}{nearest(name, known)}")
+    raise InputError(
+        "code_loop.no_recipe", "There is no recipe or file {name!r}{near}", name=name, near=nearest(name, known)
+    )

@@ -1,8 +1,8 @@
 """The code loop, once: live code → line profile → an agent's proposal → branch → gate → verdict.
 
-The agent sees the world only through its workbench: it reads files in scope, has implementations measured in the sandbox, and asks what was
-tried before. It returns edits as data. Killed at any instruction, the next call removes what was left and continues: a proposal is
-'drafted' before its branch exists and becomes 'judged' in the transaction that records its verdict.
+The agent sees the world only through its workbench: it reads files in scope, has implementations measured in the sandbox, and asks for earlier
+attempts. It returns edits as data. After a kill at any moment, the next call removes the remains and continues: a proposal is 'drafted'
+before its branch exists, and becomes 'judged' in the transaction that records its verdict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from agents.recipe_scout import scout
 from agents.recipe_scout.course import Course, course_of
 from agents.recipe_scout.role import RecipeScout
 from agents.search_proposer import search_proposer
-from factory.code_loop.agent_runs import DEFAULTS, NONE, AgentOptions, AgentRun, AgentRuns, wants_model
+from factory.code_loop.agent_runs import (
+    DEFAULTS,
+    NONE,
+    AgentOptions,
+    AgentRun,
+    AgentRuns,
+    say_nothing_proposed,
+    wants_model,
+)
 from factory.code_loop.profiling import QUICK, profile, read_profile
 from factory.code_loop.revalidating import revalidate
 from factory.code_loop.submitting import WRITTEN, judge, make_ready, submit
@@ -40,6 +48,7 @@ from factory.gates.training_start import find_start
 from factory.ledger.ledger import Ledger, anomalies
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow
+from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.json_lines import read_lines
@@ -47,25 +56,30 @@ from trainer.contract.recipe import Recipe
 
 SEGMENTS = 4  # newest ones of the trunk whose metrics the recipe scout reads
 
-Submit = Callable[[Plant, Proposal, str], int]  # what becomes of a drafted proposal on a base commit → its number
+Submit = Callable[[Plant, Proposal, str], int]  # takes a drafted proposal and its base commit → the proposal's number
 
 
 def propose(
     plant: Plant, *, agent: str = search_proposer.AGENT, options: AgentOptions = DEFAULTS, count: int = 1
 ) -> list[int]:
-    """Profile, let ``agent`` propose, judge; returns the proposals' numbers: at most ``count``, none (and a line says why) when there is
-    nothing to propose. Several are drafted side by side; what is timed has its device alone (``factory.core.devices``). What the daemon
-    wrote and did not come to judge is judged first, and counts.
+    """Profile, let ``agent`` propose, judge. Returns the proposals' numbers: at most ``count``; none, after a line that says why, if there is
+    nothing to propose. Several are drafted side by side; each timing has its device alone (``factory.core.devices``). A proposal that the
+    daemon wrote but did not judge is judged first, and counts.
 
     The caller holds the workspace's ``code-loop`` lock. Raises: InputError for an unknown agent, endpoint or target; ModelError;
-    IsolationError without a sandbox; RepositoryError. Whatever it raises, no branch and no worktree is left. (After a kill, the next call
-    removes them.) Of several, the others are judged to their end before an error of one is raised.
+    IsolationError without a sandbox; RepositoryError. After an error no branch and no worktree is left. (After a kill, the next call removes
+    them.) If one of several proposals fails, the others are judged to their end before its error is raised.
     """
     if agent not in AGENTS:
-        raise InputError(f"no agent {agent!r}{nearest(agent, AGENTS)}")
+        raise InputError(
+            "code_loop.unknown_agent", "There is no agent {agent!r}{near}", agent=agent, near=nearest(agent, AGENTS)
+        )
     bench = workbench(plant)
     if bench is None:
-        plant.say("  nothing proposed: there is no trunk checkpoint to measure on yet; 'factory run' makes one")
+        why = Message(
+            "code_loop.no_checkpoint", "there is no trunk checkpoint to measure on yet; 'factory run' makes one"
+        )
+        say_nothing_proposed(plant, why)
         return []
     revalidate(plant, bench.base)
     left = [row.number for row in ProposalRow.select(plant.ledger, f"WHERE state = '{WRITTEN}' ORDER BY number")]
@@ -77,7 +91,7 @@ def propose(
 
 
 def workbench(plant: Plant) -> LiveWorkbench | None:
-    """A workbench on the live commit; None: there is no checkpoint to measure on. Raises: as ``make_ready``."""
+    """A workbench on the live commit; None if there is no checkpoint to measure on. Raises: as ``make_ready``."""
     base, start = make_ready(plant), find_start(plant.ledger)
     return LiveWorkbench(plant, base, start) if start else None
 
@@ -85,12 +99,14 @@ def workbench(plant: Plant) -> LiveWorkbench | None:
 def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
     if options not in (DEFAULTS, AgentOptions(NONE)):
         raise InputError(
-            "the agent 'search' takes no --endpoint, --model, --target or --interactive: they need a language model"
+            "code_loop.search_options",
+            "The agent 'search' takes no --endpoint, --model, --target or --interactive: these options need a language model.",
         )
     profiled = _read(bench.plant.ledger, _profile(bench))
     drafts = search_proposer.propose(profiled, replace(bench, count=count), count)
     if not drafts:
-        bench.plant.say("  nothing proposed: no change was found that measures faster than what runs now")
+        why = Message("code_loop.nothing_faster", "no change was found that measures faster than the present choice")
+        say_nothing_proposed(bench.plant, why)
     return side_by_side([partial(submit, bench.plant, drafted, bench.base) for drafted in drafts])
 
 
@@ -101,8 +117,8 @@ def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: S
 
 
 def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
-    """Continue this target's run of the kernel engineer on this commit, or profile and begin one. ``count`` above 1: a target each, the
-    most promising.
+    """Continue this target's run of the kernel engineer on this commit, or profile and begin a new run. With ``count`` above 1, each run
+    has its own target, the most promising first.
 
     Raises: ProfileError.
     """
@@ -121,7 +137,7 @@ def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int
 
 
 def role(ledger: Ledger, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
-    """Raises: ProfileError when the profile cannot be read any more."""
+    """The kernel engineer for a run. Raises: ProfileError if the profile cannot be read any more."""
     return KernelEngineer(_read(ledger, run.profile), bench, run.target)
 
 
@@ -136,26 +152,30 @@ def _read(ledger: Ledger, number: int) -> dict[str, Any]:
 def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
     if count > 1:
         raise InputError(
-            "--count above 1 cannot be used with the agent 'recipe-scout', which proposes one change at a time"
+            "code_loop.scout_count",
+            "--count above 1 cannot be used with the agent 'recipe-scout', which proposes one change at a time.",
         )
     model = wants_model(bench.plant.workspace, options)
     runs = AgentRuns.open(bench.plant, scout.AGENT, options, by=bench.by) if model else None
     found = course(bench)
     if isinstance(found, str):
-        bench.plant.say(f"  nothing proposed: {found}")
+        say_nothing_proposed(bench.plant, found)
         return []
     if runs:
         work_on = runs.unfinished(bench.base, 1) or [runs.begin(bench.base, options.target)]
         return _with_model(runs, work_on, bench, lambda run, bench: RecipeScout(found, bench, run.target), submit)
     drafted = scout.propose(found, bench)
     if drafted is None:
-        bench.plant.say("  nothing proposed: every change of the recipe that is worth a try was rejected before")
+        why = Message(
+            "code_loop.all_rejected", "the gate rejected every change of the recipe that is worth a try before"
+        )
+        say_nothing_proposed(bench.plant, why)
         return []
     return [submit(bench.plant, drafted, bench.base)]
 
 
 def course(bench: LiveWorkbench) -> Course | str:
-    """What the recipe scout works from: the live recipe, and the metrics of the trunk that it trained; or why there is nothing to work from.
+    """The recipe scout's input: the live recipe and the metrics of its trunk; or the reason why there is none.
 
     Raises: ConfigError.
     """
@@ -164,21 +184,23 @@ def course(bench: LiveWorkbench) -> Course | str:
     if unused := unused_recipes(workspace, [path]):
         return unused[0]
     if path not in bench.files(patchable=True):
-        return f"the repository holds no {path} that a patch may change"
+        return Message(
+            "code_loop.recipe_not_patchable", "the repository has no {path} that a patch may change", path=path
+        )
     try:
         recipe = Recipe.parse(read_yaml(bench.read(path), path, RecipeError), path)
     except TrainerError as error:
-        return str(error)
+        return error.message
     policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
     texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, plant)
     if not texts:
-        return str(NOTHING_HELD_OUT["reasons"][0])
+        return Message.from_json(NOTHING_HELD_OUT["reasons"][0])
     which = f"WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT {SEGMENTS}"
     trunk = SegmentRow.select(plant.ledger, which)[::-1]
     records = [file for one in trunk if (file := Path(one.folder) / "metrics.jsonl").is_file()]
     lines = [line for file in records for line in read_lines(file)]
     if not lines:
-        return "the trunk left no metrics to work from"
+        return Message("code_loop.no_metrics", "the trunk left no metrics to work from")
     found = sa.select(anomalies.c.kind).where(anomalies.c.segment.in_([one.id for one in trunk]))
     kinds = Counter(row["kind"] for row in plant.ledger.rows(found))
     tokens_bytes = sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts)
@@ -193,7 +215,7 @@ def _with_model(
     role: Callable[[AgentRun, LiveWorkbench], Role],
     submit: Submit,
 ) -> list[int]:
-    """What language models propose, side by side; each run has its own seconds for measuring."""
+    """Run language models side by side, submit their proposals, return the numbers. Each run has its own seconds for measuring."""
 
     def work(run: AgentRun) -> int | None:
         own = replace(bench)
@@ -209,7 +231,7 @@ def _with_model(
     return [number for number in side_by_side([partial(work, run) for run in work_on]) if number is not None]
 
 
-# By name: a workbench, what the person asked for, how many proposals may be made and what becomes of each → their numbers.
+# Agent → function of (workbench, the person's options, most proposals, the function that takes each proposal) → their numbers.
 AGENTS: dict[str, Callable[[LiveWorkbench, AgentOptions, int, Submit], list[int]]] = {
     search_proposer.AGENT: _search,
     KERNEL_ENGINEER: _engineer,

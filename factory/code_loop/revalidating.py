@@ -1,8 +1,8 @@
-"""Merged patches are judged again when their surroundings change: torch, driver, device or recipe, a throughput drop, a failed benchmark, or
-a candidate that the release gate rejected. ``factory propose`` does it, and the daemon by itself.
+"""Has merged patches judged again when their surroundings change: torch, driver, device or recipe, a throughput drop, a failed benchmark, or
+a candidate that the release gate rejected. ``factory propose`` and the daemon do it.
 
-What is judged is the reverse patch, a proposal like any other: the baseline is the live code with the patch, the candidate the code without
-it. The gate promotes it only if the step is faster without the patch by now. A person approves it like any other; until then the patch
+The gate judges the reverse patch, a proposal like any other: the baseline is the live code with the patch, the candidate the code without
+it. The gate promotes it only if the step is now faster without the patch. A person approves it like any other; until then the patch
 stays.
 """
 
@@ -26,6 +26,7 @@ from factory.ledger.ledger import Ledger, anomalies, events, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
 from kernels.contract.machine import here
+from kernels.contract.message import Message
 
 AGENT = "revalidator"
 AUDIT = "audit"  # gate of the verdicts of factory.audit, and of the reverts that it asks for
@@ -34,12 +35,13 @@ FELL = "benchmarks_fell"
 
 
 def follow(plant: Plant) -> list[int]:
-    """``revalidate`` for the daemon's passes: an error is shown once a day, and stops nothing else."""
+    """Revalidate in a pass of the daemon: an error is shown once a day, and stops nothing else."""
     start = find_start(plant.ledger)
     if start is None or not any(_moved(plant.ledger, row.number, start) for row in _merged(plant.ledger)):
         return []
     act = lambda: revalidate(plant, make_ready(plant))
-    return in_turn(plant, act, "revalidation_waits", "code_loop", "a merged patch cannot be judged again now") or []
+    words = Message("code_loop.cannot_revalidate", "a merged patch cannot be judged again now")
+    return in_turn(plant, act, "revalidation_waits", "code_loop", words) or []
 
 
 def revalidate(plant: Plant, base: str) -> list[int]:
@@ -53,11 +55,18 @@ def revalidate(plant: Plant, base: str) -> list[int]:
         assert start is not None
         changed = _moved(plant.ledger, row.number, start)
         if changed is None:
-            note_validated(plant.ledger, row.number, start)  # the process that merged it was killed
+            note_validated(
+                plant.ledger, row.number, start
+            )  # the process that merged it was killed before it recorded them
         if not changed:
             continue
         plant.progress.line(
-            f"  {', '.join(changed)} changed since proposal {row.number} was judged; it is judged again"
+            Message(
+                "code_loop.surroundings_changed",
+                "  {changed} changed since proposal {proposal} was judged; the gate judges it again",
+                changed=changed,
+                proposal=row.number,
+            )
         )
         drafted = undoing(plant.workspace, row, base, changed)
         if drafted is not None:
@@ -67,22 +76,26 @@ def revalidate(plant: Plant, base: str) -> list[int]:
 
 
 def undoing(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
-    """The reverse patch on top of ``base``; None when its files changed again since, or it only added files."""
+    """The reverse patch on top of ``base``; None if its files changed again since, or if it only added files."""
     code = workspace.repository
     live = {change.path for change in repository.changes(code, row.patch_commit, base)}
     back = [c for c in repository.changes(code, row.patch_commit, row.base_commit) if c.content is not None]
     if not back or any(change.path in live for change in back):
         return None
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
-    hypothesis = (
-        f"Proposal {row.number} ({row.title[:100]}) gained time when it was judged; {', '.join(changed)} changed since. "
-        "If the training step is faster without it now, it should be undone. No gain without it refutes that."
+    hypothesis = Message(
+        "code_loop.undo",
+        "Proposal {proposal} ({title}) gained time when it was judged; {changed} changed since. If the training step is faster without "
+        "the patch now, it should be undone. If the step is not faster, that is refuted.",
+        proposal=row.number,
+        title=row.title[:100],
+        changed=changed,
     )
     return Proposal(AGENT, f"{UNDO}:{row.number}", f"Undo proposal {row.number}", hypothesis, 1.0, edits)
 
 
 def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
-    """What a measured gain depends on besides the code."""
+    """The conditions on which a measured gain depends besides the code."""
     machine = here()
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
@@ -108,27 +121,30 @@ def benchmarks_fell(ledger: Ledger, tests: Sequence[str]) -> None:
 
 
 def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
-    """What changed since a merged patch was last judged; [] where it was judged like this before, None where that is not recorded."""
+    """The conditions that changed since a merged patch was last judged; [] if it was judged under these before; None if none are recorded."""
     now, before = surroundings(ledger, start), validated(ledger, number)
     if not before:
         return None
-    alike = lambda then: all(then.get(key, value) == value for key, value in now.items())  # an older record lacks some
+    alike = lambda then: all(
+        then.get(key, value) == value for key, value in now.items()
+    )  # an older record lacks some keys
     return [] if any(map(alike, before)) else sorted(key for key in now if before[-1].get(key, now[key]) != now[key])
 
 
 def validated(ledger: Ledger, number: int) -> list[dict[str, str]]:
-    """The surroundings under which a merged patch was judged, oldest first."""
+    """The surroundings in which a merged patch was judged, oldest first."""
     sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id"
     return [row["detail"] for row in ledger.read(sql, kind=VALIDATED, subject=str(Subject("proposal", number)))]
 
 
 def note_validated(ledger: Ledger, number: int, start: Start) -> None:
+    """Record that a merged patch was judged in the present surroundings."""
     with ledger.begin() as tx:
         record(tx, VALIDATED, Subject("proposal", number), surroundings(ledger, start))
 
 
 def _merged(ledger: Ledger) -> list[ProposalRow]:
-    """Approved patches that gained time: neither a recipe that learns better nor a revert that the audit asked for, which depend on no
+    """Approved patches that gained time. Recipes that learn better, and reverts that the audit asked for, are left out: they depend on no
     torch, driver or device."""
     approved = ProposalRow.select(ledger, "WHERE state = 'approved' ORDER BY number")
     return [row for row in approved if row.gate not in (recipe_gate.GATE, AUDIT)]

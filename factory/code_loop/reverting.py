@@ -1,6 +1,6 @@
-"""A revert that the audit or the loss doctor asks for: a proposal that undoes a merged patch, whose verdict is theirs.
+"""Reverts that the audit or the loss doctor asks for: a proposal that undoes a merged patch, with their verdict.
 
-It is no patch to be measured: the code without the patch was live before, and what it takes away is not speed. A person approves it as any
+The gate does not measure a revert: the code without the patch was live before, and the reason is not speed. A person approves it like any
 other proposal, or the policy does.
 """
 
@@ -18,19 +18,24 @@ from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REJECTED, in_
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
+from kernels.contract.message import Message
 
 AGENT = "auditor"
 AUDITED = "audited"  # event: {"outcome", "patches", "suspects"}
 
 
 def open_reverts(plant: Plant) -> list[int]:
-    """A proposal to undo every approved patch that an audit found to make a difference, or that the loss doctor blames for an anomaly, and has
-    none yet; returns their numbers. What keeps one from being opened is shown once a day."""
+    """Open a proposal to undo each approved patch that an audit found to make a difference, or that the loss doctor blames for an anomaly,
+    and that has none yet. Returns their numbers. An obstacle is shown once a day."""
     made = []
     for number, why in {number: why for number, why in _blamed(plant.ledger) if why}.items():
         row = ProposalRow.get(plant.ledger, number)
         if row.state == "approved" and opened(plant.ledger, number) is None:
-            words = f"proposal {number} made a difference and must be undone by hand"
+            words = Message(
+                "code_loop.undo_by_hand",
+                "proposal {proposal} made a difference and must be undone by hand",
+                proposal=number,
+            )
             made.append(
                 in_turn(
                     plant, partial(_open, plant, row, why), "audit_revert_waits", Subject("proposal", number), words
@@ -45,7 +50,7 @@ def _open(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
 
 
 def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
-    """Proposals that an audit or a diagnosis blames, and its verdict."""
+    """The proposals that an audit or a diagnosis blames, each with the verdict."""
     sql = "SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id"
     for event in ledger.read(sql, kind=AUDITED):
         for number in event["detail"]["suspects"] if event["detail"]["outcome"] == "reject" else ():
@@ -60,23 +65,42 @@ def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
 def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     """Propose to undo an approved proposal on top of the live code; ``why``: the verdict that blames it. Returns its number.
 
-    The caller holds the ``code-loop`` lock. Raises: RepositoryError when its files changed again since; nothing is left then.
+    The caller holds the ``code-loop`` lock. Raises: RepositoryError if its files changed again since; nothing is left then.
     """
     code = plant.workspace.repository
     live = repository.live_commit(code)
-    title = f"Undo proposal {row.number}"
-    shown = "Its anomaly is gone without it" if why.gate == DIAGNOSIS else "The same steps without it end elsewhere"
-    hypothesis = f"Segment {why.number} trained with proposal {row.number} ({row.title[:100]}). {shown}: {'; '.join(why.reasons)[:1000]}"
-    hypothesis += _in_words(plant.ledger, why)
+    title = str(Message("code_loop.undo_title", "Undo proposal {proposal}", proposal=row.number))
+    blamed = why.gate == DIAGNOSIS
+    shown = (
+        Message("code_loop.gone_without", "Its anomaly is gone without the proposal")
+        if blamed
+        else Message("code_loop.ends_elsewhere", "The same steps end with other weights without the proposal")
+    )
+    hypothesis = Message(
+        "code_loop.revert",
+        "Segment {segment} trained with proposal {proposal} ({title}). {shown}: {reasons}{words}",
+        segment=why.number,
+        proposal=row.number,
+        title=row.title[:100],
+        shown=shown,
+        reasons="; ".join(why.reasons)[:1000],
+        words=_in_words(plant.ledger, why),
+    )
     message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
     commit = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
     drafted = Proposal(AGENT, f"{UNDO}:{row.number}", title, hypothesis, 1.0, ())
     number, branch = draft(plant, drafted, live)
     repository.make_branch(code, branch, commit)
     sha256 = repository.patch_sha256(code, live, commit)
-    found = f"the audit of segment {why.number} found a difference"
-    if why.gate == DIAGNOSIS:
-        found = f"the loss doctor blames it for an anomaly of segment {why.number}"
+    found = (
+        Message(
+            "code_loop.doctor_blames",
+            "the loss doctor blames it for an anomaly of segment {segment}",
+            segment=why.number,
+        )
+        if blamed
+        else Message("code_loop.audit_differs", "the audit of segment {segment} found a difference", segment=why.number)
+    )
     reasons = [found, *why.reasons]
     stages = {AUDIT: {"state": "passed", "reasons": reasons}}
     evidence = {
@@ -91,19 +115,25 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     of = {"policy_sha256": why.policy_sha256, "subject_sha256": sha256}
     record_given(plant, number, commit, AUDIT, reasons, evidence, outcome=PROMOTE, **of)
     plant.progress.line(
-        f"  proposal {number} undoes proposal {row.number}: {reasons[0]}; merge it with 'factory proposals approve {number}'"
+        Message(
+            "code_loop.undoes",
+            "  proposal {proposal} undoes proposal {undone}: {why}; merge it with 'factory proposals approve {proposal}'",
+            proposal=number,
+            undone=row.number,
+            why=reasons[0],
+        )
     )
     return number
 
 
 def _in_words(ledger: Ledger, why: VerdictRow) -> str:
-    """What a language model said about the diagnosis behind a verdict, each sentence with its evidence; '': nothing."""
+    """A language model's explanation of the diagnosis behind a verdict, each sentence with its evidence; '' if there is none."""
     said = words_about(ledger, why.evidence(ledger)["anomaly"]) if why.gate == DIAGNOSIS else None
     return in_words(said) if said else ""
 
 
 def opened(ledger: Ledger, number: int) -> ProposalRow | None:
-    """The newest proposal of the audit to undo a proposal that was not given up, whatever was decided about it."""
+    """The audit's newest proposal to undo a proposal, whatever was decided about it; those that were given up are left out."""
     which = "WHERE agent = :agent AND target = :target AND state NOT IN ('failed', 'superseded') ORDER BY number DESC"
     return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO}:{number}")
 

@@ -1,4 +1,4 @@
-"""One proposal: from an agent's edits to a branch and a verdict."""
+"""Submits one proposal: from an agent's edits to a branch and a verdict."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,22 +32,25 @@ from factory.ledger.rows import ProposalRow, Subject
 from factory.ledger.writing import insert, record_once, record_verdict
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
+from kernels.contract.message import Message
 
-DRAFTED = "drafted"  # a process is at work on it
-WRITTEN = "written"  # it is on its branch, for whichever process comes next
-# Held while anything is drafted, judged, merged or undone. A judgement needs it to its end: whoever holds it takes what is DRAFTED, and each folder
-# of a quick check, for the rest of a process that was killed, and judges what is WRITTEN.
+DRAFTED = "drafted"  # a process is working on it
+WRITTEN = "written"  # it is on its branch, and the next process may judge it
+# Held while a proposal is drafted, judged, merged or undone; a judgement holds it to its end. Therefore its holder may take everything that is
+# DRAFTED, and each folder of a quick check, for the remains of a process that was killed. It judges what is WRITTEN.
 LOCK = "code-loop"
 REMIND_SECONDS = 86_400.0  # a lasting obstacle is reported again after a day
-PROPOSED = "agent target title hypothesis predicted_gain"  # of a ``Proposal``, as its row has it
+PROPOSED = " ".join(
+    one.name for one in fields(Proposal) if one.name != "edits"
+)  # the fields of a ``Proposal`` that its row has
 T = TypeVar("T")
 
 
 def in_turn(
     plant: Plant, act: Callable[[], T], kind: str, subject: Subject | str, words: str, **detail: str
 ) -> T | None:
-    """``act()`` under the code loop's lock, for the daemon; None where it was not done: another process proposes or decides now, and the next
-    pass tries again; or an error kept it from being done, which is said once a day, after ``words``, and stops nothing else."""
+    """``act()`` under the code loop's lock, for the daemon. Returns None if it was not done. Either another process proposes or decides now, and
+    the next pass tries again. Or an error prevented it: that is told once a day, after ``words``, and stops nothing else."""
     try:
         with plant.workspace.lock(LOCK):
             return act()
@@ -54,12 +58,12 @@ def in_turn(
         return None
     except FactoryError as error:
         if record_once(plant.ledger, kind, subject, {**detail, "why": str(error)}, REMIND_SECONDS):
-            plant.say(f"  {words}: {error}")
+            plant.say(Message("code_loop.prevented", "  {what}: {problem}", what=words, problem=error.message))
         return None
 
 
 def make_ready(plant: Plant) -> str:
-    """The live commit, to propose and judge on, once what a killed process left is removed. The caller holds ``LOCK``.
+    """Remove the remains of killed processes. Returns the live commit, to propose and judge on. The caller holds ``LOCK``.
 
     Raises: RepositoryError for a checkout that is not settled; IsolationError.
     """
@@ -79,12 +83,12 @@ def submit(plant: Plant, drafted: Proposal, base: str) -> int:
 
 
 def write(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> int:
-    """The proposal as a commit on a branch of its own, in ``state``: DRAFTED for a caller that judges it now, WRITTEN for one that leaves it to
-    a later pass. A patch out of scope is rejected here, without a branch. Returns its number.
+    """Write the proposal as a commit on a branch of its own, in ``state``: DRAFTED if the caller judges it now, WRITTEN if a later pass does.
+    A patch out of scope is rejected here, without a branch. Returns the proposal's number.
     """
     agents = AgentsPolicy.load(plant.workspace.policy("agents.yaml"))
     number, branch = draft(plant, drafted, base)
-    plant.say(f"  proposal {number}: {drafted.title}")
+    plant.say(Message("code_loop.proposal", "  proposal {proposal}: {title}", proposal=number, title=drafted.title))
     edits = [(edit.path, edit.new_text) for edit in drafted.edits]
     try:
         applied = repository.apply_proposal(
@@ -108,16 +112,20 @@ def write(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> i
 
 
 def judge(plant: Plant, number: int) -> None:
-    """Judge what was written, record it. Killed, it can be called again.
+    """Judge a written proposal, and record the verdict. After a kill it can be called again.
 
-    Raises: as the gate's stages do; the proposal has failed then, and its branch is gone.
+    Raises: as the gate's stages do. The proposal has failed then, and its branch is removed.
     """
     row = ProposalRow.get(plant.ledger, number)
     code, base = plant.workspace.repository, row.base_commit
     try:
         commit = repository.branch_commit(code, row.branch)
         if commit is None or repository.patch_sha256(code, base, commit) != row.patch_sha256:
-            raise RepositoryError(f"the branch {row.branch} does not hold the patch that was proposed")
+            raise RepositoryError(
+                "code_loop.branch_differs",
+                "The branch {branch} does not hold the patch that was proposed.",
+                branch=row.branch,
+            )
         drafted, patch_id = _drafted(plant, row, commit)
         try:
             folder = repository.checkout_folder(plant.workspace.worktrees, commit)
@@ -128,18 +136,20 @@ def judge(plant: Plant, number: int) -> None:
             _remove_folders(plant.workspace, commit)  # before the branch moves on: give_up finds them by it
         commit = repository.reword(code, applied, _message(drafted, verdict, evidence))
         record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
-        plant.say(f"  {verdict.outcome.upper()}: {verdict.reasons[0]}")
+        plant.say(
+            Message("code_loop.verdict", "  {outcome}: {why}", outcome=verdict.outcome.upper(), why=verdict.reasons[0])
+        )
     except BaseException as error:
         later = row.state == WRITTEN and (not isinstance(error, Exception) or fault_of(error) is not None)
-        if not later:  # a kill and a fault of the machine say nothing of what is WRITTEN: a later pass judges it
+        if not later:  # after a kill or a fault of the machine, a later pass judges what is WRITTEN
             give_up(plant, number, f"{type(error).__name__}: {error}")
         raise
 
 
 def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str]:
-    """What an agent proposed, as the ledger and the branch have it, and the id of its patch.
+    """An agent's proposal, read from the ledger and the branch, and the id of its patch.
 
-    The id is the agent's own: its edits may have named a file that they left as it was, which no commit shows.
+    The id is the agent's own: its edits may name a file that they leave unchanged, which no commit shows.
     """
     which = "SELECT detail FROM events WHERE kind = 'drafted' AND subject = :subject ORDER BY id DESC LIMIT 1"
     noted = plant.ledger.read(which, subject=str(Subject("proposal", row.number)))[0]["detail"]
@@ -154,7 +164,7 @@ def _decide(
     learns = concerns(plant.workspace, applied)
     gate: StagedGate[Any] = recipe_gate(plant.workspace) if learns else patch_gate(plant.workspace)
     with devices.one():
-        # The same edits under another target are another try as well, and so is a recipe's key under any.
+        # The same edits under another target count as another try, and so does the same key of a recipe.
         tries = sum(row.target == target or earlier == patch_id for row, earlier in history(plant.ledger))
         tries = 1 + max(tries, tried_before(plant, applied) if learns else 0)
         return gate.decide(plant, number, applied, tries=tries, patch_id=patch_id)
@@ -172,12 +182,19 @@ def clear_stale(plant: Plant) -> None:
     for leftover in (plant.workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
         remove(leftover)
     for row in ProposalRow.select(plant.ledger, "WHERE state = 'drafted' ORDER BY number"):
-        give_up(plant, row.number, "the factory was killed while the proposal was judged")
-        plant.say(f"  proposal {row.number} was not judged, as its process was killed: removed")
+        killed = Message("code_loop.killed", "the factory was killed while the proposal was judged")
+        give_up(plant, row.number, killed)
+        plant.say(
+            Message(
+                "code_loop.removed",
+                "  proposal {proposal} was not judged, because its process was killed; it is removed",
+                proposal=row.number,
+            )
+        )
 
 
 def refuse_without_isolation(workspace: Workspace) -> None:
-    """Raises: IsolationError, before time is spent on a proposal that could not be judged."""
+    """Start the sandbox once. Raises: IsolationError, before time is spent on a proposal that could not be judged."""
     with tempfile.TemporaryDirectory(dir=workspace.worktrees) as folder:
         sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))
 
@@ -206,7 +223,7 @@ def record_given(
     evidence: dict[str, Any],
     **values: str,
 ) -> None:
-    """Write down the verdict on a drafted proposal that no stage has to be run for. ``values``: of ``record_verdict``."""
+    """Record the verdict on a drafted proposal for which no stage has to run. ``values``: of ``record_verdict``."""
     with plant.ledger.begin() as tx:
         verdict = record_verdict(
             tx, gate, Subject("proposal", number), reasons=reasons, evidence=evidence | {"tries": 1}, against=evidence["base"], **values
@@ -215,14 +232,14 @@ def record_given(
 
 
 def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256: str, verdict: int) -> None:
-    """Write down that a drafted proposal has its verdict (its id)."""
+    """Record that a drafted proposal has its verdict, by the verdict's id."""
     with ledger.begin() as tx:
         values = {"state": "judged", "commit": commit, "patch_sha256": patch_sha256, "verdict": verdict}
         tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
 
 
 def give_up(plant: Plant, number: int, why: str) -> None:
-    """A proposal without a verdict has failed: remove its branch and worktree, and record why."""
+    """Mark a proposal without a verdict as failed: remove its branch and worktree, and record the reason."""
     row, code = ProposalRow.get(plant.ledger, number), plant.workspace.repository
     if commit := repository.branch_commit(code, row.branch):
         _remove_folders(plant.workspace, commit)
@@ -233,14 +250,16 @@ def give_up(plant: Plant, number: int, why: str) -> None:
 
 
 def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error: ScopeError) -> None:
-    """A patch that is out of scope is never written: it is rejected without a branch."""
-    reasons = [f"out of scope: {problem}" for problem in error.problems]
+    """Reject a patch that is out of scope. It is never written to a branch."""
+    reasons = [
+        Message("code_loop.out_of_scope", "out of scope: {problem}", problem=problem) for problem in error.problems
+    ]
     stages = {"scope": {"state": "failed", "reasons": reasons}}
     evidence = {"base": base, "patch_id": drafted.patch_id, "stages": stages}
     record_given(
         plant, number, None, "patch", reasons, evidence, outcome=REJECT, policy_sha256="", subject_sha256=drafted.patch_id
     )  # fmt: skip
-    plant.say(f"  REJECT: {reasons[0]}")
+    plant.say(Message("code_loop.rejected", "  REJECT: {why}", why=reasons[0]))
 
 
 def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:

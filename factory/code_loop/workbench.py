@@ -1,7 +1,7 @@
-"""The workbench of agents (``agents.core.workbench.Workbench``): everything that they can see and ask for.
+"""The workbench of agents (``agents.core.workbench.Workbench``): all that they can read and ask for.
 
-They read files in scope as the live commit has them, have implementations measured in the sandbox within a budget of seconds, and ask what
-was tried before.
+Agents read files in scope as the live commit has them, have implementations measured in the sandbox within a budget of seconds, and ask for
+earlier attempts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,23 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
+from kernels.contract.message import Message
 
-# Imports the modules that argv names; its last line of output is the error.
-IMPORT = (
-    "import importlib, os, sys; sys.path[0] = os.getcwd(); [importlib.import_module(name) for name in sys.argv[1:]]"
+# A program that imports the modules named in argv; an error is its last line of output.
+IMPORT = ";".join(
+    (
+        "import importlib",
+        "import os",
+        "import sys",
+        "sys.path[0] = os.getcwd()",
+        "list(map(importlib.import_module, sys.argv[1:]))",
+    )
 )
 
 
-NOTHING_TO_TIME = "nothing to time alone: no op's implementation is changed in policies/kernels.yaml"
+NOTHING_TO_TIME = Message(
+    "code_loop.nothing_to_time", "nothing to time alone: policies/kernels.yaml chooses no other implementation of an op"
+)
 
 
 class OutOfScopeError(InputError, ReadError):
@@ -59,11 +68,13 @@ class LiveWorkbench:
     base: str
     start: Start
     spent: float = 0.0  # seconds of measuring
-    count: int = 1  # proposals that it serves; each may measure for the policy's seconds
-    profile: int | None = None  # the id of the line profile to work from; None: one is made
+    count: int = 1  # number of proposals that it serves; each may measure for the policy's seconds
+    profile: int | None = None  # the id of the line profile to work from; None: a new one is made
     closed: frozenset[int] = frozenset()  # proposals whose targets are left alone
-    by: str = ""  # whose runs of agents work at it (``agent_runs.AgentRuns``)
-    written: dict[str, list[AgentLines]] = field(default_factory=dict)  # by path: who wrote what, once it was asked for
+    by: str = ""  # who began the runs of agents that use it (``agent_runs.AgentRuns.by``)
+    written: dict[str, list[AgentLines]] = field(
+        default_factory=dict
+    )  # by path: the agents' lines, once they were asked for
 
     @cached_property
     def agents(self) -> AgentsPolicy:
@@ -75,7 +86,7 @@ class LiveWorkbench:
 
     @cached_property
     def proposals(self) -> dict[str, ProposalRow]:
-        """By commit."""
+        """The proposals, by commit."""
         rows = ProposalRow.select(self.plant.ledger, 'WHERE "commit" IS NOT NULL ORDER BY number')
         return {str(row.commit): row for row in rows}
 
@@ -90,7 +101,7 @@ class LiveWorkbench:
         return sorted(filter(wanted, self.modes))
 
     def read(self, path: str) -> str:
-        """A file of the live code. Raises: OutOfScopeError for one that is not in scope."""
+        """The text of a file of the live code. Raises: OutOfScopeError for a file that is not in scope."""
         self._refuse(path)
         return repository.file_text(self.plant.workspace.repository, self.base, path)
 
@@ -111,15 +122,16 @@ class LiveWorkbench:
 
     def _refuse(self, path: str) -> None:
         if not self.agents.readable(path) or path not in self.modes:
-            raise OutOfScopeError(f"{path!r} is not a file that agents may read")
+            raise OutOfScopeError("code_loop.not_readable", "{path!r} is not a file that agents may read.", path=path)
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
-        """Scope and static stage, then the op oracle's first case (or, for other code, an import) in the sandbox.
+        """Run the stages scope and static, then the op oracle's first case (or, for other code, an import) in the sandbox.
 
-        Quick, and not a verdict: the gate checks everything again, from git. Raises: IsolationError.
+        The check is quick, and not a verdict: the gate checks everything again, from git. Raises: IsolationError.
         """
         if timed and self.left < 1:
-            return Checked("budget", ("the seconds for timing are used up: propose",))
+            problem = Message("code_loop.no_timing_left", "the seconds for timing are used up: propose")
+            return Checked("budget", (problem,))
         changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
         if found := problems(self.agents, changes, self.modes):
             return Checked("scope", tuple(found))
@@ -140,7 +152,7 @@ class LiveWorkbench:
 
     def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> Checked:
         work = self.plant.workspace.root / "cache" / f"check-{threading.get_native_id()}"
-        remove(work)  # of a process that was killed here
+        remove(work)  # the folder of a process that was killed here
         try:
             candidate = work / "code"
             shutil.copytree(baseline, candidate, ignore=shutil.ignore_patterns(".git", "__pycache__"))
@@ -160,7 +172,7 @@ class LiveWorkbench:
         if quick:
             once = policy.patience.model_copy(
                 update={"again": 1.0}
-            )  # the agent can try again, and the gate tries twice
+            )  # once is enough: the agent can try again, and the gate tries twice
             policy = policy.model_copy(update={"cases": policy.cases[:1], "patience": once})
             found = quick_check(policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle")
             if found["state"] != "passed":
@@ -170,11 +182,12 @@ class LiveWorkbench:
         command = [sys.executable, "-c", IMPORT, *names]
         limits = Limits(wall_seconds=policy.patience.least_seconds)
         done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
-        problems = () if done.ok else (f"the changed files cannot be imported: {done.why()}",)
+        broken = Message("code_loop.no_import", "the changed files cannot be imported: {why}", why=done.why())
+        problems = () if done.ok else (broken,)
         return Checked("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
 
     def _times(self, candidate: Path, folder: Path, ops: Sequence[ChangedOp]) -> tuple[str, ...]:
-        """The speed that the candidate's own code reports, from a folder that nothing else reads."""
+        """The times that the candidate's own code reports, from a folder that nothing else reads."""
         words = []
         for changed in ops:
             if changed.before == changed.after:
@@ -182,19 +195,31 @@ class LiveWorkbench:
             try:
                 timed = self._bench(candidate, folder, changed.op, changed.after, changed.before, {})
             except MeasurementError as error:
-                words.append(str(error))
+                words.append(error.message)
             else:
-                spread = f"quartile {timed.ratio_low:.3f}x, {timed.seconds * 1e3:.2f} ms against {timed.against_seconds * 1e3:.2f} ms"
                 words.append(
-                    f"{changed.op}: {changed.after} is {timed.ratio:.3f}x as fast as {changed.before} alone ({spread})"
+                    Message(
+                        "code_loop.timed",
+                        "{op}: {after} is {ratio:.3f}x as fast as {before} alone (quartile {low:.3f}x, {ms:.2f} ms against {before_ms:.2f} ms)",
+                        op=changed.op,
+                        after=changed.after,
+                        before=changed.before,
+                        ratio=timed.ratio,
+                        low=timed.ratio_low,
+                        ms=timed.seconds * 1e3,
+                        before_ms=timed.against_seconds * 1e3,
+                    )
                 )
         return tuple(words) or (NOTHING_TO_TIME,)
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
-        """``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
+        """Run ``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
         code = repository.checkout_live(self.plant.workspace, self.base)
-        with devices.one(), self.plant.progress.task(f"timing {op}: {implementation}, alone"):
-            # What approved kernels compiled is used again the next time.
+        title = Message(
+            "code_loop.timing", "timing {op}: {implementation}, alone", op=op, implementation=implementation
+        )
+        with devices.one(), self.plant.progress.task(title):
+            # The next call uses again what approved kernels compiled.
             folder = self.plant.workspace.root / "cache" / f"workbench{devices.label()}"
             try:
                 measured = self._bench(
@@ -202,20 +227,43 @@ class LiveWorkbench:
                 )
             except MeasurementError as error:
                 if self.left >= 1:
-                    self.plant.say(f"  {error}")
+                    self.plant.say(Message("code_loop.not_measured_here", "  {problem}", problem=error.message))
                 raise
+        names = {"op": op, "implementation": implementation}
         if rows:
-            self.plant.say(f"  {op}: {implementation} takes {measured.seconds * 1e3:.1f} ms for {rows} rows, alone")
+            ms = measured.seconds * 1e3
+            self.plant.say(
+                Message(
+                    "code_loop.rows_timed",
+                    "  {op}: {implementation} takes {ms:.1f} ms for {rows} rows, alone",
+                    **names,
+                    ms=ms,
+                    rows=rows,
+                )
+            )
         else:
-            self.plant.say(f"  {op}: {implementation} is {measured.ratio:.2f}x as fast as {against}, alone")
+            self.plant.say(
+                Message(
+                    "code_loop.measured",
+                    "  {op}: {implementation} is {ratio:.2f}x as fast as {against}, alone",
+                    **names,
+                    ratio=measured.ratio,
+                    against=against,
+                )
+            )
         return measured
 
     def _bench(
         self, code: Path, output: Path, op: str, implementation: str, against: str, batch: dict[str, int]
     ) -> Measurement:
-        """``kernels.contract.bench`` of a checkout in the sandbox, writing in ``output`` alone. Raises: MeasurementError."""
+        """Run ``kernels.contract.bench`` of a checkout in the sandbox, which may write only in ``output``. Raises: MeasurementError."""
         if self.left < 1:
-            raise MeasurementError(f"{op}: {implementation} is not measured: the seconds for measuring are used up")
+            raise MeasurementError(
+                "code_loop.no_seconds_left",
+                "{op}: {implementation} is not measured: the seconds for measuring are used up",
+                op=op,
+                implementation=implementation,
+            )
         output.mkdir(parents=True, exist_ok=True)
         recipe = output.with_name(f"{output.name}-recipe.yaml")  # where an agent's code cannot write
         recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": self.start.recipe["batch"] | batch}))
@@ -225,7 +273,13 @@ class LiveWorkbench:
         done = sandbox.run(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)
         self.spent += done.seconds
         if (measured := as_measured(done.stdout)) is None:
-            raise MeasurementError(f"{op}: {implementation} could not be measured: {done.why()}")
+            raise MeasurementError(
+                "code_loop.not_measured",
+                "{op}: {implementation} could not be measured: {why}",
+                op=op,
+                implementation=implementation,
+                why=done.why(),
+            )
         return measured
 
     def history(self, target: str) -> list[Attempt]:
@@ -237,15 +291,15 @@ class LiveWorkbench:
             )
             for row, patch_id in history(self.plant.ledger)
             if of_kind(row.target)
-        ] + [  # what could not be judged, and is not to be tried again for now
-            Attempt("", "", "it could not be judged", row.title, True)
+        ] + [  # proposals that could not be judged, and must not be tried again for now
+            Attempt("", "", Message("code_loop.not_judged", "it could not be judged"), row.title, True)
             for row in ProposalRow.select(self.plant.ledger, "WHERE state = 'failed' ORDER BY number")
             if row.number in self.closed and of_kind(row.target)
         ]
 
 
 def as_measured(said: str) -> Measurement | None:
-    """What ``kernels.contract.bench`` printed, which untrusted code may have printed in its place; None: no measurement."""
+    """The measurement that ``kernels.contract.bench`` printed; None for any other text, which untrusted code may have printed."""
     try:
         found = json.loads(said)
         return Measurement(*(float(found[key]) for key in ("seconds", "against_seconds", "ratio", "ratio_low")))

@@ -1,7 +1,7 @@
 """AdamW over many tensors at once, in place (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2).
 
-The update is that of torch's fused AdamW, with its gradient scaler's two inputs: gradients are divided by one scalar
-on the way, and where the other is one nothing is changed at all, whatever the gradients hold.
+The update is that of torch's fused AdamW, with the two inputs of its gradient scaler: gradients are divided by ``divide_by``, and if ``skip``
+is one nothing changes, whatever the gradients hold.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def reference(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Weights, moments and steps are changed; the lists run together, all of one dtype. ``steps``: updates made so far,
-    a floating-point scalar a weight. ``divide_by`` and ``skip`` (0 or 1) are scalars."""
+    """Changes weights, moments and steps in place. The lists have the same order, and tensors of one dtype. ``steps``: the number of updates so
+    far, a floating-point scalar for each weight. ``divide_by`` and ``skip`` (0 or 1) are scalars."""
     skipped = skip > 0
     for weight, gradient, exp_avg, exp_avg_sq, step in zip(weights, gradients, exp_avgs, exp_avg_sqs, steps):
         gradient = gradient / divide_by.to(gradient.dtype)
@@ -44,12 +44,12 @@ def reference(
         root = (1 - beta2 ** t.double()).sqrt().to(weight.dtype)
         moved = weight * (1 - lr * weight_decay) - rate * mean / (square.sqrt() / root + eps)
         for held, new in ((weight, moved), (exp_avg, mean), (exp_avg_sq, square), (step, t)):
-            torch.where(skipped, held, new, out=held)  # chosen against, never multiplied by zero: NaN stays outside
+            torch.where(skipped, held, new, out=held)  # selected, not multiplied by zero, so that a NaN is dropped
 
 
 @contextmanager
 def dense(lists: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """The lists with a dense copy for each tensor that is not dense; what is written there is written back at the end."""
+    """The lists with a dense copy of each tensor that is not dense. The copies are written back at the end."""
     copies = [[x.contiguous() for x in tensors] for tensors in lists]
     yield copies
     for tensors, changed in zip(lists, copies):
@@ -72,10 +72,10 @@ def fused(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """As ``reference``, by torch's fused kernel. Tensors that are not dense are updated as dense copies."""
+    """Computes what ``reference`` does, by torch's fused kernel. Tensors that are not dense are updated as dense copies."""
     if not weights:
         return
-    # torch leaves this to its optimiser: the count goes on first, and back where the kernel changed nothing
+    # torch's optimiser does this itself: the count rises first, and falls again if the kernel changed nothing
     torch._foreach_add_(steps, 1.0)
     with dense((weights, gradients, exp_avgs, exp_avg_sqs)) as (held, grads, means, squares):
         torch._fused_adamw_(
@@ -112,8 +112,8 @@ def compiled(
     lr: float,
     *rest: float,
 ) -> None:
-    """As ``reference``, through torch.compile. The rate is passed as a tensor: a number that changes with every step would
-    be recompiled each time."""
+    """Computes what ``reference`` does, through torch.compile. The rate is passed as a tensor: a number that changes with every step would
+    be compiled again each time."""
     rate = torch.full((), lr, dtype=torch.float64, device=skip.device)
     one_region(weights, gradients, exp_avgs, exp_avg_sqs, steps, divide_by, skip, rate, *rest)
 
@@ -131,7 +131,7 @@ def sizes(shape: Shape) -> list[tuple[int, ...]]:
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """After three updates; moments as gradients of size 0.1 would leave them."""
+    """Inputs after three updates, with moments as from gradients of size 0.1."""
     made = [[normal(generator, size, device, dtype, 0.1) for size in sizes(shape)] for _ in range(3)]
     exp_avg_sqs = [normal(generator, size, device, dtype, 0.03).square() for size in sizes(shape)]
     steps = [torch.tensor(3.0, device=device) for _ in exp_avg_sqs]
@@ -139,9 +139,9 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return *made, exp_avg_sqs, steps, *scalars, *SETTINGS
 
 
-COMPILED = Implementation("compiled", compiled, "the reference through torch.compile", eager=reference)
-FUSED = Implementation("fused", fused, "torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
-TRITON = in_triton("kernels.adamw.triton", "adamw", "one Triton kernel over all tensors")
+COMPILED = Implementation("compiled", compiled, about="the reference through torch.compile", eager=reference)
+FUSED = Implementation("fused", fused, about="torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
+TRITON = in_triton("kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors")
 OP = op(
     "adamw",
     reference,

@@ -1,9 +1,9 @@
-"""AdamW in Triton: one launch over all tensors, each program 2,048 elements of one. Tables say whose, and where they lie.
+"""AdamW in Triton: one launch over all tensors, each program 2,048 elements of one. Tables hold the tensors' addresses and the owner of each program.
 
-A table goes to the device from pinned memory without a wait, and is kept: that of addresses while they stay the same
-(gradients are allocated anew in every step, mostly in the same places), that of owners while the sizes do. Numbers that
-follow from a tensor's count of steps are computed where they are used, in fp64: no launches, and 1 - beta^t keeps its
-digits. Beside the kernel a step has two small launches, which count the steps on.
+A table is copied to the device from pinned memory without a wait, and is kept. The table of addresses is used again while the addresses stay
+(gradients are allocated anew in every step, mostly at the same places), the table of owners while the sizes stay. Numbers that follow from a
+tensor's count of steps are computed in the kernel, in fp64: this needs no launches, and 1 - beta^t keeps its digits. A step has two further
+small launches, which increase the counts.
 
 Bytes an element in fp32: 28 (weight and moments read and written, gradient read); of 1e9 elements at 90 % of 3.35 TB/s:
 9.3 ms on an H100 (predicted, not measured).
@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.adamw import dense
 
 BLOCK, WARPS = 2048, 8  # elements and warps of a program: two loads of 16 bytes a thread of each fp32 tensor
-KEPT = 16  # tables: of a few groups of parameters, and of gradients that alternate between places
+KEPT = 16  # tables: number of tables that are kept: for a few groups of parameters, and for gradients that alternate between places
 
 
 @triton.jit
@@ -30,8 +30,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
     like, owners, table, divide_by, skip, tensors, lr, log_beta1, beta1, rest1, log_beta2, beta2, rest2, eps, keep,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``table``: rows of ``tensors`` int64: addresses of weights, gradients, both moments and steps; elements; first
-    programs. ``owners``: whose block a program has."""
+    """``table``: rows of ``tensors`` int64: addresses of weights, gradients, both moments and steps; numbers of elements; first
+    programs. ``owners``: the tensor of each program."""
     if tl.load(skip) > 0:
         return
     program = tl.program_id(0)
@@ -63,7 +63,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
 
 @functools.lru_cache(KEPT)
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64. From pinned memory, which torch keeps until the copy is done."""
+    """The numbers on the device, int64. Copied from pinned memory, which torch keeps until the copy is done."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
@@ -96,7 +96,7 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """As ``kernels.adamw.reference``, of fp32 steps. Tensors that are not dense are updated as dense copies."""
+    """Computes what ``kernels.adamw.reference`` does, for fp32 steps. Tensors that are not dense are updated as dense copies."""
     counts = [x.numel() for x in weights]
     blocks = tuple(-(-count // BLOCK) for count in counts)
     begins = [0]
@@ -131,4 +131,6 @@ def adamw(
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    torch._foreach_add_(steps, [1 - skip] * len(steps))  # one tensor for all would be read on the host first: a wait
+    torch._foreach_add_(
+        steps, [1 - skip] * len(steps)
+    )  # one tensor for all would be read on the host first, which waits

@@ -1,6 +1,6 @@
 """The residual stream's addition and the RMSNorm that follows it, in one op: s = x + y, n = RMSNorm(s) · weight.
 
-Both are returned, because the stream goes on. The sum is rounded to the stream's dtype before it is normalised, as two
+Both are returned, because the stream continues with the sum. The sum is rounded to the stream's dtype before it is normalised, as two
 ops would round it.
 """
 
@@ -32,7 +32,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, y, 1 + normal(generator, (shape.d_model,), device, dtype, 0.1), EPS
 
 
-TRITON = in_triton("kernels.add_rms_norm.triton", "add_rms_norm")
+TRITON = in_triton("kernels.add_rms_norm.triton", function="add_rms_norm")
 OP = op(
     "add_rms_norm",
     reference,

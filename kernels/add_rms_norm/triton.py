@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in Triton: as ``kernels.rms_norm.triton``, with the sum made and kept on the way."""
+"""Residual addition and RMSNorm in Triton: like ``kernels.rms_norm.triton``, but it also computes and stores the sum."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def forward_op(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tupl
 def backward_op(
     dsum_XD: Tensor, dnormed_XD: Tensor, sum_XD: Tensor, weight_D: Tensor, scale_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient by x, which y's equals; gradient by the weight)."""
+    """(gradient by x, equal to the gradient by y; gradient by the weight)."""
     dtotal, dnormed, total = dsum_XD.contiguous(), dnormed_XD.contiguous(), sum_XD.contiguous()
     rows, columns = len(scale_N), total.shape[-1]
     dx = torch.empty_like(total)
@@ -109,5 +109,5 @@ forward_op.register_autograd(gradients, setup_context=keep)
 
 
 def add_rms_norm(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As ``kernels.add_rms_norm.reference``; fp32 and bf16 (statistics in fp32)."""
+    """Computes what ``kernels.add_rms_norm.reference`` does, in fp32 and bf16 (statistics in fp32)."""
     return forward_op(x_XD, y_XD, weight_D, eps)[:2]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.attention import cpp as attention_native
 from kernels.attention import flex
+from kernels.contract.message import Message
 from kernels.contract.op import (
     AtFirstCall,
     Cost,
@@ -27,14 +28,14 @@ from kernels.contract.op import (
 
 
 def document_mask(document_BT: Tensor) -> Tensor:
-    """[B, T, T] bool: may token i (row) see token j (column)? True where j ≤ i and both stand in the same document."""
+    """[B, T, T] bool: True where token i (row) may see token j (column): j ≤ i, and both are in the same document."""
     same = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
     T = document_BT.shape[1]
     return same & torch.ones(T, T, dtype=torch.bool, device=document_BT.device).tril()
 
 
 def nothing(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
-    """Attention of no rows, with a gradient for each argument. torch's on a GPU returns None (2.11)."""
+    """Attention over no rows, with a gradient for each argument. (torch 2.11 returns None on a GPU.)"""
     return q_BTHK + k_BTGK.sum() + v_BTGK.sum()
 
 
@@ -62,15 +63,15 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return q, k, v, starts.cumsum(1).to(device)
 
 
-BLOCK = 64  # queries at least, an eighth of the row: later keys are left out of a block's scores
+BLOCK = 64  # least queries of a block (else an eighth of the row); a block's scores leave out later keys
 
 
 class Recompute(torch.autograd.Function):
     """SDPA's own forward for the CPU; backward by matrix products on softmax computed again (arXiv 2205.14135 §3.1).
 
-    torch's CPU backward leaves the matrix units idle. Here scores and their gradients are fp32 products, so that large
-    ones keep what softmax tells apart, and the three products that follow are in the inputs' dtype. The logsumexp of the
-    forward pass is not used: where scores are in the millions, scores summed in another order no longer fit it.
+    torch's CPU backward leaves the matrix units idle. Here scores and their gradients are fp32 products, so that softmax can still distinguish
+    large scores; the three products after them are in the inputs' dtype. The logsumexp of the forward pass is not used: if scores are in the
+    millions, scores summed in another order no longer fit it.
     """
 
     @staticmethod
@@ -119,39 +120,44 @@ class Recompute(torch.autograd.Function):
 
 
 def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """As ``reference``, with a backward pass made of matrix products."""
+    """Computes what ``reference`` does, with a backward pass of matrix products."""
     return Recompute.apply(q_BTHK, k_BTGK, v_BTGK, document_BT)  # type: ignore[no-any-return,no-untyped-call]
 
 
 RECOMPUTE = Implementation(
     "recompute",
     lazily_compiled(recompute),
-    "SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
+    about="SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
     devices=("cpu",),
     eager=recompute,
 )
 
 
 def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
-    """As ``reference``, in C++ for bf16; as ``recompute`` on a CPU that does not multiply bf16, or in another dtype."""
+    """Computes what ``reference`` does, in C++ for bf16; by ``recompute`` in other dtypes, or on a CPU that does not multiply bf16."""
     if q_BTHK.dtype == torch.bfloat16 and attention_native.usable(q_BTHK.shape[-1]):
         return attention_native.forward_op(q_BTHK, k_BTGK, v_BTGK, document_BT)
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
 
 
 def native_fallback(shape: Shape, dtype: torch.dtype) -> str:
-    """What ``native`` takes in its own place. Raises: KernelError where its C++ cannot be compiled."""
+    """What ``native`` hands the work to for such a call; "" if its C++ computes. Raises: KernelError if the C++ cannot be compiled."""
     if dtype != torch.bfloat16:
-        return f"recompute, uncompiled: the C++ is for bf16, not {str(dtype).removeprefix('torch.')}"
+        dtype_name = str(dtype).removeprefix("torch.")
+        return Message("kernels.bf16_only", "recompute, uncompiled: the C++ is for bf16, not {dtype}", dtype=dtype_name)
     if not attention_native.usable(shape.head_dim):
-        return f"recompute, uncompiled: no bf16 products here that take heads of {shape.head_dim}"
+        return Message(
+            "kernels.no_bf16_products",
+            "recompute, uncompiled: this CPU has no bf16 products that take heads of {head_dim}",
+            head_dim=shape.head_dim,
+        )
     return ""
 
 
 NATIVE = Implementation(
     "native",
     native,
-    "C++: a key head's rows stay in cache, blocks of other documents are left out",
+    about="C++: a key head's rows stay in cache, blocks of other documents are left out",
     devices=("cpu",),
     fallback=native_fallback,
 )
@@ -161,29 +167,34 @@ MOST_HEAD_DIM = 256  # of FlashAttention
 
 
 def taken(head_dim: int, dtype: torch.dtype) -> bool:
-    """Does FlashAttention take such heads?"""
+    """True if FlashAttention takes such heads."""
     return head_dim <= MOST_HEAD_DIM and dtype == torch.bfloat16
 
 
 def varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
     if taken(shape.head_dim, dtype):
         return ""
-    given = f"{shape.head_dim} in {str(dtype).removeprefix('torch.')}"
-    return f"reference: FlashAttention takes heads of at most {MOST_HEAD_DIM} in bf16, not {given}"
+    return Message(
+        "kernels.flash_heads",
+        "reference: FlashAttention takes heads of at most {most} in bf16, not {head_dim} in {dtype}",
+        most=MOST_HEAD_DIM,
+        head_dim=shape.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+    )
 
 
 VARLEN = Implementation(
     "varlen",
-    AtFirstCall("kernels.attention.varlen", "varlen"),
-    "FlashAttention over the stretches of one document, found once a batch",
+    AtFirstCall("kernels.attention.varlen", function="varlen"),
+    about="FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
     fallback=varlen_fallback,
-    prepare=AtFirstCall("kernels.attention.varlen", "stretch_bounds"),
+    prepare=AtFirstCall("kernels.attention.varlen", function="stretch_bounds"),
 )
 FLEX = Implementation(
     "flex",
     lazily_compiled(flex.flex),
-    "FlexAttention over blocks of one document, found once a batch; compiled",
+    about="FlexAttention over blocks of one document, found once a batch; compiled",
     devices=("cuda",),
     eager=flex.flex,
     prepare=flex.document_blocks,

@@ -1,6 +1,6 @@
 """Attention in C++ for CPUs that multiply bf16 (AVX-512 bf16, AMX; ``attention.cpp``), as torch.library ops.
 
-For bf16 on such a machine; anything else takes ``attention.recompute``, which has the same maths in torch's own ops.
+Used for bf16 on such a machine. Otherwise ``attention.recompute`` has the same maths in torch's own ops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.native import call, cpu_op, library
 
 
 def usable(head_dim: int) -> bool:
-    """Does this CPU multiply bf16 (AVX-512 bf16 or AMX), and can heads of that size be packed for it?"""
+    """True if this CPU multiplies bf16 (AVX-512 bf16 or AMX) and heads of that size can be packed for it."""
     return head_dim % 2 == 0 and _multiplies_bf16()
 
 
@@ -25,12 +25,12 @@ def _multiplies_bf16() -> bool:
     return bool(library("attention").attention_usable())
 
 
-# What torch.compiler.assume_constant_result sets, without importing the compiler, which takes a second.
+# The attribute that torch.compiler.assume_constant_result sets; importing the compiler would take a second.
 usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[Tensor]) -> None:
-    """Inputs q, k, v and what is shaped as q, with a dense last dimension; outputs contiguous.
+    """Call the C++. Inputs: q, k, v and tensors of q's shape, with a dense last dimension. Outputs are contiguous.
 
     Raises: ValueError for shapes or dtypes that do not fit: the C++ would read past their ends.
     """
@@ -40,14 +40,14 @@ def run(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[
     if not all(fit) or H % G or document_BT.shape != (B, T):
         given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (*inputs, document_BT))
         raise ValueError(f"q [B, T, H, K], k and v [B, T, G, K] in bf16, document [B, T] do not fit: {given}")
-    # Two documents of a row differ in the lower half of their numbers too: the row would have to hold 2³² of them.
+    # The lower 32 bits distinguish the documents of a row: otherwise a row would have to hold 2³² documents.
     document_BT = document_BT.to(torch.int32).contiguous()
     strides = torch.tensor([x.stride()[:3] for x in inputs])
     call("attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5)
 
 
 def dense(x: Tensor) -> Tensor:
-    """Pairs of neighbours are moved as one: the last dimension must be dense, and every row begin with a pair."""
+    """The tensor, dense in its last dimension and with rows that begin at a pair, because pairs of neighbours are moved as one."""
     return x if x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) else x.contiguous()
 
 

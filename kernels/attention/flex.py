@@ -17,11 +17,11 @@ from kernels.contract.op import lazily_compiled
 
 LEAST_HEAD_DIM = 16  # of torch's template (NotImplementedError below it, torch 2.11)
 
-make_blocks = lazily_compiled(create_block_mask)  # in eager it writes the whole [B, T, T]
+make_blocks = lazily_compiled(create_block_mask)  # the eager function writes the whole [B, T, T]
 
 
 def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
-    """Which blocks of queries and keys see one another at all, and which of those wholly; of no rows, the documents themselves."""
+    """The blocks of queries and keys that see one another in part or wholly. For no rows, the documents themselves."""
     B, T = document_BT.shape
     if not B:
         return document_BT
@@ -34,15 +34,15 @@ def document_blocks(document_BT: Tensor, most: int = 0) -> BlockMask | Tensor:
 
 
 def flex(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Any) -> Tensor:
-    """As ``kernels.attention.reference``, by FlexAttention (Dong et al. 2024, arXiv 2412.05496): blocks that the mask empties are left out.
+    """Computes what ``kernels.attention.reference`` does, by FlexAttention (Dong et al. 2024, arXiv 2412.05496), without masked blocks.
 
     ``documents``: [B, T], or their ``document_blocks``.
     """
     if not q_BTHK.numel():
-        return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # nothing, with a gradient for each
+        return q_BTHK + k_BTGK.sum() + v_BTGK.sum()  # an empty result with a gradient for each argument
     blocks: Any = documents if isinstance(documents, BlockMask) else document_blocks(documents)
     K = q_BTHK.shape[-1]
-    zeros = (0, max(0, LEAST_HEAD_DIM - K))  # they change no score and no gradient
+    zeros = (0, max(0, LEAST_HEAD_DIM - K))  # zeros change no score and no gradient
     q, k, v = (F.pad(x, zeros).transpose(1, 2) if zeros[1] else x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
     o = flex_attention(q, k, v, block_mask=blocks, scale=K**-0.5, enable_gqa=q.shape[1] != k.shape[1])
     assert isinstance(o, Tensor)

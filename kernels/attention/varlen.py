@@ -1,7 +1,7 @@
-"""Attention by FlashAttention over stretches: runs of neighbouring tokens of one document in one row; padding is one too.
+"""Attention by FlashAttention over stretches: runs of neighbouring tokens of one document in one row. Padding is a stretch too.
 
-A dense mask [B, 1, T, T] keeps torch's flash kernels from running, and costs T bytes a token. ``stretch_bounds`` says as much, is made once a
-batch, and is shared by all layers in their forward pass, backward pass and recomputation.
+A dense mask [B, 1, T, T] keeps torch's flash kernels from running, and costs T bytes a token. ``stretch_bounds`` carries the same
+information. It is made once a batch, and shared by all layers in their forward pass, backward pass and recomputation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.attention import nothing, reference, taken
 
 HEAD_MULTIPLE = 8
 MOST_STRETCHES = 65535  # FlashAttention lays them along the second side of its grid, which CUDA bounds
-# torch 2.11 takes fewer heads of keys as they are; later versions want to be told
+# torch 2.11 accepts fewer heads of keys; later versions need this argument
 GQA: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -30,9 +30,9 @@ def begins(document_BT: Tensor) -> Tensor:
 
 
 def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
-    """Where each stretch begins in the rows laid end to end, then their end: int32 [most + 1], without a wait for the device.
+    """The start of each stretch in the rows laid end to end, then the end of all: int32 [most + 1], without a wait for the device.
 
-    ``most``: at least as many stretches as there are; 0: they are counted, which does wait. What is left over is empty stretches at the end.
+    ``most``: an upper bound of the number of stretches; with 0 they are counted, which waits for the device. Unused entries are empty stretches.
 
     >>> stretch_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
     [0, 2, 3, 4, 8, 8]
@@ -45,7 +45,7 @@ def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
 
 
 def stretches_of(bounds: Tensor, B: int, T: int) -> Tensor:
-    """[B, T]: the stretch of each token, from what ``stretch_bounds`` made.
+    """[B, T]: the stretch of each token, from the result of ``stretch_bounds``.
 
     >>> stretches_of(torch.tensor([0, 2, 3, 4, 8, 8]), 2, 4).tolist()
     [[0, 0, 1, 2], [3, 3, 3, 3]]
@@ -55,10 +55,10 @@ def stretches_of(bounds: Tensor, B: int, T: int) -> Tensor:
 
 
 def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) -> Tensor:
-    """As ``kernels.attention.reference``, by FlashAttention (Dao 2023, arXiv 2307.08691) over stretches.
+    """Computes what ``kernels.attention.reference`` does, by FlashAttention (Dao 2023, arXiv 2307.08691) over stretches.
 
-    ``documents``: [B, T], a document's tokens together; or their ``stretch_bounds``. As the reference itself for what FlashAttention
-    does not take: other dtypes than bf16, larger heads.
+    ``documents``: [B, T], a document's tokens together; or their ``stretch_bounds``. For what FlashAttention does not take (dtypes other
+    than bf16, larger heads) the reference computes.
     """
     B, T, _, K = q_BTHK.shape
     if not taken(K, q_BTHK.dtype):
@@ -73,7 +73,7 @@ def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) ->
 
 
 def _whole_heads(x_BTHK: Tensor) -> Tensor:
-    """With neighbouring values, zeros added up to a multiple of eight: zeros change no score and no gradient."""
+    """Makes the values contiguous and pads K with zeros to a multiple of eight. Zeros change no score and no gradient."""
     x = x_BTHK if x_BTHK.stride(-1) == 1 else x_BTHK.contiguous()
     missing = -x.shape[-1] % HEAD_MULTIPLE
     return F.pad(x, (0, missing)) if missing else x

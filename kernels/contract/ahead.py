@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from kernels.contract.message import titled
 from kernels.contract.op import Case, KernelError, Op, Shape
 from kernels.contract.oracle import outcome
 from kernels.contract.registry import OPS, get
@@ -49,7 +50,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel takes on one target. ``width`` is the d_model of the shape that needed it first."""
+    """The resources that one kernel takes on one target. ``width`` is the d_model of the shape that needed it first."""
 
     op: str
     implementation: str
@@ -78,9 +79,16 @@ def launches(target: int) -> Iterator[list[tuple[str, Any]]]:
         from triton.runtime.driver import driver
         from triton.runtime.jit import JITFunction
     except ImportError as error:
-        raise KernelError(f"kernels cannot be compiled without triton: {error}") from error
+        raise KernelError(
+            "kernels.no_triton",
+            "Kernels cannot be compiled without Triton: {problem}. Install triton.",
+            problem=str(error),
+        ) from error
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise KernelError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it")
+        raise KernelError(
+            "kernels.interpreter",
+            "TRITON_INTERPRET=1 is set, and the interpreter compiles nothing. Unset the variable.",
+        )
     seen: list[tuple[str, Any]] = []
     held, run = driver._active, JITFunction.run
 
@@ -117,7 +125,12 @@ def compile_op(
     Raises: KernelError for an unknown implementation or target, and what Triton raises for code that it cannot compile.
     """
     if target not in TARGETS:
-        raise KernelError(f"no target {target}; there are: {', '.join(map(str, TARGETS))}")
+        raise KernelError(
+            "kernels.no_target",
+            "There is no target {target}. The targets are: {known}.",
+            target=target,
+            known=list(TARGETS),
+        )
     function = op.implementation(implementation).function
     found, known = [], set()
     for shape in shapes:
@@ -146,7 +159,7 @@ def compile_op(
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack and local memory) of a thread, as ``cuobjdump``, which comes with Triton, reads them.
+    """(registers, bytes of stack and local memory) of a thread, read by ``cuobjdump``, which comes with Triton.
 
     Its line of a kernel: ``Function forward_kernel: REG:32 STACK:0 SHARED:64 LOCAL:0 CONSTANT[0]:596 …``.
     """
@@ -164,7 +177,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def table(rows: Sequence[Compiled]) -> str:
-    """For people: a line a kernel."""
+    """A table for people: one line for each kernel."""
     head = ("op", "kernel", "width", "sm", "warps", "registers", "spilled B", "shared B")
     cells = [(r.op, r.kernel, *map(str, (r.width, r.target, r.warps, r.registers, r.spilled, r.shared))) for r in rows]
     widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]
@@ -172,24 +185,28 @@ def table(rows: Sequence[Compiled]) -> str:
     return "\n".join(line(row).rstrip() for row in (head, *cells))
 
 
-HELP = """
-Compiles every Triton kernel of the registry for GPUs that need not be here, and tells what each takes.
-
-  registers   of a thread, at most 255. A multiprocessor has 65,536: registers x 32 x warps says how many blocks share it.
-  spilled B   bytes of memory a thread for registers that it lacks: time without use; 0 is right.
-  shared B    bytes of a block; more than 163 KiB (sm_80) or 227 KiB (sm_90, sm_100) cannot be launched.
-  width       d_model of the first shape that needed this code; the same code serves every width that it fits.
-
-Ends with 1 if a kernel spills, or does not fit its target. Seconds a kernel the first time; Triton keeps what it compiled.
-"""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.contract.ahead", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m kernels.contract.ahead",
+        description="""
+Compiles every Triton kernel of the registry for GPUs that this machine need not have, and prints the resources that each kernel takes.
+
+  registers   of a thread, at most 255. A multiprocessor has 65,536: registers x 32 x warps determines how many blocks share it.
+  spilled B   bytes of memory a thread for registers that it lacks. They cost time; 0 is right.
+  shared B    bytes of a block; a kernel with more than 163 KiB (sm_80) or 227 KiB (sm_90, sm_100) cannot be launched.
+  width       d_model of the first shape that needed this code; the same code serves every width that it fits.
+
+Exits with 1 if a kernel spills, or does not fit its target. Takes seconds for each kernel the first time; Triton keeps what it compiled.
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    targets = parser.add_argument("--target", type=int, choices=TARGETS, action="append")
-    targets.help = "compute capability, 90 is 9.0 (H100); may be given again; all by default"
+    parser.add_argument(
+        "--target",
+        type=int,
+        choices=TARGETS,
+        action="append",
+        help="compute capability, such as 90 for 9.0 (H100); may be given several times; default: all",
+    )
     parser.add_argument("--op", action="append", help="only this op; may be given again")
     parser.add_argument("--width", type=int, action="append", help="only shapes of this d_model; may be given again")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the inputs; bf16 by default")
@@ -204,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for target in chosen.target or TARGETS:
                     rows += compile_op(op, target, shapes, dtype, name)
     except KernelError as error:
-        print(error, file=sys.stderr)
+        print(titled(error), file=sys.stderr)
         return 2
     print(json.dumps([asdict(row) for row in rows], indent=1) if chosen.json else table(rows))
     return 0 if all(row.fits for row in rows) else 1

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.machine import fast_precision
-from kernels.contract.op import Case, KernelError, Op, Shape
+from kernels.contract.message import titled
+from kernels.contract.op import Case, KernelError, Op, Shape, unreadable_file
 from kernels.contract.precision import DTYPES, bf16_matmul
-from kernels.contract.registry import DEVICE_CLASSES, OPS, check, get
+from kernels.contract.registry import DEVICE_CLASSES, OPS, check, get, unknown_device_class
 from kernels.contract.strict_yaml import read_yaml
 
 
@@ -39,14 +40,19 @@ class Setting:
 
     @classmethod
     def of_recipe(cls, path: Path | str) -> Setting:
-        """Raises: KernelError when the file is no recipe."""
+        """The setting of a recipe's file. Raises: KernelError if the file is not a recipe."""
         try:
             recipe: Any = read_yaml(Path(path).read_text(encoding="utf-8"), str(path), KernelError)
             return cls.of_mapping(recipe)
         except (OSError, UnicodeDecodeError) as error:
-            raise KernelError(f"{path}: cannot be read: {error}") from error
+            raise unreadable_file(path, error) from error
         except (KeyError, TypeError) as error:
-            raise KernelError(f"{path}: no recipe: {error} is missing or of the wrong kind") from error
+            raise KernelError(
+                "kernels.not_a_recipe",
+                "{file}: this file is not a recipe. {problem} is missing or of the wrong kind.",
+                file=str(path),
+                problem=str(error),
+            ) from error
 
     @classmethod
     def of_mapping(cls, recipe: dict[str, Any]) -> Setting:
@@ -97,9 +103,11 @@ def compare(
     op = get(name) if isinstance(name, str) else name
     deadline = time.monotonic() + seconds
     if device.split(":")[0] not in DEVICE_CLASSES:
-        raise KernelError(f"unknown device {device!r}; there are: {', '.join(DEVICE_CLASSES)}")
+        raise unknown_device_class(device)
     if device != "cpu" and not torch.cuda.is_available():
-        raise KernelError(f"device {device!r}: torch sees no GPU here; there is: cpu")
+        raise KernelError(
+            "kernels.no_gpu", "device {device!r}: torch sees no GPU on this machine. Use 'cpu'.", device=device
+        )
     case = Case("recipe", setting.shape)
     both = [check(op, n, torch.device(device).type) for n in (against, implementation)]
     functions = [one.function for one in both]
@@ -159,7 +167,7 @@ def _step(
 
 
 def _wanted(outputs: Any) -> list[Tensor]:
-    """Those that a gradient comes in by."""
+    """The outputs that receive an upstream gradient."""
     return [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o is not None and o.requires_grad]
 
 
@@ -206,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         print(json.dumps(asdict(found)))
     except KernelError as error:
-        print(error, file=sys.stderr)
+        print(titled(error), file=sys.stderr)
         return 2
     return 0
 

@@ -18,13 +18,13 @@ from typing import Any
 import yaml
 
 AUTO = "auto"
-Choice = dict[str, str]  # op → implementation, or several in order of preference: ``names_in``
+Choice = dict[str, str]  # op → implementation, or several names in order of preference (see ``names_in``)
 
 PLAIN = {"adamw": "fused"}  # the plain expression of every op; AdamW's is torch's own kernel
 
-# What ``auto`` runs before anything was tuned, of an op that is not here its reference. On a GPU the fused kernels: nothing holds
-# the logits of a whole batch or a mask [T, T], and the mask's blocks are made once a batch. ``python -m benchmarks.gpu``
-# compares each with the others, and is what a row is changed by.
+# What ``auto`` runs before tuning; an op that is not listed runs its reference. On a GPU these are the fused kernels: they hold neither
+# the logits of a whole batch nor a mask [T, T], and attention's blocks are made once a batch. ``python -m benchmarks.gpu`` compares each
+# kernel with the others; its results are the reason to change a row.
 _SM80 = {
     "rms_norm": "triton, reference",
     "add_rms_norm": "triton, reference",
@@ -36,18 +36,18 @@ _SM80 = {
     "newton_schulz": "reference",  # cuBLAS's batched products
     "adamw": "fused",
 }
-# By benchmarks/results/nvidia-h200-*.md: an embedding and its gradient take torch's own code 0.36 to 0.65 of the Triton kernel's time.
+# benchmarks/results/nvidia-h200-*.md: torch's own embedding, with its gradient, takes 0.36 to 0.65 of the Triton kernel's time.
 _SM90 = _SM80 | {"embedding": "reference"}
 EVERY_OP = tuple(_SM80)
 UNTUNED: dict[str, dict[int, Choice]] = {  # by device class, by least compute capability
     "cpu": {0: PLAIN},
     "cuda": {0: PLAIN, 80: _SM80, 90: _SM90, 100: _SM80},
 }
-CAPABILITY = 80  # of "cuda" alone, where no machine is named
+CAPABILITY = 80  # assumed for "cuda" where no machine is named
 
 
 def untuned(op: str, machine: str = "cpu") -> str:
-    """What ``auto`` runs before anything was tuned. ``machine``: a class of ``kernels.contract.machine``, or a device class.
+    """The implementation that ``auto`` runs before tuning. ``machine``: a class of ``kernels.contract.machine``, or a device class.
 
     >>> untuned("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"), untuned("attention", "cuda-sm75-tesla-t4"), untuned("attention")
     ('varlen, flex, reference', 'reference', 'reference')
@@ -83,7 +83,7 @@ def automatic(section: Mapping[str, str]) -> list[str]:
 
 
 def section_of(text: str | bytes | None, device: str) -> Choice:
-    """A device's section of ``kernels.yaml``, as written. Anything but a map reads as empty; ``registry`` refuses it by name."""
+    """A device's section of ``kernels.yaml``, as written. A value that is not a map reads as empty; ``load_choice`` refuses it."""
     found = yaml.safe_load(text or "")
     section = found.get(device) if isinstance(found, dict) else None
     return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}

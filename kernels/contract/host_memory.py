@@ -13,7 +13,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 
 
 def keep_freed_memory() -> bool:
-    """Call before the first tensor is made. Returns whether it took effect: not where the C library is not glibc."""
+    """Keep freed memory for the next tensors. Call it before the first tensor is made. Returns False where the C library is not glibc."""
     library = _glibc()
     if library is None:
         return False
@@ -22,7 +22,7 @@ def keep_freed_memory() -> bool:
 
 
 def release_freed_memory() -> None:
-    """Return what is free now: called after compiling, which leaves some 100 MiB that no step would use."""
+    """Return the memory that is free now to the kernel. Call it after compiling, which leaves some 100 MiB that no step would use."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

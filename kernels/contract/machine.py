@@ -1,4 +1,4 @@
-"""What machine this is, as data: the class of its processor or GPU, and the versions that a measurement depends on.
+"""The machine as data: the class of its processor or GPU, and the versions that a measurement depends on.
 
 Kernel tuning, benchmark baselines and the revalidation of merged patches all name machines by ``Machine.name``. A class
 says what torch *uses*, not what is built in: ``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2`` makes any x86 machine
@@ -29,7 +29,7 @@ NOT_AMX = ("ALL", "DEFAULT", "")  # values of ONEDNN_MAX_CPU_ISA that leave AMX 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device that training can run on. Two that are equal give comparable times."""
+    """One device that training can run on. Equal machines give comparable times."""
 
     name: str  # the class, as above
     device: str  # 'cpu' or 'cuda'
@@ -65,12 +65,12 @@ def here(device: str | None = None) -> Machine:
 
 
 def fast_bf16() -> bool:
-    """Does this CPU multiply bf16 in hardware, and may torch use that?"""
+    """True if this CPU multiplies bf16 in hardware and torch may use that."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _cpu_class() in CPU_CLASSES[:2]
 
 
 def fast_precision(device: str) -> str:
-    """The precision that products of this device are made for: ``bf16`` or ``fp32``. Nothing is measured."""
+    """The precision in which a device of this class multiplies fastest: ``bf16`` or ``fp32``. Nothing is measured."""
     return "bf16" if device != "cpu" or fast_bf16() else "fp32"
 
 
@@ -101,6 +101,6 @@ def _cpu_facts() -> tuple[str, frozenset[str]]:
 
 
 def _driver() -> str:
-    """The kernel's part of NVIDIA's driver; empty for another."""
+    """The version of NVIDIA's kernel driver; empty where there is none."""
     facts = Path("/proc/driver/nvidia/version")
     return facts.read_text().partition("\n")[0] if facts.is_file() else ""

@@ -18,12 +18,19 @@ from kernels.contract.message import CodedError
 
 
 class KernelError(CodedError):
-    """An unknown op or implementation, or one that cannot run here. Says what there is."""
+    """An unknown op or implementation, or one that cannot run here. The message lists the known ones."""
+
+
+def unreadable_file(path: object, problem: Exception) -> KernelError:
+    """The error for a file that cannot be read."""
+    return KernelError(
+        "kernels.unreadable_file", "{file}: cannot be read: {problem}", file=str(path), problem=str(problem)
+    )
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a training step from which every op's inputs follow. The defaults are a small model's."""
+    """The sizes of a training step. Every op's inputs follow from them. The defaults are a small model's."""
 
     batch: int = 4
     context: int = 256
@@ -41,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One set of test inputs: sizes, and whether tensors come as views that are not contiguous."""
+    """One set of test inputs: their sizes, and whether the tensors are contiguous."""
 
     name: str
     shape: Shape
@@ -63,7 +70,7 @@ LEAST_STRETCHES = 64
 
 
 def stretches_bound(stretches: int) -> int:
-    """A bound of how many runs of one document a micro-batch has: a power of two, so that compiled code meets few of them.
+    """An upper bound of a micro-batch's number of stretches (runs of one document): a power of two, so that few values are compiled.
 
     >>> stretches_bound(3), stretches_bound(64), stretches_bound(65)
     (64, 64, 128)
@@ -73,7 +80,7 @@ def stretches_bound(stretches: int) -> int:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op, and the device classes it runs on (with ``needs_triton`` anywhere in triton's interpreter)."""
+    """One way to compute an op, and the device classes that it runs on. One that ``needs_triton`` runs anywhere in Triton's interpreter."""
 
     name: str
     function: Callable[..., Any]
@@ -81,13 +88,13 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
     eager: Callable[..., Any] | None = None  # the same maths without torch.compile, where ``function`` compiles
-    # Of attention: makes of the documents what the function takes in their place, once a batch (``Ops.prepare_attention``).
+    # For attention: turns the documents into the argument that the function takes, once a batch (``Ops.prepare_attention``).
     prepare: Callable[[Tensor, int], Any] | None = None
-    # "NAME: reason" where another implementation computes instead on this machine, for this shape and dtype; else "".
+    # Returns "NAME: reason" if another implementation computes instead on this machine, for this shape and dtype; else "".
     fallback: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
 
     def prepared(self, inputs: Inputs) -> Inputs:
-        """An op's arguments as a layer of the model passes them: of attention, with what is made of the documents once a batch."""
+        """An op's arguments as a layer of the model passes them. For attention, the documents are prepared first."""
         if self.prepare is None:
             return inputs
         *others, document_BT = inputs
@@ -126,10 +133,14 @@ class Op:
         return CASES
 
     def implementation(self, name: str) -> Implementation:
-        """Raises: KernelError that lists what there is."""
+        """The implementation of that name. Raises: KernelError that lists the known ones."""
         if name not in self.implementations:
             raise KernelError(
-                f"op {self.name!r} has no implementation {name!r}; there are: {', '.join(sorted(self.implementations))}"
+                "kernels.no_implementation",
+                "Op {op!r} has no implementation {implementation!r}. Its implementations are: {known}.",
+                op=self.name,
+                implementation=name,
+                known=sorted(self.implementations),
             )
         return self.implementations[name]
 
@@ -162,10 +173,10 @@ def normal(
 
 
 def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[..., Any]:
-    """``torch.compile`` at the first call: loading the compiler takes a second, which a run without it need not wait for.
+    """``torch.compile`` at the first call. Loading the compiler takes a second; a run that never calls the function does not wait for it.
 
-    Inside a region that is being compiled, the function becomes part of it. Not ``dynamic``: fixed sizes give the
-    fastest code, and a training run has few of them.
+    Inside a region that is being compiled, the function becomes part of it. Without ``dynamic`` the sizes are fixed, which gives the
+    fastest code; a training run has few sizes.
     """
     made: list[Callable[..., Any]] = []
 
@@ -181,9 +192,9 @@ def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) 
 
 
 class AtFirstCall:
-    """A function of a module that is imported at the first call, as what it needs takes a while to import.
+    """A function whose module is imported at the first call, because that import is slow.
 
-    Within a region that is being compiled nothing can be imported: a trial (``registry.bind``) or ``load`` comes first.
+    A region that is being compiled cannot import: call ``registry.bind`` or ``load`` before.
     """
 
     def __init__(self, module: str, function: str) -> None:
@@ -198,15 +209,21 @@ class AtFirstCall:
         return (self.function or self.load())(*arguments)
 
 
-def in_triton(module: str, function: str, about: str = "one Triton kernel forward, one backward") -> Implementation:
-    """``function`` of ``module`` on GPUs."""
-    return Implementation("triton", AtFirstCall(module, function), about, devices=("cuda",), needs_triton=True)
+def in_triton(module: str, function: str, about: str = "") -> Implementation:
+    """The implementation ``triton``: ``function`` of ``module``, on GPUs."""
+    return Implementation(
+        "triton",
+        AtFirstCall(module, function),
+        about=about or "one Triton kernel forward, one backward",
+        devices=("cuda",),
+        needs_triton=True,
+    )
 
 
 def compiled(reference: Callable[..., Any]) -> Implementation:
-    """The reference as one region of torch.compile; one inside a compiled block becomes part of it."""
+    """The implementation ``compiled``: the reference as one region of torch.compile. Inside a compiled block it becomes part of that block."""
     return Implementation(
-        "compiled", lazily_compiled(reference), "the reference through torch.compile", eager=reference
+        "compiled", lazily_compiled(reference), about="the reference through torch.compile", eager=reference
     )
 
 
@@ -223,8 +240,8 @@ def op(
     writes: tuple[int, ...] = (),
     clobbers: tuple[int, ...] = (),
 ) -> Op:
-    """Every op has its reference as the implementation ``reference``."""
-    everything = (Implementation("reference", reference, "the plain eager expression"), *implementations)
+    """An op with these implementations, and its reference as the implementation ``reference``."""
+    everything = (Implementation("reference", reference, about="the plain eager expression"), *implementations)
     by_name = {i.name: i for i in everything}
     return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes, clobbers)
 

@@ -1,4 +1,4 @@
-"""Is an implementation right? Its error against the reference in fp64, forward and every gradient, next to the eager op's.
+"""Checks an implementation: its error against the reference in fp64, forward and every gradient, next to the eager op's.
 
 An implementation passes when, for every output and gradient, its error is at most twice that of the eager reference at the
 same dtype, and it is finite wherever eager is. Two norms are compared: the root mean square of the error, and its largest
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kernels.contract.message import Message
 from kernels.contract.op import Case, Inputs, Op
 
 FACTOR = 2.0
@@ -37,6 +38,8 @@ class TensorError:
 
 @dataclass(frozen=True)
 class OracleResult:
+    """The errors of one implementation on one case. ``ok``: every tensor passes."""
+
     op: str
     implementation: str
     case: str
@@ -52,11 +55,14 @@ class OracleResult:
     def failures(self) -> str:
         """The tensors that are off, one line."""
         return "; ".join(
-            f"{t.name}: rms {t.rms:.3g} (eager {t.eager_rms:.3g}), "
-            f"largest {t.largest:.3g} (eager {t.eager_largest:.3g}), finite {t.finite}"
+            Message(
+                "kernels.wrong_tensor",
+                "{tensor}: rms {rms:.3g} (eager {eager_rms:.3g}), largest {largest:.3g} (eager {eager_largest:.3g}), finite {finite}",
+                tensor=t.name, rms=t.rms, eager_rms=t.eager_rms, largest=t.largest, eager_largest=t.eager_largest, finite=t.finite,
+            )
             for t in self.tensors
             if not t.ok
-        )
+        )  # fmt: skip
 
 
 def _constant_rows(x: Tensor) -> Tensor:
@@ -133,11 +139,11 @@ def outcome(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> 
         return named
     generator = torch.Generator().manual_seed(seed + 1)
     wanted = [o for o in outputs if o.requires_grad]
-    # A loss's upstream is a power of two: another number would round once more what an op made in its forward pass,
-    # and training, where it is one, never does that.
+    # The upstream gradient of a loss is a power of two. Any other number would round once more what the op computed in its forward pass.
+    # Training never does that: there the upstream gradient is one.
     drawn = [torch.randn(o.shape, generator=generator) if o.ndim else torch.tensor(-0.5) for o in wanted]
     upstream = [u.to(dtype=o.dtype, device=o.device) for u, o in zip(drawn, wanted)]
-    # Inside the sums, not as an argument: for that torch imports sympy, half a second of a trainer's start.
+    # Inside the sums, not as an argument of grad(): for the argument torch imports sympy, half a second of a trainer's start.
     weighted = [(o * u).sum() for o, u in zip(wanted, upstream)]
     gradients = torch.autograd.grad(weighted, [arguments[p] for p in op.gradients])
     return named | {f"gradient of argument {p}": g for p, g in zip(op.gradients, gradients, strict=True)}

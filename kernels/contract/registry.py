@@ -1,5 +1,4 @@
-"""Which ops there are, and which implementation of each the model runs: the choice in ``policies/kernels.yaml``, per
-device class."""
+"""The registry of ops, and the choice in ``policies/kernels.yaml``: which implementation of each op the model runs, by device class."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from kernels.contract import machine
 from kernels.contract.choice import AUTO, Choice, names_in, resolve
-from kernels.contract.op import CASES, Case, Cost, Implementation, KernelError, Op, Shape
+from kernels.contract.message import Message
+from kernels.contract.op import CASES, Case, Cost, Implementation, KernelError, Op, Shape, unreadable_file
 from kernels.contract.oracle import judge, outcome
 from kernels.contract.strict_yaml import read_yaml
 
@@ -42,17 +42,17 @@ __all__ = [
 ]
 
 DEVICE_CLASSES = ("cpu", "cuda")
-FALLBACKS = ("fail", "reference")  # what a chosen kernel that cannot be compiled or run does; the first is the default
+FALLBACKS = ("fail", "reference")  # what happens if a chosen kernel cannot be compiled or run; the first is the default
 
 
 def as_given(document_BT: Tensor, stretches: int) -> Any:
-    """Of attention that takes the documents themselves."""
+    """The documents unchanged: for attention that takes the documents themselves."""
     return document_BT
 
 
 @dataclass(frozen=True)
 class Ops:
-    """What the model calls; signatures and shapes stand at each op's ``reference``. An op of this name is ``OP`` in
+    """The ops that the model calls. The signatures and shapes are described at each op's ``reference``. The op of this name is ``OP`` in
     ``kernels/<name>/__init__.py``."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -64,7 +64,7 @@ class Ops:
     embedding: Callable[[Tensor, Tensor], Tensor]
     newton_schulz: Callable[[Tensor, int], Tensor]
     adamw: Callable[..., None]
-    # (documents [B, T], at most how many stretches of one document there are) → what ``attention`` takes as its documents: made once a
+    # (documents [B, T], upper bound of the number of stretches of one document) → the documents as ``attention`` takes them. Made once a
     # batch, and shared by all layers in their forward pass, backward pass and recomputation.
     prepare_attention: Callable[[Tensor, int], Any] = field(default=as_given)
 
@@ -98,17 +98,17 @@ class KernelWarning(UserWarning):
 
 
 def get(name: str) -> Op:
-    """The op of that name. Raises: KernelError that lists the ops."""
+    """The op of that name. Raises: KernelError that lists the known ones."""
     if name not in OPS:
-        raise KernelError(f"there is no op {name!r}; there are: {', '.join(OPS)}")
+        raise KernelError("kernels.no_op", "There is no op {op!r}. The ops are: {known}.", op=name, known=list(OPS))
     return OPS[name]
 
 
 def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] | None = None) -> Choice:
-    """Read ``kernels.yaml``: for each device class a map op → implementation. Returns the one for ``device``, every
-    op named; one that the file does not name runs its reference, and ``auto`` what ``tuned`` says, else what runs untuned.
+    """Read ``kernels.yaml``, which has for each device class a map op → implementation. Returns the map for ``device`` with every op.
+    An op that the file does not name runs its reference. ``auto`` runs what ``tuned`` names, else what runs untuned.
 
-    Raises: KernelError that names the file and the key, and lists what there is.
+    Raises: KernelError that names the file and the key, and lists the allowed values.
     """
     kind = torch.device(device).type
     name = machine.here(kind).name if kind == "cuda" and torch.cuda.is_available() else kind
@@ -124,44 +124,72 @@ def _read(path: Path | str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise KernelError(f"{path}: cannot be read: {error}") from error
+        raise unreadable_file(path, error) from error
     document = read_yaml(text, str(path), KernelError)
     if not isinstance(document, dict):
-        raise KernelError(f"{path}: expected a map of device class → (op → implementation)")
+        raise KernelError(
+            "kernels.not_a_map", "{file}: expected a map: device class → (op → implementation).", file=str(path)
+        )
     for key, value in document.items():
-        if key == "fallback":
-            if value not in FALLBACKS:
-                raise KernelError(f"{path}: fallback: expected one of {', '.join(FALLBACKS)}, got {value!r}")
-            continue
-        if key not in DEVICE_CLASSES:
-            raise KernelError(f"{path}: unknown device class {key!r}; there are: {', '.join(DEVICE_CLASSES)}")
-        if not isinstance(value, dict):
-            raise KernelError(f"{path}: {key}: expected a map op → implementation")
-        for name, implementation in value.items():
-            try:
+        try:
+            if key == "fallback":
+                _check_fallback(value)
+                continue
+            if key not in DEVICE_CLASSES:
+                raise unknown_device_class(key)
+            if not isinstance(value, dict):
+                raise KernelError("kernels.not_a_section", "Expected a map: op → implementation.")
+            for name, implementation in value.items():
                 get(str(name))
                 for one in names_in(str(implementation)) if implementation != AUTO else ():
                     check(str(name), one, key)
-            except KernelError as error:
-                raise KernelError(f"{path}: {key}: {error}") from error
+        except KernelError as error:
+            raise KernelError(
+                "kernels.wrong_key", "{file}: {key}: {problem}", file=str(path), key=str(key), problem=error.message
+            ) from error
     return document
 
 
+def unknown_device_class(name: object) -> KernelError:
+    """The error for a device class that does not exist."""
+    return KernelError(
+        "kernels.no_device_class",
+        "There is no device class {name!r}. The device classes are: {known}.",
+        name=name,
+        known=DEVICE_CLASSES,
+    )
+
+
+def _check_fallback(value: object) -> None:
+    if value not in FALLBACKS:
+        raise KernelError(
+            "kernels.wrong_fallback",
+            "fallback is {value!r}. The allowed values are: {allowed}.",
+            value=value,
+            allowed=FALLBACKS,
+        )
+
+
 def check(name: str | Op, implementation: str, device_class: str) -> Implementation:
-    """Raises: KernelError unless the op has the implementation and it runs on that device class."""
+    """The implementation. Raises: KernelError unless the op has it and it runs on that device class."""
     op = get(name) if isinstance(name, str) else name
     found = op.implementation(implementation)
     if not found.runs_on(device_class):
         runs = sorted(i.name for i in op.implementations.values() if i.runs_on(device_class))
         raise KernelError(
-            f"{op.name}: {implementation} does not run on {device_class}; those that do: {', '.join(runs)}"
+            "kernels.wrong_device",
+            "{op}: {implementation} does not run on {device}. These do: {known}.",
+            op=op.name,
+            implementation=implementation,
+            device=device_class,
+            known=runs,
         )
     return found
 
 
 @functools.cache
 def failure(name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True) -> str | None:
-    """What goes wrong when an implementation runs once, forward and backward, on small sizes; None: nothing does.
+    """Run an implementation once, forward and backward, on small sizes. Returns what goes wrong; None if nothing does.
 
     A kernel is compiled when it is first called: without a trial it would fail during a training step.
     """
@@ -169,11 +197,13 @@ def failure(name: str, implementation: str, device_class: str, dtype: torch.dtyp
     function = _function(op.implementation(implementation), compile)
     tried = replace(op, implementations={implementation: replace(op.implementation(implementation), function=function)})
     try:
-        if (
-            device_class == "cuda"
-        ):  # code that was compiled for this device: what it computes is compared with fp64 once
+        if device_class == "cuda":  # the code was compiled for this device: compare its results with fp64 once
             found = judge(tried, implementation, CASES[0], dtype=dtype, device=device_class)
-            return None if found.ok else f"its results are wrong here: {found.failures()}"
+            if found.ok:
+                return None
+            return Message(
+                "kernels.wrong_results", "its results are wrong on this machine: {tensors}", tensors=found.failures()
+            )
         outcome(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
     except Exception as error:  # compilers raise what they like
         return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
@@ -189,7 +219,7 @@ def _working(
 ) -> tuple[Implementation | None, list[str]]:
     """The first implementation of a choice that works here, and what is wrong with each before it.
 
-    Raises: KernelError for one that does not exist, and for a single one that is not for that device class.
+    Raises: KernelError for an implementation that does not exist, and for a sole implementation that is not for that device class.
     """
     names = names_in(chosen)
     problems: list[str] = []
@@ -198,20 +228,30 @@ def _working(
         if len(names) == 1:
             check(name, one, device_class)
         if not found.runs_on(device_class):
-            problem: str | None = "it does not run there"
+            problem: str | None = Message("kernels.not_here", "it does not run on {device}", device=device_class)
         elif one != names[-1] and (fallback := found.fallback(CASES[0].shape, dtype)):
-            problem = fallback  # in its place another of the choice is better
+            problem = fallback  # a later name of the choice is the better replacement
         else:
             problem = None if one == "reference" else failure(name, one, device_class, dtype, compile)
         if problem is None:
             return found, problems
-        problems.append(f"{one} fails on {device_class} in {dtype}: {problem}")
+        problems.append(
+            Message(
+                "kernels.fails",
+                "{implementation} fails on {device} in {dtype}: {problem}",
+                implementation=one,
+                device=device_class,
+                dtype=str(dtype),
+                problem=problem,
+            )
+        )
     return None, problems
 
 
 @dataclass(frozen=True)
 class Computing:
-    """What computes an op here. ``by`` is ``chosen``, the first that works of several, a replacement, or empty where none is allowed."""
+    """What computes an op on this machine. ``by``: the chosen implementation, the first of several that works, or a replacement;
+    empty where no replacement is allowed."""
 
     op: str
     chosen: str
@@ -219,9 +259,14 @@ class Computing:
     why: str = ""
 
     def __str__(self) -> str:
+        data = {"op": self.op, "chosen": self.chosen, "by": self.by, "why": self.why}
         if not self.by:
-            return f"{self.op}: {self.chosen} cannot run here, and kernels.yaml allows nothing in its place: {self.why}"
-        return f"{self.op}: {self.chosen}" + (f" → {self.by} computes instead: {self.why}" if self.why else "")
+            return Message(
+                "kernels.not_replaced", "{op}: {chosen} cannot run here, and kernels.yaml allows no replacement: {why}", **data
+            )  # fmt: skip
+        if self.why:
+            return Message("kernels.replaced", "{op}: {chosen} → {by} computes instead: {why}", **data)
+        return Message("kernels.computes", "{op}: {chosen}", **data)
 
 
 def computing(
@@ -232,9 +277,9 @@ def computing(
     fallback: str,
     shape: Shape,
 ) -> list[Computing]:
-    """What ``bind`` would have compute each op, for tensors of these sizes. Each choice is tried once, as there.
+    """What computes each op for tensors of these sizes, as ``bind`` would choose. Each choice is tried once.
 
-    Raises: KernelError for what does not exist, or is not for that device class.
+    Raises: KernelError for an implementation that does not exist, or is not for that device class.
     """
     device_class = torch.device(device).type
     found = []
@@ -246,7 +291,8 @@ def computing(
             continue
         by, _, reason = implementation.fallback(shape, dtype).partition(": ")
         if not by and implementation.eager is not None and not compile:
-            by, reason = f"{implementation.name}, uncompiled", "the recipe says compile: false"
+            by = f"{implementation.name}, uncompiled"
+            reason = Message("kernels.uncompiled", "the recipe says compile: false")
         first = names_in(chosen)[0]
         if implementation.name == first and len(names_in(chosen)) > 1:
             chosen = first  # the others stand by
@@ -261,29 +307,39 @@ def bind(
     compile: bool = True,
     fallback: str = FALLBACKS[0],
 ) -> Ops:
-    """The callables of a choice on a device, each tried once; without ``compile`` none of them starts torch.compile.
+    """The callables of a choice on a device. Each is tried once. Without ``compile`` none of them starts torch.compile.
 
-    Where one fails, ``fallback`` decides: "reference" warns (KernelWarning) and takes the op's reference.
-    Raises: KernelError for what does not exist, does not run there, or fails.
+    If one fails, ``fallback`` decides: "fail" raises; "reference" warns (KernelWarning) and takes the op's reference.
+    Raises: KernelError for an implementation that does not exist, does not run on the device, or fails.
     """
     if not dtype.is_floating_point:
-        raise KernelError(f"{dtype} is no dtype to train in; there are: torch.float32, torch.bfloat16")
+        raise KernelError(
+            "kernels.wrong_dtype",
+            "{dtype} is not a dtype to train in. Use torch.float32 or torch.bfloat16.",
+            dtype=str(dtype),
+        )
     device_class = torch.device(device).type
     if device_class not in DEVICE_CLASSES:
-        raise KernelError(f"unknown device class {device_class!r}; there are: {', '.join(DEVICE_CLASSES)}")
-    if fallback not in FALLBACKS:
-        raise KernelError(f"unknown fallback {fallback!r}; there are: {', '.join(FALLBACKS)}")
+        raise unknown_device_class(device_class)
+    _check_fallback(fallback)
     bound = {}
     for name, chosen in (dict.fromkeys(OPS, "reference") | dict(choice)).items():
         found, problems = _working(name, chosen, device_class, dtype, compile)
         if found is None and fallback == "fail":
             raise KernelError(
-                f"{name}: {'; '.join(problems)}\n"
-                f"Choose another ({', '.join(OPS[name].implementations)}), or set 'fallback: reference' in kernels.yaml"
+                "kernels.none_works",
+                "{op}: {problems}\n"
+                "Choose another implementation ({known}), or set 'fallback: reference' in kernels.yaml.",
+                op=name,
+                problems=problems,
+                known=list(OPS[name].implementations),
             )
         if problems:
             taken = found.name if found is not None and found.name != "reference" else "the reference"
-            warnings.warn(f"{name}: {'; '.join(problems)}; {taken} runs instead", KernelWarning, stacklevel=2)
+            said = Message(
+                "kernels.falls_back", "{op}: {problems}; {taken} runs instead", op=name, problems=problems, taken=taken
+            )
+            warnings.warn(said, KernelWarning, stacklevel=2)
         bound[name] = _function(found, compile) if found is not None else OPS[name].reference
         if name == "attention" and found is not None and found.prepare is not None:
             bound["prepare_attention"] = found.prepare

@@ -1,4 +1,4 @@
-"""Strict YAML: what is said stands where it is said (no anchors, merges, tags), a doubled key is an error, and a value is what is written.
+"""Strict YAML: no anchors, merges or tags; a key that appears twice is an error; a value is what is written.
 
 Plain values are read as in YAML 1.2 (its core schema, yaml.org/spec/1.2.2, section 10.3), not as in PyYAML's YAML 1.1, which reads 12:30 as 750,
 010 as 8, ``off`` as false and 2026-11-26 as a date. Numbers of a leading zero are refused, as the two differ; ``1_000`` and ``0b1`` are numbers.
@@ -13,11 +13,13 @@ from typing import Any
 
 import yaml
 
+from kernels.contract.message import Message
+
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads plain values as ``_PLAIN`` says and refuses doubled keys.
 
-    It refuses anchors too, of which a few lines can stand for more values than a machine can hold.
+    It refuses anchors too: a few lines of them can stand for more values than a machine can hold.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as PyYAML has it: none of YAML 1.1's
@@ -25,7 +27,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor or getattr(event, "tag", None):
-            what = "anchors, aliases and tags ('&', '*', '!') are not allowed: write the value out"
+            what = Message(
+                "kernels.yaml_anchor", "anchors, aliases and tags ('&', '*', '!') are not allowed: write the value out"
+            )
             raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
         return super().compose_node(parent, index)
 
@@ -35,27 +39,33 @@ class _Loader(yaml.SafeLoader):
             if value.tag == _LEADING_ZERO:
                 self._refuse_leading_zero(value, f"key {key.value!r}: ")
             if key.tag == "tag:yaml.org,2002:merge":
-                what = "'<<' is not allowed: write the keys out"
+                what = Message("kernels.yaml_merge", "'<<' is not allowed: write the keys out")
                 raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} appears twice", key.start_mark)
+                what = Message("kernels.yaml_double_key", "key {key!r} appears twice", key=key.value)
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
             seen.add(key.value)
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         if len(found) < len(seen):  # 1 and 0x1, yes and true
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key appears twice, written in two ways", node.start_mark
-            )
+            what = Message("kernels.yaml_two_spellings", "a key appears twice, written in two ways")
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         return found
 
     def _refuse_leading_zero(self, node: Any, where: str = "") -> Any:
         bare = re.sub(r"(?<![0-9])0+(?=[0-9])", "", node.value)
-        what = f"{where}{node.value} is another number in YAML 1.1 than in 1.2: write {bare}, or '{node.value}' in quotes for text"
+        what = Message(
+            "kernels.yaml_leading_zero",
+            "{where}YAML 1.1 and YAML 1.2 read {value} as different numbers: write {bare}, or '{value}' in quotes for text",
+            where=where,
+            value=node.value,
+            bare=bare,
+        )
         raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
 
 _LEADING_ZERO = "leading-zero"
 _STANDARD = "tag:yaml.org,2002:"
-_PLAIN = [  # (tag, what of plain values has it, how that may begin)
+_PLAIN = [  # (tag, the plain values that have this tag, their possible first characters)
     (_STANDARD + "bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     (_STANDARD + "null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     (_STANDARD + "int", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)", "-+0123456789"),
@@ -74,13 +84,20 @@ _Loader.add_constructor(_LEADING_ZERO, _Loader._refuse_leading_zero)
 
 @functools.lru_cache(64)
 def _parsed(text: str) -> object:
-    """A policy is read for each file that is ingested; parsing one takes milliseconds. Callers get a copy."""
+    """Cached, because a policy is read for each file that is ingested, and parsing one takes milliseconds. Callers get a copy."""
     return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
 
 
 def read_yaml(text: str, where: str, error: type[Exception]) -> object:
-    """Raises: ``error`` naming the line that cannot be read."""
+    """The parsed text. Raises: ``error`` that names ``where`` and the line that cannot be read."""
     try:
         return copy.deepcopy(_parsed(text))
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as broken:  # a date that is none, a list as a key
-        raise error(f"{where}: cannot be read as YAML: {' '.join(str(broken).split())}") from None
+        said = Message(
+            "kernels.not_yaml",
+            "{where}: cannot be read as YAML: {problem}",
+            where=where,
+            problem=" ".join(str(broken).split()),
+            reason=getattr(broken, "problem", None),
+        )
+        raise error(said) from None

@@ -24,6 +24,7 @@ from kernels.contract import machine
 from kernels.contract.bench import Comparison, Setting, compare
 from kernels.contract.choice import Choice, names_in, untuned
 from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.message import Message, titled
 from kernels.contract.op import CASES, Implementation, KernelError, Op
 from kernels.contract.oracle import judge
 from kernels.contract.precision import DTYPES, bf16_matmul
@@ -50,7 +51,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured, and what follows from it."""
+    """The measurements, and the choice that follows from them."""
 
     setting: Setting
     choice: Choice  # every op, by name
@@ -58,7 +59,7 @@ class Tuning:
 
 
 def contenders(op: Op, setting: Setting, device: str) -> Iterator[Implementation]:
-    """What may compute an op besides its reference, as the recipe would run it.
+    """The implementations of an op besides its reference, as the recipe would run them.
 
     ``compiled`` is the reference itself inside a block that is compiled anyway, and where nothing is compiled at all.
     """
@@ -74,7 +75,7 @@ def contenders(op: Op, setting: Setting, device: str) -> Iterator[Implementation
 def tune(
     setting: Setting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Say = print
 ) -> Tuning:
-    """Time what there is within ``seconds``; an op that could not be timed keeps what runs untuned.
+    """Time all implementations within ``seconds``. An op that could not be timed keeps the implementation that runs untuned.
 
     Raises: KernelError for a device that is not here.
     """
@@ -93,14 +94,14 @@ def tune(
         one = _time(op, implementation, setting, device, min(left, fair) if left > last[compiles] else 0.0)
         last[compiles] = time.monotonic() - began
         timed.append(one)
-        say(f"{op.name}: {implementation.name} {_words(one)}")
+        say(_progress(one))
     choice |= {op.name: best([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted}
     return Tuning(setting, choice, timed)
 
 
 def turns(wanted: Sequence[Op], setting: Setting, device: str) -> list[tuple[Op, Implementation]]:
-    """What to time, in order: first what starts no compiler of its own; then ops take turns, the more often the more work they are
-    (Sainte-Laguë's divisors)."""
+    """The implementations to time, in order. Those that start no compiler come first. Then ops take turns: an op with more work comes more
+    often (Sainte-Laguë's divisors)."""
     turn: Counter[tuple[str, bool]] = Counter()
     every = []
     for op in wanted:
@@ -126,41 +127,63 @@ def best(timed: Sequence[Timed], plain: str) -> str:
 
 
 def work(op: Op, setting: Setting) -> float:
-    """What a step's calls of the op take at least, in FLOPs: a machine computes about eight while it moves a byte."""
+    """The least work of a step's calls of the op, in FLOPs. A machine computes about eight FLOPs while it moves one byte."""
     calls = setting.layers if op.in_block else 1
     cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
     return calls * (cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes))
 
 
 def _time(op: Op, implementation: Implementation, setting: Setting, device: str, seconds: float) -> Timed:
-    """Raises nothing: an implementation that does not compile, run or pass the oracle here is reported and not chosen."""
+    """Raises nothing: an implementation that does not compile, run or pass the oracle on this machine is reported and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
-        return Timed(op.name, name, why="not timed: the seconds left for tuning are too few")
+        why: str = Message("kernels.no_seconds", "not timed: too few of the seconds for tuning are left")
+        return Timed(op.name, name, why=why)
     if fallback := implementation.fallback(setting.shape, dtype):
-        return Timed(op.name, name, why=f"not timed: {fallback.partition(': ')[2] or fallback}")
+        reason = fallback.partition(": ")[2] or fallback
+        return Timed(op.name, name, why=Message("kernels.other_computes", "not timed: {reason}", reason=reason))
     try:
         checked = judge(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
-            return Timed(op.name, name, why=f"not timed: its results are wrong here: {checked.failures()}")
+            tensors = checked.failures()
+            why = Message(
+                "kernels.wrong_here", "not timed: its results are wrong on this machine: {tensors}", tensors=tensors
+            )
+            return Timed(op.name, name, why=why)
         with bf16_matmul(dtype):
             found: Comparison = compare(
                 op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=seconds
             )
     except Exception as error:  # compilers raise what they like
         lines = str(error).strip().splitlines() or ["no message"]
-        return Timed(op.name, name, why=f"not timed: {type(error).__name__}: {lines[0][:200]}")
+        why = Message(
+            "kernels.raised", "not timed: {error}: {problem}", error=type(error).__name__, problem=lines[0][:200]
+        )
+        return Timed(op.name, name, why=why)
     return Timed(op.name, name, found.ratio, found.ratio_low, found.ratio_high, found.seconds)
 
 
-def _words(one: Timed) -> str:
+def _progress(one: Timed) -> Message:
     if one.ratio is None or one.seconds is None:
-        return one.why
-    return f"takes {one.seconds * 1e3:.1f} ms, {one.ratio:.2f}x as fast as the reference"
+        return Message(
+            "kernels.not_timed",
+            "{op}: {implementation} {why}",
+            op=one.op,
+            implementation=one.implementation,
+            why=one.why,
+        )
+    return Message(
+        "kernels.timed",
+        "{op}: {implementation} takes {ms:.1f} ms, {ratio:.2f}x as fast as the reference",
+        op=one.op,
+        implementation=one.implementation,
+        ms=one.seconds * 1e3,
+        ratio=one.ratio,
+    )
 
 
 def trained_ops(recipe: Path) -> tuple[str, ...]:
-    """The ops that training with a recipe calls: Newton–Schulz is Muon's alone, and the dearest of all to time."""
+    """The ops that training with a recipe calls. Only Muon calls Newton–Schulz, which takes the longest to time."""
     optimizer = (yaml.safe_load(recipe.read_text("utf-8")).get("optimizer") or {}).get("name", "adamw")
     return tuple(name for name in OPS if name != "newton_schulz" or optimizer == "muon")
 
@@ -182,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         say = lambda line: print(line, file=sys.stderr, flush=True)
         found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or trained_ops(chosen.recipe), say)
     except KernelError as error:
-        print(error, file=sys.stderr)
+        print(titled(error), file=sys.stderr)
         return 2
     print(json.dumps({"machine": machine.here(chosen.device).to_json(), **asdict(found)}))
     return 0

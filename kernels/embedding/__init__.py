@@ -1,7 +1,7 @@
 """The embedding table: row t of the weight for token t; backward sums the gradients of each token's places.
 
-Eager sums in the weight's dtype, on a GPU by atomic additions in any order; ``triton`` sorts the places by token and
-sums each token's in fp32, in their order: the same bits every time.
+Eager sums in the weight's dtype, on a GPU by atomic additions in any order. ``triton`` sorts the places by token and sums each token's
+gradients in fp32, in the order of their places: the same bits every time.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ def reference(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """Forward moves a row a token; backward reads as much and writes the whole table's gradient."""
+    """Forward moves one row for each token. Backward reads as much, and writes the whole table's gradient."""
     elements, table = shape.tokens * shape.d_model, shape.vocab_size * shape.d_model
     return Cost(2 * elements * itemsize, 0, (elements + table) * itemsize, elements)
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Tokens as in text: a few are most of them (Zipf's law), many are never seen."""
+    """Tokens as in text: a few are frequent (Zipf's law), and many never occur."""
     V = shape.vocab_size
     ranks = torch.rand((shape.batch, shape.context), generator=generator).mul(torch.tensor(V + 1.0).log()).exp() - 1
     return ranks.long().clamp(max=V - 1).to(device), normal(generator, (V, shape.d_model), device, dtype)
 
 
 TRITON = in_triton(
-    "kernels.embedding.triton", "embedding", "backward by sorted places, summed in fp32 in one Triton kernel"
+    "kernels.embedding.triton",
+    function="embedding",
+    about="backward by sorted places, summed in fp32 in one Triton kernel",
 )
 OP = op(
     "embedding",

@@ -20,8 +20,8 @@ from kernels.linear_cross_entropy import chunks
 from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
 
 Z_LOSS = 1e-4
-ROWS = 1024  # tokens a chunk: fewer re-read the weight and its gradient more often than they save in cache
-PADDED_TO = 128  # a divisor of ROWS: the last chunk is filled up to a multiple of it
+ROWS = 1024  # tokens of a chunk: smaller chunks would read the weight and its gradient too often
+PADDED_TO = 128  # a divisor of ROWS: the last chunk is padded to a multiple of it
 
 
 def reference(
@@ -40,7 +40,7 @@ def reference(
 
 
 def cost(shape: Shape, itemsize: int) -> Cost:
-    """Logits need never be in memory: the least traffic is x, the weight and their gradients."""
+    """The least traffic is x, the weight and their gradients: logits need not be in memory."""
     operands = (shape.tokens + shape.vocab_size) * shape.d_model * itemsize
     flops = 2 * shape.tokens * shape.d_model * shape.vocab_size
     return Cost(operands, flops, 2 * operands, 2 * flops)
@@ -59,7 +59,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
 def rows_eager(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per token weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in
+    """For each token: weights · (nll + z_loss · logsumexp²), nll, and (if asked) that term's gradient by its logits, in
     their dtype."""
     logits = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     lse = torch.logsumexp(logits, dim=-1)
@@ -77,7 +77,7 @@ def rows_eager(
 def all_rows(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``rows_eager``, with zeros for tokens without loss, whatever their logits are."""
+    """Computes what ``rows_eager`` does, with zeros for tokens without loss, whatever their logits are."""
     term, nll, dlogits = rows_eager(logits_CV, targets_C, weights_C, z_loss, gradients)
     silent = weights_C == 0
     dlogits = dlogits.masked_fill(silent.unsqueeze(1), 0.0) if gradients else dlogits
@@ -92,10 +92,9 @@ all_rows_compiled = lazily_compiled(all_rows, dynamic=None)
 def chunked_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two are empty unless asked
-    for.
+    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one. Without ``gradients`` the last two are empty.
 
-    On a GPU the chunks take every token, larger ones: which carry loss is known to the device alone.
+    On a GPU the chunks are larger and take every token: only the device knows which tokens carry loss.
     """
     if x_ND.is_cuda:
         rows = all_rows_compiled if fuse else all_rows
@@ -110,9 +109,8 @@ def chunked_op(
     kept = weights_N.nonzero().squeeze(1)
     for index in kept.split(ROWS):
         real = len(index)
-        # How many tokens carry loss differs from step to step, and oneDNN makes and keeps code for every shape that it
-        # meets, 0.6 MiB each and up to a thousand. Filled up with copies of its last token, the last chunk has one of
-        # ROWS / PADDED_TO shapes.
+        # The number of tokens that carry loss differs from step to step, and oneDNN makes and keeps code for each new shape (0.6 MiB each, up
+        # to a thousand). Padded with copies of its last token, the last chunk has one of ROWS / PADDED_TO shapes.
         padding = -real % max(1, min(PADDED_TO, x_ND.shape[0]))
         index = torch.cat((index, index[-1:].expand(padding))) if padding else index
         x, targets, weights = x_ND[index], targets_N[index].long(), weights_N[index].to(wide)
@@ -142,7 +140,7 @@ def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     dx_ND, dweight_VD = ctx.saved_tensors
     if dx_ND.is_cuda:
         return (*chunks.scale(ctx, *upstream), None)
-    scale = upstream[0].to(dweight_VD.dtype)  # fp32: rounding it would shift every gradient
+    scale = upstream[0].to(dweight_VD.dtype)  # in fp32, because a rounded scale would shift every gradient
     x_dtype, weight_dtype = ctx.dtypes
     return (dx_ND.to(scale.dtype) * scale).to(x_dtype), (dweight_VD * scale).to(weight_dtype), *(None,) * 5
 
@@ -157,7 +155,7 @@ def _chunked(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, fuse: bool
 ) -> tuple[Tensor, Tensor]:
     device = x_ND.device.type
-    if torch.is_autocast_enabled(device):  # an op of our own has no autocast rule: round the operands as linear would
+    if torch.is_autocast_enabled(device):  # our own op has no autocast rule: round the operands as linear would
         x_ND, weight_VD = x_ND.to(torch.get_autocast_dtype(device)), weight_VD.to(torch.get_autocast_dtype(device))
     gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     loss, nll_N, _, _ = chunked_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, fuse)
@@ -167,19 +165,19 @@ def _chunked(
 def chunked(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """As ``reference``, a chunk of tokens at a time, gradients made in the forward pass."""
+    """Computes what ``reference`` does, a chunk of tokens at a time, with the gradients made in the forward pass."""
     return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=False)
 
 
 def chunked_compiled(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """As ``chunked``, with all that happens to a chunk's logits compiled into one region."""
+    """Computes what ``chunked`` does, with all work on a chunk's logits compiled into one region."""
     return _chunked(x_ND, weight_VD, targets_N, weights_N, z_loss, fuse=True)
 
 
 class SavedLogits(torch.autograd.Function):
-    """Keeps the logits in the inputs' dtype; the backward pass makes their gradient from them in one go.
+    """Keeps the logits in the inputs' dtype; the backward pass makes their gradient from them in one pass.
 
     Autograd's own gradient of the reference reads and writes [N, V] in fp32 five times.
     """
@@ -208,7 +206,9 @@ class SavedLogits(torch.autograd.Function):
         softmax_NV = torch.exp(logits_NV.to(logsumexp_N.dtype) - logsumexp_N.unsqueeze(1))
         dlogits_NV = softmax_NV * (weights_N * (1 + 2 * ctx.z_loss * logsumexp_N)).unsqueeze(1)
         columns = torch.arange(logits_NV.shape[1], dtype=torch.int32, device=logits_NV.device)
-        hit_NV = columns == targets_N.int().unsqueeze(1)  # int32: as wide as the values, so that one vector holds both
+        hit_NV = columns == targets_N.int().unsqueeze(
+            1
+        )  # int32: as wide as the values, so that one vector register holds both
         dlogits_NV = torch.where(hit_NV, dlogits_NV - weights_N.unsqueeze(1), dlogits_NV).to(logits_NV.dtype)
         return dlogits_NV @ weight_VD, dlogits_NV.t() @ x_ND, None, None, None
 
@@ -216,14 +216,14 @@ class SavedLogits(torch.autograd.Function):
 def saved_logits(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """As ``reference``, with the gradient of the logits written out."""
+    """Computes what ``reference`` does, with the gradient of the logits written out."""
     return SavedLogits.apply(x_ND, weight_VD, targets_N, weights_N, z_loss)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def native(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """As ``reference``, with the pointwise work in C++; as ``saved_logits`` in another dtype than fp32 and bf16."""
+    """Computes what ``reference`` does, with the pointwise work in C++; by ``saved_logits`` in dtypes other than fp32 and bf16."""
     if x_ND.dtype not in native_library.NAMES or x_ND.dtype != weight_VD.dtype:
         return saved_logits(x_ND, weight_VD, targets_N, weights_N, z_loss)
     gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
@@ -233,24 +233,29 @@ def native(
 
 TRITON = in_triton(
     "kernels.linear_cross_entropy.triton",
-    "linear_cross_entropy",
-    "chunks of tokens, gradients made forward in the logits' place, in Triton",
+    function="linear_cross_entropy",
+    about="chunks of tokens, gradients made forward in the logits' place, in Triton",
 )
 NATIVE = Implementation(
     "native",
     native,
-    "chunks of tokens, gradients made forward in the logits' place, in C++",
+    about="chunks of tokens, gradients made forward in the logits' place, in C++",
     devices=("cpu",),
     fallback=native_library.fallback("saved_logits"),
 )
-CHUNKED = Implementation("chunked", chunked, "chunks of tokens, gradients made forward, tokens without loss left out")
+CHUNKED = Implementation(
+    "chunked", chunked, about="chunks of tokens, gradients made forward, tokens without loss left out"
+)
 CHUNKED_COMPILED = Implementation(
-    "chunked_compiled", chunked_compiled, "chunked, with the pointwise work compiled into one region", eager=chunked
+    "chunked_compiled",
+    chunked_compiled,
+    about="chunked, with the pointwise work compiled into one region",
+    eager=chunked,
 )
 SAVED_LOGITS = Implementation(
     "saved_logits",
     lazily_compiled(saved_logits),
-    "logits kept in the inputs' dtype, their gradient in one pass, compiled",
+    about="logits kept in the inputs' dtype, their gradient in one pass, compiled",
     eager=saved_logits,
 )
 OP = op(

@@ -1,10 +1,10 @@
-"""The loss head a chunk of tokens at a time: what every implementation that never holds the batch's logits shares.
+"""The loss head a chunk of tokens at a time: code shared by all implementations that never hold the batch's logits.
 
-How many tokens make a chunk follows from what a chunk costs beside its products, which take 6 · C · D · V FLOPs. On a CPU its
-logits should stay in cache. On a GPU each chunk reads the weight twice and reads and writes the fp32 sum of the weight's
-gradient, 12 · V · D bytes in all, so that this traffic takes a share 2 · r / C of the products' time, whatever D and V are:
-r is the FLOPs that the card computes while it moves a byte, about 300 in bf16 (an H100's data sheet: 989 TFLOP/s, 3.35 TB/s).
-At 8,192 tokens that is 7 % if nothing overlapped; a matrix product overlaps its own reads and writes.
+The size of a chunk follows from its costs besides its products, which take 6 · C · D · V FLOPs. On a CPU its logits should stay in cache. On a
+GPU each chunk reads the weight twice, and reads and writes the fp32 sum of the weight's gradient: 12 · V · D bytes in all. This traffic takes a
+share 2 · r / C of the products' time for all D and V, where r is the FLOPs that the card computes while it moves a byte: about 300 in bf16
+(an H100's data sheet: 989 TFLOP/s, 3.35 TB/s). At 8,192 tokens that would be 7 % without overlap; a matrix product overlaps its own reads and
+writes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 GPU_TOKENS = 8192  # of a chunk on a GPU, at most
 GPU_BYTES = 2 << 30  # of a chunk's logits, at most
-MEMORY_SHARE = 16  # of the card's memory a chunk's logits take this part at most
-EVEN = 128  # chunks of a batch are multiples of this many tokens: a tile of a product
+MEMORY_SHARE = 16  # a chunk's logits take at most 1/16 of the card's memory
+EVEN = 128  # a chunk's tokens are a multiple of this: a tile of a product
 
 Size = Callable[[Tensor, Tensor], int]  # (x [N, D], weight [V, D]) → tokens of a chunk
 Rows = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 def gpu_chunk(N: int, V: int, itemsize: int, memory: int) -> int:
-    """Tokens of a chunk on a card with ``memory`` bytes. Free memory does not count: the same sizes give the same sums.
+    """Tokens of a chunk on a card with ``memory`` bytes. It does not depend on free memory, so that equal sizes give equal sums.
 
     >>> gpu_chunk(16384, 131072, 2, 80 << 30), gpu_chunk(16384, 151936, 2, 80 << 30), gpu_chunk(9000, 32768, 2, 80 << 30)
     (8192, 4096, 4608)
@@ -36,7 +36,9 @@ def gpu_chunk(N: int, V: int, itemsize: int, memory: int) -> int:
     if most >= N:
         return max(1, N)
     chunks = -(-N // most)
-    return min(most, -(-N // (chunks * EVEN)) * EVEN)  # even ones: a short last chunk would move as much as a whole one
+    return min(
+        most, -(-N // (chunks * EVEN)) * EVEN
+    )  # even chunks: a short last chunk would move as much as a whole one
 
 
 def on_gpu(x_ND: Tensor, weight_VD: Tensor) -> int:
@@ -45,7 +47,7 @@ def on_gpu(x_ND: Tensor, weight_VD: Tensor) -> int:
 
 @functools.cache
 def _memory(device: torch.device) -> int:
-    """Bytes of a card; where there is none (tracing, the interpreter), so many that they bound nothing."""
+    """Bytes of a card; without a card (tracing, the interpreter) so many that they are no limit."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MEMORY_SHARE * GPU_BYTES
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -62,10 +64,10 @@ def in_chunks(
     size: int,
     align: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two empty unless asked for.
+    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one; without ``gradients`` the last two are empty.
 
     ``rows`` does the pointwise work of a chunk and returns (terms, nll, gradient by the logits), whose memory may be the
-    logits'. These are a view [C, V] whose rows begin ``align`` elements or a multiple apart. Nothing waits for the device.
+    logits'. The logits are a view [C, V] whose rows begin at multiples of ``align`` elements. Nothing waits for the device.
     """
     (N, D), V = x_ND.shape, weight_VD.shape[0]
     if weight_VD.shape != (V, D) or targets_N.shape != (N,) or weights_N.shape != (N,):
@@ -73,7 +75,7 @@ def in_chunks(
         raise ValueError(f"x [N, D], weight [V, D], targets [N] and weights [N] do not fit: {shapes}")
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     targets_N, weights_N = targets_N.long().contiguous(), weights_N.to(wide).contiguous()
-    buffer = x_ND.new_empty(min(N, size), -(-V // align) * align)[:, :V]  # one, whatever the number of chunks
+    buffer = x_ND.new_empty(min(N, size), -(-V // align) * align)[:, :V]  # one buffer for all chunks
     losses, nlls = [], []
     dx_ND, dweight_VD = x_ND.new_empty((N, D) if gradients else 0), weight_VD.new_empty(0)
     for first in range(0, N, size):
@@ -95,7 +97,7 @@ def in_chunks(
 
 
 def summed(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
-    """``sum`` + a b, in fp32 at least and in ``sum``'s place; a b without one.
+    """``sum`` + a b, in at least fp32 and in place; only a b if ``sum`` is None.
 
     On a GPU one product, whose bf16 operands are summed in fp32 and added as such: ``aten::addmm.dtype_out`` takes a
     ``self`` in ``out_dtype`` that is ``out`` itself (PyTorch 2.11, ``_addmm_dtype_out_cuda`` in aten/native/cuda/Blas.cpp). It
@@ -115,10 +117,10 @@ def summed(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
 def fake(
     size: Size, x: Tensor, weight: Tensor, weights: Tensor, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``in_chunks`` returns, without its values."""
+    """Empty tensors of the shapes that ``in_chunks`` returns."""
     wide = torch.promote_types(x.dtype, torch.float32)
     of_weight = wide if gradients and size(x, weight) < x.shape[0] else weight.dtype
-    # not by ``new_empty``, which a build of torch without CUDA has not for a fake tensor of a GPU
+    # not by ``new_empty``, which a torch without CUDA lacks for a GPU's fake tensor
     empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
     dx = empty(x.shape if gradients else (0,), x.dtype)
     return empty((), wide), empty(x.shape[:1], wide), dx, empty(weight.shape if gradients else (0,), of_weight)
@@ -131,7 +133,7 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 
 
 def scale(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """The kept gradients times the loss's; as many Nones as the operator has further arguments."""
+    """The kept gradients times the loss's gradient, and a None for each further argument of the operator."""
     return tuple(_times(kept, upstream[0], dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes)) + (None,) * 4
 
 

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import register_flop_formula
 from kernels.linear_cross_entropy.chunks import fake, flops, in_chunks, keep, scale
 from kernels.native import NAMES, call, cpu_op
 
-CHUNK = 1 << 24  # logits at a time: what they take is 32 MiB in bf16
+CHUNK = 1 << 24  # logits at a time: 32 MiB in bf16
 
 
 def in_cache(x_ND: Tensor, weight_VD: Tensor) -> int:
-    """How many of the tokens go at a time."""
+    """The number of tokens of a chunk."""
     return max(1, min(x_ND.shape[0], CHUNK // max(1, weight_VD.shape[0])))
 
 
@@ -27,7 +27,7 @@ def rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights · (nll + z_loss · logsumexp²), nll), both [C], and ``logits``, which become their gradient, if asked, or stay.
 
-    Raises: IndexError for a target that is no token.
+    Raises: IndexError for a target that is not a token.
     """
     (C, V), function = logits_CV.shape, f"cross_entropy_{NAMES[logits_CV.dtype]}"
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
@@ -45,7 +45,7 @@ def rows(
         int(gradients),
     )
     if outside:
-        raise IndexError(f"{outside} targets are outside the vocabulary of {V}")
+        raise IndexError(f"targets outside the vocabulary of {V}: {outside}")
     return terms_C, nll_C, logits_CV
 
 

@@ -1,6 +1,6 @@
-"""The loss head with its pointwise work in Triton: a program a row of logits, which becomes its gradient in place.
+"""The loss head with its pointwise work in Triton: one program for each row of logits, which becomes its gradient in place.
 
-A bounded number of tokens at a time (``chunks``), gradients made forward. A row is read twice and written once: 3 · C · V
+Tokens are processed in chunks (``chunks``), and gradients are made in the forward pass. A row is read twice and written once: 3 · C · V
 elements, of which the second reading finds a part in the cache.
 """
 
@@ -20,7 +20,7 @@ A_THREAD = 16  # logits of a block that a thread holds: two loads of 16 bytes in
 ALIGN = 16  # a row begins at a multiple of this many logits, so that every load of it is 16 bytes wide
 LEAST = tl.constexpr(
     -3.4028234663852886e38
-)  # the lowest finite number in fp32: minus infinity would be no distance away
+)  # the lowest finite number in fp32: minus infinity has no distance from itself
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
             for first in range(0, STRIDE, BLOCK):
                 tl.store(row + first + column, tl.zeros((BLOCK,), tl.float32), mask=first + column < STRIDE)
     else:
-        # A target that is no token makes the loss NaN: raising would wait for the device.
+        # A target that is not a token makes the loss NaN: raising would wait for the device.
         hit = tl.load(row + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
         # The sum of exponentials beside the largest logit so far (arXiv 1805.02867), of each column of a block by itself:
         # threads meet once a row. Whichever of the two is larger, one exponential brings the other to it.
@@ -68,7 +68,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def block_of(V: int) -> int:
-    """Logits of a row that a program takes at a time: a power of two, all of a short row."""
+    """Number of logits of a row that a program takes at a time: a power of two, all of a short row."""
     return min(BLOCK, max(SMALLEST, triton.next_power_of_2(V)))
 
 
@@ -77,7 +77,7 @@ def rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights · (nll + z_loss · logsumexp²), nll), both [C], and ``logits``, which become their gradient, if asked, or stay.
 
-    What lies between the end of a row and the next one is written, too.
+    The gap between the end of a row and the next row is written too.
     """
     C, V = logits_CV.shape
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
@@ -102,7 +102,7 @@ def rows(
 def triton_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, gradient by x, gradient by weight) of unit upstream gradient; the last two empty unless asked for."""
+    """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one; without ``gradients`` the last two are empty."""
     size = on_gpu(x_ND, weight_VD)
     return in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
 
@@ -121,7 +121,7 @@ register_flop_formula(torch.ops.factory.linear_cross_entropy_triton)(flops)
 def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """As ``kernels.linear_cross_entropy.reference``; fp32 and bf16."""
+    """Computes what ``kernels.linear_cross_entropy.reference`` does, for fp32 and bf16."""
     gradients = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     loss, nll_N, _, _ = triton_op(x_ND, weight_VD, targets_N, weights_N, z_loss, gradients)
     return loss, nll_N.detach()

@@ -1,4 +1,4 @@
-"""Compiles an op's C++ on first use, for this machine's processor, and caches the libraries.
+"""Compile an op's C++ on first use, for this machine's processor, and caches the libraries.
 
 Not by torch.compile's loader: that imports the compiler and probes the processor's vectors in each process, which takes
 three to five seconds.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.contract.message import Message
 from kernels.contract.op import KernelError, Shape
 
 HEADERS = Path(__file__).parent
@@ -66,12 +67,17 @@ def library(name: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
-        raise KernelError(f"{target} cannot be loaded: {error}") from error
+        raise KernelError(
+            "kernels.unloadable",
+            "{file}: the library cannot be loaded: {problem}",
+            file=str(target),
+            problem=str(error),
+        ) from error
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While this process compiles, the machine's other ranks wait for it; where a folder cannot be locked, each compiles."""
+    """While this process compiles, the machine's other ranks wait. If the folder cannot be locked, each rank compiles."""
     lock = None
     try:
         with contextlib.suppress(OSError):
@@ -84,7 +90,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def compiler_words() -> list[str]:
-    """The command without its input and output, for the vectors that torch itself would use here."""
+    """The compiler's arguments without its input and output, for the vectors that torch itself would use here."""
     torch_folder = Path(torch.__file__).parent
     vectors = torch.backends.cpu.get_cpu_capability()
     vectors = vectors if vectors in ("AVX2", "AVX512") else "DEFAULT"
@@ -94,7 +100,7 @@ def compiler_words() -> list[str]:
 
 
 def processor() -> str:
-    """What ``-march=native`` depends on."""
+    """The lines of /proc/cpuinfo that ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -103,8 +109,8 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """Beside torch.compile's own cache where that is named, else the user's; a folder of this process where neither can be
-    written."""
+    """The folder of compiled libraries: beside torch.compile's own cache if that is named, else the user's cache; a temporary folder if
+    neither can be written."""
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         folder = Path(given).expanduser() / "factory-kernels"
@@ -126,7 +132,9 @@ def compile_to(target: Path, text: str, words: list[str]) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise KernelError(
-            "no C++ compiler: install g++ with your system's package manager, or choose other implementations"
+            "kernels.no_compiler",
+            "No C++ compiler is installed. Install g++ with your system's package manager, "
+            "or choose other implementations in kernels.yaml.",
         )
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".compiling-") as folder:
         source, made = Path(folder) / "source.cpp", Path(folder) / "made.so"
@@ -136,14 +144,22 @@ def compile_to(target: Path, text: str, words: list[str]) -> None:
                 [compiler, str(source), "-o", str(made), *words], capture_output=True, text=True, errors="replace"
             )
         except OSError as error:
-            raise KernelError(f"{compiler}: {error.strerror}") from error
+            raise KernelError(
+                "kernels.no_start", "{compiler}: {problem}", compiler=compiler, problem=error.strerror
+            ) from error
         if done.returncode:
-            raise KernelError(f"{compiler} could not compile {target.name}: {done.stderr.strip()[-2000:]}")
+            raise KernelError(
+                "kernels.not_compiled",
+                "{compiler} could not compile {file}: {output}",
+                compiler=compiler,
+                file=target.name,
+                output=done.stderr.strip()[-2000:],
+            )
         os.replace(made, target)
 
 
 def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
-    """Call a function of ``<name>/<name>.cpp``: tensors by address, numbers as int64 and float, last the number of threads.
+    """Call a function of ``<name>/<name>.cpp``: tensors as addresses, numbers as int64 and float, and last the number of threads.
 
     Returns its result. Raises: MemoryError, RuntimeError as its code says.
     """
@@ -155,17 +171,23 @@ def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
     found.restype = ctypes.c_int64
     code = int(found(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in passed)))
     if code == OUT_OF_MEMORY:
-        raise MemoryError(f"{function}: no memory for its scratch space")
+        raise MemoryError(
+            Message("kernels.no_memory", "{function}: no memory is left for its scratch space", function=function)
+        )
     if code == FAILED:
         raise RuntimeError(f"{function}: the CPU refused the product")
     return code
 
 
 def fallback(other: str) -> Callable[[Shape, torch.dtype], str]:
-    """For ``Implementation.instead`` of C++ that leaves dtypes other than those of NAMES to another implementation."""
+    """A value of ``Implementation.fallback``: the C++ is for the dtypes of NAMES, and ``other`` computes in all other dtypes."""
 
     def say(shape: Shape, dtype: torch.dtype) -> str:
-        return "" if dtype in NAMES else f"{other}: the C++ is for fp32 and bf16, not {dtype}"
+        if dtype in NAMES:
+            return ""
+        return Message(
+            "kernels.cpp_dtype", "{other}: the C++ is for fp32 and bf16, not {dtype}", other=other, dtype=str(dtype)
+        )
 
     return say
 

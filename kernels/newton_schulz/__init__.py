@@ -18,7 +18,7 @@ LEAST_NORM = 1e-7
 
 
 def begin(matrices: Tensor) -> tuple[Tensor, bool]:
-    """(the matrices rounded, lying and of norm one; were they tall?)"""
+    """(the matrices rounded, with at most as many rows as columns, of norm one; True if they were tall and got transposed)"""
     x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -26,13 +26,13 @@ def begin(matrices: Tensor) -> tuple[Tensor, bool]:
 
 
 def reference(matrices: Tensor, steps: int) -> Tensor:
-    """[rows, columns] or [E, rows, columns] → nearly U Vᵀ of each, in bf16 (fp64 of fp64).
+    """[rows, columns] or [E, rows, columns] → nearly U Vᵀ of each, in bf16 (in fp64 for fp64).
 
     After five steps singular values of at least 0.3 % of the matrix's norm lie in about [0.68, 1.21]; a smaller one has
     grown 3.4445⁵ ≈ 485 times.
     """
     a, b, c = COEFFICIENTS
-    multiply = torch.addmm if matrices.ndim == 2 else torch.baddbmm  # one rounding a product
+    multiply = torch.addmm if matrices.ndim == 2 else torch.baddbmm  # each product is rounded once
     x, tall = begin(matrices)
     for _ in range(steps):
         gram = x @ x.mT
@@ -53,7 +53,9 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
 
 
-TRITON = in_triton("kernels.newton_schulz.triton", "newton_schulz", "half of each symmetric product, in Triton")
+TRITON = in_triton(
+    "kernels.newton_schulz.triton", function="newton_schulz", about="half of each symmetric product, in Triton"
+)
 OP = op(
     "newton_schulz",
     reference,

@@ -1,16 +1,16 @@
-"""Newton–Schulz in Triton: one kernel for both symmetric products of a step, which computes the tiles on and below the
-diagonal and stores each twice. The third product is cuBLAS's.
+"""Newton–Schulz in Triton: one kernel for both symmetric products of a step. It computes the tiles on and below the diagonal,
+and stores each tile twice. The third product is computed by cuBLAS.
 
-Is half a product here faster than a whole one of cuBLAS? By arithmetic, not measured. A step on a matrix of s × l, s ≤ l,
-is 4 s² l + 2 s³ FLOPs whole; here 2 s² l are cuBLAS's and (s² l + s³) (1 + 1/t) the kernel's, t tiles of 128 a side. With
-cuBLAS at 700 TFLOP/s of bf16 on an H100 (of 989), the kernel at 450, five steps of 4,096 × 4,096:
+Half a product here is faster than a whole product of cuBLAS; this is computed, not measured. A whole step on a matrix of s × l,
+s ≤ l, takes 4 s² l + 2 s³ FLOPs. Here cuBLAS computes 2 s² l and the kernel (s² l + s³) (1 + 1/t), with t tiles of 128 in a row.
+For five steps of 4,096 × 4,096, cuBLAS at 700 TFLOP/s of bf16 on an H100 (of 989) and the kernel at 450:
 
     whole    2.06e12 FLOPs, 2.94 ms        half    0.69e12 at 700 + 0.71e12 at 450, 2.56 ms
 
-so the kernel has to reach (1 + 1/t) / 2 of cuBLAS's rate, whatever the shape; the 450 is a guess. Below some 1,024 a side,
-a matrix alone fills too few multiprocessors for either (36 tiles for 132 at 1,024): stacks of matrices are what helps, and
-Muon makes them. A tile of 128 x 128 does 64 FLOPs a byte that it loads; tiles that share rows follow one another, so that
-these bytes come from L2.
+Thus the kernel must reach (1 + 1/t) / 2 of cuBLAS's rate, for every shape; the 450 is a guess. A single matrix of fewer than about
+1,024 rows fills too few multiprocessors (1,024 rows: 36 tiles for 132 multiprocessors). Therefore Muon makes stacks of matrices.
+A tile of 128 x 128 computes 64 FLOPs for each byte that it loads. Tiles that share rows follow one another, so that these bytes come
+from L2.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from kernels.newton_schulz import COEFFICIENTS, begin
 
-# triton 3.9's interpreter multiplies the bits of bf16, not its values, and truncates to it: it is given fp32 instead
+# triton 3.9's interpreter multiplies the bits of bf16 instead of its values, and truncates to bf16. Therefore it gets fp32.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# BLOCK rows and columns of a tile of the result, and DEPTH that it sums over at a time. Three stages of the large one are
-# 96 KiB of shared memory, which every GPU since 2020 has; its 8 warps hold 64 sums a thread. The small one is for matrices
-# of few rows, and for columns that 64 does not divide, whose loads are narrow.
+# A tile of the result has BLOCK rows and columns, and sums over DEPTH at a time. Three stages of the large tile take 96 KiB of
+# shared memory, which every GPU since 2020 has; each thread of its 8 warps holds 64 sums. The small tile is for matrices of few
+# rows, and for numbers of columns that 64 does not divide, whose loads are narrow.
 LARGE = {"BLOCK": 128, "DEPTH": 64, "num_warps": 8, "num_stages": 3}
 SMALL = {"BLOCK": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
 GROUP = 8  # rows of tiles that are computed side by side
@@ -39,7 +39,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
     a, out, rows, columns, alpha, beta,
     ADD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out = alpha · a aᵀ, and where ADD (``a`` is symmetric itself) + beta · a. EVEN: DEPTH divides the columns."""
+    """out = alpha · a aᵀ, and if ADD (then ``a`` is symmetric) + beta · a. EVEN: DEPTH divides the number of columns."""
     tiles = tl.cdiv(rows, BLOCK)
     matrix = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
     program = tl.program_id(0) % (tiles * tiles)
@@ -51,7 +51,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
     row = (i * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     other = (j * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     depth = tl.arange(0, DEPTH)
-    # Rows past the end are the first ones again: no masks in the loop, and what they give is not stored.
+    # Rows beyond the end are the first rows again: the loop needs no masks, and the results of these rows are not stored.
     left_at = a + (row % rows)[:, None] * columns + depth[None, :]
     right_at = a + (other % rows)[None, :] * columns + depth[:, None]
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
@@ -75,7 +75,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
 
 
 def symmetric(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tensor:
-    """alpha · a aᵀ (+ beta · a, of symmetric a) of matrices [E, rows, columns], contiguous; sums in fp32."""
+    """alpha · a aᵀ (+ beta · a, for a symmetric a) for contiguous matrices [E, rows, columns]; sums in fp32."""
     E, rows, columns = a.shape
     dtype = a.dtype
     a = a.float() if INTERPRETED else a
@@ -89,7 +89,7 @@ def symmetric(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tenso
 
 @torch.library.custom_op("factory::newton_schulz_triton", mutates_args=())
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """As ``kernels.newton_schulz.reference``."""
+    """Computes what ``kernels.newton_schulz.reference`` does."""
     a, b, c = COEFFICIENTS
     x, tall = begin(matrices)
     x = x.reshape(-1, *x.shape[-2:]).contiguous()

@@ -43,7 +43,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, angle.cos().to(device, dtype).contiguous(), angle.sin().to(device, dtype).contiguous(), EPS
 
 
-TRITON = in_triton("kernels.qk_norm_rope.triton", "qk_norm_rope")
+TRITON = in_triton("kernels.qk_norm_rope.triton", function="qk_norm_rope")
 OP = op(
     "qk_norm_rope",
     reference,

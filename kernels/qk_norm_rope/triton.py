@@ -1,8 +1,8 @@
-"""QK-norm and RoPE in Triton: a row is a head of a token, and heads of one token follow one another, so that its cos and
-sin come from memory once and from the cache for the other heads.
+"""QK-norm and RoPE in Triton. A row is a head of a token. The heads of a token follow one another, so that its cos and sin are read
+from memory once, and from the cache for the other heads.
 
-The two halves of a head are two tiles: what a rotation pairs lies at the same place of each. Heads and the size of one are
-constants of a model, and of the code: a row's token and head are then found by multiplications.
+The two halves of a head are two tiles: a rotation pairs the elements at the same place of both. The number of heads and their size are
+constants of a model, and also of the compiled code, so that a row's token and head are found by multiplications.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def dense_heads(x_BTHK: Tensor) -> Tensor:
-    """The kernels take any layout in which a head's values are neighbours, as in a part of a joined product."""
+    """The kernels take every layout in which a head's values are neighbours, such as a part of a joined product."""
     return x_BTHK if x_BTHK.stride(-1) == 1 else x_BTHK.contiguous()
 
 
 def sizes(x_BTHK: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
-    """What both kernels need to know of x: rows; T and the steps between sequences, tokens and heads; what is constant."""
+    """The sizes of x that both kernels take: rows; T and the strides of sequences, tokens and heads; constants."""
     B, T, heads, K = x_BTHK.shape
     assert K % 2 == 0, K
     return B * T * heads, (T, *x_BTHK.stride()[:3]), {"HEADS": heads, "HALF": K // 2}
@@ -156,5 +156,5 @@ forward_op.register_autograd(gradients, setup_context=keep)
 
 
 def qk_norm_rope(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:
-    """As ``kernels.qk_norm_rope.reference``; fp32 and bf16, all sums in fp32, rounded once."""
+    """Computes what ``kernels.qk_norm_rope.reference`` does, in fp32 and bf16. All sums are in fp32 and rounded once."""
     return forward_op(x_BTHK, weight_K, cos_BTK, sin_BTK, eps)[0]

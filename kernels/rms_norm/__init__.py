@@ -11,7 +11,7 @@ EPS = 1e-6
 
 
 def reference(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x of any leading shape, any float dtype (kept); weight [D]."""
+    """x has any leading shape and any float dtype, which the result keeps; weight [D]."""
     x = x_XD if x_XD.dtype == torch.float64 else x_XD.float()
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight_D).to(x_XD.dtype)
@@ -28,7 +28,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, EPS
 
 
-TRITON = in_triton("kernels.rms_norm.triton", "rms_norm")
+TRITON = in_triton("kernels.rms_norm.triton", function="rms_norm")
 OP = op(
     "rms_norm",
     reference,

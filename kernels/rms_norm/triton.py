@@ -105,5 +105,5 @@ forward_op.register_autograd(gradients, setup_context=keep)
 
 
 def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """As ``kernels.rms_norm.reference``; any leading shape, fp32 and bf16 (statistics in fp32)."""
+    """Computes what ``kernels.rms_norm.reference`` does, for every leading shape, in fp32 and bf16 (statistics in fp32)."""
     return forward_op(x_XD, weight_D, eps)[0]

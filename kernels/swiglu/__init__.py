@@ -12,7 +12,7 @@ from kernels.swiglu import cpp as swiglu_native
 
 
 def reference(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    """gate and up of one shape and dtype, which the result has too."""
+    """gate, up and the result have the same shape and dtype."""
     return F.silu(gate_XF) * up_XF
 
 
@@ -26,18 +26,18 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, size, device, dtype), normal(generator, size, device, dtype)
 
 
-TRITON = in_triton("kernels.swiglu.triton", "swiglu")
+TRITON = in_triton("kernels.swiglu.triton", function="swiglu")
 
 
 def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    """As ``reference``, in C++; as ``reference`` itself in another dtype than fp32 and bf16."""
+    """Computes what ``reference`` does, in C++ for fp32 and bf16; ``reference`` computes in other dtypes."""
     if gate_XF.dtype in NAMES and up_XF.dtype == gate_XF.dtype:
         return swiglu_native.forward_op(gate_XF, up_XF)
     return reference(gate_XF, up_XF)
 
 
 NATIVE = Implementation(
-    "native", native, "C++: one pass forward, one backward", devices=("cpu",), fallback=fallback("reference")
+    "native", native, about="C++: one pass forward, one backward", devices=("cpu",), fallback=fallback("reference")
 )
 OP = op(
     "swiglu",

@@ -1,4 +1,4 @@
-"""What the C++ and the Triton op have in common: their results' shapes, and which op is whose gradient."""
+"""Registers shapes of results and gradients for both the C++ and the Triton op."""
 
 from __future__ import annotations
 

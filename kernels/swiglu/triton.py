@@ -60,5 +60,5 @@ differentiable(forward_op, backward_op)
 
 
 def swiglu(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
-    """As ``kernels.swiglu.reference``; fp32 and bf16."""
+    """Computes what ``kernels.swiglu.reference`` does, in fp32 and bf16."""
     return forward_op(gate_XF, up_XF)

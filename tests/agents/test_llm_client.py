@@ -1,4 +1,4 @@
-"""The LLM client against a real server that answers well and badly, and against files."""
+"""The LLM client with a real server that answers well and badly, and with files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from agents.llm.exchange import BudgetError, Exchange, LlmError, Usage, read_rep
 from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
+from tests.support.messages import refused
 from tests.support.patience import PATIENCE_S
 from tests.support.replay_server import RecordedSession, ReplayServer
 
@@ -40,7 +41,7 @@ class Notes:
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:
         if tokens + sum(exchange.usage.tokens for exchange in self.kept) > self.most:
-            raise BudgetError("exhausted")
+            raise BudgetError("llm.exhausted", "exhausted")
         self.open += 1
         return self.open
 
@@ -55,7 +56,7 @@ def session(*turns: Any, **more: Any) -> RecordedSession:
 def asked(
     recorded: RecordedSession, notes: Notes, policy: LlmPolicy = POLICY, key: str = KEY
 ) -> tuple[Any, ReplayServer]:
-    """The reply or the error of one question, and the server's memory of it."""
+    """The reply or the error of one question, and the server that answered."""
     with ReplayServer(recorded) as server:
         briefly = lambda seconds: time.sleep(min(seconds, 0.2))
         client = Client(HttpEndpoint(server.url, key, policy), policy, notes, sleep=briefly)
@@ -94,7 +95,7 @@ def test_a_streamed_reply_with_tool_calls_and_usage() -> None:
     ],
     ids=["busy", "failing", "no JSON", "another shape", "dropped", "silent"],
 )
-def test_what_passes_is_tried_again(faults: list[dict[str, Any]], requests: int) -> None:
+def test_a_passing_fault_is_tried_again(faults: list[dict[str, Any]], requests: int) -> None:
     notes = Notes()
     reply, server = asked(session([*faults, GOOD]), notes)
     assert not isinstance(reply, LlmError), reply
@@ -108,65 +109,76 @@ def test_what_passes_is_tried_again(faults: list[dict[str, Any]], requests: int)
 
 
 @pytest.mark.parametrize(
-    ("answer", "words", "requests"),
+    ("answer", "code", "data", "requests"),
     [
-        ({"status": 429, "headers": {"Retry-After": "3600"}}, "asks to wait 3600 s", 1),
-        ({"status": 429}, "tried 2 times", 2),
-        ({"endless": "la "}, "longer than the 500 tokens", 1),
-        ({"text": "x" * 300_000}, "longer than", 1),
-        ({"status": 400, "text": "no such parameter"}, "refused the request (400: no such parameter", 1),
-        ({"raw": "data: [1"}, "broke off", 2),
-        ({"raw": 'data: {"error": {"message": "no\\u001b[2J"}}\n\n'}, "it failed: no�[2J", 2),
+        ({"status": 429, "headers": {"Retry-After": "3600"}}, "llm.wait_too_long", {"asked": 3600}, 1),
+        ({"status": 429}, "llm.busy", {}, 2),
+        ({"endless": "la "}, "llm.too_many_tokens", {"limit": 500}, 1),
+        ({"text": "x" * 300_000}, "llm.too_many_tokens", {"limit": 500}, 1),
+        ({"status": 400, "text": "no such parameter"}, "llm.refused", {"status": 400}, 1),
+        ({"raw": "data: [1"}, "llm.broke_off", {}, 2),
+        ({"raw": 'data: {"error": {"message": "no\\u001b[2J"}}\n\n'}, "llm.failed", {"problem": "no�[2J"}, 2),
     ],
     ids=["come back tomorrow", "always busy", "endless", "too long", "refused", "cut", "an error in the stream"],
 )
-def test_what_does_not_pass_is_one_error(answer: dict[str, Any], words: str, requests: int) -> None:
+def test_a_lasting_fault_is_one_error(answer: dict[str, Any], code: str, data: dict[str, Any], requests: int) -> None:
     policy = POLICY.model_copy(update={"attempts": 2, "reply_bytes": 1_000_000})
     error, server = asked(session(answer), Notes(), policy)
-    assert isinstance(error, LlmError) and words in str(error), error
+    assert isinstance(error, LlmError), error
+    if error.code != code:
+        assert error.code == "llm.no_reply" and error.data["attempts"] == requests
+    said = error.message if error.code == code else error.data["problem"]
+    assert (said.code, {name: said.data[name] for name in data}) == (code, data), error
     assert len(server.requests) == requests
 
 
 def test_an_endless_reply_is_cut_off_by_bytes_and_by_seconds_too() -> None:
     by_bytes, _ = asked(session({"endless": "la" * 500}), Notes(), POLICY.model_copy(update={"reply_bytes": 50_000}))
-    assert "longer than 50000 bytes" in str(by_bytes)
+    assert by_bytes.data["problem"].code == "llm.too_many_bytes" and by_bytes.data["problem"].data["limit"] == 50_000
     slowly = POLICY.model_copy(update={"reply_seconds": 0.3, "reply_tokens": 1 << 30, "attempts": 1})
     by_seconds, _ = asked(session({"endless": "la"}), Notes(), slowly)
-    assert "longer than 0.3 s" in str(by_seconds)  # no other limit would ever have ended it
+    assert (
+        by_seconds.data["problem"].code == "llm.too_slow" and by_seconds.data["problem"].data["limit"] == 0.3
+    )  # no other limit would ever have ended it
 
 
-def test_a_wrong_key_and_an_unknown_model_say_what_to_do_and_never_the_key() -> None:
+def test_errors_of_key_and_model_give_the_remedy_and_never_the_key() -> None:
     notes = Notes()
     wrong, server = asked(session(GOOD, key="another"), notes)
-    assert "401" in str(wrong) and "OPENAI_API_KEY" in str(wrong) and server.requests == []
+    assert (
+        wrong.data["problem"].code == "llm.key_refused"
+        and wrong.data["problem"].data["status"] == 401
+        and server.requests == []
+    )
     unknown, _ = asked(session(GOOD, model="other"), notes)
-    assert "no model 'm'" in str(unknown) and "--model" in str(unknown)
+    assert unknown.data["problem"].code == "llm.not_found" and unknown.data["problem"].data["model"] == "m"
     echoed, _ = asked(session({"text": f"your key is {KEY}"}), notes)
     assert echoed.text == "your key is [key]"
     assert KEY not in str(wrong) + repr(notes.kept) and "[key]" in str(wrong)
 
 
 @pytest.mark.parametrize(
-    ("url", "key", "model", "words"),
+    ("url", "key", "model", "code"),
     [
-        ("ftp://host/v1", KEY, "m", "expected a base URL"),
-        ("https://me:hidden@host/v1", KEY, "m", "without a name or password"),
-        ("https://host/v1", "", "m", "OPENAI_API_KEY"),
-        ("https://host/v1", KEY, "", "llm.model"),
+        ("ftp://host/v1", KEY, "m", "llm.wrong_url"),
+        ("https://me:hidden@host/v1", KEY, "m", "llm.wrong_url"),
+        ("https://host/v1", "", "m", "llm.no_key"),
+        ("https://host/v1", KEY, "", "llm.no_model"),
     ],
 )
-def test_an_endpoint_that_cannot_be_is_refused_at_once(url: str, key: str, model: str, words: str) -> None:
-    with pytest.raises(LlmError, match=words) as caught:
+def test_an_impossible_endpoint_is_refused_at_once(url: str, key: str, model: str, code: str) -> None:
+    with refused(code, LlmError) as caught:
         HttpEndpoint(url, key, POLICY.model_copy(update={"model": model}))
     assert "hidden" not in str(caught.value)
 
 
-def test_nobody_listening_is_an_error_after_the_attempts() -> None:
+def test_a_missing_server_is_an_error_after_all_attempts() -> None:
     with ReplayServer(session(GOOD)) as server:
         url = server.url
     notes = Notes()
-    with pytest.raises(LlmError, match="no connection"):
+    with refused("llm.no_reply", LlmError, attempts=3) as found:
         Client(HttpEndpoint(url, KEY, POLICY), POLICY, notes, sleep=lambda _: None).ask("t", ASK)
+    assert found.value.data["problem"].code == "llm.no_connection"
     assert len(notes.kept) == 3 and all(exchange.usage.tokens == 0 for exchange in notes.kept)
 
 
@@ -208,9 +220,7 @@ def odd() -> Iterator[tuple[ReplayServer, HttpEndpoint]]:
         "".join
     )
 )
-def test_whatever_a_server_streams_is_a_reply_or_one_clear_error(
-    odd: tuple[ReplayServer, HttpEndpoint], raw: str
-) -> None:
+def test_any_stream_of_a_server_is_a_reply_or_one_clear_error(odd: tuple[ReplayServer, HttpEndpoint], raw: str) -> None:
     server, endpoint = odd
     server.session = session({"raw": raw})
     try:
@@ -222,7 +232,7 @@ def test_whatever_a_server_streams_is_a_reply_or_one_clear_error(
 
 
 @given(ODD, ODD)
-def test_whatever_a_file_holds_is_a_reply_or_a_value_error(message: Any, usage: Any) -> None:
+def test_any_content_of_a_file_is_a_reply_or_a_value_error(message: Any, usage: Any) -> None:
     try:
         reply = read_reply(message, usage)
     except ValueError:
@@ -242,7 +252,7 @@ def client_of(folder: Path, said: list[str] | None = None, **changes: Any) -> Cl
     return Client(FileEndpoint(folder, policy, said.append), policy, Notes())
 
 
-def test_a_person_answers_with_a_file_and_may_mend_it(tmp_path: Path) -> None:
+def test_a_person_answers_with_a_file_and_may_correct_it(tmp_path: Path) -> None:
     said: list[str] = []
 
     def person() -> None:
@@ -251,7 +261,7 @@ def test_a_person_answers_with_a_file_and_may_mend_it(tmp_path: Path) -> None:
         body = json.loads(found[0].read_text())
         reply = tmp_path / found[0].name.replace("request", "reply")
         reply.write_text('{"content": "half')
-        while not any("cannot be used yet" in line for line in said):
+        while not any(getattr(line.data["state"], "code", "") == "llm.reply_unusable" for line in said):
             time.sleep(0.02)
         answer = {
             "content": body["messages"][0]["content"][::-1],
@@ -270,9 +280,10 @@ def test_a_person_answers_with_a_file_and_may_mend_it(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.request.json"))) == 1
 
 
-def test_a_reply_that_is_no_plain_file_or_too_large_is_never_read(tmp_path: Path) -> None:
-    with pytest.raises(LlmError, match="waiting for"):
+def test_a_reply_that_is_not_a_plain_file_or_too_large_is_never_read(tmp_path: Path) -> None:
+    with refused("llm.no_reply", LlmError) as found:
         client_of(tmp_path, file_wait_seconds=0.1).ask("t", ASK)
+    assert found.value.data["problem"].data["state"].code == "llm.waiting"
     (asked_for,) = tmp_path.glob("*.request.json")
     reply = tmp_path / asked_for.name.replace("request", "reply")
     (tmp_path / "elsewhere").write_text('{"content": "x"}')
@@ -280,24 +291,26 @@ def test_a_reply_that_is_no_plain_file_or_too_large_is_never_read(tmp_path: Path
         (lambda: reply.symlink_to(tmp_path / "elsewhere"), "symbolic"),
         (lambda: os.mkfifo(reply), "not a regular file"),
         (lambda: reply.write_text('{"content": "' + "x" * 5000 + '"}'), "more than 4000 bytes"),
-        (lambda: reply.write_text("[" * 3000), "cannot be used"),
+        (lambda: reply.write_text("[" * 3000), ""),
         (lambda: reply.write_text('{"content": 3}'), "'content'"),
     ):
         make()
-        with pytest.raises(LlmError, match=words):
+        with refused("llm.no_reply", LlmError) as found:
             client_of(tmp_path, file_wait_seconds=0.1, reply_bytes=4000).ask("t", ASK)
+        state = found.value.data["problem"].data["state"]
+        assert state.code == "llm.reply_unusable" and words in state.data["problem"]
         reply.unlink()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(LlmError, match="files:"):
+    with refused("llm.no_folder", LlmError):
         client_of(tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize(
     "raw", [None, {}, [], {"content": ""}, {"tool_calls": [{}]}, {"tool_calls": "x"}, {"content": 1}]
 )
-def test_no_reply_is_made_of_what_is_none(raw: Any) -> None:
+def test_a_value_that_is_not_a_reply_is_an_error(raw: Any) -> None:
     with pytest.raises(ValueError):
         read_reply(raw)

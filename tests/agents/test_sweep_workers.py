@@ -130,6 +130,6 @@ def test_a_queue_keeps_32_workers_busy_with_recorded_durations() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
-def test_without_ray_the_error_says_what_to_do() -> None:
+def test_without_ray_the_error_gives_the_remedy() -> None:
     with pytest.raises(SweepError, match="pip install ray"):
         RayActors(slowly, 2, "auto")

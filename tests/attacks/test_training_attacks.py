@@ -182,7 +182,7 @@ def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     )
 
 
-LINE = '    """The loop, and the files it leaves."""\n'
+LINE = '    """Run the loop, and write its files."""\n'
 
 
 def dawdling(text: str) -> str:

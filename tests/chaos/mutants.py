@@ -84,7 +84,9 @@ MUTANTS = (
     Mutant(SHARD, "sync_folder(aside)", INGEST),
     Mutant(SHARD, "os.rename(aside, target)", INGEST),
     Mutant(
-        SHARD, "sync_folder(parent)  # also of one that a killed process named", Cut("ingest", "rename plant/shards/#")
+        SHARD,
+        "sync_folder(parent)  # also for a folder that a killed process renamed",
+        Cut("ingest", "rename plant/shards/#"),
     ),
     Mutant(
         "factory/ingest/compared.py",

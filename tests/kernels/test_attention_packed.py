@@ -58,7 +58,7 @@ def by_stretch(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("values", ["normal", "outlier"])
-def test_stretches_compute_what_the_mask_does(case: Case, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stretches_compute_the_same_as_the_mask(case: Case, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and every gradient against fp64: heads of any size, strided inputs, no row at all."""
     called = []
     stood_in = lambda *inputs, **options: called.append(1) or by_stretch(*inputs, **options)
@@ -71,7 +71,7 @@ def test_stretches_compute_what_the_mask_does(case: Case, values: str, monkeypat
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_prepared_gives_what_the_documents_give(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_documents_give_the_same_results_as_documents(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
     monkeypatch.setattr(varlen, "taken", lambda head_dim, dtype: True)
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))  # FlexAttention has no backward on a CPU
@@ -98,7 +98,7 @@ def test_blocks_are_made_compiled() -> None:
     assert flex.make_blocks(lambda b, h, i, j: j <= i, 1, None, 4, 4, device="cpu").shape == (1, 1, 4, 4)
 
 
-def test_a_head_too_large_for_flash_attention_is_said() -> None:
+def test_a_head_too_large_for_flash_attention_is_reported() -> None:
     varlen_here = ATTENTION.implementations["varlen"]
     shape = CASES[0].shape
     assert varlen_here.fallback(shape, torch.bfloat16) == ""
@@ -107,7 +107,7 @@ def test_a_head_too_large_for_flash_attention_is_said() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_flash_attention_does_not_take_the_reference_computes(case: Case) -> None:
+def test_the_reference_computes_heads_that_flash_attention_does_not_take(case: Case) -> None:
     """From the documents, or from what was made of them."""
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))
     expected = ATTENTION.reference(*inputs)

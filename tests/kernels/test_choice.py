@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 TEXT = "fallback: reference\ncpu:\n  attention: auto\n  adamw: auto\n  swiglu: native\ncuda:\n  attention: flex\n"
 
 
-def test_auto_is_what_tuning_found_and_a_name_stands() -> None:
+def test_auto_is_replaced_by_tuning_and_a_name_is_kept() -> None:
     section = section_of(TEXT, "cpu")
     assert automatic(section) == ["attention", "adamw"]
     assert resolve(section, {"attention": "recompute", "swiglu": "reference"}) == {

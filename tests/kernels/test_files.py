@@ -65,7 +65,7 @@ def test_a_process_that_dies_before_the_rename_leaves_the_old_content(tmp_path: 
     assert left.startswith(".file.") and left.endswith(".part")
 
 
-def test_what_is_not_finite_becomes_null_at_any_depth() -> None:
+def test_non_finite_values_become_null_at_any_depth() -> None:
     value = {"a": math.nan, "b": [1.5, (math.inf, {"c": -math.inf})], "d": "NaN", "e": True, "f": 3}
     assert finite(value) == {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True, "f": 3}
     assert json.loads(finite_json(value)) == finite(value)

@@ -44,7 +44,7 @@ def test_without_vectors_the_class_names_the_architecture() -> None:
         ("amx_bf16 avx512_bf16 avx2", "AVX2", True, "", "cpu-avx2"),
     ],
 )
-def test_class_follows_what_is_built_in_and_what_is_allowed(
+def test_machine_class_follows_from_hardware_and_permissions(
     monkeypatch: pytest.MonkeyPatch, flags: str, vectors: str, bf16: bool, isa: str, name: str
 ) -> None:
     monkeypatch.setattr(machine, "_cpu_facts", lambda: ("a processor", frozenset(flags.split())))

@@ -36,7 +36,7 @@ def test_implementation_is_right(op: str, implementation: str, case: str, values
 @pytest.mark.portable
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("op", "implementation"), EAGER)
-def test_what_is_compiled_is_right_before_it_is(op: str, implementation: str, case: str) -> None:
+def test_an_op_is_correct_before_it_is_compiled(op: str, implementation: str, case: str) -> None:
     eager = Implementation("eager", OPS[op].implementations[implementation].eager, "as written")  # type: ignore[arg-type]
     for dtype in (torch.float32, torch.bfloat16):
         result = judge(replace(OPS[op], implementations={"eager": eager}), "eager", CASES[case], dtype=dtype)
@@ -90,7 +90,7 @@ def _wrong_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [_wrong_scale, _wrong_gradient])
-def test_the_oracle_refuses_what_is_wrong(function: object) -> None:
+def test_the_oracle_refuses_wrong_results(function: object) -> None:
     wrong = Implementation("wrong", function, "wrong on purpose")  # type: ignore[arg-type]
     op = replace(OPS["swiglu"], implementations={"wrong": wrong})
     assert not judge(op, "wrong", CASES["small"]).ok

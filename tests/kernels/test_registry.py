@@ -1,9 +1,10 @@
-"""The choice of implementations: what is read, what is refused and what the refusal says."""
+"""The choice of implementations: reading kernels.yaml, and the errors for a wrong choice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ from kernels.contract.op import CASES, Case, Shape
 from kernels.contract.registry import (
     OPS,
     Computing,
-    KernelError,
     KernelWarning,
     bind,
     computing,
     load_choice,
     load_fallback,
 )
+from tests.support.messages import codes, refused
 from tests.support.paths import ROOT
 
 SHIPPED = ROOT / "policies" / "kernels.yaml"
@@ -53,47 +54,68 @@ def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "code", "data"),
     [
-        ("cpu: {atention: recompute}", "no op 'atention'; there are: rms_norm"),
-        ("cpu: {attention: fast}", "there are: compiled, flex, native, recompute, reference, varlen"),
-        ("cpu: {attention: 'native, fast'}", "has no implementation 'fast'"),
-        ("cpu: {attention: 'native, varlen'}", "varlen does not run on cpu"),
-        ("tpu: {}", "unknown device class 'tpu'"),
-        ("cpu: {swiglu: triton}", "does not run on cpu; those that do: compiled, native, reference"),
-        ("fallback: eager", "fallback: expected one of fail, reference, got 'eager'"),
-        ("fallback: true", "fallback: expected one of fail, reference, got True"),
-        ("cpu: [attention]", "expected a map"),
-        ("[", "cannot be read"),
-        ("", "expected a map"),
+        ("cpu: {atention: recompute}", "kernels.no_op", {"op": "atention", "known": list(OPS)}),
+        (
+            "cpu: {attention: fast}",
+            "kernels.no_implementation",
+            {"implementation": "fast", "known": ["compiled", "flex", "native", "recompute", "reference", "varlen"]},
+        ),
+        (
+            "cpu: {attention: 'native, fast'}",
+            "kernels.no_implementation",
+            {"op": "attention", "implementation": "fast"},
+        ),
+        ("cpu: {attention: 'native, varlen'}", "kernels.wrong_device", {"implementation": "varlen", "device": "cpu"}),
+        ("tpu: {}", "kernels.no_device_class", {"name": "tpu"}),
+        (
+            "cpu: {swiglu: triton}",
+            "kernels.wrong_device",
+            {"op": "swiglu", "known": ["compiled", "native", "reference"]},
+        ),
+        ("fallback: eager", "kernels.wrong_fallback", {"value": "eager", "allowed": ("fail", "reference")}),
+        ("fallback: true", "kernels.wrong_fallback", {"value": True}),
+        ("cpu: [attention]", "kernels.not_a_section", {}),
     ],
 )
-def test_what_is_refused(tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_is_refused_with_its_file(
+    tmp_path: Path, text: str, code: str, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     path = tmp_path / "kernels.yaml"
     path.write_text(text)
-    with pytest.raises(KernelError, match="kernels.yaml") as raised:
+    with refused("kernels.wrong_key", file=str(path), key=text.partition(":")[0]) as found:
         load_choice(path)
-    assert says in str(raised.value)
+    problem = found.value.data["problem"]
+    assert problem.code == code and {name: problem.data[name] for name in data} == data
 
 
-def test_integers_are_no_dtype_to_train_in() -> None:
-    with pytest.raises(KernelError, match="no dtype"):
+@pytest.mark.parametrize(("text", "code"), [("[", "kernels.not_yaml"), ("", "kernels.not_a_map")])
+def test_a_file_that_is_not_a_map_is_refused(tmp_path: Path, text: str, code: str) -> None:
+    (tmp_path / "kernels.yaml").write_text(text)
+    with refused(code) as found:
+        load_choice(tmp_path / "kernels.yaml")
+    assert "kernels.yaml" in str(found.value)
+
+
+def test_an_integer_dtype_is_refused() -> None:
+    with refused("kernels.wrong_dtype", dtype="torch.int64"):
         bind({}, "cpu", torch.int64)
 
 
 def test_unknown_devices_and_fallbacks_are_refused() -> None:
-    with pytest.raises(KernelError, match="unknown device class 'meta'; there are: cpu, cuda"):
+    with refused("kernels.no_device_class", name="meta", known=("cpu", "cuda")):
         bind({}, "meta")
-    with pytest.raises(KernelError, match="unknown fallback 'eager'; there are: fail, reference"):
+    with refused("kernels.wrong_fallback", value="eager", allowed=("fail", "reference")):
         bind({}, fallback="eager")
 
 
-def test_a_device_that_is_not_here_is_an_error_that_lists_what_there_is() -> None:
-    with pytest.raises(KernelError, match="unknown device 'tpu'; there are: cpu, cuda"):
+def test_a_missing_device_is_an_error_that_lists_the_present_ones() -> None:
+    with refused("kernels.no_device_class", name="tpu", known=("cpu", "cuda")):
         compare("swiglu", "native", device="tpu")
     if not torch.cuda.is_available():
-        with pytest.raises(KernelError, match="device 'cuda': torch sees no GPU here; there is: cpu"):
+        with refused("kernels.no_gpu", device="cuda"):
             compare("swiglu", "compiled", device="cuda")
 
 
@@ -121,14 +143,20 @@ def broken_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 @pytest.mark.usefixtures("broken_source")
 def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_policy_says() -> None:
     choice = {"linear_cross_entropy": "native"}
-    with pytest.raises(KernelError, match="linear_cross_entropy: native fails on cpu") as raised:
+    with refused("kernels.none_works", op="linear_cross_entropy") as found:
         bind(choice)
-    assert "could not compile" in str(raised.value) and "fallback: reference" in str(raised.value)
-    with pytest.warns(
-        KernelWarning,
-        match="linear_cross_entropy: native fails on cpu in torch.float32(?s:.*); the reference runs instead",
-    ):
+    (problem,) = found.value.data["problems"]
+    assert (problem.code, problem.data["implementation"], problem.data["device"]) == ("kernels.fails", "native", "cpu")
+    assert "could not compile" in problem and "fallback: reference" in str(found.value)
+    with pytest.warns(KernelWarning) as warned:
         ops = bind(choice, fallback="reference")
+    said = warned[0].message.args[0]
+    assert (said.code, said.data["op"], said.data["taken"]) == (
+        "kernels.falls_back",
+        "linear_cross_entropy",
+        "the reference",
+    )
+    assert said.data["problems"][0].data["dtype"] == "torch.float32"
     assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].reference
     computes = [
         one
@@ -137,27 +165,33 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
         if one.op == "linear_cross_entropy"
     ]
     assert [one.by for one in computes] == ["", "reference"] and all("could not compile" in one.why for one in computes)
-    assert "cannot run here" in str(computes[0]) and "native → reference computes instead" in str(computes[1])
+    assert codes([one.__str__() for one in computes]) == ["kernels.not_replaced", "kernels.replaced"]
 
 
 @pytest.mark.usefixtures("broken_source")
 def test_of_several_names_the_first_that_works_runs_and_one_line_says_why() -> None:
     choice = {"linear_cross_entropy": "native, chunked, reference"}
-    with pytest.warns(KernelWarning, match="native fails on cpu in torch.float32(?s:.*); chunked runs instead"):
+    with pytest.warns(KernelWarning) as warned:
         ops = bind(choice)
+    said = warned[0].message.args[0]
+    assert said.code == "kernels.falls_back" and said.data["taken"] == "chunked"
+    assert codes(said.data["problems"]) == ["kernels.fails"]
     assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].implementations["chunked"].function
     (one,) = (c for c in computing(choice, "cpu", torch.float32, True, "fail", Shape()) if c.why)
     assert (one.op, one.chosen, one.by) == ("linear_cross_entropy", "native, chunked, reference", "chunked")
-    with pytest.raises(KernelError, match="native fails on cpu"):
+    with refused("kernels.none_works") as found:
         bind({"linear_cross_entropy": "native, native"})
+    assert codes(found.value.data["problems"]) == ["kernels.fails"] * 2
 
 
-def test_of_several_names_one_that_would_take_another_in_its_place_is_passed_over() -> None:
-    with pytest.warns(KernelWarning, match="the C\\+\\+ is for bf16, not float32; the reference runs instead"):
+def test_of_several_names_an_implementation_that_another_would_replace_is_passed_over() -> None:
+    with pytest.warns(KernelWarning) as warned:
         assert bind({"attention": "native, reference"}).attention is OPS["attention"].reference
+    said = warned[0].message.args[0]
+    assert said.data["taken"] == "the reference" and "the C++ is for bf16, not float32" in said
 
 
-def test_the_first_of_several_names_is_what_is_shown_where_it_works() -> None:
+def test_the_first_of_several_names_is_shown_if_it_works() -> None:
     found = computing({"swiglu": "native, reference"}, "cpu", torch.float32, True, "fail", Shape())
     (one,) = (c for c in found if c.op == "swiglu")
     assert (one.chosen, one.by, one.why) == ("native", "native", "")
@@ -170,7 +204,7 @@ def _attention(dtype: torch.dtype) -> Computing:
 
 
 def test_a_replacement_implementation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said of ``native`` attention wherever it is not the C++ that computes, and nowhere else."""
+    """``native`` attention reports a replacement exactly if its C++ does not compute."""
     ran: list[str] = []
     monkeypatch.setattr(attention, "recompute", lambda q, *rest: ran.append("recompute") or q)
     monkeypatch.setattr(attention_native, "forward_op", lambda q, *rest: ran.append("native") or q)
@@ -182,14 +216,14 @@ def test_a_replacement_implementation_is_reported(monkeypatch: pytest.MonkeyPatc
             assert ran.pop() == (fallback.split(",")[0] or "native"), (dtype, units)
 
 
-def test_the_table_shows_what_computes() -> None:
+def test_the_table_shows_the_implementation_that_computes() -> None:
     said = _attention(torch.float32)
     assert (said.chosen, said.by) == ("native", "recompute, uncompiled") and "not float32" in said.why
     if attention_native.usable(Shape().head_dim):
         assert _attention(torch.bfloat16) == Computing("attention", "native", "native")
     found = computing({"adamw": "compiled"}, "cpu", torch.float32, False, "fail", Shape())
     eager = next(one for one in found if one.op == "adamw")
-    assert (eager.by, eager.why) == ("compiled, uncompiled", "the recipe says compile: false")
+    assert (eager.by, codes([eager.why])) == ("compiled, uncompiled", ["kernels.uncompiled"])
 
 
 # Of the shape below: elements moved (each input and output once) and FLOPs, forward; the same backward.
@@ -212,7 +246,7 @@ COSTS = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_cost_of_an_op_is_what_it_must_move_and_multiply(name: str) -> None:
+def test_the_cost_of_an_op_is_its_least_bytes_and_flops(name: str) -> None:
     """The table is counted by hand; products by torch's own counter, of the reference as it runs."""
     op, shape = OPS[name], Shape(batch=3, context=8, d_model=5, heads=4, kv_heads=2, head_dim=6, d_ff=7, vocab_size=11)
     cost, twice = op.cost(shape, 2), op.cost(shape, 4)

@@ -1,4 +1,4 @@
-"""A plain value is what is written; what two versions of YAML read in two ways is refused."""
+"""A plain value is read as it is written. A value that two versions of YAML read differently is refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.contract.message import CodedError
 from kernels.contract.strict_yaml import read_yaml
+from tests.support.messages import refused
 
 
 def read(text: str) -> Any:
-    return read_yaml(text, "x.yaml", ValueError)
+    return read_yaml(text, "x.yaml", CodedError)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ def read(text: str) -> Any:
         ("=", "="), ("1e", "1e"), ("0o17", "0o17"), ("'010'", "010"), ('"on"', "on"), ("1.2.3", "1.2.3"), ("nan", "nan"),
     ],
 )  # fmt: skip
-def test_a_plain_value_is_what_is_written(written: str, value: object) -> None:
+def test_a_plain_value_is_read_as_it_is_written(written: str, value: object) -> None:
     found = read(f"key: {written}")["key"]
     assert found == value and type(found) is type(value)
     assert read(f"- {written}\n") == [value]
@@ -39,19 +41,22 @@ def test_a_plain_value_is_what_is_written(written: str, value: object) -> None:
 
 @pytest.mark.parametrize(("written", "bare"), [("010", "10"), ("-08", "-8"), ("007", "7"), ("0_1", "0_1"), ("00", "0")])
 def test_a_leading_zero_is_refused_with_its_key(written: str, bare: str) -> None:
-    says = f"{written} is another number in YAML 1.1 than in 1.2"
-    with pytest.raises(
-        ValueError, match=f"^x.yaml: cannot be read as YAML: key 'seed': {says}: write {bare}, or .*line 2"
+    for text, where, line in (
+        (f"name: a\nseed: {written}", "key 'seed': ", "line 2"),
+        (f"seeds: [1, {written}]", "", "line 1"),
     ):
-        read(f"name: a\nseed: {written}")
-    with pytest.raises(ValueError, match=f"^x.yaml: cannot be read as YAML: {says}"):
-        read(f"seeds: [1, {written}]")
+        with refused("kernels.not_yaml", where="x.yaml") as found:
+            read(text)
+        reason = found.value.data["reason"]
+        assert reason.code == "kernels.yaml_leading_zero"
+        assert reason.data == {"where": where, "value": written, "bare": bare} and line in str(found.value)
 
 
-def test_a_key_is_what_is_written() -> None:
+def test_a_key_is_read_as_it_is_written() -> None:
     assert read("on: 1\nyes: 2\n") == {"on": 1, "yes": 2}
-    with pytest.raises(ValueError, match="appears twice, written in two ways"):
+    with refused("kernels.not_yaml") as found:
         read("1: a\n0x1: b")
+    assert found.value.data["reason"].code == "kernels.yaml_two_spellings"
 
 
 # PyYAML writes 1e5 as text without quotes too, which is a number here.
@@ -69,6 +74,6 @@ values = st.recursive(
 
 
 @given(values)
-def test_what_pyyaml_writes_is_read_as_it_was(value: object) -> None:
+def test_a_value_that_pyyaml_writes_is_read_back(value: object) -> None:
     assert read(yaml.safe_dump(value)) == value
     assert read(yaml.safe_dump({"day": datetime.date(2026, 11, 26)})) == {"day": "2026-11-26"}

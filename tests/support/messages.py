@@ -47,11 +47,21 @@ NOT_MESSAGES = {
     "factory/ingest/rules/licence_names.py": "a table of licences' ids",
     "factory/ingest/shapes/tools_prompt.py": "a prompt for language models",
     "factory/ingest/tokenizer_probes.py": "test inputs of a tokenizer",
+    "agents/core/pages/": "the skeleton of HTML pages",
+    "agents/line_profiler/report/drawing.py": "drawings as SVG",
+    "agents/kernel_engineer/prompts.py": "a prompt for a language model",
+    "agents/kernel_engineer/tools.py": "tools of a language model, and their answers to it",
+    "agents/loop/prompts.py": "a prompt for a language model",
+    "agents/loop/tools.py": "tools of a language model, and their answers to it",
+    "agents/loss_doctor/causes.py": "names of causes, which the ledger keeps; mypy sees that each row of the table has a Message",
+    "trainer/contract/plan/gpus.py": "names of data sheets",
+    "agents/loss_doctor/prompts.py": "a prompt for a language model",
+    "agents/recipe_scout/prompts.py": "a prompt for a language model",
 }
 SQL = re.compile(
     r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP)\b|\(SELECT"
 )
-HELP = frozenset({"help", "description", "epilog", "metavar", "short_help", "prompt"})
+HELP = frozenset({"about", "help", "description", "epilog", "metavar", "short_help", "prompt", "usage"})
 BUILTIN_ERRORS = frozenset(
     {
         "ValueError",

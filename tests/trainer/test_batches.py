@@ -46,7 +46,7 @@ def test_each_block_is_copied_once_and_every_tensor_is_found_in_it(make_shard: M
             assert there.device.type == "meta" and there.storage_offset() == tensor.storage_offset()
 
 
-def test_what_the_thread_cannot_pin_reaches_the_consumer(make_shard: MakeShard) -> None:
+def test_a_pinning_error_in_the_thread_reaches_the_consumer(make_shard: MakeShard) -> None:
     batches: Iterator[Batch] = prefetch(order_of(make_shard), 2, pin=True)
     if torch.cuda.is_available():
         assert all(tensor.is_pinned() for batch in batches for tensor in tensors_of(batch).values())

@@ -148,10 +148,10 @@ def test_a_run_knows_how_much_its_checkpoints_take_before_its_first_step(
 
 
 @pytest.mark.parametrize("code", [0, 801])
-def test_pages_are_locked_once_and_unlocked_or_said_not_to_be(
+def test_pages_are_locked_once_and_unlocked_or_a_failure_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """The two calls of CUDA stand here as what they return."""
+    """The two calls of CUDA are replaced by their results."""
     calls: list[tuple[str, int]] = []
 
     def call(name: str, result: int) -> Callable[[Tensor], int]:

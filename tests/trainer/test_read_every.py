@@ -137,9 +137,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory, plan: DataPlan) -> Path:
     return folder
 
 
-def test_a_killed_run_goes_on_to_the_bit_with_the_limit_that_was_in_force(
-    tmp_path: Path, plan: DataPlan, limited: Path
-) -> None:
+def test_a_killed_run_continues_bit_for_bit_with_the_same_limit(tmp_path: Path, plan: DataPlan, limited: Path) -> None:
     """SIGKILL after the checkpoint of step 6, SIGTERM in step 13: the step after it is ended, read, and saved as step 15."""
     assert 4 < sum(line["skipped"] for line in records(limited)) < 16
     killed = spec_of(tmp_path / "killed", plan, 4, **EVERYTHING, **LIMITED)

@@ -115,13 +115,13 @@ def test_a_quick_step_is_ended_and_saved(tmp_path: Path, make_shard: MakeShard) 
 def test_sigterm_between_two_segments_prevents_the_second(
     tmp_path: Path, make_shard: MakeShard, launcher: tuple[str, ...]
 ) -> None:
-    """Also while it waits for the second to be handed out."""
+    """Also while the trainer waits for the second segment's spec."""
     first, second = write_spec(tmp_path / "first", plan_of(make_shard()), last_step=2), tmp_path / "second"
     process = start_trainer([first, second], *launcher, start_new_session=True)
     wait_for(second / "ready")
     started = started_by(process.pid)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=WITHIN)
-    assert "trainer: stopped before the segment began" in errors and not left_of(started)
+    assert "error[trainer.stopped_before]" in errors and not left_of(started)
     assert process.returncode == (75 if not launcher else 1) and (first / "result.json").exists()
     assert not (second / "checkpoints").exists()

@@ -76,7 +76,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield waits.found
 
 
-def test_what_would_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(6.0)
     with counted(monkeypatch) as found:
         bool(x[0]), float(x[1]), x[2].item(), x.tolist(), x.numpy(), x.cpu(), torch.equal(x, x), x[x > 2], x.unique()
@@ -166,7 +166,7 @@ def test_a_step_touches_nothing_in_host_memory_but_its_batch(
         assert mode.found == []
 
 
-def test_waits_are_told_by_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_reported_with_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own test warning, raised in C++ as the one that a GPU's waits raise; without a GPU there is no mode to set."""
     modes: list[str | int] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)

@@ -1,3 +1,3 @@
-"""What a run is held to: recipe, data and their order, checkpoint format, plans. The factory's own processes import it,
-so no agent may patch it, and it imports nothing that they may.
+"""The contract of a run: recipe, data and their order, checkpoint format, plans. The factory's own processes import it, so agents may not
+patch it, and it imports no module that they may patch.
 """

@@ -1,4 +1,4 @@
-"""Errors that a user can cause in a training run, and how a program of this package reports them: one line and an exit code."""
+"""Errors that a user can cause in a training run. A program of this package reports them by one line and an exit code."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kernels.contract.message import CodedError, titled
+from kernels.contract.message import CodedError, Message, titled
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of an OSError: the disk is full
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # numbers of an OSError that mean: the disk is full
 NOT_OF_A_FILE = {
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOMEM,
     errno.ESTALE,
     errno.ENOTCONN,
-}  # it says nothing about the file that it was met at
+}  # the error says nothing about the file that was opened
 EXIT_WRONG, EXIT_FULL, EXIT_STOPPED = 2, 74, 75
 
 
@@ -28,15 +28,15 @@ class TrainerError(CodedError):
 
 
 class RecipeError(TrainerError):
-    """A recipe is wrong or impossible: names the key."""
+    """A recipe is wrong or impossible. The message names the key."""
 
 
 class SpecError(TrainerError):
-    """segment.json is missing or wrong: names the key."""
+    """segment.json is missing or wrong. The message names the key."""
 
 
 class DataPlanError(TrainerError):
-    """The data plan is wrong, or has too little data for the steps that are planned."""
+    """The data plan is wrong, or has too little data for the planned steps."""
 
 
 class CheckpointError(TrainerError):
@@ -48,7 +48,7 @@ class TokenShardError(TrainerError):
 
 
 class Stopped(TrainerError):
-    """Stopped by SIGTERM; a checkpoint of the last whole step, if there was one, is on disk."""
+    """SIGTERM stopped the run. A checkpoint of its last whole step, if it made one, is on disk."""
 
     exit_code = EXIT_STOPPED
 
@@ -56,9 +56,9 @@ class Stopped(TrainerError):
 def exit_code_of(
     program: str, work: Callable[[], object], wrong: type[Exception] = TrainerError, where: Path | None = None
 ) -> int:
-    """Do the work; returns 0, or the exit code of an error that a user can correct, which is printed to stderr in one line.
+    """Do the work. Returns 0, or the exit code of an error that a user can correct, after printing it to stderr in one line.
 
-    ``wrong``: another package's error that a user can cause. ``where``: what is being written, for a full disk.
+    ``wrong``: another package's error that a user can cause. ``where``: the folder that is written, named if the disk is full.
     """
     try:
         work()
@@ -72,14 +72,22 @@ def exit_code_of(
         if error.errno not in FULL:
             raise
         full = error.filename or where
-        place = f": {full}" if full else ""
-        print(f"{program}: {error.strerror}{place}; free some space and start again", file=sys.stderr)
+        place = f"{full}: " if full else ""
+        said = CodedError(
+            "trainer.disk_full",
+            "{place}{problem}. Free some space and start again.",
+            place=place,
+            problem=error.strerror,
+        )
+        print(f"{program}: {titled(said)}", file=sys.stderr)
         return EXIT_FULL
     return 0
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words when none is near."""
+def nearest(word: str, known: Iterable[str]) -> Message:
+    """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words if none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+    if close:
+        return Message("trainer.near", "; did you mean {near!r}?", near=close[0])
+    return Message("trainer.known", "; known: {known}", known=names)

@@ -1,4 +1,4 @@
-"""Reads files of one JSON object a line. The factory reads a run's metrics by it, so no patch may change it."""
+"""Reads files with one JSON object a line. The factory reads a run's metrics with it, so agents may not patch it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe: model, mixture, batch, optimiser, schedule. One strict schema; the impossible is refused here, by key."""
+"""The recipe: model, mixture, batch, optimiser, schedule. One strict schema, which refuses impossible values and names the key."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.strict import Strict, parse
@@ -19,10 +20,10 @@ from trainer.contract.strict import Strict, parse
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 AUTO = "auto"
-GROUPED_MULTIPLE = 8  # torch's grouped_mm wants rows of 16 bytes; of bf16 that is 8
+GROUPED_MULTIPLE = 8  # torch's grouped_mm needs rows of 16 bytes, which are 8 values of bf16
 
 
-# Keys of ``model`` that change what is computed and no weight's shape: alone, or as the two numbers of a pair.
+# Keys of ``model`` that change the function but no weight's shape: alone, or as the two numbers of a pair.
 Acceptable = Literal[
     "rope_theta",
     "norm_eps",
@@ -37,24 +38,39 @@ Acceptable = Literal[
 ACCEPTABLE: tuple[str, ...] = get_args(Acceptable)
 
 
-# Keys that recipes have not always had, and what each says where it is not written.
+# Keys that older recipes lack, with the value of each if it is not written.
 LATER: dict[str, Any] = {"accept_changes": [], "cuda_graphs": "auto", "stability.read_every": 1}
 
 
+def _must_rise(key: str, step: str) -> Message:
+    return Message("recipe.must_rise", "{key}: {step} must rise from entry to entry", key=key, step=step)
+
+
+def _only_with(key: str, kind: str) -> Message:
+    return Message(
+        "recipe.only_with",
+        "{key} is required with kind {kind}, and not allowed with any other kind",
+        key=key,
+        kind=kind,
+    )
+
+
 class ExpertsRecipe(Strict):
-    """Mixture of experts in place of the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4Moe`` has it."""
+    """Mixture of experts in place of the dense SwiGLU: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as in ``Glm4Moe``."""
 
     count: Annotated[int, Field(ge=2)]  # routed experts
     per_token: Positive  # experts that each token goes to
     d_ff: Annotated[int, Field(gt=0, multiple_of=GROUPED_MULTIPLE)]  # of one expert
-    shared: Annotated[int, Field(ge=0)] = 1  # experts that every token goes to, as one of ``shared`` times the width
+    shared: Annotated[int, Field(ge=0)] = (
+        1  # experts that every token goes to; computed as one expert of ``shared`` times the width
+    )
     dense_layers: Annotated[int, Field(ge=0)] = 1  # first layers that keep the dense SwiGLU of ``model.d_ff``
     bias_rate: Annotated[float, Field(ge=0)] = 1e-3  # a step's change of the bias that balances the load
     z_loss: Annotated[float, Field(ge=0)] = 1e-4  # weight of the router's logsumexp², ST-MoE (arXiv 2202.08906) §3.1
 
 
 class ModelRecipe(Strict):
-    """The shape of a decoder with tied embeddings; ``trainer.contract.checkpoint.export`` says whose maths it is."""
+    """The shape of a decoder with tied embeddings; ``trainer.contract.checkpoint.export`` names the equivalent public class."""
 
     vocab_size: Positive
     d_model: Positive
@@ -68,41 +84,71 @@ class ModelRecipe(Strict):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     qk_norm: bool = True
     nope_every: Annotated[int, Field(ge=2)] | None = None  # every n-th layer has no position embedding; null: all have
-    across_documents: bool = False  # may attention see the documents before it in the row?
+    across_documents: bool = False  # attention may see the earlier documents of the row
     experts: ExpertsRecipe | None = None  # null: a dense model
-    base_d_model: Positive | None = None  # the width that the rates were found at (muP); null: rates are for this one
+    base_d_model: Positive | None = None  # the width for which the rates were found (muP); null: this width
 
     @model_validator(mode="after")
     def _possible(self) -> ModelRecipe:
         if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads ({self.heads}) is not a multiple of model.kv_heads ({self.kv_heads})")
+            raise ValueError(
+                Message(
+                    "recipe.heads",
+                    "model.heads ({heads}) is not a multiple of model.kv_heads ({kv_heads})",
+                    heads=self.heads,
+                    kv_heads=self.kv_heads,
+                )
+            )
         if self.nope_every is not None and (self.qk_norm or self.experts):
             raise ValueError(
-                "model.nope_every: no serving engine supports it together with QK-norm or experts; set model.qk_norm: false"
+                Message(
+                    "recipe.nope",
+                    "model.nope_every: no serving engine supports it together with QK-norm or experts; set model.qk_norm: false",
+                )
             )
         if not (self.qk_norm or self.experts or self.nope_every) and self.d_model % self.heads:
             raise ValueError(
-                f"model.heads ({self.heads}) does not divide model.d_model ({self.d_model}): a model without QK-norm is "
-                "exported as LlamaForCausalLM, which refuses that"
+                Message(
+                    "recipe.llama_heads",
+                    "model.heads ({heads}) does not divide model.d_model ({d_model}). A model without QK-norm is exported as "
+                    "LlamaForCausalLM, which does not allow that",
+                    heads=self.heads,
+                    d_model=self.d_model,
+                )
             )
         experts = self.experts
         if experts is not None and self.d_model % GROUPED_MULTIPLE:
             raise ValueError(
-                f"model.d_model ({self.d_model}): with experts it must be a multiple of {GROUPED_MULTIPLE}"
+                Message(
+                    "recipe.experts_width",
+                    "model.d_model ({d_model}): with experts it must be a multiple of {multiple}",
+                    d_model=self.d_model,
+                    multiple=GROUPED_MULTIPLE,
+                )
             )
         if experts is not None and experts.per_token > experts.count:
             raise ValueError(
-                f"model.experts.per_token ({experts.per_token}) is more than model.experts.count ({experts.count})"
+                Message(
+                    "recipe.experts_per_token",
+                    "model.experts.per_token ({per_token}) is more than model.experts.count ({count})",
+                    per_token=experts.per_token,
+                    count=experts.count,
+                )
             )
         if experts is not None and experts.dense_layers >= self.layers:
             raise ValueError(
-                f"model.experts.dense_layers ({experts.dense_layers}): none of the {self.layers} layers would have experts"
+                Message(
+                    "recipe.dense_layers",
+                    "model.experts.dense_layers ({dense_layers}): none of the {layers} layers would have experts",
+                    dense_layers=experts.dense_layers,
+                    layers=self.layers,
+                )
             )
         return self
 
     @property
     def width_share(self) -> float:
-        """How many times narrower the width is that the rates were found at: 1/m of muP (arXiv 2203.03466)."""
+        """The width for which the rates were found, divided by this width: 1/m of muP (arXiv 2203.03466)."""
         return self.base_d_model / self.d_model if self.base_d_model else 1.0
 
     def is_expert_layer(self, layer: int) -> bool:
@@ -110,7 +156,7 @@ class ModelRecipe(Strict):
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that a position is multiplied with, the output head among them; of the experts, those it goes to."""
+        """Number of weights that a position is multiplied with, the output head included; of the experts, those that it goes to."""
         return self._matmul_parameters(lambda experts: experts.per_token)
 
     @property
@@ -121,7 +167,7 @@ class ModelRecipe(Strict):
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer's projections."""
+        """Number of weights of one layer's attention projections."""
         return self.d_model * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
@@ -141,27 +187,38 @@ class ModelRecipe(Strict):
         return total
 
     def warnings(self) -> list[str]:
-        """Costs without a use, a line each: sizes that matrix units pad, a router without a gradient."""
+        """Costs without a benefit, one line each: sizes that matrix units pad, a router without a gradient."""
         sizes = {"vocab_size": 64, "d_model": 16, "head_dim": 16, "d_ff": 16}
         found = {f"model.{key}": (getattr(self, key), multiple) for key, multiple in sizes.items()}
         if self.experts is not None:
             found["model.experts.d_ff"] = (self.experts.d_ff, 16)
-        lines = []
+        lines: list[str] = []
         for key, (size, multiple) in found.items():
             padded = -(-size // multiple) * multiple
             if padded != size:
                 lines.append(
-                    f"{key} ({size}) is not a multiple of {multiple}: matrix units compute {padded}, "
-                    f"{1 - size / padded:.1%} of it padding; {padded} costs the same"
+                    Message(
+                        "recipe.padded_size",
+                        "{key} ({size}) is not a multiple of {multiple}: matrix units compute {padded}, {share:.1%} of it padding; "
+                        "{padded} costs the same",
+                        key=key,
+                        size=size,
+                        multiple=multiple,
+                        padded=padded,
+                        share=1 - size / padded,
+                    )
                 )
         if self.experts is not None and self.experts.per_token == 1:
             lines.append(
-                "model.experts.per_token (1): a single weight is always one, so the router gets no gradient from the loss"
+                Message(
+                    "recipe.one_expert",
+                    "model.experts.per_token (1): a single weight is always one, so the router gets no gradient from the loss",
+                )
             )
         return lines
 
     def flops_per_token(self) -> float:
-        """Forward and backward, multiply and add counted apart: 6 N + 6 L H K T, causal half of the score matrix.
+        """FLOPs forward and backward, with a multiply and an add as two: 6 N + 6 L H K T, for the causal half of the score matrix.
 
         PaLM (arXiv 2204.02311) appendix B, with the masked half of attention left out.
         """
@@ -191,10 +248,12 @@ class MixtureRecipe(Strict):
             named.append(("anneal_weights", self.anneal_weights))
         for key, weights in named:
             if sum(weights.values()) <= 0:
-                raise ValueError(f"mixture.{key}: no domain has a weight above zero")
+                raise ValueError(
+                    Message("recipe.no_weight", "mixture.{key}: no domain has a weight above zero", key=key)
+                )
         steps = [phase.from_step for phase in self.phases]
         if steps != sorted(set(steps)):
-            raise ValueError("mixture.phases: from_step must rise from phase to phase")
+            raise ValueError(_must_rise("mixture.phases", "from_step"))
         return self
 
 
@@ -212,13 +271,13 @@ class BatchRecipe(Strict):
     warmup: list[SmallerBatch] = []  # smaller batches first; the rate falls with the square root of their share
     micro_sequences: Positive | None = None  # rows of one forward and backward on one rank; null: all at once
     packing: Literal["best-fit", "document", "token-budget", "truncate-and-concatenate", "length-bucketed"] = "best-fit"
-    max_padding: Share | None = None  # the most positions that may hold nothing, as a share; null: as many as there are
+    max_padding: Share | None = None  # the largest allowed share of empty positions; null: no limit
 
     @model_validator(mode="after")
     def _possible(self) -> BatchRecipe:
         steps = [smaller.until_step for smaller in self.warmup]
         if steps != sorted(set(steps)):
-            raise ValueError("batch.warmup: until_step must rise from entry to entry")
+            raise ValueError(_must_rise("batch.warmup", "until_step"))
         return self
 
     def sequences_at(self, step: int) -> int:
@@ -226,21 +285,30 @@ class BatchRecipe(Strict):
         return next((smaller.sequences for smaller in self.warmup if step < smaller.until_step), self.sequences)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises: RecipeError when a batch cannot be shared evenly among that many data-parallel ranks."""
+        """Raises: RecipeError if a batch cannot be shared evenly among that many data-parallel ranks."""
         named = {"batch.sequences": self.sequences}
         named |= {f"batch.warmup.{i}.sequences": smaller.sequences for i, smaller in enumerate(self.warmup)}
         for key, sequences in named.items():
             if sequences % ranks:
-                raise RecipeError(f"{key} ({sequences}) is not a multiple of the number of ranks ({ranks})")
+                raise RecipeError(
+                    "recipe.batch_ranks",
+                    "{key} ({sequences}) is not a multiple of the number of ranks ({ranks})",
+                    key=key,
+                    sequences=sequences,
+                    ranks=ranks,
+                )
             if self.micro_sequences is not None and sequences // ranks % self.micro_sequences:
                 raise RecipeError(
-                    f"batch.micro_sequences ({self.micro_sequences}) does not divide the {sequences // ranks} sequences "
-                    f"of a rank ({key})"
+                    "recipe.micro_sequences",
+                    "batch.micro_sequences ({micro}) does not divide the {sequences} sequences of a rank ({key}).",
+                    micro=self.micro_sequences,
+                    sequences=sequences // ranks,
+                    key=key,
                 )
 
 
 class MuonRecipe(Strict):
-    """Of the matrices inside the layers: https://kellerjordan.github.io/posts/muon; scaled as arXiv 2502.16982 §2.2."""
+    """Muon, for the matrices inside the layers: https://kellerjordan.github.io/posts/muon; scaled as arXiv 2502.16982 §2.2."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     nesterov: bool = True
@@ -286,8 +354,10 @@ class ScheduleRecipe(Strict):
     kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
     cosine_steps: Positive | None = None
     milestones: list[Milestone] = []
-    continue_from: Literal["trunk", "anneal"] = "trunk"  # anneal: WSD-S (arXiv 2410.05192), the decayed weights go on
-    rewarmup_steps: Annotated[int, Field(ge=0)] = 0  # of a trunk segment that goes on from an annealed checkpoint
+    continue_from: Literal["trunk", "anneal"] = (
+        "trunk"  # anneal: WSD-S (arXiv 2410.05192), training continues with the decayed weights
+    )
+    rewarmup_steps: Annotated[int, Field(ge=0)] = 0  # of a trunk segment that continues from an annealed checkpoint
     warmup_steps: Annotated[int, Field(ge=0)]
     trunk_steps: TrunkSteps
     anneal_steps: Positive
@@ -298,19 +368,29 @@ class ScheduleRecipe(Strict):
     def _possible(self) -> ScheduleRecipe:
         if self.warmup_steps > self.trunk_steps.first:
             raise ValueError(
-                f"schedule.warmup_steps ({self.warmup_steps}) is more than trunk_steps.first ({self.trunk_steps.first})"
+                Message(
+                    "recipe.warm_up_too_long",
+                    "schedule.warmup_steps ({warmup}) is more than trunk_steps.first ({first})",
+                    warmup=self.warmup_steps,
+                    first=self.trunk_steps.first,
+                )
             )
         if (self.kind == "cosine") != (self.cosine_steps is not None):
-            raise ValueError("schedule.cosine_steps is required with kind cosine, and refused with any other kind")
+            raise ValueError(_only_with("schedule.cosine_steps", "cosine"))
         if self.cosine_steps is not None and self.cosine_steps <= self.warmup_steps:
             raise ValueError(
-                f"schedule.cosine_steps ({self.cosine_steps}) is not more than warmup_steps ({self.warmup_steps})"
+                Message(
+                    "recipe.cosine_too_short",
+                    "schedule.cosine_steps ({cosine}) is not more than warmup_steps ({warmup})",
+                    cosine=self.cosine_steps,
+                    warmup=self.warmup_steps,
+                )
             )
         if (self.kind == "multi-step") != bool(self.milestones):
-            raise ValueError("schedule.milestones is required with kind multi-step, and refused with any other kind")
+            raise ValueError(_only_with("schedule.milestones", "multi-step"))
         steps = [milestone.from_step for milestone in self.milestones]
         if steps != sorted(set(steps)):
-            raise ValueError("schedule.milestones: from_step must rise from milestone to milestone")
+            raise ValueError(_must_rise("schedule.milestones", "from_step"))
         return self
 
 
@@ -319,7 +399,7 @@ class StabilityRecipe(Strict):
 
     grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest global gradient norm
     z_loss: Annotated[float, Field(ge=0)] = 1e-5  # weight of logsumexp², PaLM §5
-    window: Annotated[int, Field(ge=8)] = 64  # steps the robust statistics look back on
+    window: Annotated[int, Field(ge=8)] = 64  # number of past steps in the robust statistics
     spike_deviations: Annotated[float, Field(gt=0)] = 8.0  # robust deviations above the median: an anomaly
     skip_deviations: Annotated[float, Field(gt=0)] = 40.0  # of the gradient norm: the update is skipped
     divergence: Annotated[float, Field(gt=1)] = 1.3  # the loss's recent median over the best one so far
@@ -327,16 +407,16 @@ class StabilityRecipe(Strict):
     throughput_drop: Annotated[float, Field(gt=0, lt=1)] = 0.5  # recent tokens/s below this share of the usual
     noise_scale_every: Annotated[int, Field(ge=0)] = 32  # steps: a lone micro-batch is split to measure it; 0: never
     embedding_grad_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the input embedding; GLM-130B, 2210.02414 §3.3
-    # Numbers of so many steps come from the device together, so that the host can run ahead: for steps of few milliseconds on a GPU.
-    # Checkpoints and the last step read too. The limit of ``skip_deviations`` is renewed at such steps only; several ranks stop at one only.
+    # Numbers of so many steps are read from the device together, so that the host can run ahead: useful for steps of few milliseconds on a
+    # GPU. Checkpoints and the last step are read too. Only then is the limit of ``skip_deviations`` renewed, and do several ranks stop.
     read_every: Annotated[int, Field(ge=1, le=100)] = 1
 
 
 class ParallelRecipe(Strict):
-    """How the ranks that torchrun started share the work; one rank alone uses none of it.
+    """How the ranks that torchrun started share the work. One rank alone uses none of these keys.
 
-    ``tensor`` neighbouring ranks split each matrix; the others split the batch. Those hold ``replicas`` copies of the
-    weights and the optimiser, each copy split among the ranks that are left (FSDP2).
+    Each ``tensor`` neighbouring ranks split every matrix; the other ranks split the batch. The ranks of the batch hold ``replicas`` copies of
+    weights and optimiser, and each copy is split among its ranks (FSDP2).
     """
 
     tensor: Positive = 1
@@ -344,39 +424,56 @@ class ParallelRecipe(Strict):
     recompute: Literal["none", "block"] = "none"  # activation checkpointing: keep a block's input only
 
     def data_ranks(self, ranks: int, model: ModelRecipe) -> int:
-        """How many ranks split the batch. Raises: RecipeError naming the key that doesn't fit."""
+        """The number of ranks that split the batch. Raises: RecipeError that names the key that does not fit."""
         if ranks % self.tensor:
-            raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide the {ranks} ranks")
+            raise RecipeError(
+                "recipe.tensor_ranks",
+                "parallel.tensor ({tensor}) does not divide the {ranks} ranks",
+                tensor=self.tensor,
+                ranks=ranks,
+            )
         if ranks // self.tensor % self.replicas:
             raise RecipeError(
-                f"parallel.replicas ({self.replicas}) does not divide the {ranks // self.tensor} ranks of the batch"
+                "recipe.replicas",
+                "parallel.replicas ({replicas}) does not divide the {ranks} ranks of the batch",
+                replicas=self.replicas,
+                ranks=ranks // self.tensor,
             )
         sizes = {"kv_heads": model.kv_heads, "context": model.context, "d_ff": model.d_ff}
         if model.experts is not None:
             sizes |= {"experts.d_ff": model.experts.d_ff}
         for key, size in sizes.items():
             if size % self.tensor:
-                raise RecipeError(f"parallel.tensor ({self.tensor}) does not divide model.{key} ({size})")
+                raise RecipeError(
+                    "recipe.tensor_size",
+                    "parallel.tensor ({tensor}) does not divide model.{key} ({size})",
+                    tensor=self.tensor,
+                    key=key,
+                    size=size,
+                )
         if model.experts is not None and model.experts.d_ff // self.tensor % GROUPED_MULTIPLE:
             raise RecipeError(
-                f"parallel.tensor ({self.tensor}): a rank's share of model.experts.d_ff ({model.experts.d_ff}) is not "
-                f"a multiple of {GROUPED_MULTIPLE}"
+                "recipe.tensor_experts",
+                "parallel.tensor ({tensor}): a rank's share of model.experts.d_ff ({d_ff}) is not a multiple of {multiple}",
+                tensor=self.tensor,
+                d_ff=model.experts.d_ff,
+                multiple=GROUPED_MULTIPLE,
             )
         return ranks // self.tensor
 
 
 class Recipe(Strict):
-    """Everything that decides a run except its data, code and checkpoint."""
+    """All settings of a run. With data, code and checkpoint they determine the run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     seed: Annotated[int, Field(ge=0)] = 1
-    # Of the forward and backward; weights and optimiser are fp32. auto: the fastest here, found when a segment is planned. fp8: bf16, but the
-    # products of attention and of dense MLPs have operands of eight bits (``trainer/model/fp8.py``). It needs compute capability 8.9, and auto
-    # never chooses it. docs/GPU.md says how exact it is, and that no GPU has run it yet.
+    # The precision of forward and backward; weights and optimiser are fp32. auto: the fastest on this machine, measured when a segment is
+    # planned. fp8: as bf16, but the products of attention and of dense MLPs have operands of eight bits (``trainer/model/fp8.py``). It needs
+    # compute capability 8.9, and auto never chooses it. docs/GPU.md says how exact it is, and that no GPU has run it yet.
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: bool = True  # torch.compile each block
-    # Replay the launches of a micro-batch's forward and backward, on one GPU: for small models, whose GPU waits for its host. auto: where
-    # launches should take longer than kernels (``trainer.graphed.launch_bound``); on: at any size. Without experts and recomputation.
+    # Replay the launches of a micro-batch's forward and backward, on one GPU: for small models, whose GPU waits for its host. auto: if
+    # launches should take longer than kernels (``trainer.graphed.launch_bound``). on: at any size. Not with experts or recomputation.
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder
@@ -388,8 +485,8 @@ class Recipe(Strict):
     schedule: ScheduleRecipe
     stability: StabilityRecipe = StabilityRecipe()
     parallel: ParallelRecipe = ParallelRecipe()
-    # Keys of ``model`` that may be other than in the checkpoint that is gone on from: its weights then learn another function, from where
-    # they are. Without a word only what changes no function goes on.
+    # Keys of ``model`` that may differ from those of the checkpoint that training continues from. The weights then learn another function,
+    # starting from their present values. Without such keys only a change that keeps the function is allowed.
     accept_changes: list[Acceptable] = []
 
     @model_validator(mode="after")
@@ -397,7 +494,13 @@ class Recipe(Strict):
         recomputes = self.parallel.recompute != "none"
         for key, there in (("model.experts", self.model.experts), ("parallel.recompute", recomputes)):
             if self.cuda_graphs == "on" and there:
-                raise ValueError(f"cuda_graphs: on is not possible with {key}; set cuda_graphs: auto or off")
+                raise ValueError(
+                    Message(
+                        "recipe.graphs",
+                        "cuda_graphs: on is not possible with {key}; set cuda_graphs: auto or off",
+                        key=key,
+                    )
+                )
         return self
 
     @model_validator(mode="after")
@@ -419,15 +522,25 @@ class Recipe(Strict):
         for key, size in sizes.items():
             ranks = 1 if key in ("context", "d_model") else split
             if size % (16 * ranks):
-                share = f" split over parallel.tensor ({split})" if ranks > 1 else ""
+                share = (
+                    Message("recipe.split_over", " split over parallel.tensor ({ranks})", ranks=ranks)
+                    if ranks > 1
+                    else ""
+                )
                 raise ValueError(
-                    f"precision: fp8 needs multiples of 16, and model.{key} ({size}){share} is none: change it, or write bf16"
+                    Message(
+                        "recipe.fp8_size",
+                        "precision: fp8 needs multiples of 16, and model.{key} ({size}){share} is not one: change it, or write bf16",
+                        key=key,
+                        size=size,
+                        share=share,
+                    )
                 )
         return self
 
     @model_serializer(mode="wrap")
     def _without_later(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the keys of ``LATER`` that say what they say unwritten: older code can read such a recipe, and its hash stays."""
+        """The recipe without the keys of ``LATER`` that have their default: older code can read such a recipe, and its hash stays."""
         found: dict[str, Any] = dump(self)
         for path, usual in LATER.items():
             section, _, key = path.rpartition(".")
@@ -438,30 +551,32 @@ class Recipe(Strict):
 
     @classmethod
     def load(cls, path: Path | str) -> Recipe:
-        """Raises: RecipeError naming the file and the key."""
+        """The recipe in a YAML file. Raises: RecipeError that names the file and the key."""
         try:
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path}: cannot be read: {error}") from None
+            raise RecipeError(
+                "recipe.unreadable", "{file}: cannot be read: {problem}", file=str(path), problem=str(error)
+            ) from None
         return cls.parse(read_yaml(text, str(path), RecipeError), str(path))
 
     @classmethod
     def parse(cls, raw: object, where: str = "recipe") -> Recipe:
-        """Raises: RecipeError naming ``where`` and the key."""
+        """The recipe in parsed YAML or JSON. Raises: RecipeError that names ``where`` and the key."""
         return parse(cls, raw, where, RecipeError)
 
     @property
     def sha256(self) -> str:
-        """Of the canonical JSON."""
+        """SHA-256 of the canonical JSON."""
         return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
 
     @property
     def tokens_per_step(self) -> int:
-        """Of a whole batch, after the batch's warm-up."""
+        """Positions of a whole batch, after the batch's warm-up."""
         return self.batch.sequences * self.model.context
 
     def tokens_between(self, first: int, last: int) -> int:
-        """Positions of the steps [first, last)."""
+        """Number of positions in the steps [first, last)."""
         smaller = [s.until_step for s in self.batch.warmup]
         edges = sorted({first, last, *(step for step in smaller if first < step < last)})
         return sum(
@@ -471,7 +586,7 @@ class Recipe(Strict):
 
 
 def with_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a recipe as JSON with some keys changed, dots between their parts.
+    """A copy of a recipe as JSON with some keys changed. A key has dots between its parts.
 
     >>> with_keys({"batch": {"sequences": 8}, "compile": False}, {"batch.sequences": 2, "optimizer.lr": 0.1})
     {'batch': {'sequences': 2}, 'compile': False, 'optimizer': {'lr': 0.1}}

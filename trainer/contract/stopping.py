@@ -1,4 +1,4 @@
-"""How a process ends on SIGTERM: after its step and checkpoint if they take no longer than a grace period, else at once.
+"""Ends a process on SIGTERM: after its step and checkpoint if they take no longer than a grace period, else at once.
 
 A Python handler runs only between two bytecodes, and a step may spend a minute in C++. So a thread gets the signal too, by
 ``signal.set_wakeup_fd``. (Blocking the signal and waiting for it in a thread would work too, but children inherit the mask.)
@@ -22,22 +22,24 @@ from typing import NoReturn
 from trainer.contract.errors import EXIT_STOPPED
 
 GRACE_SECONDS = 6.0  # for the step that runs and the checkpoint after it
-SAME_SECONDS = 0.25  # signals so close are one: make, timeout and a terminal each pass on what the whole group got
+SAME_SECONDS = (
+    0.25  # signals this close count as one: make, timeout and a terminal pass on a signal that the whole group got
+)
 
-_AGAIN = 0  # beside the numbers of signals, which begin at 1
-_AGAIN_SECONDS = 0.01  # within which the main thread has left the callback that swallowed the exception
+_AGAIN = 0  # not the number of a signal: those begin at 1
+_AGAIN_SECONDS = 0.01  # the time in which the main thread leaves the callback that swallowed the exception
 
-_asked: list[int] = []  # signals of this process: one that arrives between two segments stops the second
+_asked: list[int] = []  # signals that this process received: a signal between two segments stops the second
 
 
 def asked() -> bool:
-    """Has this process received SIGTERM?"""
+    """True if this process received SIGTERM."""
     return bool(_asked)
 
 
 def end_on_sigterm(seconds: float = GRACE_SECONDS, before: Callable[[], None] = lambda: None) -> None:
-    """From now on SIGTERM makes ``asked`` true, and ``seconds`` later, or at a second SIGTERM, ends this process with all that
-    it started, by exit code 75 and after ``before``. To be called by the main thread."""
+    """From now on SIGTERM makes ``asked`` true, and ``seconds`` later, or at a second SIGTERM, ends this process with all processes that
+    it started, with exit code 75 and after ``before``. Call it from the main thread."""
 
     def end(number: int) -> NoReturn:
         try:
@@ -51,8 +53,8 @@ def end_on_sigterm(seconds: float = GRACE_SECONDS, before: Callable[[], None] = 
 
 
 def end(code: int) -> NoReturn:
-    """End this process; a rank without Python's own clearing up, in which gloo's threads that still hold a tensor abort the process, and with it
-    the segment, though its work is done (pytorch/pytorch#179291)."""
+    """End this process. A rank skips Python's own cleanup: gloo's threads, if they still hold a tensor, would abort the process, and with it
+    the segment, although its work is done (pytorch/pytorch#179291)."""
     if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,8 +65,8 @@ def end(code: int) -> NoReturn:
 def watch(numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> Callable[[], None]:
     """From now on a thread calls ``end`` with the first of these signals, ``seconds`` after it or at the second.
 
-    Only signals with a Python handler reach it. To be called by the main thread. Returns what sends the first signal to the main thread once
-    more, a moment later, without being taken for a second one: for a handler whose exception was lost.
+    Only signals with a Python handler reach the thread. Call it from the main thread. Returns a function that sends the first signal to the
+    main thread once more, a moment later, without counting as a second signal: for a handler whose exception was lost.
     """
     received, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -102,9 +104,9 @@ def _wait(received: int, numbers: Collection[int], seconds: float, end: Callable
 def children(process: int) -> list[int]:
     """The child processes that are not reaped yet."""
     found: list[int] = []
-    gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)  # it, or a thread of it, ended while we looked
+    gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)  # the process, or a thread of it, ended meanwhile
     with gone:
-        for thread in os.listdir(f"/proc/{process}/task"):  # each has those that it started
+        for thread in os.listdir(f"/proc/{process}/task"):  # each thread lists the processes that it started
             with gone:
                 found += map(int, Path(f"/proc/{process}/task/{thread}/children").read_text().split())
     return found

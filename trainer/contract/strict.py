@@ -1,4 +1,4 @@
-"""Strict schemas: unknown keys are errors that name the nearest key; values are never coerced."""
+"""Strict schemas: unknown keys are errors that name the nearest key; values are never converted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from kernels.contract.message import CodedError, Message
 from trainer.contract.errors import nearest
 
 
 class Strict(BaseModel):
-    """A frozen schema that refuses unknown keys and coercions."""
+    """A frozen schema that refuses unknown keys and conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -20,31 +21,54 @@ Schema = TypeVar("Schema", bound=Strict)
 
 
 def parse(schema: type[Schema], raw: object, where: str, error: type[Exception]) -> Schema:
-    """``raw`` as a ``schema``. Raises: ``error``, one line, naming ``where`` and the first wrong key."""
+    """``raw`` as a ``schema``. Raises: ``error``, of one line, that names ``where`` and the first wrong key."""
     if not isinstance(raw, dict):
-        raise error(f"{where}: expected a mapping, got {type(raw).__name__}")
+        raise error(
+            Message(
+                "strict.not_a_mapping",
+                "{where}: expected a mapping, not {found}",
+                where=where,
+                found=type(raw).__name__,
+            )
+        )
     try:
         return schema.model_validate(raw)
     except ValidationError as invalid:
-        # a misspelt key is also a missing one: the misspelling says more
+        # a misspelt key is also a missing key: the misspelling explains more
         first = min(invalid.errors(), key=lambda e: e["type"] != "extra_forbidden")
         path = [str(part) for part in first["loc"]]
         key = ".".join(path)
         if first["type"] == "extra_forbidden":
             known = fields_at(schema, path[:-1])
-            raise error(f"{where}: unknown key {key!r}{nearest(path[-1], known)}") from None
+            near = nearest(path[-1], known)
+            raise error(
+                Message("strict.unknown_key", "{where}: unknown key {key!r}{near}", where=where, key=key, near=near)
+            ) from None
         if first["type"] == "missing":
-            raise error(f"{where}: key {key!r} is missing") from None
-        message = str(first["msg"]).removeprefix("Value error, ")
+            raise error(
+                Message("strict.missing_key", "{where}: key {key!r} is missing", where=where, key=key)
+            ) from None
+        problem: str = str(first["msg"]).removeprefix("Value error, ")
+        cause = (first.get("ctx") or {}).get("error")
+        if isinstance(cause, ValueError) and cause.args and isinstance(cause.args[0], Message):
+            problem = cause.args[0]
         if first["type"] == "bool_type":
-            message = "must be true or false"
+            problem = Message("strict.not_a_bool", "must be true or false")
         at = f"key {key!r}: " if key else ""
         got = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
-        raise error(f"{where}: {at}{message}{got}") from None
+        said = Message(
+            "strict.wrong_value", "{where}: {at}{problem}{got}", where=where, at=at, problem=problem, got=got, key=key
+        )
+        raise error(said) from None
+
+
+def not_json(file: object, problem: Exception, error: type[CodedError]) -> CodedError:
+    """The error for a file that is not JSON."""
+    return error("strict.not_json", "{file}: not valid JSON: {problem}", file=str(file), problem=str(problem))
 
 
 def fields_at(annotation: Any, path: list[str]) -> list[str]:
-    """The field names of the schema that lies at ``path`` below, through ``list[...]``, ``dict[str, ...]`` and ``... | None``."""
+    """The field names of the schema at ``path`` below, through ``list[...]``, ``dict[str, ...]`` and ``... | None``."""
     for part in path:
         if get_origin(annotation) in (list, dict):
             annotation = get_args(annotation)[-1]

@@ -1,7 +1,7 @@
 """Mixture of experts without dropped tokens: a sigmoid router, top-k, shared experts, balanced by a bias only.
 
-DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4MoeForCausalLM`` computes it: an expert's affinity is the sigmoid of its
-logit; the bias decides who is chosen and never how much they count; the chosen affinities are divided by their sum.
+DeepSeek-V3 (arXiv 2412.19437) §2.1.2, as ``Glm4MoeForCausalLM`` computes it. An expert's affinity is the sigmoid of its logit. The bias
+decides which experts are chosen, never their weights. The chosen affinities are divided by their sum.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kernels.contract.registry import Ops
 
-LEAST_SUM = 1e-20  # of the chosen affinities; as Glm4Moe has it
+LEAST_SUM = 1e-20  # least sum of the chosen affinities, as in Glm4Moe
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where N tokens go, k experts each."""
+    """The experts of N tokens, k each."""
 
     experts_Nk: Tensor  # int64
     weights_Nk: Tensor  # fp32, each row sums to one
@@ -37,7 +37,7 @@ class Routing:
 
 
 def route(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> Routing:
-    """In fp32 whatever the dtype of x."""
+    """Choose each token's experts. Computed in fp32 for every dtype of x."""
     logits_NE = F.linear(x_ND.float(), router_ED.float())
     affinity_NE = logits_NE.sigmoid()
     experts_Nk = (affinity_NE.detach() + bias_E).topk(per_token, dim=-1).indices

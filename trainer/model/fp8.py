@@ -1,17 +1,17 @@
 """Products of a layer in fp8: y = x weightᵀ, and its two gradients, from operands of eight bits; everything else is bf16.
 
-The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433 §3): weights and activations in e4m3, which has three bits of
-mantissa, the incoming gradient in e5m2, which has two and a wider range. Each tensor has one scale, from its own largest
-element at that moment ("current scaling"; torchao's recipe ``tensorwise``, the fastest of its three on H100s): nothing is
-remembered from step to step, so a resumed run goes on to the bit.
+The formats are those of Micikevicius et al. 2022 (arXiv 2209.05433 §3). Weights and activations are in e4m3, which has three bits of mantissa;
+incoming gradients are in e5m2, which has two and a wider range. Each tensor has one scale, from its own largest element at that moment
+("current scaling"; torchao's recipe ``tensorwise``, the fastest of its three on H100s). Nothing is kept from step to step, so a resumed run
+continues with the same bits.
 
-A scale is a power of two that brings the largest element just below 2⁸ (of at most 448 in e4m3) or 2¹⁵ (57,344 in e5m2). So no
-element is ever saturated; scaling rounds nothing; and elements round as they would under any other such scale, unless they
-are 2¹³ times smaller than the largest (2²⁹ in e5m2). How rows are split over micro-batches and ranks, and whether matrices are
-joined, therefore changes what is rounded only below that. An infinity or a NaN anywhere makes the whole product NaN.
+A scale is a power of two that brings the largest element just below 2⁸ (of at most 448 in e4m3) or 2¹⁵ (57,344 in e5m2). Therefore no element
+is saturated, and scaling rounds nothing. Elements round as under any other such scale, unless they are 2¹³ times smaller than the largest
+(2²⁹ in e5m2). The split of rows over micro-batches and ranks, and joining matrices, change rounding only below that. An infinity or a NaN
+makes the whole product NaN.
 
-A product takes sums in fp32. On a GPU the forward product's are those of the tensor cores alone (``use_fast_accum``, as in
-torchao's recipe), the gradients' are brought to fp32 on the way.
+Sums are in fp32. On a GPU the forward product uses the tensor cores' own sums (``use_fast_accum``, as in torchao's recipe); the gradients' sums
+are moved to fp32 on the way.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from torch import Tensor
 
 FORWARD = torch.float8_e4m3fn
 GRADIENT = torch.float8_e5m2
-LARGEST = {FORWARD: 2.0**7, GRADIENT: 2.0**14}  # the power of two that a tensor's largest element is brought to
+LARGEST = {FORWARD: 2.0**7, GRADIENT: 2.0**14}  # the power of two to which a tensor's largest element is scaled
 EXPONENT = 0x7F800000  # the bits of an fp32 number that are its power of two
-SMALLEST = 2.0**-100  # a tensor whose elements are all smaller, as one of zeros, is scaled as if this were its largest
+SMALLEST = (
+    2.0**-100
+)  # a tensor whose elements are all smaller (such as zeros) is scaled as if this were its largest element
 
 
 def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x in eight bits, the fp32 factor that brings them back: a power of two).
+    """(x in eight bits, the fp32 factor that scales them back: a power of two).
 
     >>> quantised(torch.tensor([[0.75, -1.5, 0.0]]), FORWARD)
     (tensor([[  96., -192.,    0.]], dtype=torch.float8_e4m3fn), tensor(0.0078))
@@ -42,7 +44,7 @@ def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def multiplied(a_MK: Tensor, b_NK: Tensor, factors: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
-    """a bᵀ of operands in eight bits whose rows lie one after the other, as the tensor cores take them."""
+    """a bᵀ of operands in eight bits with contiguous rows, as the tensor cores need them."""
     return torch._scaled_mm(a_MK, b_NK.t(), *factors, out_dtype=dtype, use_fast_accum=fast)
 
 
@@ -78,11 +80,11 @@ class Products(torch.autograd.Function):
 
 
 def products(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """x […, K] weightᵀ of each matrix [N, K]. All sizes are multiples of 16 (``Recipe`` sees to it)."""
+    """x […, K] weightᵀ of each matrix [N, K]. All sizes are multiples of 16 (``Recipe`` checks that)."""
     x_MK = x.reshape(-1, x.shape[-1])
     return [y.view(*x.shape[:-1], -1) for y in Products.apply(x_MK, *matrices)]  # type: ignore[no-untyped-call]
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``products`` of one matrix."""
+    """The product with one matrix."""
     return products(x, [weight])[0]

@@ -1,8 +1,8 @@
 """The decoder: grouped-query attention with RoPE, SwiGLU or experts, RMSNorm before each sub-layer, tied embeddings.
 
 Attention stays within a document and positions restart in each, unless the recipe says ``across_documents``. The heavy
-parts are ``ops`` from the kernel registry; weights are fp32 and cast to ``dtype`` where they are used. Positions are S
-of T where *tensor* ranks split a row.
+parts are ``ops`` from the kernel registry. Weights are fp32, and are cast to ``dtype`` where they are used. If *tensor* ranks split a row,
+each has S of its T positions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WRITE_TO_RESIDUAL = ("attention_out", "down", "shared_down", "experts_down")
 
 
 class Block(nn.Module):
-    """One layer: x_BSD → (x_BSD, extras). ``extras`` [1 + E] of an expert layer: the router's Σ z², tokens at each."""
+    """One layer: x_BSD → (x_BSD, extras). ``extras`` [1 + E] of an expert layer: the router's Σ z², and the tokens at each expert."""
 
     def __init__(self, shape: ModelRecipe, layer: int, ops: Ops, dtype: torch.dtype, tensor: TensorRanks) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor, seen: Any = None
     ) -> tuple[Tensor, Tensor | None]:
-        """``seen``: what the op of attention made of the documents (``Ops.prepare_attention``); None: it makes it itself."""
+        """``seen``: the documents as prepared for attention (``Ops.prepare_attention``); None: the op prepares them itself."""
         seen = documents_BT if seen is None else seen
         if self.recompute and torch.is_grad_enabled():
             return recompute(self.run, x_BSD, cos_BTK, sin_BTK, documents_BT, seen, use_reentrant=False)  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ class Block(nn.Module):
         y_BTD = self.mixture.mix(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
-        # every tensor rank routes every token: divided, so that the sum over the ranks counts each once
+        # every tensor rank routes every token; the division makes the sum over ranks count each token once
         return y_BTD, torch.cat((routing.z(holds_N)[None], routing.load(holds_N))) / self.tensor.size
 
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -137,12 +137,12 @@ class Block(nn.Module):
         return fp8.products(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """What this rank holds of a parameter, in the dtype of the layer's products."""
+        """This rank's part of a parameter, in the dtype of the layer's products."""
         return self.tensor.weight(parameter).to(self.dtype)
 
 
 class Decoder(nn.Module):
-    """tokens, positions, documents [B, T] → hidden states; ``loss`` goes on to the loss through the tied embedding."""
+    """tokens, positions, documents [B, T] → hidden states; ``loss`` computes the loss through the tied embedding."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
 
     @staticmethod
     def split_dimension(name: str) -> int | None:
-        """Along which dimension *tensor* ranks split a parameter; None: each of them holds all of it."""
+        """The dimension along which *tensor* ranks split a parameter; None: each rank has all of it."""
         key = name.rpartition(".")[2]
         if key in SPLIT_BY_ROWS:
             return 0
@@ -171,10 +171,10 @@ class Decoder(nn.Module):
         return 2 if key == "experts_down" else None
 
     def initialise(self, seed: int) -> None:
-        """Normal with std 1/sqrt(fan-in), 1/sqrt(2 layers) of it for what writes to the residual stream (GPT-2 §2.3).
+        """Normal with std 1/sqrt(fan-in), 1/sqrt(2 layers) of that for matrices that write to the residual stream (GPT-2 §2.3).
 
-        Embeddings 0.02, norms one. Each rank draws each parameter whole, on the CPU, from the seed and its name, and keeps
-        its region: a seed gives the same model for any number of ranks. Several threads draw: a core draws 0.1 G values a second.
+        Embeddings have std 0.02, norms are one. Each rank draws each parameter whole, on the CPU, from the seed and the name, and keeps its
+        region: a seed gives the same model for any number of ranks. Several threads draw: a core draws 0.1 G values a second.
         """
 
         def draw(named: tuple[str, nn.Parameter]) -> None:
@@ -201,12 +201,14 @@ class Decoder(nn.Module):
     def compile(self, batch_sizes: int = 1) -> None:  # type: ignore[override]
         """Compile the blocks; blocks of one kind share a graph. ``kernels.yaml`` decides how the loss head runs.
 
-        ``batch_sizes``: how many different ones the run will have. Past eight graphs torch would run uncompiled, which
+        ``batch_sizes``: the number of different batch sizes of the run. Past eight graphs torch would run uncompiled, which
         rounds differently.
         """
         kinds = len({(block.has_rope, block.experts is None) for block in self.blocks})
-        pieces = 8 if self.shape.experts is not None else 1  # what the compiler cuts a layer of experts into
-        # with and without gradients, with twice and four times as many stretches, and some to spare
+        pieces = (
+            8 if self.shape.experts is not None else 1
+        )  # number of pieces into which the compiler cuts a layer of experts
+        # with and without gradients, with two and four times the stretches, and a margin
         limit = 8 * kinds * pieces * batch_sizes
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
         accumulated = torch._dynamo.config.accumulated_recompile_limit
@@ -215,13 +217,13 @@ class Decoder(nn.Module):
             block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
 
     def join(self) -> None:
-        """Multiply with several matrices at once. For one rank only: FSDP would free the joined copies. Not for a GPU, whose products are
-        large enough: the parts of a joined product are strided, and copying them took 8 % of the kernels' time of 1 B weights on an H200."""
+        """Multiply with several matrices at once. For one rank only: FSDP would free the joined copies. Not for a GPU, whose products are large
+        enough: parts of a joined product are strided, and copying them took 8 % of the kernels' time of 1 B weights on an H200."""
         for block in self.blocks:
             block.joined = True  # type: ignore[assignment]
 
     def use_fp8(self) -> None:
-        """Make the layers' products in fp8: attention's and the dense MLPs', a shared expert's too; not a router's, routed experts', the head's."""
+        """Compute the products of attention, dense MLPs and shared experts in fp8; not those of routers, routed experts and the head."""
         for block in self.blocks:
             block.fp8, block.multiply = True, fp8.product  # type: ignore[assignment]
 
@@ -235,10 +237,10 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """(hidden states [B, S, D] before the final norm, in ``dtype``; the extras of the expert layers).
 
-        ``stretches``: of how many runs of one document the rows consist at most (``Batch.split``); 0: they are counted where attention
-        needs it, which waits for the device.
+        ``stretches``: upper bound of the rows' number of stretches (``Batch.split``); 0: attention counts them if it needs to, which waits for
+        the device.
         """
-        if self.shape.across_documents:  # one text: its positions go on too, as where it is served
+        if self.shape.across_documents:  # one text, whose positions continue, as when the model is served
             documents_BT = documents_BT.clamp(max=0)
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
         embedding = self.tensor.weight(self.embedding)
@@ -297,7 +299,7 @@ class Decoder(nn.Module):
 
 
 def rope_tables(positions_BT: Tensor, shape: ModelRecipe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, K] in ``dtype``, worked out in fp32; the two halves of K are equal (arXiv 2104.09864)."""
+    """cos and sin [B, T, K] in ``dtype``, computed in fp32; the two halves of K are equal (arXiv 2104.09864)."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions_BT.device).float() / shape.head_dim
     positions = torch.arange(shape.context, device=positions_BT.device).float()
     angles_PK = positions.unsqueeze(-1) * (shape.rope_theta**-exponents).repeat(2)

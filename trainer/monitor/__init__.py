@@ -1,1 +1,1 @@
-"""What a step says of itself: norms, noise scale, anomalies, throughput; and the files that it is written to."""
+"""Measurements of each step (norms, noise scale, anomalies, throughput), and the files that they are written to."""

@@ -1,4 +1,4 @@
-"""The trainer's extension seam: what watches a run, remembers in its checkpoints, and may report anomalies.
+"""The trainer's extension point: a hook watches a run, keeps its state in the checkpoints, and may report anomalies.
 
 A step calls each hook of ``Run.hooks`` four times, in this order:
 
@@ -7,12 +7,12 @@ A step calls each hook of ``Run.hooks`` four times, in this order:
     record(numbers, outcome)     the same numbers on the host; returns keys for the step's line in metrics.jsonl
     after_step(record)           the whole line; returns anomalies
 
-The numbers of all hooks reach the host in the transfer that the loss needs anyway, so a hook costs no wait of its own. It
-must add none: no ``.item()``, no ``.tolist()``, no branch on a tensor in the first two calls.
+The numbers of all hooks reach the host in the transfer that the loss needs anyway, so a hook causes no wait of its own. The first two
+calls must not wait: no ``.item()``, no ``.tolist()``, no branch on a tensor.
 
-With ``stability.read_every`` above one, the first two calls of later steps come before the last two of this one, which still
-come step by step. So what ``record`` must know of its step it gets with the numbers: their names may say it. A number must be a
-tensor of its own step, that no later step writes into.
+With ``stability.read_every`` above one, the first two calls of later steps come before the last two of this step. Those still come step by
+step. Therefore everything that ``record`` must know of its step comes with the numbers; their names may carry it. A number must be a tensor
+of its own step, into which no later step writes.
 To add a hook: a subclass of ``Hook``, and its place in ``Run.hooks``.
 """
 
@@ -36,14 +36,10 @@ class Anomaly:
     # domain_spike · domain_drop · update_jump · activation_jump · attention_logits · rank_grad_norm · router_collapse
     kind: str
     value: float
-    usual: (
-        float  # what it is compared with: the window's median, the best one so far, what was before a plateau, a limit
-    )
-    deviations: (
-        float  # robust deviations above it, below zero under it; of what has a limit and no deviation, value / usual
-    )
-    skipped: bool  # was the update skipped?
-    onset: int | None = None  # the step where it began, at most ``step``; None: it isn't looked for
+    usual: float  # the value to compare with: the window's median, the best one so far, the value before a plateau, or a limit
+    deviations: float  # robust deviations above the usual value (negative: below it); for a limit, value / limit
+    skipped: bool  # the update was skipped
+    onset: int | None = None  # the step where it began, at most ``step``; None: not searched
     where: str = ""  # domain/<name> · layer/<name> · rank/<number>; '': the whole
 
 
@@ -55,16 +51,16 @@ class Update:
     gradients: dict[str, Tensor]  # by parameter: this rank's share, unclipped
     squares_P: Tensor  # Σ gradient² by parameter, over all ranks, fp32
     load_LE: Tensor | None = (
-        None  # tokens [expert layers, experts]; over all ranks in ``after_update``, this rank's before
+        None  # tokens [expert layers, experts]; over all ranks in ``after_update``, this rank's in ``before_update``
     )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of an update on the host."""
+    """The facts of an update that the host knows."""
 
     supervised: int  # tokens of the global batch that carry loss
-    supervised_in_half: float  # those of the rows that ``Monitor.half`` saw; 0 where it measured nothing
+    supervised_in_half: float  # the same for the rows that ``Monitor.half`` measured; 0 if it measured none
     skipped: bool
     supervised_by_domain: Mapping[str, float] = field(
         default_factory=dict
@@ -72,20 +68,20 @@ class Outcome:
 
 
 class Hook:
-    """Does nothing. A subclass overrides what it needs."""
+    """A hook that does nothing. A subclass overrides the calls that it needs."""
 
-    key: str  # its state's name in a checkpoint's state, unlike every other name there
+    key: str  # the unique name of its state in a checkpoint
     required = True  # False: a checkpoint may be older than the hook, and lack its state
 
     def before_update(self, update: Update) -> None:
         """May copy gradients or weights, which the update changes."""
 
     def after_update(self, update: Update) -> dict[str, Tensor]:
-        """Numbers by a name of its own: fp32 tensors on the device, of any shape."""
+        """Numbers by unique names: fp32 tensors on the device, of any shape."""
         return {}
 
     def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
-        """Keys of the step's record. ``numbers``: those of ``after_update``, flat, on the host."""
+        """Keys of the step's record. ``numbers``: the numbers of ``after_update``, flat, on the host."""
         return {}
 
     def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
@@ -93,11 +89,11 @@ class Hook:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The state, as JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from a ``state_dict``. Not called where a checkpoint lacks the state of a hook that is not ``required``."""
+        """Restore from a ``state_dict``. Not called if a checkpoint lacks the state of a hook that is not ``required``."""
 
 
 def to_host(*groups: dict[str, Tensor]) -> list[dict[str, list[float]]]:

@@ -47,7 +47,7 @@ class Lines:
             self._flushed = time.monotonic()
 
     def sync(self) -> None:
-        """Return once all lines are on disk: a checkpoint that is about to be named goes on from them."""
+        """Return once all lines are on disk, because the next checkpoint relies on them."""
         if self._file is not None:
             self.flush()
             os.fsync(self._file.fileno())
@@ -62,7 +62,7 @@ def encode(record: dict[str, Any]) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the number of threads of the CPU's operations: what speed depends on."""
+    """The GPU's name, or the number of threads of the CPU's operations: the facts that speed depends on."""
     return (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

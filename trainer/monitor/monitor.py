@@ -1,6 +1,6 @@
-"""How healthy the updates are: update-to-weight ratio and gradient noise scale, of one layer every fourth step, layer by layer.
+"""Measures the updates: update-to-weight ratio and gradient noise scale, of one layer every fourth step, layer by layer.
 
-Exact numbers need passes over weights and gradients that the step itself does not make. Measuring one layer at a time costs
+Exact numbers need passes over weights and gradients that the step does not make itself. Measuring one layer at a time costs
 one layer's passes; after four steps for each layer all have been measured.
 
 The gradient noise scale B = tr(Σ) / |G|² is the batch size, in supervised tokens, at which noise and signal are equal
@@ -12,11 +12,10 @@ A step of several micro-batches has its halves at the cost of copying one layer'
 is slower in two (a seventh on two CPU cores), so only every ``stability.noise_scale_every``-th step is split, and all layers
 are measured then: their copies take less memory than the activations that two halves save.
 
-Limits: a rank's rows must be even in number. The running mean of past gradients is no second sample: it is a few times to
-hundreds of times off at a training rate, where gradients of neighbouring steps work against each other. The scale is of
-the batches as they are drawn: tokens of one document are not independent, so that it holds for batches of more documents,
-not of longer ones. It is smoothed over about 20 measurements, and at a noise scale of more than about a hundred batches
-they are too few.
+Limits: a rank must have an even number of rows. The running mean of past gradients cannot replace a half: at a training rate neighbouring
+gradients work against each other, and the result is wrong by a factor of a few to hundreds. The scale holds for batches as they are drawn:
+tokens of one document are not independent, so it holds for batches of more documents, not of longer documents. It is smoothed over about
+20 measurements; above a noise scale of about a hundred batches these are too few.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
 
 
 def layer_of(name: str) -> str:
-    """``blocks.3`` of ``blocks.3.q``; what is in no block is the embedding's."""
+    """The layer of a parameter: ``blocks.3`` of ``blocks.3.q``; ``embedding`` for parameters outside of blocks."""
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "embedding"
 
 
 def of_layers(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """By layer, the numbers that are named ``<quantity>/<layer>``."""
+    """The numbers named ``<quantity>/<layer>``, by layer."""
     return {
         name.removeprefix(f"{quantity}/"): found for name, found in numbers.items() if name.startswith(f"{quantity}/")
     }
@@ -50,7 +49,7 @@ def of_layers(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, li
 
 @dataclass(frozen=True)
 class Half:
-    """What the first half of a step's rows adds to the gradient of one layer, or of all."""
+    """The part of the gradient, of one layer or of all, that comes from the first half of a step's rows."""
 
     gradients: dict[str, list[Tensor]]  # by layer and parameter, this rank's share, flat
     squares: dict[str, Tensor]  # by layer: Σ of each, squared
@@ -58,7 +57,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Before:
-    """Of the layer to measure, before the update."""
+    """The values of the layer to measure, before the update."""
 
     layer: str | None = None  # None: no layer's turn
     weights: list[Tensor] = field(default_factory=list)  # by parameter, this rank's share
@@ -68,7 +67,7 @@ class Before:
 
 
 class Monitor(Hook):
-    """A hook that is also called between the backward passes of a step: ``half``."""
+    """Update-to-weight ratios and the noise scale. This hook is also called between the backward passes of a step (``half``)."""
 
     key = "monitor"
 
@@ -87,7 +86,7 @@ class Monitor(Hook):
             [[layer_of(name) == layer for name in optimizer.parameters] for layer in self.layers]
         )
         self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
-        self._half: Half | None = None  # of the step that is under way
+        self._half: Half | None = None  # of the present step
         self._before = Before()
 
     def layer_at(self, step: int) -> str | None:
@@ -99,7 +98,7 @@ class Monitor(Hook):
         return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
     def half(self, step: int, split: bool) -> bool:
-        """Called when half of the step's rows are through. Returns whether it keeps anything of them: not in every step.
+        """Called after half of the step's rows. Returns True if it keeps their gradients, which it does not in every step.
 
         ``split``: the rows were one micro-batch, split for this; then all layers are measured.
         """
@@ -172,12 +171,12 @@ class Monitor(Hook):
                 self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old, new)]
         if len(self.sums) == len(self.layers):
             noise, signal = self.noise_and_signal()
-            # without agreement there is no signal to tell from the noise
+            # without agreement there is no signal to distinguish from the noise
             record["noise_scale"] = max(0.0, noise) / signal if signal > 0 else None
         return record
 
     def noise_and_signal(self) -> tuple[float, float]:
-        """(tr(Σ), |G|²) of all layers together, smoothed. Summed in one order, whichever the state came in."""
+        """(tr(Σ), |G|²) of all layers together, smoothed. The order of the sum does not depend on the order in the state."""
         held = [self.sums[layer] for layer in self.layers if layer in self.sums]
         return sum(noise / weight for noise, _, weight in held), sum(signal / weight for _, signal, weight in held)
 

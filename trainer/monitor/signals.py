@@ -1,17 +1,17 @@
-"""Signs of trouble that the loss shows late or never: of layers, of ranks, of routers.
+"""Signs of trouble in layers, ranks and routers that the loss shows late or never.
 
-- The layer whose turn it is (``Monitor.layer_at``, every fourth step): the largest magnitude in its input, its largest
-  attention logit, and how far the update moved it per rate.
+- One layer in turn (``Monitor.layer_at``, every fourth step): the largest magnitude in its input, its largest
+  attention logit, and the size of the update divided by the rate.
 - Each rank's own gradient, before anything is summed over ranks. FSDP sums weights' gradients within the backward pass,
   so it is the gradient at the first layer's input, Σ over this rank's rows: all layers' backward passes are in it.
-- How evenly each expert layer's tokens are spread.
+- The balance of each expert layer: how evenly its tokens are spread.
 
-Values of different ranks travel in the message and the transfer that the step makes anyway. Measured at the layers'
-inputs by hooks of theirs, outside of what is compiled. A replayed CUDA graph calls no hook: there the hooks only keep what
-the layers read (``kept``), and what is kept is measured after the replay (``look_at``).
+Values of different ranks travel in the message and the transfer that the step makes anyway. Hooks at the layers' inputs measure them,
+outside of the compiled code. A replayed CUDA graph calls no hook. There the hooks only keep the layers' inputs (``kept``), which are measured
+after the replay (``look_at``).
 
-Limits: the attention logit is that of some queries of the batch's first row, with all their keys. A gradient's fault
-within the embedding's own backward pass, or in the sum over ranks itself, is in no rank's number.
+Limits: the attention logit is that of some queries of the batch's first row, with all their keys. A fault within the embedding's own backward
+pass, or in the sum over ranks itself, is in no rank's number.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from trainer.parallel.ranks import Ranks
 QUERIES = 64  # of a row, whose attention logits are computed
 LOGIT_LIMIT = 100.0  # where Kimi K2 begins to clip: arXiv 2507.20534 §2.1
 LEAST_BALANCE = 0.25  # of ``balance``: 1 where all experts are used alike, 0 where all tokens go to the same few
-LEAST_CHANGE = 0.1  # of a logarithm: what hardly moves must not make every ripple an anomaly
-PAST, ENOUGH = 8, 4  # values that a part's next one is compared with; with fewer than these it isn't
+LEAST_CHANGE = 0.1  # of a logarithm: for a quantity that hardly moves, a small ripple must not be an anomaly
+PAST, ENOUGH = 8, 4  # a part's next value is compared with so many past values; with fewer than ``ENOUGH`` it is not
 KINDS = {"update_ratio": "update_jump", "activation_max": "activation_jump", "attention_logit_max": "attention_logits"}
 
 
 class Turns:
-    """One quantity of many parts: each value against the last ones of its own part, by how far all parts' values usually change."""
+    """One quantity of many parts. Compares each value with the past ones of its part, in units of the usual change of all parts."""
 
     def __init__(self, window: int) -> None:
         self.past: dict[str, deque[float]] = {}
@@ -77,10 +77,12 @@ class RankNorms:
 
     def __init__(self, window: int) -> None:
         self.past: list[deque[float]] = []  # by rank
-        self.spreads = Window(window)  # by what factor the rank named below moved away from the others, at least 1
+        self.spreads = Window(
+            window
+        )  # the factor, at least 1, by which the rank that changed most moved away from the others
 
     def observe(self, norms: list[float]) -> tuple[int, float, float] | None:
-        """(the rank that changed most, by what factor it moved away from the others, robust deviations above the usual).
+        """(the rank that changed most, the factor by which it moved away from the others, robust deviations above the usual factor).
 
         None: not known yet, or some norm is zero or not finite. With two ranks, of norms that were 1 and 1 and are 1 and 5,
         it is rank 1 with factor 5.
@@ -115,10 +117,10 @@ Inputs = dict[str, tuple[nn.Module, tuple[Any, ...]]]  # layer → (its module, 
 
 
 class Signals(Hook):
-    """A hook that is also called before the forward pass (``begin``), and whose numbers travel in ``by_rank``."""
+    """The hook of these signs. It is also called before the forward pass (``begin``), and its numbers travel in ``by_rank``."""
 
     key = "signals"
-    required = False  # checkpoints are older than it
+    required = False  # some checkpoints are older than this hook
 
     def __init__(self, recipe: Recipe, model: Decoder, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -131,7 +133,7 @@ class Signals(Hook):
         self.reported: list[str] = []  # lasting states that were reported and still hold
         self.measured: dict[str, int] = {}  # layer → the last step that it was measured at
         self._layer: str | None = None  # to measure in the step that is under way
-        self._first = False  # is its first micro-batch still to come?
+        self._first = False  # its first micro-batch is still to come
         # [ranks, 3]: Σ gradient² at the first layer's input, largest magnitude, largest attention logit; only this rank's
         # row isn't zero, until they are summed over the ranks
         self.by_rank = torch.zeros(ranks.size, 3, device=ranks.device)
@@ -141,12 +143,12 @@ class Signals(Hook):
             block.register_forward_pre_hook(partial(self._look, name))
 
     def begin(self, layer: str | None) -> None:
-        """Before a step's forward pass. ``layer``: whose turn it is."""
+        """Before a step's forward pass. ``layer``: the layer to measure."""
         self._layer, self._first = layer, True
         self.by_rank = torch.zeros_like(self.by_rank)
 
     def _look(self, name: str, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Called with the inputs of each layer: x_BSD, cos, sin, documents, and what attention made of those."""
+        """Called with the inputs of each layer: x_BSD, cos, sin, documents, and the documents as prepared for attention."""
         if self.ranks.size > 1 and name == self.layers[0]:
             inputs[0].register_hook(self._add_gradient)
         if self.kept is not None:
@@ -155,7 +157,7 @@ class Signals(Hook):
             self._measure(block, inputs)
 
     def look_at(self, kept: Inputs) -> None:
-        """Measure a micro-batch by what its layers read, if it is the turn of one of them."""
+        """Measure a micro-batch by its layers' inputs, if one of these is the layer to measure."""
         if self._layer in kept:
             self._measure(*kept[self._layer])
 
@@ -164,7 +166,7 @@ class Signals(Hook):
         with torch.no_grad():
             low, high = inputs[0].aminmax()
             own[1] = torch.maximum(own[1], torch.maximum(-low, high).float())
-            if self._first and self.ranks.data_rank == 0:  # whichever the layout, it is the same row
+            if self._first and self.ranks.data_rank == 0:  # the same row in every layout
                 own[2] = largest_logit(block, *inputs[:4])  # type: ignore[arg-type]
         self._first = False
 
@@ -201,7 +203,7 @@ class Signals(Hook):
         return [*self._of_layer(step, record, skipped), *self._of_ranks(step, skipped), *self._of_routers(step, record)]
 
     def _of_layer(self, step: int, record: dict[str, Any], skipped: bool) -> Iterator[Anomaly]:
-        """Of the layer that was measured. What began, began after it was measured before."""
+        """Anomalies of the layer that was measured. They began after its previous measurement."""
         layers = set()
         for key, value in record.items():
             quantity, _, layer = key.partition("/")
@@ -210,7 +212,7 @@ class Signals(Hook):
             layers.add(layer)
             began = self.measured.get(layer, step - 1) + 1
             kind, where = KINDS[quantity], f"layer/{layer}"
-            if quantity == "update_ratio":  # the rate changes by design; what an update makes of it does not
+            if quantity == "update_ratio":  # the rate changes by design, so the update is divided by it
                 value /= record["lr"]
             judged = self.turns[quantity].observe(layer, value)
             if judged is not None and judged[1] > self.deviations:
@@ -233,7 +235,7 @@ class Signals(Hook):
                 yield Anomaly(step, "router_collapse", value, LEAST_BALANCE, share, record["skipped"], step, where)
 
     def _is_new(self, what: str, holds: bool) -> bool:
-        """Does the state hold, and was it not reported since it began?"""
+        """True if the state holds and was not reported since it began."""
         new = holds and what not in self.reported
         self.reported = [other for other in self.reported if other != what] + [what] * holds
         return new
@@ -263,7 +265,7 @@ def max_of(values: list[float]) -> float:
 def largest_logit(block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, documents_BT: Tensor) -> Tensor:
     """The largest attention logit of the first row's queries (at most about ``QUERIES`` of them), at least zero; fp32 scalar.
 
-    Of the heads that this rank holds. A logit is q · k / √head_dim of a key at or before the query in the same document.
+    Only the heads of this rank. A logit is q · k / √head_dim of a key at or before the query in the same document.
     """
     shape, weight, tensor = block.shape, block.weight, block.tensor
     x_1TD = tensor.gather(x_BSD[:1])
@@ -288,10 +290,10 @@ def largest_logit(block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor,
 
 
 def balance(load_LE: Tensor, per_token: int) -> Tensor:
-    """How evenly tokens are spread over E experts, fp32 [L] from 0 to 1. ``load_LE``: tokens at each.
+    """The balance of tokens over E experts, fp32 [L], from 0 (all to the same few) to 1 (even). ``load_LE``: tokens at each.
 
-    (exp(entropy) − k) / (E − k): exp(entropy) is the number of experts that would do as much, each the same, and the
-    fewest that k choices a token leave. All 60 choices of 30 tokens spread over 4 experts, and at the same 2:
+    (exp(entropy) − k) / (E − k). exp(entropy) is the number of equally used experts with the same entropy; k choices a token use at least k
+    experts. All 60 choices of 30 tokens, spread over 4 experts, and over the same 2:
 
     >>> balance(torch.tensor([[15.0, 15.0, 15.0, 15.0], [30.0, 30.0, 0.0, 0.0]]), per_token=2)
     tensor([1., 0.])

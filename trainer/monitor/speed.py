@@ -1,4 +1,4 @@
-"""What a segment's records and its result say of its speed."""
+"""The speed of steps and segments, for records and results."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from trainer.parallel.ranks import Ranks
 
 
 class Speed:
-    """Model FLOP/s of steps, as shares of what the GPUs could do.
+    """Model FLOP/s of steps, as shares of the GPUs' peak.
 
-    ``flops_per_s`` is the model's: 6 FLOPs a weight and token, and attention's (PaLM, arXiv 2204.02311, appendix B). What is computed
-    again counts once, and a row counts as one document, though attention executes less of several. ``mfu`` is its share of the data
-    sheet's peak of all ranks' GPUs, taken to be the first rank's. A sheet's clock is not held under load, so what the GPU reaches in
-    large products alone is measured at the start. A CPU has neither: its rate says how busy the machine is.
+    ``flops_per_s`` is the model's: 6 FLOPs a weight and token, and attention's (PaLM, arXiv 2204.02311, appendix B). Recomputed work counts
+    once. A row counts as one document, although attention computes less for several. ``mfu`` is its share of the data sheet's peak of all
+    ranks' GPUs, assumed to be like the first rank's. Under load a GPU does not hold the sheet's clock; therefore the rate of large products is
+    measured at the start. A CPU has neither: its rate shows how busy the machine is.
     """
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
-        """Measures for a second on a GPU. Every rank must make one: they heat the machine together, as training does."""
+        """Measures for a second on a GPU. Every rank must make a ``Speed``, so that they heat the machine together, as training does."""
         device, dtype = ranks.device, DTYPES[recipe.precision]
         self.flops_per_token = recipe.model.flops_per_token()
         peak = data_sheet_peak(device, dtype)
@@ -37,7 +37,7 @@ class Speed:
         self._first = True
 
     def of(self, tokens: int, seconds: float) -> dict[str, float]:
-        """Of a step, for its record. The first of a process says how long it took: what is compiled is compiled in it."""
+        """The speed of a step, for its record. A process's first step also has its seconds, which include compiling."""
         rate = tokens / seconds
         found = {"tokens_per_s": rate} | self._of_rate(rate)
         if self._first:
@@ -46,7 +46,7 @@ class Speed:
         return found
 
     def of_segment(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Of a whole segment, from its records: medians of its steps but each process's first, and that of the last process."""
+        """The speed of a segment, from its records: medians without each process's first step, and the seconds of the last process's first step."""
         first = [line["first_step_s"] for line in lines if "first_step_s" in line]
         rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line and "first_step_s" not in line]
         found = {"first_step_s": first[-1]} if first else {}

@@ -16,18 +16,21 @@ from trainer.contract.recipe import StabilityRecipe
 from trainer.monitor.hook import Anomaly, Hook, Outcome
 from trainer.monitor.window import Window, onset
 
-MOST_BLOCKS = 64  # that a run's course is kept in
-MAY_FALL, FALLS = 1.0, 3.0  # standard errors of a fall: below the first begins a plateau, above the second ends it
-RECENT_SHARE = 4  # a fourth of the run so far is what a plateau is judged by
-RECENT_LOW = 8  # an eighth of a window: the steps whose mean is judged together where a loss is too low
-TRACE_WINDOWS = 2  # that an anomaly's onset is looked for in
+MOST_BLOCKS = 64  # number of blocks that keep a run's losses
+MAY_FALL, FALLS = (
+    1.0,
+    3.0,
+)  # standard errors of a fall: a fall below the first begins a plateau, one above the second ends it
+RECENT_SHARE = 4  # a plateau is judged by the last fourth of the run
+RECENT_LOW = 8  # an eighth of a window: a loss that is too low is judged by the mean of so many steps
+TRACE_WINDOWS = 2  # windows in which an anomaly's onset is searched
 
 
 class LossHistory:
     """The loss since the first step, in at most ``MOST_BLOCKS`` blocks of equal length: the mean of window medians.
 
-    A plateau is judged over the last quarter of a run, and never over less than ``least`` windows: what a loss still
-    falls in a given number of steps shrinks as a run grows old (arXiv 2001.08361 §5), and drowns in its noise.
+    A plateau is judged over the last quarter of a run, and never over less than ``least`` windows. The older a run, the less its loss falls in a
+    given number of steps (arXiv 2001.08361 §5), so that noise hides the fall.
     """
 
     def __init__(self, least: int) -> None:
@@ -38,7 +41,7 @@ class LossHistory:
         self.seen = 0  # steps of the window that is not full yet
 
     def observe(self, window: Window) -> bool:
-        """To be called once for each value that joined a window. Is a new block full?"""
+        """Call it once for each value that joined a window. Returns True if a new block is full."""
         self.seen += 1
         if self.seen < (window.values.maxlen or 0):
             return False
@@ -54,7 +57,7 @@ class LossHistory:
         return True
 
     def judged_windows(self) -> int:
-        """How many windows of steps ``halves`` looks back on."""
+        """The number of windows that ``halves`` covers."""
         return self._recent() * self.windows
 
     def _recent(self) -> int:
@@ -63,7 +66,7 @@ class LossHistory:
     def halves(self) -> tuple[float, float, float] | None:
         """(mean of the earlier half of the recent blocks, of the later half, the standard error of their difference).
 
-        The error is from neighbouring blocks' differences, which a slow fall hardly touches.
+        The error comes from the differences of neighbouring blocks, which a slow fall hardly changes.
         """
         count = self._recent()
         if len(self.blocks) < count:
@@ -87,8 +90,8 @@ class LossHistory:
 
 
 def below(window: Window, value: float) -> float:
-    """Robust deviations by which the next value lies below the window, or twice those of the mean of the last eighth of it: a
-    loss that is too low stays low while the documents that cause it last, and a mean of several steps varies less.
+    """Robust deviations by which the next value lies below the window, or twice those of the mean of its last eighth, if that is larger. A
+    loss that is too low stays low while its documents last, and a mean of several steps varies less.
 
     >>> usual = Window(16)
     >>> usual.restore([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.1, 1.9, 2.0, 2.0, 2.1, 1.9, 2.05, 1.95, 2.0])
@@ -106,13 +109,13 @@ def below(window: Window, value: float) -> float:
 
 
 class DomainWindows:
-    """The last losses of one domain, and the tokens that each is the mean of."""
+    """The last losses of one domain, each with the number of tokens that it is the mean of."""
 
     def __init__(self, size: int) -> None:
         self.loss, self.tokens = Window(size), Window(size)
 
     def deviations(self, loss: float, tokens: float) -> tuple[float, float]:
-        """(usual loss, robust deviations above it). A mean of fewer tokens than usual may lie further off, by √(usual / tokens)."""
+        """(usual loss, robust deviations above it). A mean of fewer tokens than usual varies more, by √(usual / tokens)."""
         center, deviation = self.loss.center_and_deviation()
         few = max(1.0, median(self.tokens.values) / tokens) ** 0.5
         return center, (loss - center) / (few * deviation)
@@ -133,14 +136,16 @@ class Detector(Hook):
         self.best = math.inf  # lowest median of a full window of losses
         self.course = LossHistory(recipe.plateau_windows)
         self.reported: list[str] = []  # lasting states that were reported and still hold
-        self._tokens: Mapping[str, float] = {}  # of the step that is under way, by domain
-        self._held = math.inf  # the limit at the last step that ``read_every`` divides; of no use where that is one
+        self._tokens: Mapping[str, float] = {}  # of the present step, by domain
+        self._held = (
+            math.inf
+        )  # the limit at the last step that ``read_every`` divides; not used if ``read_every`` is one
 
     def grad_norm_limit(self) -> float:
         """The gradient norm above which the next update is skipped; infinite until the window is half full.
 
-        With ``read_every`` above one it is that of the last step that ``read_every`` divides, whatever was read since: when a checkpoint or a
-        stop has read in between decides nothing, and a resumed run goes on to the bit.
+        With ``read_every`` above one the limit is that of the last step that ``read_every`` divides. Readings in between (for a checkpoint or a
+        stop) do not change it, so that a resumed run continues with the same bits.
         """
         return self._held if self.recipe.read_every > 1 else self._limit()
 
@@ -156,9 +161,7 @@ class Detector(Hook):
 
     def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
         anomalies = []
-        if (
-            "loss" in record
-        ):  # else a step without targets: nothing to judge, and nothing that later steps are judged by
+        if "loss" in record:  # otherwise a step without targets: it is not judged, and does not join the windows
             found = {name: (record[f"loss/{name}"], tokens) for name, tokens in self._tokens.items() if tokens}
             anomalies = self.observe(record["step"], record["loss"], record["grad_norm"], record["skipped"], found)
         if self.recipe.read_every > 1 and (record["step"] + 1) % self.recipe.read_every == 0:
@@ -173,9 +176,9 @@ class Detector(Hook):
         skipped: bool,
         domains: Mapping[str, tuple[float, float]] | None = None,
     ) -> list[Anomaly]:
-        """Anomalies of this step, judged by those before it. Finite values join the windows, so that they can follow.
+        """Anomalies of this step, judged by the earlier steps. Finite values join the windows, so that the windows can follow.
 
-        ``domains``: (mean loss, the tokens that it is of) of each domain that the step has.
+        ``domains``: (mean loss, number of tokens) of each domain in the step.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.trace.append((step, loss, grad_norm))
@@ -203,10 +206,10 @@ class Detector(Hook):
             window.values.append(value)
 
     def _of_domains(self, step: int, domains: Mapping[str, tuple[float, float]], skipped: bool) -> Iterator[Anomaly]:
-        """Of each domain whose loss is far from its own usual one."""
+        """Anomalies of the domains whose loss is far from its usual value."""
         for name, (loss, tokens) in domains.items():
             if not math.isfinite(loss):
-                continue  # the whole loss isn't either
+                continue  # the whole loss is not finite either
             held = self.domains.setdefault(name, DomainWindows(self.recipe.window))
             if held.loss.ready:
                 usual, above = held.deviations(loss, tokens)
@@ -217,7 +220,7 @@ class Detector(Hook):
             held.tokens.values.append(tokens)
 
     def _onset(self, anomaly: Anomaly) -> int:
-        """The step where it began: where the earliest departure of loss or gradient norm began that still holds."""
+        """The step where the anomaly began: the earliest beginning of a departure of loss or gradient norm that still holds."""
         steps, losses, norms = zip(*self.trace) if self.trace else ((), (), ())
         found: Iterable[int | None] = (onset(losses), onset(norms))
         if anomaly.kind.endswith("_drop"):
@@ -225,7 +228,7 @@ class Detector(Hook):
         return min((steps[index] for index in found if index is not None), default=anomaly.step)
 
     def _lasting(self, step: int, loss: float) -> Iterator[Anomaly]:
-        """Divergence of the loss's median over a whole window, and plateau; each is reported once until it ends."""
+        """Divergence of the loss's median over a whole window, and plateau; each is reported once, until it has ended."""
         if not math.isfinite(loss):
             return
         grown = self.course.observe(self.loss)
@@ -245,7 +248,7 @@ class Detector(Hook):
                 yield Anomaly(step, "plateau", later, earlier, -falls, False, onset=began)
 
     def _is_new(self, kind: str, holds: bool) -> bool:
-        """Does the state hold, and was it not reported since it began?"""
+        """True if the state holds and was not reported since it began."""
         new = holds and kind not in self.reported
         self.reported = [other for other in self.reported if other != kind] + [kind] * holds
         return new
@@ -265,7 +268,7 @@ class Detector(Hook):
         } | ({} if self.recipe.read_every == 1 else {"limit": self._held if math.isfinite(self._held) else None})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """An older checkpoint has no ``domains`` and no ``trace``: both begin anew. One without a ``limit`` has what its windows say."""
+        """In an older checkpoint ``domains`` and ``trace`` are missing and begin anew. A missing ``limit`` is computed from the windows."""
         self.loss.restore(state["loss"])
         self.grad_norm.restore(state["grad_norm"])
         self.best = math.inf if state["best"] is None else state["best"]
@@ -282,13 +285,13 @@ class Detector(Hook):
 
 
 class ThroughputDetector(Hook):
-    """Watches tokens/s. Its state is valid on the machine that it was measured on: as many devices of the same name."""
+    """Watches tokens/s. Its state is valid only on an equal machine: as many devices of the same name."""
 
     key = "throughput"
     RECENT = 8  # steps whose median is compared with the usual
 
     def __init__(self, recipe: StabilityRecipe, machine: str) -> None:
-        """``machine``: what the usual rate is of, as its state names it."""
+        """``machine``: the name of the machine that has the usual rate."""
         self.least_share = recipe.throughput_drop
         self.machine = machine
         self.usual = Window(recipe.window)
@@ -299,7 +302,7 @@ class ThroughputDetector(Hook):
         return self.observe(record["step"], record["tokens_per_s"])
 
     def observe(self, step: int, tokens_per_s: float) -> list[Anomaly]:
-        """A drop is reported once, until the rate has recovered."""
+        """The anomalies of a step. A drop is reported once, until the rate has recovered."""
         self.recent.values.append(tokens_per_s)
         if not (self.usual.ready and self.recent.full):
             self.usual.values.append(tokens_per_s)
@@ -312,11 +315,11 @@ class ThroughputDetector(Hook):
         return [drop] if self.low and not was_low else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Not the recent steps: the first ones after a restart are slow, and are judged together with those after them."""
+        """The recent steps are left out: the first steps after a restart are slow, and are judged together with later ones."""
         return {"machine": self.machine, "usual": list(self.usual.values), "low": self.low}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was usual elsewhere is forgotten."""
+        """Restore the state. The usual rate of another machine is dropped."""
         if state["machine"] == self.machine:
             self.usual.restore(state["usual"])
             self.low = state["low"]
@@ -325,10 +328,10 @@ class ThroughputDetector(Hook):
 def clip_and_skip(
     loss: Tensor, grad_norm: Tensor, clip: float, limit: float, targets: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(what to divide the gradients by, 1.0 where the update must be skipped), fp32 scalars, left on the device.
+    """(the divisor of the gradients, 1.0 if the update must be skipped), fp32 scalars, left on the device.
 
-    ``targets``: tokens of the global batch that carry loss. Without any there is nothing to learn, and an update would move the weights all
-    the same: by what is left of older gradients, and by the decay.
+    ``targets``: tokens of the global batch that carry loss. Without any there is nothing to learn, but an update would still move the weights,
+    by the remains of older gradients and by the decay.
     """
     sound = torch.isfinite(loss) & torch.isfinite(grad_norm) & (grad_norm <= limit)
     if targets is not None:

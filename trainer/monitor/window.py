@@ -1,4 +1,4 @@
-"""What is usual: the last values of a quantity, and where a departure from them began.
+"""The usual value of a quantity, from its last values, and the beginning of a departure from it.
 
 Statistics are robust (median and median absolute deviation), so that one spike does not hide the next.
 """
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from statistics import median
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
-LEAST_DEVIATION = 0.02  # share of the median: a window that hardly moves must not call every ripple a spike
-# Robust deviations, of ``onset``: half of the smallest shift that is looked for; the most that one value counts; the most kept
+LEAST_DEVIATION = 0.02  # share of the median: in a window that hardly moves, a small ripple must not be a spike
+# For ``onset``, in robust deviations: half of the smallest shift that is searched; the most that one value counts; the largest sum
 SLACK, CLIP, MOST = 1.25, 4.0, 9.0
 
 
@@ -50,15 +50,14 @@ def center_and_deviation(values: Sequence[float]) -> tuple[float, float]:
 
 
 def onset(values: Sequence[float], sign: int = 1) -> int | None:
-    """The index where the rise began that still holds at the last value; None: none does. ``sign`` −1: the fall.
+    """The index where a rise began that still holds at the last value; None if none does. ``sign`` −1: a fall.
 
-    The alarm's value is the last one. A one-sided CUSUM of the logarithms in robust deviations: it grows by what a value
-    lies above median + ``SLACK``, and shrinks to zero below; the change began after its last zero (Page 1954, Biometrika
-    41, 100–115; as an estimate of the time of change: Hinkley 1971, Biometrika 58, 509–523). One value counts for at most
-    ``CLIP`` and the sum for at most ``MOST``, so that old spikes are soon forgotten. Median and deviation are of the half
-    whose median is lower: the newer one while a loss falls, the older one once it has risen. In simulated runs it is at
-    most three steps early and two late where norms climb or jump, some five late where a loss rises by 1 % a step, and
-    up to 16 early where it falls suddenly while it was falling slowly.
+    A one-sided CUSUM of the logarithms in robust deviations. The sum grows by the distance of a value above median + ``SLACK``, and shrinks to
+    zero below; the change began after its last zero (Page 1954, Biometrika 41, 100–115; as an estimate of the time of change: Hinkley 1971,
+    Biometrika 58, 509–523). One value counts for at most ``CLIP`` and the sum for at most ``MOST``, so that old spikes are soon forgotten.
+    Median and deviation are of the half whose median is lower: the newer one while a loss falls, the older one once it has risen. In simulated
+    runs the index is at most three steps early and two late if norms climb or jump, some five late if a loss rises by 1 % a step, and up to
+    16 early if the loss falls suddenly while it was falling slowly.
 
     A gradient norm as BLOOM's climbed over five steps (chronicles of its 176B run), after 20 usual ones:
 

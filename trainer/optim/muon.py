@@ -3,8 +3,8 @@
 An update of orthogonal rows has spectral norm one. It is scaled by 0.2 · sqrt(max(rows, columns)), so that its entries
 are as large as AdamW's and one rate serves both (Liu et al. 2025, arXiv 2502.16982 §2.2).
 
-Matrices of one shape are orthogonalised together: fifteen products of a stack in place of fifteen of each, which a GPU
-would not be filled by. A stack is bounded, for its momentum and its products are in memory several times.
+Matrices of one shape are orthogonalised together: fifteen products of a stack instead of fifteen of each matrix, which would not fill a GPU.
+A stack's size is bounded, because its momentum and its products are in memory several times.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ ELEMENTS = 1 << 27  # of a stack at most: 256 MiB of bf16, eight matrices of 4,0
 
 
 def adamw_like_scale(size: torch.Size) -> float:
-    """What makes the root mean square of an orthogonal update that of AdamW's."""
+    """The factor that gives an orthogonal update the root mean square of AdamW's updates."""
     return RMS * max(size[-2:]) ** 0.5
 
 
 def stacks(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
-    """The parameters in groups that are orthogonalised together: of one [rows, columns], and bounded. A parameter that is
-    itself a stack is never parted.
+    """The parameters in groups that are orthogonalised together: of one [rows, columns], and of bounded size. A parameter that is itself
+    a stack is never divided.
 
     >>> stacks({"a": (4, 2), "b": (2, 4), "c": (4, 2), "experts": (3, 4, 2)})
     [['a', 'c', 'experts'], ['b']]
     """
     found: list[list[str]] = []
-    begun: dict[tuple[int, ...], tuple[list[str], int]] = {}  # the group that is being filled, and its elements
+    begun: dict[
+        tuple[int, ...], tuple[list[str], int]
+    ] = {}  # the group that is being filled, and its number of elements
     for name, shape in shapes.items():
         matrix, elements = tuple(shape[-2:]), math.prod(shape)
         names, held = begun.get(matrix, ([], 0))
@@ -51,10 +53,10 @@ def stacks(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
 
 
 class Muon:
-    """Over matrices [rows, columns] or stacks of them [E, rows, columns]. State: one momentum a matrix, split as it is.
+    """Muon over matrices [rows, columns] or stacks of them [E, rows, columns]. State: one momentum for each matrix, split like the matrix.
 
-    On a matrix its numbers are those of ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, which knows no
-    stacks, no ranks and no skipping.
+    On a matrix its numbers equal those of ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, which supports neither stacks nor
+    ranks nor skipping.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Muon:
     def step(
         self, lr: float, rate_shares: dict[str, float], decay: dict[str, float], divide_by: Tensor, skip: Tensor
     ) -> None:
-        """One update at lr · rate share of each; nothing changes if ``skip`` is one.
+        """One update of each parameter at lr · its rate share. Nothing changes if ``skip`` is one.
 
         A skipped update is discarded by ``torch.where``, not multiplied by zero, so that its NaN reaches no weight.
         """

@@ -1,6 +1,6 @@
 """The optimiser: AdamW, or Muon for the matrices inside the layers and AdamW for the rest.
 
-``group_table`` says which parameter is updated by which rule.
+``group_table`` lists the rule that updates each parameter.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class GroupRow:
 def group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 1.0) -> list[GroupRow]:
     """Every trainable parameter once: matrices inside the layers, and everything else.
 
-    Only those matrices decay and are updated by Muon. The rates of matrices that sum over the width, which are those and
-    the router, change with it (muP, arXiv 2203.03466 table 8): AdamW's falls as 1 / width; Muon's scale grows as
-    sqrt(width) and its rate falls by as much, so that its updates keep their spectral norm. Decay per step stays the same
-    (arXiv 2405.13698 §3). The embedding keeps its rate: where it is the head, ``Decoder`` divides its input.
+    Only those matrices decay and are updated by Muon. The rates of matrices that sum over the width (these and the router) change with the
+    width (muP, arXiv 2203.03466 table 8). AdamW's rate falls as 1 / width. Muon's scale grows as sqrt(width) and its rate falls by the same
+    factor, so that its updates keep their spectral norm. Decay per step stays the same (arXiv 2405.13698 §3). The embedding keeps its rate:
+    where it is the head, ``Decoder`` divides its input.
     """
     rows = []
     for name, parameter in model.named_parameters():
@@ -50,17 +50,18 @@ def group_table(model: nn.Module, recipe: OptimizerRecipe, width_share: float = 
 
 
 def format_table(rows: list[GroupRow]) -> str:
-    """For people."""
+    """The table as text for people."""
     width = max(len(row.parameter) for row in rows)
     lines = [
         f"{r.parameter:<{width}}  {str(list(r.shape)):<16}  {r.rule:<5}  {r.lr_share:<8.4g}  {r.weight_decay:g}"
         for r in rows
     ]
-    return "\n".join([f"{'parameter':<{width}}  {'shape':<16}  rule   lr share  decay", *lines])
+    heading = f"{'parameter':<{width}}  {'shape':<16}  {'rule':<5}  {'lr share':<8}  {'decay'}"
+    return "\n".join([heading, *lines])
 
 
 class Optimizer:
-    """Works on what this rank holds of each parameter. ``step`` clips and skips inside the update."""
+    """The optimiser of this rank's part of each parameter. ``step`` clips and skips within the update."""
 
     def __init__(
         self,
@@ -79,11 +80,11 @@ class Optimizer:
         for row in self.table:
             if row.rule == "adamw":
                 self.groups.setdefault((row.lr_share, row.weight_decay), []).append(row.parameter)
-        self.gradients_stay = False  # in their tensors, from step to step
+        self.gradients_stay = False  # True if gradients stay in their tensors from step to step
         self.state: dict[str, dict[str, Tensor]] = {}  # AdamW's, by parameter, from its first gradient on
 
     def keep_gradients(self) -> list[Tensor]:
-        """Each parameter's gradient becomes a tensor that stays, which ``zero_grad`` zeroes in place. Returns them."""
+        """Give each parameter a gradient tensor that stays, and that ``zero_grad`` zeroes in place. Returns these tensors."""
         self.gradients_stay = True
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
@@ -97,7 +98,7 @@ class Optimizer:
             parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """By parameter, what this rank holds of each."""
+        """This rank's part of each gradient, by parameter."""
         return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
@@ -135,9 +136,9 @@ class Optimizer:
             self.muon.step(lr, shares, decay, divide_by, skip)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``, ``step.<parameter>``; ``momentum.<parameter>`` of Muon's.
+        """``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``, ``step.<parameter>``; ``momentum.<parameter>`` for Muon's.
 
-        All but ``step`` are split as their parameter is.
+        All but ``step`` are split like their parameter.
         """
         tensors = {f"{key}.{name}": state[key] for name, state in self.state.items() for key in MOMENTS}
         momentum = self.muon.momentum if self.muon is not None else {}
@@ -156,5 +157,5 @@ class Optimizer:
 
 
 def squares(gradients: dict[str, Tensor]) -> Tensor:
-    """Σ gradient² of each, fp32 [parameters]; a rank's share of it where they are split."""
+    """Σ gradient² of each parameter, fp32 [parameters]; only this rank's share if the parameter is split."""
     return torch.stack(torch._foreach_norm(list(gradients.values()))).square()

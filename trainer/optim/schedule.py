@@ -1,6 +1,6 @@
 """The learning rate: a trunk (``wsd``, ``cosine`` or ``multi-step``), and anneal branches that decay off it.
 
-Everything is a pure function of the recipe and the step: a checkpoint stores no state of the schedule, and a resumed run
+The rate is a pure function of the recipe and the step. A checkpoint stores no state of the schedule, and a resumed run
 has the same rates. Shares are of the peak, ``optimizer.lr``.
 """
 
@@ -33,7 +33,7 @@ def lr_share(
 
 
 def trunk_share(schedule: ScheduleRecipe, step: int) -> float:
-    """A linear warm-up, then ``TRUNKS[schedule.kind]``, without an end."""
+    """The share on a trunk, which has no end: a linear warm-up, then ``TRUNKS[schedule.kind]``."""
     warm = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
     return warm * TRUNKS[schedule.kind](schedule, step)
 
@@ -65,8 +65,8 @@ TRUNKS = {
 def anneal_share(schedule: ScheduleRecipe, step: int, first: int, last: int) -> float:
     """From the trunk's rate at the branch point ``first`` towards ``final_lr_share``, along the recipe's tail.
 
-    1 − sqrt: arXiv 2405.18392 §3. The last step still moves: the floor would be reached at ``last``. A trunk that is
-    already below the floor is never raised to it.
+    1 − sqrt: arXiv 2405.18392 §3. The last step still learns, because the floor would be reached only at ``last``. A trunk that is already
+    below the floor is not raised to it.
     """
     start = trunk_share(schedule, first)
     floor = min(start, schedule.final_lr_share)
@@ -75,10 +75,10 @@ def anneal_share(schedule: ScheduleRecipe, step: int, first: int, last: int) -> 
 
 
 def rewarmed_share(schedule: ScheduleRecipe, step: int, first: int) -> float:
-    """A trunk that goes on from annealed weights: a line from the anneal's last rate back to the trunk's.
+    """The share on a trunk that continues from annealed weights: a line from the anneal's last rate back to the trunk's.
 
-    WSD-S (Wen et al. 2024, arXiv 2410.05192) goes on at the trunk's rate at once: ``rewarmup_steps`` 0. A few steps
-    spare the optimiser's second moments, which the anneal left small.
+    WSD-S (Wen et al. 2024, arXiv 2410.05192) continues at the trunk's rate at once (``rewarmup_steps`` 0). A few steps of warm-up protect
+    the optimiser's second moments, which the anneal left small.
     """
     share = trunk_share(schedule, step)
     if step - first + 1 >= schedule.rewarmup_steps:

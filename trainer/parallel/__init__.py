@@ -1,1 +1,1 @@
-"""Several ranks: who they are and what they send (``ranks``), who holds which part of a tensor (``split``)."""
+"""Several ranks: their mesh and messages (``ranks``), and the parts of tensors that they hold (``split``)."""

@@ -1,4 +1,4 @@
-"""Ranks: which part of the work each does, and how weights, gradients and positions are split among them.
+"""Ranks: each one's part of the work, and the split of weights, gradients and positions among them.
 
 The ranks form a mesh [replica, shard, tensor]. FSDP2 splits weights, gradients and optimiser over *shard* and sums
 gradients over *replica* and *shard*. Over *tensor* each matrix is split by heads or hidden units, and between the
@@ -27,8 +27,8 @@ from trainer.parallel.tensor_ranks import TensorRanks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# How long a rank waits for the others, one of which may hash a checkpoint or compile alone: by itself torch waits 10 minutes in
-# NCCL, 30 in gloo and 5 for a store. Nobody waits so long for a rank that died: torchrun ends the others at once.
+# How long a rank waits for the others, one of which may be hashing a checkpoint or compiling. torch's defaults are 10 minutes in NCCL, 30 in
+# gloo and 5 for a store. No rank waits this long for a rank that died: torchrun ends the others at once.
 PATIENCE = timedelta(minutes=30)
 
 
@@ -40,14 +40,14 @@ class Ranks:
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None  # [replica, shard, tensor]; None for one rank
-    data_rank: int = 0  # which part of the batch is this rank's
+    data_rank: int = 0  # number of this rank's part of the batch
     data_ranks: int = 1
 
     @classmethod
     def join(cls, parallel: ParallelRecipe, model: ModelRecipe) -> Ranks:
         """One rank, or those that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK).
 
-        Raises: RecipeError naming the key that does not fit their number.
+        Raises: RecipeError that names the key that does not fit the number of ranks.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
@@ -64,19 +64,19 @@ class Ranks:
             store=rendezvous(),
             rank=rank,
             world_size=size,
-            device_id=device if cuda else None,  # NCCL then forms each group of the mesh here, and not in a first step
+            device_id=device if cuda else None,  # so that NCCL forms each group of the mesh here, not in the first step
         )
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = (parallel.replicas, data_ranks // parallel.replicas, parallel.tensor)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard", "tensor"))
-        for group in mesh.get_all_groups():  # a mesh gives its groups the default, whatever the whole one has
+        for group in mesh.get_all_groups():  # a mesh gives its groups the default timeout, not that of the whole group
             dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
         return cls(rank, size, device, mesh, rank // parallel.tensor, data_ranks)
 
     @property
     def leads(self) -> bool:
-        """Is this the rank that writes the files of which there is one for all ranks?"""
+        """True for the rank that writes the files that all ranks share."""
         return self.rank == 0
 
     @property
@@ -93,7 +93,7 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank calls this."""
         if self.size > 1:
             dist.barrier()
 
@@ -102,15 +102,15 @@ class Ranks:
             dist.destroy_process_group()
 
 
-_joined = itertools.count()  # of this process, and the same in every rank
+_joined = itertools.count()  # number of groups that this process joined; the same in every rank
 
 
 def rendezvous() -> dist.Store | None:
-    """Where ranks find one another; None: as torch does by itself.
+    """The store through which ranks find one another; None: torch's default.
 
     torchrun may lend its own store (c10d and static rendezvous), which still holds the addresses of ranks that died
-    (pytorch/pytorch#135712) or left the group that a process was in before. Each attempt, and each group of a process, gets
-    its own names there. Attempts are counted by each node alone, so that restarts are for one node.
+    (pytorch/pytorch#135712), or of an earlier group of the same process. Therefore each attempt, and each group of a process, gets its own names
+    in it. Each node counts attempts for itself, so restarts work on one node only.
 
     Raises: RecipeError for several nodes with restarts on torchrun's store.
     """
@@ -119,8 +119,9 @@ def rendezvous() -> dist.Store | None:
         return None
     if found("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and found("GROUP_WORLD_SIZE", "1") != "1":
         raise RecipeError(
-            "torchrun --max-restarts over several nodes needs --rdzv-backend=c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-            "in its environment: restarted ranks would look for one another where the dead ones were"
+            "trainer.restarts_on_nodes",
+            "torchrun --max-restarts over several nodes would let restarted ranks look for one another at the dead ranks' addresses. Use "
+            "--rdzv-backend=c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment.",
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set_timeout(PATIENCE)
@@ -128,13 +129,13 @@ def rendezvous() -> dist.Store | None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; shares its memory."""
+    """This rank's part of a tensor; it shares the tensor's memory."""
     held: Any = tensor.detach()
     return held.to_local() if is_split(held) else held  # type: ignore[no-any-return]
 
 
 def copies(tensor: Any) -> int:
-    """How many ranks hold each element of a tensor."""
+    """The number of ranks that hold each element of a tensor."""
     if not is_split(tensor):
         return 1
     count = 1
@@ -144,7 +145,7 @@ def copies(tensor: Any) -> int:
 
 
 def first_holder(tensor: Any) -> bool:
-    """Is this the first of the ranks that hold what this one holds of a tensor?"""
+    """True if this is the first of the ranks that hold the same part of a tensor."""
     if not is_split(tensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()
@@ -153,7 +154,7 @@ def first_holder(tensor: Any) -> bool:
 
 
 def whole(value: Tensor, like: Tensor) -> Tensor:
-    """All of a tensor of which each rank has ``value``, split as ``like`` is: a sum over ranks, each in its region."""
+    """The whole tensor of which each rank has ``value``, split as ``like`` is: a sum over ranks, each in its region."""
     if not is_split(like):
         return value
     total = value.new_zeros(like.shape)

@@ -1,4 +1,4 @@
-"""Do the ranks that hold copies of the same weights still hold the same bits?"""
+"""Compares the copies of weights that several ranks hold: they must have the same bits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainer.parallel.ranks import Ranks
 
 
 def apart(held: Mapping[str, tuple[Region, Tensor]], ranks: Ranks) -> list[str]:
-    """Names of the tensors of which two ranks hold other bits of the same region. All ranks must ask, at the same step.
+    """Names of tensors for which two ranks hold different bits of the same region. All ranks must call it at the same step.
 
-    ``held``: what this rank holds of each tensor, by name. A checkpoint has the first holder's copy alone, so nothing else shows
-    that the others went another way. One rank holds no copies:
+    ``held``: this rank's part of each tensor, by name. A checkpoint has only the first holder's copy, so only this comparison shows that
+    another copy diverged. One rank holds no copies:
 
     >>> weight = torch.zeros(2, 3)
     >>> apart({"weight": (Region.of(weight), weight)}, Ranks(0, 1, weight.device))

@@ -15,9 +15,9 @@ from trainer.parallel.ranks import Ranks
 
 
 def distribute(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
-    """Split a model's parameters (on the meta device still) over the mesh. Values come after.
+    """Split a model's parameters, still on the meta device, over the mesh. They get values later.
 
-    ``model.split_dimension(name)`` says along which dimension *tensor* ranks split a parameter; None: all hold it.
+    ``model.split_dimension(name)``: the dimension along which *tensor* ranks split a parameter; None: each rank has all of it.
     """
     assert ranks.mesh is not None
     tensor_mesh = ranks.mesh["tensor"]
@@ -29,7 +29,7 @@ def distribute(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, dtyp
             setattr(model.get_submodule(owner_name), key, nn.Parameter(_split(parameter, tensor_mesh, placement)))
     replicas = ranks.mesh["replica"].size() > 1
     mesh = ranks.mesh["replica", "shard"] if replicas else ranks.mesh["shard"]
-    # Weights are fp32; what is gathered for a block is in ``dtype``, and gradients are summed in fp32.
+    # Weights are fp32; the gathered weights of a block are in ``dtype``, and gradients are summed in fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)

@@ -1,4 +1,4 @@
-"""Several ranks that a matrix is split over: tensor and sequence parallelism by DTensor.
+"""Several ranks that split each matrix: tensor and sequence parallelism by DTensor.
 
 Apart because DTensor takes a while to import, and one rank needs none of it.
 """
@@ -23,7 +23,7 @@ class SplitTensorRanks(TensorRanks):
         return x_BT.chunk(self.size, dim=1)[self.mesh.get_local_rank()]
 
     def gather(self, x_BSD: Tensor) -> Tensor:
-        """Backward sums what each rank found and splits it."""
+        """All positions. The backward pass sums the ranks' gradients and splits the sum."""
         whole = DTensor.from_local(x_BSD, self.mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Partial()])
 
@@ -35,7 +35,7 @@ class SplitTensorRanks(TensorRanks):
         )
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """Of a parameter that is not split, each rank finds a part of the gradient."""
+        """This rank's share of a parameter. If the parameter is not split, each rank computes a part of its gradient."""
         if not isinstance(parameter, DTensor):
             return parameter
         grads = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]

@@ -1,4 +1,4 @@
-"""The ranks that a matrix is split over, as a block of the model uses them; this is the case of one rank."""
+"""The ranks that split each matrix, as a block of the model uses them. This is the case of one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class TensorRanks:
-    """One rank that has each matrix and each row whole. Where several split them: ``split_tensor_ranks``."""
+    """One rank, which has each matrix and each row whole. For several see ``split_tensor_ranks``."""
 
     size = 1
 
@@ -19,9 +19,9 @@ class TensorRanks:
         return x_BSD
 
     def scatter(self, y_BTD: Tensor) -> Tensor:
-        """The sum over the ranks, of this rank's positions: after a matrix that is split by columns."""
+        """This rank's positions of the sum over the ranks: after a matrix that is split by columns."""
         return y_BTD
 
     def weight(self, parameter: Tensor) -> Tensor:
-        """This rank's share of a parameter, or all of one that is not split."""
+        """This rank's share of a parameter, or all of a parameter that is not split."""
         return parameter

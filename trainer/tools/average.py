@@ -1,9 +1,9 @@
 """``python -m trainer.tools.average OUT CHECKPOINT… [--weights W,W,…]``: the weighted mean of checkpoints, as a checkpoint in OUT.
 
-Uniform without ``--weights``: the last few of a run at a constant rate, averaged, stand in for a decay of the rate (LAWA,
-Kaddour 2022, arXiv 2209.14981; beside warm-up–stable–decay: Hägele et al. 2024, arXiv 2405.18392 §4). Each checkpoint is
-verified as it is read; they must share one recipe and one shape. Sums are in fp64. The optimiser, the place in the data and
-all counters are the newest one's; ``averaged_from`` in state.json says what went in, with which weight.
+Without ``--weights`` all weights are equal. The mean of the last few checkpoints at a constant rate can replace a decay of the rate (LAWA,
+Kaddour 2022, arXiv 2209.14981; compared with warm-up–stable–decay: Hägele et al. 2024, arXiv 2405.18392 §4). Each checkpoint is verified
+when it is read. All must have one recipe and one shape. Sums are in fp64. The optimiser, the position in the data and all counters are the
+newest checkpoint's. ``averaged_from`` in state.json names the checkpoints and their weights.
 
 Memory: 8 bytes a parameter for the sums, one checkpoint at a time, and the newest one's optimiser. Prints the new folder.
 """
@@ -19,25 +19,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.contract.message import titled
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.errors import CheckpointError, TrainerError, exit_code_of
 
 
 class AverageError(TrainerError):
-    """An argument is wrong; the message says which."""
+    """An argument is wrong. The message names it."""
 
 
 def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> Checkpoint:
-    """The mean of checkpoints, weighted; weights are made to sum to one.
+    """The weighted mean of checkpoints. The weights are scaled to sum to one.
 
-    Raises: AverageError for a wrong list of sources or weights; CheckpointError when one does not verify, or does not fit
-    the first: it names the first key or tensor that differs.
+    Raises: AverageError for a wrong list of sources or weights; CheckpointError for a checkpoint that does not verify or does not fit the
+    first one: the message names the first key or tensor that differs.
     """
     if len(sources) < 2:
-        raise AverageError(f"an average needs at least two checkpoints, {len(sources)} given")
+        raise AverageError(
+            "trainer.one_checkpoint",
+            "An average needs at least two checkpoints. {given} was given.",
+            given=len(sources),
+        )
     if len({path.resolve() for path in sources}) < len(sources):
-        raise AverageError("a checkpoint is named twice: give it a larger weight instead")
+        raise AverageError(
+            "trainer.checkpoint_twice", "A checkpoint is named twice. Name it once, with a larger weight in --weights."
+        )
     weights = checked(weights if weights is not None else [1.0] * len(sources), len(sources))
     total = sum(weights)
     sums: dict[str, Tensor] = {}
@@ -61,39 +68,61 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
     model = {name: (sums.pop(name) / total).to(tensor.dtype) for name, tensor in newest.model.items()}
     for name, tensor in model.items():
         if not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{name} is not finite in one of the checkpoints: leave that checkpoint out")
+            raise CheckpointError(
+                "trainer.not_finite",
+                "{tensor} is not finite in one of the checkpoints. Leave that checkpoint out.",
+                tensor=name,
+            )
     return Checkpoint(model, newest.optimizer, newest.state | {"averaged_from": used})
 
 
 def checked(weights: Sequence[float], count: int) -> Sequence[float]:
-    """Raises: AverageError for weights that nothing can be averaged with."""
+    """The weights. Raises: AverageError unless they can be used for an average."""
     if len(weights) != count:
-        raise AverageError(f"--weights: {len(weights)} given for {count} checkpoints")
+        raise AverageError(
+            "trainer.weight_count",
+            "--weights: {given} weights were given for {checkpoints} checkpoints.",
+            given=len(weights),
+            checkpoints=count,
+        )
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-        raise AverageError("--weights: each must be a finite number of at least zero, and one must be above zero")
+        raise AverageError(
+            "trainer.wrong_weight",
+            "--weights: each weight must be a finite number of at least zero, and one must be above zero.",
+        )
     return weights
 
 
 def refuse_another(
     path: Path, other: Path, loaded: Checkpoint, recipe: dict[str, Any], sums: dict[str, Tensor]
 ) -> None:
-    """Raises: CheckpointError when ``loaded`` was not made with that recipe, or has not those tensors."""
+    """Raises: CheckpointError if ``loaded`` has another recipe or other tensors."""
     key = first_difference(recipe, loaded.state["recipe"])
     if key:
         raise CheckpointError(
-            f"{path}: recipe.{key} differs from that of {other}: only checkpoints of one recipe can be averaged"
+            "trainer.other_recipe",
+            "{checkpoint}: recipe.{key} differs from that of {other}. Only checkpoints of one recipe can be averaged.",
+            checkpoint=str(path),
+            key=key,
+            other=str(other),
         )
     wanted = {name: list(tensor.shape) for name, tensor in sums.items()}
     held = {name: list(tensor.shape) for name, tensor in loaded.model.items()}
     for name in sorted(wanted.keys() | held.keys()):
         if wanted.get(name) != held.get(name):
             raise CheckpointError(
-                f"{path}: {name} is {held.get(name, 'missing')}, {other} has {wanted.get(name, 'none')}"
+                "trainer.other_tensor",
+                "{checkpoint}: {tensor} is {found}, but {other} has {expected}.",
+                checkpoint=str(path),
+                tensor=name,
+                found=str(held.get(name, "missing")),
+                other=str(other),
+                expected=str(wanted.get(name, "none")),
             )
 
 
 def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """The first key, dots between levels, under which two recipes differ; empty when they are equal.
+    """The first key, with dots between its levels, in which two recipes differ; '' if they are equal.
 
     >>> first_difference({"model": {"layers": 2}}, {"model": {"layers": 3}})
     'model.layers'
@@ -113,7 +142,8 @@ def main(arguments: list[str]) -> int:
         try:
             weights = [float(word) for word in arguments[at + 1].split(",")]
         except (IndexError, ValueError):
-            print("trainer.tools.average: --weights: expected numbers with commas between them", file=sys.stderr)
+            said = AverageError("trainer.not_weights", "--weights: expected numbers with commas between them.")
+            print(f"trainer.tools.average: {titled(said)}", file=sys.stderr)
             return 2
         arguments = arguments[:at] + arguments[at + 2 :]
     if len(arguments) < 2 or any(word.startswith("-") for word in arguments):

@@ -1,7 +1,7 @@
-"""``python -m trainer.tools.documents SEGMENT STEP``: which documents a step of a segment was trained on, one key a line.
+"""``python -m trainer.tools.documents SEGMENT STEP``: list the documents of a segment's step, one key a line.
 
 SEGMENT is the segment's folder (segment.json and its checkpoints); STEP is counted as in metrics.jsonl. The order is
-worked out again from the newest checkpoint at or before the step, in about a millisecond for each step between.
+computed again from the newest checkpoint at or before the step, in about a millisecond for each step between.
 
     python -m trainer.tools.documents workspace/segments/00001-trunk 57
     python -m trainer.tools.documents workspace/segments/00001-trunk 57 --json
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kernels.contract.message import titled
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_order import DataOrder, documents_at
 from trainer.contract.data.token_shard import file_sha256
@@ -25,18 +26,23 @@ from trainer.contract.plan.spec import SegmentSpec
 def documents_of(segment: Path, step: int) -> list[str]:
     """Sorted keys of the documents in the global batch of a step of a segment.
 
-    Raises: SpecError when the segment has no such step; TrainerError, TokenShardError when a part of it can't be read.
+    Raises: SpecError if the segment has no such step; TrainerError, TokenShardError if a part of it cannot be read.
     """
     spec = SegmentSpec.load(segment)
     if not spec.first_step <= step < spec.last_step:
         raise SpecError(
-            f"{segment}: step {step} is not in this segment, which has steps {spec.first_step} to {spec.last_step - 1}"
+            "trainer.no_step",
+            "{segment}: step {step} is not in this segment, which has the steps {first} to {last}.",
+            segment=str(segment),
+            step=step,
+            first=spec.first_step,
+            last=spec.last_step - 1,
         )
     return documents_at(order_before(segment, spec, step), step)
 
 
 def order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
-    """The segment's data order, where it stood at the newest checkpoint at or before a step."""
+    """The segment's data order at the newest checkpoint at or before a step."""
     state = None
     for path in sorted((segment / "checkpoints").glob("step-[0-9]*"), reverse=True):
         if spec.first_step < int(path.name.removeprefix("step-")) <= step:
@@ -44,7 +50,7 @@ def order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
                 state = sampler_state(path)
                 break
             except CheckpointError:
-                continue  # an older one is as good, and a longer walk
+                continue  # an older one gives the same order, after more steps
     if state is None and spec.initial_checkpoint is not None and not spec.restart_data:
         state = sampler_state(Path(spec.initial_checkpoint))
     recipe = spec.recipe
@@ -63,7 +69,7 @@ def sampler_state(checkpoint: Path) -> dict[str, Any]:
     expected = checkpoints.read_manifest(checkpoint)["files"].get("state.json", {}).get("sha256")
     state = checkpoints.read_state(checkpoint)
     if file_sha256(checkpoint / "state.json") != expected:
-        raise CheckpointError(f"{checkpoint / 'state.json'}: its SHA-256 is not the one in the manifest")
+        raise CheckpointError(checkpoints.other_hash(checkpoint / "state.json"))
     return dict(state["sampler"])
 
 
@@ -76,13 +82,13 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("segment", type=Path, metavar="SEGMENT", help="folder with segment.json and checkpoints/")
-    parser.add_argument("step", type=int, metavar="STEP", help="the step, as in metrics.jsonl")
+    parser.add_argument("step", type=int, metavar="STEP", help="number of the step, as in metrics.jsonl")
     parser.add_argument("--json", action="store_true", help='print {"step": …, "documents": […]} instead')
     asked = parser.parse_args(arguments)
     try:
         found = documents_of(asked.segment, asked.step)
     except TrainerError as error:
-        print(f"trainer.tools.documents: {error}", file=sys.stderr)
+        print(f"trainer.tools.documents: {titled(error)}", file=sys.stderr)
         return error.exit_code
     print(json.dumps({"step": asked.step, "documents": found}) if asked.json else "\n".join(found))
     return 0

@@ -1,23 +1,23 @@
-"""``python -m trainer.tools.packing_report``: what each packing strategy would make of some data, step by step, before training.
+"""``python -m trainer.tools.packing_report``: report what each packing strategy makes of some data, before training.
 
     python -m trainer.tools.packing_report SEGMENT                       the recipe and data plan of SEGMENT/segment.json
     python -m trainer.tools.packing_report RECIPE.yaml SHARD [SHARD …]   a recipe over token shards, or folders of them
 
-The steps are packed as training would pack them, for every strategy that ``batch.packing`` knows, and a table is printed:
+It packs the steps as training would, with every strategy of ``batch.packing``, and prints a table:
 
   used      positions of the batches that hold a token; batches have batch.sequences × model.context positions
   padding   the rest, which the model computes for nothing
-  cut       documents cut though they would fit a row, as a share of the documents that would: they lose context
+  cut       documents that are cut although they would fit a row, as a share of those that would fit: they lose context
   cut tok   positions of such documents, as a share of the positions used
   recut     pieces of longer documents that were cut once more, to fill a row, as a share of all their pieces: a
             document longer than a row is cut every model.context positions in any case
   cross     used positions in rows that hold more than one document: attention is masked between them, and
             model.across_documents lifts the mask
-  largest   the most that one document had of one step's used positions: a high share makes a step's gradient its own
-  spread    standard deviation of the lengths of a step's pieces over their mean: low where a step's rows are alike
+  largest   the largest share of one document in a step's used positions: if it is high, that document dominates the gradient
+  spread    standard deviation of the lengths of a step's pieces over their mean: low if a step's rows are alike
 
-best-fit (the default) pads least of those that cut nothing that fits. Where it pads much, most documents are a little
-longer than half a row and few are longer than one: only cutting fills such rows, or another model.context.
+best-fit (the default) pads least among the strategies that cut no document that fits. If it pads much, most documents are a little longer
+than half a row and few are longer than a row: then only cutting fills the rows, or another model.context.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kernels.contract.message import Message, titled
 from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.packing import STRATEGIES
@@ -64,9 +65,9 @@ class PackingReport:
 
 
 def report_of(packing: str, order: DataOrder, steps: int) -> PackingReport:
-    """What a strategy makes of the next ``steps`` steps, or of those the data holds; ``order`` stays where it is.
+    """The report of a strategy on the next ``steps`` steps, or on fewer if the data ends. ``order`` is not moved.
 
-    Raises: DataPlanError when the data holds none.
+    Raises: DataPlanError if the data is not enough for one step.
     """
     order = order.fork()
     order.batch = order.batch.model_copy(update={"packing": packing})
@@ -108,7 +109,7 @@ def report_of(packing: str, order: DataOrder, steps: int) -> PackingReport:
 
 
 def reports(plan: DataPlan, recipe: Recipe, steps: int) -> list[PackingReport]:
-    """One a strategy, from the plan's first step on. Raises: DataPlanError, TokenShardError."""
+    """One report for each strategy, from the plan's first step on. Raises: DataPlanError, TokenShardError."""
     order = DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=recipe.model.vocab_size)
     return [report_of(packing, order, steps) for packing in STRATEGIES]
 
@@ -132,6 +133,7 @@ def _spread(rows: list[Row]) -> float:
 
 
 def table(found: Iterable[PackingReport]) -> str:
+    """The reports as a table for people."""
     names = ("used", "padding", "cut", "cut tok", "recut", "cross", "largest")
     lines = [f"{'packing':<25}{'steps':>6}{''.join(f'{name:>9}' for name in names)}{'spread':>8}"]
     for r in found:
@@ -143,30 +145,43 @@ def table(found: Iterable[PackingReport]) -> str:
 
 
 def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
-    """Raises: TrainerError, TokenShardError."""
+    """The recipe and plan that the paths name. Raises: TrainerError, TokenShardError."""
     first, *rest = paths
     if first.is_dir() and not rest:
         spec = SegmentSpec.load(first)
         return spec.recipe, spec.data_plan
     if not rest:
-        raise SpecError(f"{first} is not a segment folder; name token shards after a recipe")
+        raise SpecError(
+            "trainer.not_a_segment",
+            "{path} is not a segment's folder. After a recipe, name token shards.",
+            path=str(first),
+        )
     recipe = Recipe.load(first)
     shards = [TokenShard(path) for given in rest for path in token_shards_in(given)]
     plan = DataPlan.make(recipe.mixture, "trunk", [(s.id, str(s.path), 0) for s in shards], recipe.seed)
     held = {name for shard in shards for name in shard.documents["domain"].unique().to_pylist()}
     plan, left_out = plan.of_arrived(held, 0, 1)
     if left_out:
-        print(f"domains left out, because no shard has documents of them: {', '.join(left_out)}", file=sys.stderr)
+        said = Message(
+            "trainer.domains_left_out",
+            "domains left out, because no shard has documents of them: {domains}",
+            domains=left_out,
+        )
+        print(said, file=sys.stderr)
     return recipe, plan
 
 
 def token_shards_in(folder: Path) -> list[Path]:
-    """The folder itself, or the token shards in it. Raises: SpecError when there is none."""
+    """The folder itself, or the token shards in it. Raises: SpecError if it has none."""
     if (folder / "manifest.json").exists():
         return [folder]
     found = sorted(path.parent for path in folder.glob("*/manifest.json"))
     if not found:
-        raise SpecError(f"{folder} is not a token shard and contains none: a token shard has a manifest.json")
+        raise SpecError(
+            "trainer.no_token_shard",
+            "{folder} is not a token shard and contains none. A token shard has a manifest.json.",
+            folder=str(folder),
+        )
     return found
 
 
@@ -186,18 +201,27 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON list of the reports, shares as numbers")
     asked = parser.parse_args(arguments)
     if asked.steps < 1:
-        parser.error("--steps must be at least 1")
+        parser.error(Message("trainer.too_few_steps", "--steps must be at least 1"))
     try:
         recipe, plan = read_inputs(asked.paths)
         found = reports(plan, recipe, asked.steps)
     except TrainerError as error:
-        print(f"trainer.tools.packing_report: {error}", file=sys.stderr)
+        print(f"trainer.tools.packing_report: {titled(error)}", file=sys.stderr)
         return error.exit_code
     if asked.json:
         print(json.dumps([asdict(report) | {"used_share": report.used_share} for report in found], indent=1))
         return 0
     rows, context = recipe.batch.sequences, recipe.model.context
-    print(f"{recipe.name}: batches of {rows} × {context} positions, {len(plan.token_shards)} token shards")
+    print(
+        Message(
+            "trainer.packing",
+            "{recipe}: batches of {rows} × {context} positions, {shards:,|token shard|token shards}",
+            recipe=recipe.name,
+            rows=rows,
+            context=context,
+            shards=len(plan.token_shards),
+        )
+    )
     print(table(found))
     return 0
 

@@ -1,7 +1,7 @@
-"""HTML pages for people: ``base.html.jinja`` with the one stylesheet, ``parts.html.jinja`` with what a page is laid out with.
+"""HTML pages for people: ``base.html.jinja`` with the one stylesheet, ``parts.html.jinja`` with the parts of a page's layout.
 
-Whatever a page shows (documents, samples, patches, source lines, model output) is untrusted text: Jinja escapes every value,
-``shown`` replaces what a browser would obey but not show, and the page's content policy allows no script, image or address.
+The values on a page (documents, samples, patches, source lines, model output) are untrusted text. Jinja escapes every value,
+``shown`` replaces invisible control characters, and the page's content policy allows no script, image or address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from agents.core.untrusted import shown
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-MARGIN, SCALE = 12, 0.85  # pixels around a picture that is a file; its size beside that of the same on a page
+MARGIN, SCALE = (
+    12,
+    0.85,
+)  # margin in pixels of a picture that is a file; its scale relative to the same picture on a page
 
 
 def render(template: Path, **values: object) -> str:
@@ -28,7 +31,7 @@ def render(template: Path, **values: object) -> str:
 
 @functools.cache
 def _environment(folder: Path) -> Environment:
-    """The templates of a folder. It is kept, with those that it has compiled."""
+    """The templates of a folder, cached with the compiled ones."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -45,10 +48,10 @@ def _environment(folder: Path) -> Environment:
 
 
 def picture(svg: str) -> str:
-    """A drawing of a page as a file of its own, with the pages' colours and a margin."""
+    """A page's drawing as an SVG file of its own, with the pages' colours and a margin."""
     style = (Path(__file__).parent / "palette.css.jinja").read_text(encoding="utf-8")
     found = re.match(r'<svg viewBox="0 0 (\d+) (\d+)"', svg)
-    assert found, "drawn here"
+    assert found, "an SVG that agents or the factory drew"
     width, height = int(found[1]) + 2 * MARGIN, int(found[2]) + 2 * MARGIN
     start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN} {-MARGIN} {width} {height}" width="{width * SCALE:.0f}"'
     own = f"<style>{style}svg{{font:12px system-ui,sans-serif;background:var(--paper)}}</style>"

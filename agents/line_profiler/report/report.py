@@ -8,12 +8,18 @@ from rich.text import Text
 
 from agents.line_profiler.report.words import shortened, summary
 from agents.line_profiler.table import Profile
+from kernels.contract.message import Message
 
 
 def table(profile: Profile, top: int = 20) -> RenderableType:
     """The slowest ``top`` lines, the ops, and how well the table agrees with the clock."""
     lines = Table(
-        title=f"the training step, line by line (slowest {min(top, len(profile.lines))} of {len(profile.lines)})",
+        title=Message(
+            "line_profiler.lines",
+            "the training step, line by line (slowest {shown} of {lines})",
+            shown=min(top, len(profile.lines)),
+            lines=len(profile.lines),
+        ),
         title_justify="left",
     )
     lines.add_column("line", no_wrap=True, overflow="ellipsis", max_width=34)
@@ -55,7 +61,8 @@ def table(profile: Profile, top: int = 20) -> RenderableType:
 
 def candidates(profile: Profile, top: int = 5) -> RenderableType:
     """The ``top`` fusion and stream candidates."""
-    found = Table(title="what could be fused, what could overlap (upper bounds)", title_justify="left")
+    title = Message("line_profiler.candidates", "lines that could be fused, branches that could overlap (upper bounds)")
+    found = Table(title=title, title_justify="left")
     found.add_column("what")
     found.add_column("lines", max_width=90)
     found.add_column("gain ms", justify="right", no_wrap=True)

@@ -1,34 +1,67 @@
-"""A profile's summary, in words."""
+"""A profile's summary as text."""
 
 from __future__ import annotations
 
 from agents.line_profiler.table import Profile
+from kernels.contract.message import Message
 
 
 def shortened(lines: tuple[str, ...], most: int = 4) -> str:
-    """The first of them, and how many more there are."""
+    """The first ``most`` lines, and the number of the others."""
     return " → ".join(lines[:most]) + (f" → … {len(lines) - most} more" if len(lines) > most else "")
 
 
 def summary(profile: Profile) -> str:
-    """Step times, coverage and what was checked, in words."""
+    """Step times, coverage and cross-checks, as text."""
     difference = profile.eager_step_s - profile.covered_s
     check = profile.cross_check
-    text = (
-        f"The eager step takes {profile.eager_step_s * 1e3:.0f} ms without a profiler, the lines cover "
-        f"{profile.covered_s * 1e3:.0f} ms ({profile.coverage:.0%}), difference {difference * 1e3:+.0f} ms. "
-        f"The stopwatch added {profile.overhead_s * 1e3:.0f} ms to a step, measured separately and subtracted from the table. "
-        f"torch.profiler sees {check.torch_s * 1e3:.0f} ms in operations on the same batch, the lines "
-        f"{check.lines_s * 1e3:.0f} ms ({check.ratio:.0%}), difference {(check.lines_s - check.torch_s) * 1e3:+.0f} ms."
-    )
+    parts = [
+        Message(
+            "line_profiler.coverage",
+            "The eager step takes {step_ms:.0f} ms without a profiler, the lines cover {covered_ms:.0f} ms ({coverage:.0%}), "
+            "difference {difference_ms:+.0f} ms.",
+            step_ms=profile.eager_step_s * 1e3,
+            covered_ms=profile.covered_s * 1e3,
+            coverage=profile.coverage,
+            difference_ms=difference * 1e3,
+        ),
+        Message(
+            "line_profiler.overhead",
+            "The stopwatch added {added_ms:.0f} ms to a step, which was measured separately and subtracted from the table.",
+            added_ms=profile.overhead_s * 1e3,
+        ),
+        Message(
+            "line_profiler.cross_check",
+            "torch.profiler sees {torch_ms:.0f} ms in operations on the same batch, the lines {lines_ms:.0f} ms ({ratio:.0%}), "
+            "difference {difference_ms:+.0f} ms.",
+            torch_ms=check.torch_s * 1e3,
+            lines_ms=check.lines_s * 1e3,
+            ratio=check.ratio,
+            difference_ms=(check.lines_s - check.torch_s) * 1e3,
+        ),
+    ]
     if (alone := profile.isolation) is not None:
-        text += (
-            f" Alone: {alone.signatures} distinct operations, each measured once; {alone.full} with {alone.warmup} warm-ups and "
-            f"{alone.iterations} calls, the others with fewer to end within {alone.budget_s:.0f} s"
+        parts.append(
+            Message(
+                "line_profiler.alone",
+                "Alone: {operations} distinct operations, each measured once; {full} with {warmup} warm-ups and {calls} calls, the others "
+                "with fewer to end within {budget:.0f} s; {failed} could not be called alone.",
+                operations=alone.signatures,
+                full=alone.full,
+                warmup=alone.warmup,
+                calls=alone.iterations,
+                budget=alone.budget_s,
+                failed=len(alone.not_measured),
+            )
         )
-        text += f"; {len(alone.not_measured)} could not be called alone." if alone.not_measured else "."
     if profile.recipe["compile"]:
-        text += " The recipe compiles its blocks, which hides their lines: the table shows the eager step."
+        parts.append(
+            Message(
+                "line_profiler.compiled",
+                "The recipe compiles its blocks, which hides their lines: the table shows the eager step.",
+            )
+        )
         if profile.recipe_step_s is not None:
-            text += f" Compiled, the step takes {profile.recipe_step_s * 1e3:.0f} ms."
-    return text
+            ms = profile.recipe_step_s * 1e3
+            parts.append(Message("line_profiler.compiled_step", "Compiled, the step takes {ms:.0f} ms.", ms=ms))
+    return " ".join(parts)

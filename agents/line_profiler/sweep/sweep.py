@@ -1,7 +1,7 @@
 """``python -m agents.line_profiler.sweep.sweep --out DIR``: batch × sequence × model shapes, one layer of each, line by line.
 
-Every different operation is measured once, on whichever worker is free; what does not fit in memory or time is estimated by
-its roofline, and every line says which. Writes DIR/sweep.json (``Sweep``).
+Every distinct operation is measured once, on any free worker. An operation that does not fit in memory or time is estimated by its roofline;
+every line says which. Writes DIR/sweep.json (``Sweep``).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from agents.line_profiler.sweep.work_queue import (
 )
 from agents.line_profiler.table import line_name
 from kernels.contract.choice import names_in
+from kernels.contract.message import Message, titled
 from kernels.contract.registry import KernelError, load_choice
 from trainer.contract import stopping
 from trainer.contract.plan.rates import matmul_rate, memory_rate
@@ -71,6 +72,8 @@ class SweptLine:
 
 @dataclass(frozen=True)
 class SweptSlice:
+    """One layer of a model at one batch size and sequence length."""
+
     model: str
     batch: int
     sequence: int
@@ -81,7 +84,7 @@ class SweptSlice:
 
 @dataclass(frozen=True)
 class SweptItem:
-    """One distinct operation: its measurement, or why there is none."""
+    """One distinct operation: its measurement, or the reason why there is none."""
 
     what: str
     seconds: float  # median of one call; the roofline's where there is a ``why_not``
@@ -95,7 +98,7 @@ class SweptItem:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What ``sweep.json`` holds."""
+    """The contents of ``sweep.json``."""
 
     format: int
     device: str
@@ -124,7 +127,7 @@ def sweep(
     attention: str,
     report: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Measure all slices. ``start`` starts the ``workers`` workers; it is called when there is anything to measure.
+    """Measure all slices. ``start`` starts the ``workers`` workers. It is called only if an operation has to be measured.
 
     Raises: SweepError.
     """
@@ -133,7 +136,15 @@ def sweep(
     items = fit(collect(slices, roof), limits, workers)
     wanted = [item for item in items if not item.fits]
     report(
-        f"{len(slices)} slices, {len(items)} distinct operations, {len(wanted)} of them to be measured by {workers} workers"
+        Message(
+            "line_profiler.sweep",
+            "{slices:,|slice|slices}, {operations:,|distinct operation|distinct operations}; {workers:,|worker measures|workers measure} "
+            "{measured} of them",
+            slices=len(slices),
+            operations=len(items),
+            workers=workers,
+            measured=len(wanted),
+        )
     )
     build_attention(attention, device)
     began = time.perf_counter()
@@ -168,7 +179,8 @@ def _swept(item: Item, result: tuple[Isolated, float] | Lost | None) -> SweptIte
     if result is None:
         return missing(item.fits, 0.0)
     if isinstance(result, Lost):
-        return missing(result.error or f"its worker died {result.tries} times", 0.0)
+        died = Message("line_profiler.worker_died", "its worker died {tries:,|time|times}", tries=result.tries)
+        return missing(result.error or died, 0.0)
     one, took = result
     if one.why_not:
         return missing(one.why_not, took)
@@ -205,12 +217,22 @@ def _line(name: str, text: str, parts: Iterable[tuple[SweptItem, float, float]])
 
 def text(found: Sweep, top: int = 3) -> str:
     """A table for people: one row for each slice, with its slowest lines."""
-    lines = [
-        f"one layer, forward and backward, on {found.device}; {sum(not i.why_not for i in found.items)} of "
-        f"{len(found.items)} distinct operations measured by {found.workers} workers in {found.seconds:.0f} s "
-        f"({found.busy:.0%} busy), the others estimated by the roofline",
-        f"{'model':<6}{'batch':>6}{'sequence':>10}{'ms':>12}{'measured':>10}  slowest lines (share; m measured, r roofline, b both)",
-    ]
+    head = Message(
+        "line_profiler.swept",
+        "one layer, forward and backward, on {device}; {workers:,|worker|workers} measured {measured} of {operations} distinct operations "
+        "in {seconds:.0f} s ({busy:.0%} busy); the others are estimated by the roofline",
+        device=found.device,
+        workers=found.workers,
+        measured=sum(not item.why_not for item in found.items),
+        operations=len(found.items),
+        seconds=found.seconds,
+        busy=found.busy,
+    )
+    columns = f"{'model':<6}{'batch':>6}{'sequence':>10}{'ms':>12}{'measured':>10}"
+    legend = Message(
+        "line_profiler.columns", "{columns}  slowest lines (share; m measured, r roofline, b both)", columns=columns
+    )
+    lines: list[str] = [head, legend]
     for one in found.slices:
         dear = ", ".join(f"{line.name} {line.seconds / one.seconds:.0%}{line.how[0]}" for line in one.lines[:top])
         lines.append(
@@ -232,11 +254,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--sequences", default="1024,4096")
-    parser.add_argument("--workers", type=int, default=1, help="processes of this machine, or Ray actors")
-    parser.add_argument("--ray", help="'auto' or a Ray cluster's address: workers are its actors")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds that each worker measures, at most")
-    parser.add_argument("--item-seconds", type=float, default=2.0, help="the most for one operation")
-    parser.add_argument("--memory-gb", type=float, help="of one worker; default: half of what is free, shared")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes on this machine, or of Ray actors")
+    parser.add_argument("--ray", help="'auto' or a Ray cluster's address: the workers are actors of that cluster")
+    parser.add_argument("--budget", type=float, default=300.0, help="the most seconds that each worker measures")
+    parser.add_argument("--item-seconds", type=float, default=2.0, help="the most seconds for one operation")
+    parser.add_argument(
+        "--memory-gb",
+        type=float,
+        help="memory of one worker; default: half of the free memory, divided among the workers",
+    )
     parser.add_argument("--kernels", type=Path, default=ROOT / "policies" / "kernels.yaml")
     parser.add_argument("--json", action="store_true", help="print sweep.json instead of the table")
     chosen = parser.parse_args(arguments)
@@ -256,21 +282,31 @@ def main(arguments: list[str] | None = None) -> int:
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     except (SweepError, KernelError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(titled(error), file=sys.stderr)
         return 2
     print(json.dumps(asdict(found), indent=1) if chosen.json else text(found))
     return 0
 
 
 def parse_slices(models: str, batches: str, sequences: str) -> list[Slice]:
-    """From comma-separated lists. Raises: SweepError that names what is wrong and what there is."""
+    """The slices of comma-separated lists. Raises: SweepError that names the wrong part and the allowed values."""
     for model in models.split(","):
         if model not in SHAPES:
-            raise SweepError(f"--models: no shape {model!r}; there are: {', '.join(SHAPES)}")
+            raise SweepError(
+                "line_profiler.no_shape",
+                "--models: there is no shape {shape!r}. The shapes are: {known}.",
+                shape=model,
+                known=list(SHAPES),
+            )
     numbers = {}
     for option, given in (("--batches", batches), ("--sequences", sequences)):
         if not all(part.strip().isdigit() and int(part) > 0 for part in given.split(",")):
-            raise SweepError(f"{option}: expected numbers above zero with commas between, not {given!r}")
+            raise SweepError(
+                "line_profiler.not_numbers",
+                "{option}: expected numbers above zero with commas between, not {value!r}.",
+                option=option,
+                value=given,
+            )
         numbers[option] = [int(part) for part in given.split(",")]
     return [Slice(*one) for one in product(models.split(","), numbers["--batches"], numbers["--sequences"])]
 

@@ -1,4 +1,4 @@
-"""What a sweep measures: each distinct operation of all slices once, where it fits in memory and time."""
+"""The items of a sweep: each distinct operation of all slices once, if it fits in memory and time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from agents.line_profiler.isolation import Isolated, clock_of, measure, repeated
 from agents.line_profiler.lines import Roof
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
 from kernels.contract.host_memory import keep_freed_memory
+from kernels.contract.message import Message
 from kernels.contract.op import Case
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS, check
@@ -33,7 +34,7 @@ class Item:
     bytes: float  # of memory that it needs
     roof_s: float  # by the roofline
     estimated_s: float  # of measuring it
-    fits: str = ""  # why it is not measured; empty: it is
+    fits: str = ""  # the reason why it is not measured; empty: it is measured
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def attention_key(of: Slice) -> object:
 
 
 def fit(items: Sequence[Item], limits: SweepLimits, workers: int) -> list[Item]:
-    """The same items with their estimates and, where they do not fit, the reason. The shortest are measured first."""
+    """The items with their estimates; those that do not fit, with the reason. The shortest are measured first."""
     sized = [_sized(item, limits) for item in items]
     spent = 0.0
     done: dict[int, Item] = {}
@@ -81,7 +82,10 @@ def fit(items: Sequence[Item], limits: SweepLimits, workers: int) -> list[Item]:
         if not item.fits:
             spent += item.estimated_s
             if spent > limits.total_s * workers:
-                item = replace(item, fits=f"no time left of {limits.total_s:.0f} s")
+                item = replace(
+                    item,
+                    fits=Message("line_profiler.no_time", "no time left of {seconds:.0f} s", seconds=limits.total_s),
+                )
         done[number] = item
     return [done[number] for number in range(len(sized))]
 
@@ -89,11 +93,18 @@ def fit(items: Sequence[Item], limits: SweepLimits, workers: int) -> list[Item]:
 def _sized(item: Item, limits: SweepLimits) -> Item:
     making = item.bytes / FILL_BYTES_PER_S
     least = making + LEAST_CALLS * SLOWER * item.roof_s
-    why = ""
+    why: str = ""
     if item.bytes > limits.memory_bytes:
-        why = f"needs {item.bytes / 1e9:.1f} GB of {limits.memory_bytes / 1e9:.1f}"
+        why = Message(
+            "line_profiler.needs_memory",
+            "needs {needs:.1f} GB of {limit:.1f}",
+            needs=item.bytes / 1e9,
+            limit=limits.memory_bytes / 1e9,
+        )
     elif least > limits.item_s:
-        why = f"needs about {least:.1f} s of {limits.item_s:.1f}"
+        why = Message(
+            "line_profiler.needs_time", "needs about {needs:.1f} s of {limit:.1f}", needs=least, limit=limits.item_s
+        )
     return replace(item, estimated_s=least + min(limits.item_s, 110 * SLOWER * item.roof_s), fits=why)
 
 

@@ -1,6 +1,6 @@
 """A work queue over several workers: processes of this machine, or Ray actors of many.
 
-The longest items (by estimate) are started first, so that no long one is left for the end. A worker that dies is replaced,
+The longest items (by estimate) are started first, so that no long item is left for the end. A worker that dies is replaced,
 and its item is measured again.
 """
 
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-MOST_TRIES = 3  # an item that has killed so many workers is given up
+from kernels.contract.message import CodedError
+
+MOST_TRIES = 3  # an item that killed so many workers is not tried again
 
 
-class SweepError(Exception):
-    """A sweep cannot run with these options on this machine; the text says what to do."""
+class SweepError(CodedError):
+    """A sweep cannot run with these options on this machine; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Workers(Protocol):
 
 
 class WorkerLost(Exception):
-    pass
+    """The worker died while it measured an item."""
 
 
 def longest_first(costs: Sequence[float]) -> list[int]:
@@ -111,7 +113,7 @@ class Processes:
             raise WorkerLost from None
 
     def stop(self) -> None:
-        """Also in the midst of an item, which may never end."""
+        """Stop all workers at once, also in the middle of an item, which may never end."""
         self.stopped = True
         for pool in self.pools:
             for process in list((pool._processes or {}).values()):  # ``kill_workers`` from Python 3.14 on
@@ -120,13 +122,16 @@ class Processes:
 
 
 def require_ray() -> None:
-    """Raises: SweepError where Ray is not installed."""
+    """Raises: SweepError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise SweepError("--ray: Ray is not installed here: pip install ray, or use --workers for local processes")
+        raise SweepError(
+            "line_profiler.no_ray",
+            "--ray: Ray is not installed. Install it with 'pip install ray', or use --workers for local processes.",
+        )
 
 
 class RayActors:
-    """``count`` actors of a Ray cluster, one GPU each where it has any. Ray is imported only here.
+    """``count`` actors of a Ray cluster, with one GPU each if the cluster has GPUs. Only this class imports Ray.
 
     Raises: SweepError when Ray is missing or the cluster cannot be reached.
     """
@@ -139,7 +144,12 @@ class RayActors:
         try:
             ray.init(address=None if address == "local" else address, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise SweepError(f"--ray {address}: {str(error).splitlines()[0]}") from None
+            raise SweepError(
+                "line_profiler.no_cluster",
+                "--ray {address}: {problem}",
+                address=address,
+                problem=str(error).splitlines()[0],
+            ) from None
         gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
         self.kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(_Actor)
         self.actors: list[Any] = [self.kind.remote(function) for _ in range(count)]

@@ -68,7 +68,7 @@ def test_a_public_models_config_is_planned_and_the_missing_expert_parallelism_is
     ours, others = (json.loads(said_here(*asked, *more, "--json")) for more in ([], ["--expert-parallel", "16"]))
     assert ours["effort"]["bound"] == "network" and ours["effort"]["days"] > 1.5 * others["effort"]["days"]
     said = said_here(*asked)
-    assert "the network bounds this plan" in said and f"would take {others['effort']['days']:,.1f} days" in said
+    assert "The network bounds this plan." in said and f"would take {others['effort']['days']:,.1f} days" in said
     refused = factory(*asked, "--expert-parallel", "5")
     assert (
         refused.returncode == 2
@@ -118,7 +118,7 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
             ["--params", "8B", "--tokens", "300B", "--gpu", "h1000"],
             "--gpu: no 'h1000' in the table; did you mean 'h100'?",
         ),
-        (["--params", "70B", "--tokens", "2T", "--gpus", "8"], "--gpus 8: nothing fits"),
+        (["--params", "70B", "--tokens", "2T", "--gpus", "8"], "--gpus 8: Nothing fits"),
         (["--recipe", "dmeo", "--tokens", "1B"], "--recipe: no recipe 'dmeo'; did you mean 'demo'?"),
         (["--recipe", "demo", "--tokens", "1B", "--gpus", "3"], "--recipe: batch.sequences (16)"),
         (["--recipe", "demo", "--tokens", "1B", "--vocab", "9"], "--vocab: the recipe already has it"),

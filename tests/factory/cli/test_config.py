@@ -137,7 +137,7 @@ def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None
         (("data", "held_out", "{"), "held_out: "),
         (("data", "held_out", "{}"), "an empty mapping sets nothing"),
         (("data", "", "1"), "no key"),
-        (("recipe", "seed", "010"), "010 is another number in YAML 1.1 than in 1.2: write 10"),
+        (("recipe", "seed", "010"), "read 010 as different numbers"),
         (("data", "domains.code.pii", "[email]"), "a list is not set here: change it in the file"),
         (("date", "held_out.share", "0.1"), "no policy 'date'; did you mean 'data'?"),
     ],

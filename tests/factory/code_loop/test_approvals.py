@@ -19,6 +19,7 @@ from factory.show.mlflow.answering import follow_proposals
 from factory.show.mlflow.runs import Tracking
 from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 from tests.support.git import git
+from tests.support.messages import refused
 
 
 @pytest.fixture
@@ -37,24 +38,28 @@ def test_an_approved_patch_is_live_and_can_be_taken_back(plant: PatchPlant) -> N
     assert "Revert proposal 1: Fuse" in message and "slower at night" in message and row["commit"] in message
     assert plant.row()["state"] == "reverted" and plant.words() == [("approved", "ada"), ("reverted", "bob")]
     for again in (plant.approve, lambda: approvals.revert(plant, 1, "bob")):
-        with pytest.raises(InputError, match="reverted"):
+        with pytest.raises(InputError) as refusal:
             again()
+        assert (
+            refusal.value.code in ("code_loop.nothing_to_decide", "code_loop.not_approved")
+            and refusal.value.data["state"] == "reverted"
+        )
 
 
 @pytest.mark.parametrize("outcome", ["hold", "reject"])
-def test_only_what_the_gate_promotes_can_be_approved_and_anything_rejected(plant: PatchPlant, outcome: str) -> None:
+def test_only_promoted_proposals_can_be_approved_and_all_can_be_rejected(plant: PatchPlant, outcome: str) -> None:
     plant.judged(outcome=outcome)
-    with pytest.raises(InputError, match=f"verdict on proposal 1 is {outcome.upper()}: so it measured"):
+    with refused("code_loop.not_promoted", InputError, proposal=1, outcome=outcome.upper(), why="so it measured"):
         plant.approve()
     approvals.reject(plant.ledger, 1, "ada", "no")
     assert plant.row()["state"] == "rejected" and plant.head() == plant.base
-    with pytest.raises(InputError, match="rejected"):
+    with refused("code_loop.nothing_to_decide", InputError, state="rejected"):
         plant.approve()
     with pytest.raises(InputError, match="there are: 1"):
         plant.approve(7)
 
 
-def test_an_approval_is_of_what_was_judged(plant: PatchPlant) -> None:
+def test_only_the_judged_patch_can_be_approved(plant: PatchPlant) -> None:
     """Replayed after the branch was changed, moved to another patch, or lost."""
     row = plant.judged()
     plant.judged(2)
@@ -62,14 +67,14 @@ def test_an_approval_is_of_what_was_judged(plant: PatchPlant) -> None:
     same_tree = git(plant.target, "commit-tree", f"{row['commit']}^{{tree}}", "-p", other, "-m", "a second parent")
     for commit in (other, same_tree):
         git(plant.target, "update-ref", f"refs/heads/{row['branch']}", commit)
-        with pytest.raises(InputError, match="does not hold the patch that was judged"):
+        with refused("code_loop.other_patch", InputError):
             plant.approve()
     git(plant.target, "update-ref", "-d", f"refs/heads/{row['branch']}")
-    with pytest.raises(InputError, match="is gone"):
+    with refused("code_loop.no_branch", InputError):
         plant.approve()
     with plant.ledger.begin() as tx:  # another verdict's patch
         tx.execute(verdicts.update().where(verdicts.c.id == plant.row(2)["verdict"]).values(subject_sha256="0" * 64))
-    with pytest.raises(InputError, match="does not hold"):
+    with refused("code_loop.other_patch", InputError):
         plant.approve(2)
     assert plant.head() == plant.base and plant.files() == FILES and plant.words() == []
 
@@ -148,7 +153,7 @@ def test_when_the_code_moved_on_the_gate_runs_again(
         assert git(plant.target, "rev-parse", "HEAD~1") == live
 
 
-def test_what_changed_again_since_is_not_overwritten(plant: PatchPlant) -> None:
+def test_files_that_changed_again_are_not_overwritten(plant: PatchPlant) -> None:
     plant.judged()
     plant.judged(2)
     plant.approve()
@@ -156,8 +161,9 @@ def test_what_changed_again_since_is_not_overwritten(plant: PatchPlant) -> None:
     git(plant.target, "commit", "-q", "-a", "-m", "mine")
     with pytest.raises(RepositoryError, match="kernels/ops.py changed again since"):
         approvals.revert(plant, 1, "ada")
-    with pytest.raises(InputError, match="kernels/fused.py, kernels/ops.py changed since proposal 2 was judged"):
+    with refused("code_loop.files_changed", InputError, proposal=2) as changed:
         plant.approve(2)
+    assert list(changed.value.data["files"]) == ["kernels/fused.py", "kernels/ops.py"]
     assert plant.row()["state"] == "approved" and (plant.target / "kernels/ops.py").read_text() == "x = 3\n"
 
 
@@ -202,7 +208,7 @@ def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_p
     assert follow_proposals(other) == 1 and other.words() == [("approved", "mlflow")]
 
 
-def test_a_run_that_mlflow_lost_is_shown_anew_and_stops_nothing(plant: PatchPlant) -> None:
+def test_a_run_that_mlflow_lost_is_sent_again_and_stops_nothing(plant: PatchPlant) -> None:
     plant.judged()
     tracking = Tracking.open(plant)
     lost = tracking.proposal_run(1)
@@ -232,7 +238,7 @@ def test_choices_for_other_ops_are_merged_one_after_the_other(
     plant.approve(2)  # judged again on what is live, as number 5, and merged
     assert judged[0][0] == 5 and plant.row(2)["state"] == "superseded" and plant.row(5)["state"] == "approved"
     assert yaml.safe_load((plant.target / path).read_text()) == {"cpu": {"attention": "native", "swiglu": "native"}}
-    with pytest.raises(InputError, match="in its choice of attention: propose it again"):
+    with refused("code_loop.choice_changed", InputError, op="attention"):
         plant.approve(3)
-    with pytest.raises(InputError, match="more there than choices"):
+    with refused("code_loop.more_than_choices", InputError):
         plant.approve(4)

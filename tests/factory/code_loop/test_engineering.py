@@ -32,10 +32,12 @@ from factory.git.repository import RepositoryError
 from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.sandbox.sandbox import Result
+from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, fewer_steps, make
 from tests.support.factory.command import Running
 from tests.support.factory.engineer import profile, recorded
 from tests.support.git import git
+from tests.support.messages import codes, refused
 from tests.support.patience import PATIENCE_S
 from tests.support.replay_server import RecordedSession, ReplayServer
 
@@ -94,50 +96,64 @@ def state_of(made: Made, run: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code"),
     [
-        (AgentOptions(), "no endpoint: give --endpoint"),
-        (AgentOptions("llm.invalid"), "expected a base URL"),
-        (AgentOptions("files:/proc/nowhere"), "files:/proc/nowhere"),
+        (AgentOptions(), "code_loop.no_endpoint"),
+        (AgentOptions("llm.invalid"), "llm.wrong_url"),
+        (AgentOptions("files:/proc/nowhere"), "llm.no_folder"),
     ],
 )
 def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
-    made: Made, options: AgentOptions, words: str
+    made: Made, options: AgentOptions, code: str
 ) -> None:
     policy(made, model="")
     before = len(made.ledger.rows(sa.select(profiles)))
     with pytest.raises(InputError) as caught:
         proposed(made, options)
-    assert words in str(caught.value) and len(made.ledger.rows(sa.select(profiles))) == before
+    assert caught.value.code == code and len(made.ledger.rows(sa.select(profiles))) == before
 
 
 @pytest.mark.parametrize(
-    ("session", "asked", "llm", "error", "words", "state"),
+    ("session", "asked", "llm", "error", "code", "state"),
     [
-        ({"key": "sk-right", "turns": []}, "swiglu", {}, ModelError, "set OPENAI_API_KEY", "running"),
-        ({"turns": [{"status": 503}]}, "swiglu", {}, ModelError, "the same command continues it", "running"),
+        ({"key": "sk-right", "turns": []}, "swiglu", {}, ModelError, "llm.key_refused", "running"),
+        ({"turns": [{"status": 503}]}, "swiglu", {}, ModelError, "llm.no_reply", "running"),
         (
             {"turns": []},
             "swiglu",
             {"per_proposal": {"tokens": 5000, "usd": 1}},
             ModelError,
-            "budget of this proposal",
+            "code_loop.budget_exhausted",
             "nothing",
         ),
-        ({"turns": []}, "swiglu", {"per_day": {"tokens": 5000, "usd": 1}}, ModelError, "budget of today", "running"),
-        ({"turns": []}, "swiglo", {}, InputError, "did you mean 'swiglu'", "abandoned"),
-        ({"turns": []}, "trainer/contract/data/packing.py:9", {}, InputError, "may not patch", "abandoned"),
+        (
+            {"turns": []},
+            "swiglu",
+            {"per_day": {"tokens": 5000, "usd": 1}},
+            ModelError,
+            "code_loop.budget_exhausted",
+            "running",
+        ),
+        ({"turns": []}, "swiglo", {}, InputError, "kernel_engineer.unknown_target", "abandoned"),
+        (
+            {"turns": []},
+            "trainer/contract/data/packing.py:9",
+            {},
+            InputError,
+            "kernel_engineer.not_patchable",
+            "abandoned",
+        ),
     ],
     ids=["wrong key", "failing", "proposal's budget", "day's budget", "no target", "the judge's"],
 )
-def test_what_goes_wrong_with_the_model_is_one_clear_error(
+def test_each_failure_of_the_model_is_one_clear_error(
     made: Made,
     monkeypatch: pytest.MonkeyPatch,
     session: dict[str, Any],
     asked: str,
     llm: dict[str, Any],
     error: type[FactoryError],
-    words: str,
+    code: str,
     state: str,
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
@@ -145,7 +161,10 @@ def test_what_goes_wrong_with_the_model_is_one_clear_error(
     run = begun(made, asked)
     with ReplayServer(RecordedSession.model_validate(session)) as server, pytest.raises(error) as caught:
         proposed(made, AgentOptions(server.url, target=asked))
-    assert words in str(caught.value) and "sk-wrong" not in str(caught.value)
+    causes = [caught.value.message]
+    while isinstance(problem := causes[-1].data.get("problem"), Message):
+        causes.append(problem)
+    assert code in codes(causes) and "sk-wrong" not in str(caught.value)
     assert state_of(made, run) == state
 
 
@@ -155,7 +174,7 @@ def test_a_dirty_checkout_and_a_detached_head_are_refused(made: Made) -> None:
     text = file.read_text()
     try:
         file.write_text(text + "# mine\n")
-        with pytest.raises(RepositoryError, match=r"not committed: kernels/swiglu/__init__.py; commit or stash"):
+        with pytest.raises(RepositoryError, match=r"kernels/swiglu/__init__.py"):
             proposed(made, options)
         file.write_text(text)
         git(made.target, "checkout", "-q", "--detach")
@@ -167,7 +186,7 @@ def test_a_dirty_checkout_and_a_detached_head_are_refused(made: Made) -> None:
 
 
 def test_the_search_proposer_takes_no_endpoint_and_no_target(made: Made) -> None:
-    with pytest.raises(InputError, match="'search' takes no --endpoint"):
+    with refused("code_loop.search_options", InputError):
         proposing.propose(Plant(made.workspace, made.ledger), agent="search", options=AgentOptions(target="swiglu"))
 
 
@@ -208,7 +227,7 @@ def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> 
     worker.join(PATIENCE_S)
     assert found == [[]] and [state_of(made, run) for run in runs] == ["nothing", "nothing"]
     assert all(any(f"{AGENT}-{run}-001" in path.name for path in requests) for run in runs)
-    with pytest.raises(InputError, match="chooses its own target"):
+    with refused("code_loop.count_and_target", InputError):
         proposed(made, AgentOptions(f"files:{tmp_path}", "m", target="swiglu"), count=2)
 
 
@@ -264,7 +283,7 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_pat
 
 def test_the_last_line_of_untrusted_code_cannot_control_a_terminal() -> None:
     why = Result(1, "", "Traceback\nOops: \x1b]0;owned\x07\x1b[2Jfine", 1.0, None, 0, 0).why()
-    assert why == "ended with code 1: Oops: �]0;owned��[2Jfine"
+    assert why.endswith("Oops: �]0;owned��[2Jfine")
     screen = io.StringIO()
     Terminal(Console(file=screen)).line("a\x1b[31mb")
     assert screen.getvalue() == "a�[31mb\n"
@@ -280,7 +299,7 @@ def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
     try:
         with (
             ReplayServer(RecordedSession(turns=[])) as server,
-            pytest.raises(ModelError, match="agents.db: file is not a database; delete"),
+            refused("loop.damaged_checkpoints", ModelError, file=str(saved)),
         ):
             proposed(made, AgentOptions(server.url, target="swiglu"))
     finally:
@@ -294,7 +313,7 @@ def test_checkpoints_follow_the_ledger(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert checkpoints_at(there) == "postgresql://me:secret@host/db"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'llm-factory\[postgres\]'") as caught:
+    with refused("code_loop.no_driver", InputError) as caught:
         checkpoints_at(there)
     assert "secret" not in str(caught.value)
 
@@ -313,7 +332,7 @@ def waited(folder: Path, pattern: str, process: Running) -> Path:
 
 
 @pytest.mark.slow("the command twice, killed once, and a check of what was proposed")
-def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(made: Made, tmp_path: Path) -> None:
+def test_a_killed_run_continues_with_the_same_request_and_a_person_as_model(made: Made, tmp_path: Path) -> None:
     policy(made, rounds=1)
     run, words = begun(made, "swiglu"), ("--endpoint", f"files:{tmp_path}", "--target", "swiglu")
     process = command(made, *words)
@@ -331,7 +350,7 @@ def test_a_killed_run_goes_on_with_the_same_request_and_a_person_is_the_model(ma
     process = command(made, *words)
     code, said = process.wait(PATIENCE_S), process.log.read_text()
     assert code == 0, said
-    assert f"run {run} continues" in said and "nothing proposed: none of 1 proposals" in said
+    assert f"run {run} continues" in said and "  nothing proposed: " in said
     assert state_of(made, run) == "nothing"
     rows = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run).order_by(exchanges.c.id))
     assert [row["state"] for row in rows] == ["done", "reserved", "done"]  # what the killed one had set aside stays so
@@ -365,5 +384,5 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
     assert len(told) == 2 and all("by-hand is " in text and "as fast as reference alone" in text for text in told)
     traced = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run))
     assert [bool(row["trace"]) for row in traced] == [True] * 3 and sum(row["tokens"] for row in traced) == 19_200
-    assert "LLM         3 exchanges, 19,200 tokens, 0.0000 USD" in said
+    assert " 19,200 tokens" in said
     assert f"proposal {row['number']} by {AGENT}" in said and Path(row["report"]).is_file()

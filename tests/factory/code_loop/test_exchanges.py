@@ -24,6 +24,7 @@ from factory.ledger.plant import Plant
 from factory.machine_check import _ledger
 from factory.show.catching_up import catch_up
 from factory.show.mlflow.runs import EXCHANGES, Tracking
+from tests.support.messages import refused
 from tests.support.replay_server import RecordedSession, ReplayServer
 
 POLICY = LlmPolicy(
@@ -39,10 +40,10 @@ def books(workspace: Workspace, ledger: Ledger, run: int = 1, **changes: Any) ->
 def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace, ledger: Ledger) -> None:
     books(workspace, ledger).reserve("a", 600, 0.0)
     again = Ledger.open(workspace.ledger_url)  # another process: nothing is held in memory
-    with pytest.raises(BudgetError, match=r"budget of this proposal is exhausted: 600 of 1,000 tokens .* 401"):
+    with refused("code_loop.budget_exhausted", BudgetError, used=600, limit=1000, unit="tokens", more=401):
         books(workspace, again).reserve("b", 401, 0.0)
     books(workspace, again).reserve("b", 400, 0.0)
-    with pytest.raises(BudgetError, match="USD"):
+    with refused("code_loop.budget_exhausted", BudgetError, unit="USD"):
         books(workspace, again, run=2).reserve("c", 1, 1.01)
     assert len(ledger.rows(sa.select(exchanges))) == 2  # what was refused left nothing
 
@@ -57,7 +58,7 @@ def test_a_ledger_older_than_the_books_gets_them(workspace: Workspace, ledger: L
 def test_a_day_has_a_budget_of_its_own_and_ends(workspace: Workspace, ledger: Ledger) -> None:
     for run in (1, 2):
         books(workspace, ledger, run).reserve("a", 1000, 0.0)
-    with pytest.raises(BudgetError, match=r"budget of today \(UTC\)"):
+    with refused("code_loop.budget_exhausted", BudgetError, whose="today (UTC)"):
         books(workspace, ledger, 3).reserve("a", 501, 0.0)
     with ledger.begin() as tx:
         tx.execute(exchanges.update().values(at=time.time() - DAY))
@@ -88,8 +89,9 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
         client = Client(HttpEndpoint(server.url, "sk-secret", POLICY), POLICY, kept)
         store = workspace.root / "mlflow.db"
         store.write_text("no database")
-        with pytest.raises(LlmError, match="400"):
+        with refused("llm.no_reply", LlmError) as caught:
             client.ask("turn-0", messages)
+        assert (caught.value.data["problem"].code, caught.value.data["problem"].data["status"]) == ("llm.refused", 400)
         catch_up(Plant(workspace, ledger))
         store.unlink()
         assert [row["trace"] for row in ledger.rows(sa.select(exchanges))] == [None]
@@ -112,5 +114,5 @@ def test_the_shipped_policy_names_no_endpoint_and_a_misspelt_key_is_named(tmp_pa
     shipped = code_root() / "policies" / "agents.yaml"
     assert AgentsPolicy.load(shipped).llm.endpoint == ""
     (tmp_path / "agents.yaml").write_text(shipped.read_text().replace("  model", "  modle"))
-    with pytest.raises(ConfigError, match="llm.modle'; did you mean 'model'"):
+    with refused("strict.unknown_key", ConfigError, key="llm.modle"):
         AgentsPolicy.load(tmp_path / "agents.yaml")

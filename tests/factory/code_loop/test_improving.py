@@ -32,8 +32,10 @@ from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, excha
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
 from factory.show.telling.messages import message_of
+from kernels.contract.message import Message
 from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.git import git
+from tests.support.messages import codes
 from tests.support.plants.release_scene import add_segment, with_store
 from tests.support.said import Said
 from trainer.contract.recipe import Recipe
@@ -45,60 +47,66 @@ READY = LoopState(IDLE, 720, ("search", "kernel-engineer"), profile=7)
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (replace(READY, policy=ImprovePolicy()), "off"),
+        (replace(READY, policy=ImprovePolicy()), "code_loop.off"),
         (replace(READY, profile=None), LoopStage(PROFILE)),
         (READY, LoopStage(PROPOSE, "search")),
         (replace(READY, written=(4, "search")), LoopStage(JUDGE, "search", 4)),
         (replace(READY, written=(4, "search"), promoted=3), LoopStage(MERGE, proposal=3)),
         (replace(READY, finished=frozenset({"search"})), LoopStage(PROPOSE, "kernel-engineer")),
-        (replace(READY, finished=frozenset({"search", "kernel-engineer"})), "nothing is left"),
-        (replace(READY, agents=()), "no LLM endpoint"),
+        (replace(READY, finished=frozenset({"search", "kernel-engineer"})), "code_loop.all_tried"),
+        (replace(READY, agents=()), "code_loop.no_agent"),
         (replace(READY, agents=("recipe-scout",), profile=None), LoopStage(PROPOSE, "recipe-scout")),
         (replace(READY, killed={"propose by search": 2}), LoopStage(PROPOSE, "search")),
         (replace(READY, killed={"propose by search": 3}), LoopStage(PROPOSE, "kernel-engineer")),
-        (replace(READY, profile=None, killed={"profile": 3}), "nothing is left"),
+        (replace(READY, profile=None, killed={"profile": 3}), "code_loop.all_tried"),
         (replace(READY, used=Used(14_399.0)), LoopStage(PROPOSE, "search")),
-        (replace(READY, used=Used(14_400.0)), "14,400 of 14,400 device-seconds"),
+        (replace(READY, used=Used(14_400.0)), ("device-seconds", 14_400.0, 14_400)),
         (replace(READY, used=Used(14_400.0), begun=True), LoopStage(PROPOSE, "search")),
-        (replace(READY, used=Used(0.0, 2_000_000)), "tokens of the last 24 hours are used"),
-        (replace(READY, used=Used(0.0, 0, 5.0)), "5 of 5 USD"),
+        (replace(READY, used=Used(0.0, 2_000_000)), ("tokens", 2_000_000, 2_000_000)),
+        (replace(READY, used=Used(0.0, 0, 5.0)), ("USD", 5.0, 5)),
         (replace(READY, used=Used(14_400.0), written=(4, "search")), LoopStage(JUDGE, "search", 4)),
         (
             replace(READY, policy=IDLE.model_copy(update={"per_day": ImproveBudget(usd=0.0)})),
             LoopStage(PROPOSE, "search"),
         ),
-        (replace(READY, policy=ImprovePolicy(when="nightly")), "waits for the night (22:00-06:00)"),
+        (replace(READY, policy=ImprovePolicy(when="nightly")), "code_loop.waits_for_night"),
         (replace(READY, policy=ImprovePolicy(when="nightly"), minute=5 * 60 + 59), LoopStage(PROPOSE, "search")),
-        (replace(READY, policy=ImprovePolicy(when="nightly"), minute=6 * 60), "waits for the night"),
+        (replace(READY, policy=ImprovePolicy(when="nightly"), minute=6 * 60), "code_loop.waits_for_night"),
         (replace(READY, policy=ImprovePolicy(when="nightly", night="12:00-12:01")), LoopStage(PROPOSE, "search")),
     ],
 )
-def test_what_is_next(seen: LoopState, expected: LoopStage | str) -> None:
+def test_the_next_stage_or_the_reason_why_there_is_none(
+    seen: LoopState, expected: LoopStage | str | tuple[Any, ...]
+) -> None:
     found = next_stage(seen)
-    assert found == expected if isinstance(expected, LoopStage) else isinstance(found, str) and expected in found, found
+    if isinstance(expected, LoopStage):
+        assert found == expected
+    elif isinstance(expected, str):
+        assert isinstance(found, Message) and found.code == expected
+    else:
+        assert isinstance(found, Message) and found.code == "code_loop.waits_for_budget"
+        assert tuple(found.data["problem"].data[name] for name in ("unit", "used", "limit")) == expected
 
 
 @pytest.mark.parametrize(
-    ("improve", "words"),
+    ("improve", "code", "key", "problem"),
     [
-        ({"agents": ["serch"]}, "key 'improve.agents.0': no agent 'serch'; did you mean 'search'?"),
-        ({"agents": ["oracle"]}, "no agent 'oracle'; known: kernel-engineer, recipe-scout, search"),
-        ({"agents": []}, "key 'improve.agents'"),
-        ({"when": "daily"}, "key 'improve.when'"),
-        ({"night": "25:00-06:00"}, "key 'improve.night': expected two times of day, as 22:00-06:00, got '25:00-06:00'"),
-        (
-            {"per_day": {"device_second": 1.0}},
-            "unknown key 'improve.per_day.device_second'; did you mean 'device_seconds'?",
-        ),
+        ({"agents": ["serch"]}, "strict.wrong_value", "improve.agents.0", "agents.no_agent"),
+        ({"agents": ["oracle"]}, "strict.wrong_value", "improve.agents.0", "agents.no_agent"),
+        ({"agents": []}, "strict.wrong_value", "improve.agents", None),
+        ({"when": "daily"}, "strict.wrong_value", "improve.when", None),
+        ({"night": "25:00-06:00"}, "strict.wrong_value", "improve.night", "agents.not_hours"),
+        ({"per_day": {"device_second": 1.0}}, "strict.unknown_key", "improve.per_day.device_second", None),
     ],
 )
 def test_a_wrong_key_is_one_line_that_names_it(
-    improve: dict[str, Any], words: str, workspace: Workspace, ledger: Ledger
+    improve: dict[str, Any], code: str, key: str, problem: str | None, workspace: Workspace, ledger: Ledger
 ) -> None:
     allow(workspace, **improve)
     with pytest.raises(ConfigError) as caught:
         improving.due(Plant(workspace, ledger), ledger)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert (caught.value.code, caught.value.data["key"]) == (code, key) and "\n" not in str(caught.value)
+    assert problem is None or caught.value.data["problem"].code == problem
 
 
 def test_the_policy_knows_the_agents_that_there_are() -> None:
@@ -155,6 +163,13 @@ def allow(workspace: Workspace, **improve: Any) -> None:
     path.write_text(yaml.safe_dump(raw | {"improve": raw["improve"] | improve}))
 
 
+def improve_waits(said: Said) -> Message:
+    """The last line, which says why no stage is done."""
+    last = said.lines[-1]
+    assert isinstance(last, Message) and last.code == "code_loop.improve_waits"
+    return last
+
+
 def the(plant: PatchPlant, said: Said | None = None) -> Plant:
     return Plant(plant.workspace, plant.ledger, *([said] if said else []))
 
@@ -177,9 +192,9 @@ def test_a_round_goes_from_the_profile_to_the_verdict_and_each_target_is_tried_o
     expected = ["profile", propose, "judge proposal 1", propose, "judge proposal 2", propose]
     assert rounds(plant, said) == expected  # what was held is not proposed again
     assert [row["outcome_of"] for row in judged(plant)] == ["kernel:a", "kernel:b"]
-    assert said.lines[0].startswith("  improve: no LLM endpoint is configured") and "kernel-engineer" in said.lines[0]
-    assert sum("no LLM endpoint" in line for line in said.lines) == 1
-    assert "nothing is left to try until code, recipe, machine or agents.yaml change" in said.lines[-1]
+    assert codes(said.lines)[0] == "code_loop.agent_left_out" and "kernel-engineer" in said.lines[0]
+    assert codes(said.lines).count("code_loop.agent_left_out") == 1
+    assert improve_waits(said).data["why"].code == "code_loop.all_tried"
     assert rounds(plant) == []
     allow(plant.workspace, when="when-idle", night="21:00-06:00")  # the policy changed: all of it may be tried again
     assert rounds(plant)[:3] == ["profile", propose, "judge proposal 3"]
@@ -231,10 +246,8 @@ def test_the_budget_is_of_the_last_24_hours_and_ends_no_judgement(plant: PatchPl
     ended(plant, seconds=5.0, devices=2)
     said = Said()
     assert rounds(plant, said) == ["judge proposal 1"]
-    words = said.lines[-1].split()
-    assert (
-        words[:3] == ["improve:", "it", "waits:"] and float(words[3]) > 21 and "of 10 device-seconds" in said.lines[-1]
-    )
+    beyond = improve_waits(said).data["why"].data["problem"].data
+    assert beyond["used"] > 21 and (beyond["limit"], beyond["unit"]) == (10, "device-seconds")
     with plant.ledger.begin() as tx:
         tx.execute(events.update().where(events.c.kind == ENDED).values(at=time.time() - 86_401))
     assert rounds(plant, most=1) == ["propose by search"]
@@ -345,12 +358,12 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
     assert branches == [judged(plant)[0]["branch"]]
 
 
-def test_what_kills_the_daemon_each_time_it_is_judged_is_given_up(plant: PatchPlant) -> None:
+def test_a_patch_that_kills_the_daemon_at_each_judging_is_given_up(plant: PatchPlant) -> None:
     rounds(plant, most=2)
     killed_in(plant, LoopStage(JUDGE, "search", 1), 3)
     said = Said()
     assert rounds(plant, said) == ["judge proposal 1"] and plant.row(1)["state"] == "failed"
-    assert "given up" in said.lines[1] and git(plant.target, "branch", "--list", "factory/*") == ""
+    assert codes(said.lines)[1] == "code_loop.given_up" and git(plant.target, "branch", "--list", "factory/*") == ""
 
 
 def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
@@ -367,7 +380,7 @@ def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
             )
 
 
-def test_what_fails_is_raised_recorded_and_tried_again(plant: PatchPlant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_raised_recorded_and_retried(plant: PatchPlant, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds(plant, most=1)
 
     def fails() -> None:
@@ -388,7 +401,7 @@ def test_the_state_of_the_world_is_looked_at_again_before_a_stage(plant: PatchPl
     assert stages(plant.ledger, time.time()) == []
 
 
-def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
+def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPlant) -> None:
     told = lambda running=True: lines(facts(plant.ledger, as_written(plant.workspace), time.time()), running)
     assert told() == ["improve   when-idle"]
     rounds(plant, most=1)
@@ -400,7 +413,7 @@ def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
     killed_in(plant, LoopStage(JUDGE, "search", 1), 1)
     assert "now judge proposal 1, since" in told()[0] and told(running=False)[0] == "improve   when-idle"
     rounds(plant)
-    assert "propose by search: nothing found; nothing is left to try" in told()[1]
+    assert "propose by search: nothing found; " in told()[1]
     json.dumps(facts(plant.ledger, as_written(plant.workspace), time.time()))
     allow(plant.workspace)
     assert told()[0] == "improve   off" and "nothing is left" not in told()[1]
@@ -414,7 +427,7 @@ def test_status_says_what_it_does_last_did_and_cost(plant: PatchPlant) -> None:
         ("hold", "manual", ("verdict",), "proposal 1: hold"),
     ],
 )
-def test_receivers_are_told_of_its_verdicts_and_merges(
+def test_receivers_are_notified_of_its_verdicts_and_merges(
     outcome: str, approval: str, kinds: tuple[str, ...], title: str, tmp_path: Path
 ) -> None:
     plant = PatchPlant(tmp_path)

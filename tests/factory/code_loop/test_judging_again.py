@@ -149,7 +149,7 @@ def test_a_part_for_another_device_waits_until_a_daemon_runs_where_that_is(
     assert judge_held_again(plant) == [2]
 
 
-def test_what_a_person_or_another_reason_decided_is_not_judged_again(tmp_path: Path) -> None:
+def test_patches_decided_by_a_person_or_another_reason_are_not_judged_again(tmp_path: Path) -> None:
     plant = PatchPlant(tmp_path)
     held(plant, LATE)
     soon = PatchPolicy(judge_again_after_seconds=1e-6)

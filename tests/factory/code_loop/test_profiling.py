@@ -32,6 +32,7 @@ from factory.ledger.plant import Plant
 from factory.runs.live_code import LiveCode
 from factory.show.mlflow.runs import Tracking
 from tests.support.factory.code_loop import make
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 
 FILES = ("profile.json", "profile.html", "trace.json")
@@ -72,14 +73,16 @@ def test_without_a_workspace_the_checkout_is_profiled(tmp_path: Path) -> None:
 
 
 def test_an_unknown_recipe_is_named_with_the_nearest() -> None:
-    with pytest.raises(InputError, match="no recipe or file 'tinny'.*did you mean 'tiny'"):
+    with refused("code_loop.no_recipe", InputError, name="tinny") as caught:
         find_recipe("tinny", None)
+    assert "'tiny'" in caught.value.data["near"]
 
 
-def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:
+def test_the_error_contains_the_profilers_output(tmp_path: Path) -> None:
     outside = LiveCode(code_root(), None, False)
-    with pytest.raises(ProfileError, match="no.such.module"):
+    with refused("code_loop.profiler_failed", ProfileError) as failed:
         run_profiler(outside, [], SILENT, module="no.such.module")
+    assert "no.such.module" in failed.value.data["line"]
     recipe = tmp_path / "bad.yaml"
     recipe.write_text("name: x\n")
     with pytest.raises(InputError, match="bad.yaml"):
@@ -89,9 +92,6 @@ def test_what_the_profiler_says_is_in_the_error(tmp_path: Path) -> None:
 def test_a_profile_of_other_code_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text('{"format": 2}')
-    with pytest.raises(
-        ProfileError,
-        match="has format 2, this factory reads 3: the profiled code and the factory have different versions",
-    ):
+    with refused("code_loop.profile_format", ProfileError, found=2, expected=3):
         read_profile(path)
     assert FORMAT == table.FORMAT

@@ -89,7 +89,7 @@ def test_a_merged_patch_that_spoils_later_steps_is_named_and_undone(tmp_path: Pa
     assert anomaly is not None
     found = diagnose_and_act(Plant(workspace, ledger), anomaly)
     assert found["causes"] == ["code change"] and found["undo"] == [1], found
-    assert "it is gone with the code of the segment before" in found["why"]
+    assert "gone with the code of the previous segment" in found["why"]
     assert "undoes proposal 1" in found["done"]
 
     (opened,) = open_reverts(Plant(workspace, ledger))

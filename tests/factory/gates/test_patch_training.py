@@ -165,7 +165,7 @@ def linked(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda folder: (folder / "state.json").write_text("{}"), "state.json: 2 bytes, its manifest says"),
+        (lambda folder: (folder / "state.json").write_text("{}"), "state.json: 2 bytes, but its manifest says"),
         (
             lambda folder: (folder / "model.safetensors").open("r+b").write(b"0"),
             "SHA-256 is not the one in the manifest",

@@ -337,7 +337,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no model": (["--endpoint", "http://127.0.0.1:1/v1"], "go together"),
     "no endpoint": (["--model", "m"], "go together"),
     "no address": (["--endpoint", "ftp://host", "--model", "m"], "expected a base URL"),
-    "a password": (["--endpoint", "https://me:pass@host/v1", "--model", "m"], "without a name or password"),
+    "a password": (["--endpoint", "https://me:pass@host/v1", "--model", "m"], "without a user name or password"),
     "no key": (["--endpoint", "https://host.invalid/v1", "--model", "m"], "OPENAI_API_KEY"),
     "no release": (["--release", "7"], "no release 7; there are: 1"),
     "no file": (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read: No such file"),

@@ -244,7 +244,7 @@ def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
 
 
 def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
-    known = '"""Everything that decides a run except its data, code and checkpoint."""\n'
+    known = '"""All settings of a run. With data, code and checkpoint they determine the run."""\n'
     site.edit("trainer/contract/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
     number = site.plan()
     recipe = SegmentRow.get(site.ledger, number).recipe_json | {"colour": "blue"}

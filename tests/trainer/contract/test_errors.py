@@ -1,4 +1,4 @@
-"""What a program of the trainer says of an error, and with which code it ends."""
+"""The line that a program of the trainer prints for an error, and its exit code."""
 
 from __future__ import annotations
 
@@ -23,18 +23,26 @@ def raising(error: Exception) -> Callable[[], None]:
     ("work", "code", "said"),
     [
         (lambda: 3, 0, ""),
-        (raising(RecipeError("batch.sequences: 0")), EXIT_WRONG, "program: batch.sequences: 0\n"),
-        (raising(Stopped("after step 4")), EXIT_STOPPED, "program: after step 4\n"),
+        (
+            raising(RecipeError("recipe.zero", "batch.sequences: 0")),
+            EXIT_WRONG,
+            "program: error[recipe.zero]: batch.sequences: 0\n",
+        ),
+        (
+            raising(Stopped("trainer.stopped", "after step 4")),
+            EXIT_STOPPED,
+            "program: error[trainer.stopped]: after step 4\n",
+        ),
         (raising(KeyError("key")), EXIT_WRONG, "program: 'key'\n"),
         (
             raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/file")),
             EXIT_FULL,
-            "program: No space left on device: /a/file; free some space and start again\n",
+            "program: error[trainer.disk_full]: /a/file: No space left on device. Free some space and start again.\n",
         ),
         (
             raising(OSError(errno.EDQUOT, "Disk quota exceeded")),
             EXIT_FULL,
-            "program: Disk quota exceeded: /the/folder; free some space and start again\n",
+            "program: error[trainer.disk_full]: /the/folder: Disk quota exceeded. Free some space and start again.\n",
         ),
     ],
     ids=["well", "wrong", "stopped", "another package's", "full", "full, of no file"],
@@ -47,6 +55,6 @@ def test_an_error_is_one_line_and_a_code(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("ours")])
-def test_what_no_user_can_correct_is_raised(error: Exception) -> None:
+def test_an_error_that_no_user_can_correct_is_raised(error: Exception) -> None:
     with pytest.raises(type(error)):
         exit_code_of("program", raising(error))

@@ -49,7 +49,7 @@ def first_step(code: Path, cache: Path, kernels: Path) -> tuple[dict[str, object
 
 
 @pytest.mark.long("a model's block is compiled by g++: a minute of a core")
-def test_what_was_compiled_once_is_found_by_the_next_commit(tmp_path: Path) -> None:
+def test_code_compiled_for_one_commit_is_reused_by_the_next(tmp_path: Path) -> None:
     kernels = tmp_path / "kernels.yaml"
     kernels.write_text("cpu: {}\ncuda: {}\nfallback: reference\n")
     old, new = tmp_path / "old", tmp_path / "new"

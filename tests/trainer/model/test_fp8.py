@@ -74,7 +74,7 @@ def test_whatever_the_size_of_a_tensor_nothing_overflows(value: float) -> None:
     assert bool(back.isfinite().all()) and float(back[0, 0]) == pytest.approx(value, rel=2.0**-4, abs=1e-37)
 
 
-def test_zero_rows_stay_zero_and_what_is_not_finite_shows() -> None:
+def test_zero_rows_stay_zero_and_non_finite_values_remain() -> None:
     x, matrices = drawn(32, 32), [drawn(16, 32, seed=1)]
     x[3] = 0
     upstream = [drawn(32, 16, seed=2)]
@@ -218,7 +218,7 @@ def test_compiled_blocks_that_are_computed_again_train_alike(tmp_path: Path, mak
     assert learned(folders["compiled"]) == pytest.approx(learned(folders["plain"]), abs=0.01)
 
 
-def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     recipe = recipe_with(precision="fp8", keep_checkpoints=4)
     straight = write_spec(tmp_path / "straight", plan, recipe, last_step=12)

@@ -60,7 +60,7 @@ def test_loss_is_the_weighted_mean_of_torchs_cross_entropy() -> None:
     torch.testing.assert_close(loss, (expected * weights[0]).sum() + z)
 
 
-def test_a_seed_gives_one_model_and_depth_scales_what_writes_to_the_residual() -> None:
+def test_a_seed_gives_one_model_and_residual_weights_scale_with_depth() -> None:
     deep = recipe_with(model__layers=8, model__d_model=128, model__d_ff=256)
     model = make_model(deep)
     for (name, a), b in zip(model.named_parameters(), make_model(deep).parameters(), strict=True):
@@ -154,7 +154,7 @@ def test_mup_scales_the_logits_by_the_ratio_of_the_widths() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameter_counts_are_what_the_recipe_says(family: str) -> None:
+def test_parameter_counts_equal_the_recipes(family: str) -> None:
     recipe = recipe_with(**(ODD | FAMILIES[family][1]))
     model = make_model(recipe)
     assert sum(p.numel() for p in model.parameters()) == recipe.model.parameters

@@ -69,7 +69,7 @@ def with_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "_restore", watched)
 
 
-def test_a_new_hook_goes_on_from_an_older_checkpoint_and_back(
+def test_a_new_hook_continues_from_an_older_checkpoint_and_back(
     tmp_path: Path, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three segments: without the hook, with it (twice), without it. It changes no weight and no state but its own."""

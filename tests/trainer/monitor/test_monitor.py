@@ -157,7 +157,7 @@ def test_norms_and_ratios_equal_those_computed_from_all_weights(
     assert "noise_scale" in record
 
 
-def test_a_step_that_is_split_computes_what_a_whole_one_does(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_split_step_computes_the_same_as_a_whole_one(tmp_path: Path, make_shard: MakeShard) -> None:
     """Only the order of the sums differs; with an odd number of rows, and when it is switched off, not even that."""
 
     def records(name: str, rows: int, every: int) -> list[dict[str, Any]]:

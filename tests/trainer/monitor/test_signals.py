@@ -90,7 +90,7 @@ def steps(run: Run, count: int) -> list[tuple[dict[str, Any], list[Any]]]:
     return found
 
 
-def test_after_300_healthy_steps_what_jumps_is_named(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_after_300_healthy_steps_a_jumping_quantity_is_named(tmp_path: Path, make_shard: MakeShard) -> None:
     """An update too large for its rate, as with moments that were lost or a wrong β2; a rate that changes by design is none.
 
     From the same 300 steps again: what the second layer reads is 20 times as large, and its queries and keys 10 times.
@@ -121,7 +121,7 @@ def test_after_300_healthy_steps_what_jumps_is_named(tmp_path: Path, make_shard:
         assert anomaly.value > 2 * anomaly.usual
 
 
-def test_a_large_attention_logit_is_told_once_until_it_ends(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_a_large_attention_logit_is_reported_once_until_it_ends(tmp_path: Path, make_shard: MakeShard) -> None:
     run = run_of(tmp_path, make_shard)
     record = {"skipped": False, "lr": 1.0}
     told = []

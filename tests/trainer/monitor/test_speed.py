@@ -39,7 +39,7 @@ def speed(device: torch.device, size: int = 1, **recipe: Any) -> speeds.Speed:
     return speeds.Speed(recipe_with(**recipe), Ranks(0, size, device))
 
 
-def test_on_a_cpu_the_models_flops_are_said_and_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_only_the_models_flops_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "matmul_rate", None)  # to call it would fail
     found = speed(CPU)
     flops = recipe_with().model.flops_per_token()
@@ -58,7 +58,7 @@ def test_mfu_is_the_share_of_the_sheets_peak_of_all_ranks(gpu: Callable[..., Non
                      "matmul_share": step["flops_per_s"] / (4 * 600e12)}  # fmt: skip
 
 
-def test_of_an_unknown_card_the_measured_share_alone_is_said(gpu: Callable[..., None]) -> None:
+def test_for_an_unknown_gpu_only_the_measured_share_is_reported(gpu: Callable[..., None]) -> None:
     gpu(H100 + " MIG 1g.10gb")
     found = speed(GPU, precision="bf16")
     found.of(1, 1.0)
@@ -68,7 +68,7 @@ def test_of_an_unknown_card_the_measured_share_alone_is_said(gpu: Callable[..., 
     }  # fmt: skip
 
 
-def test_of_several_starts_the_last_ones_first_step_is_said() -> None:
+def test_after_several_starts_the_last_ones_first_step_is_reported() -> None:
     lines = [{"tokens_per_s": rate} for rate in (100.0, 300.0, 200.0)]
     lines[1:1] = [{"tokens_per_s": 1.0, "first_step_s": 60.0}, {"tokens_per_s": 1.0, "first_step_s": 4.0}]
     found = speed(CPU).of_segment([*lines, {"step": 9}])

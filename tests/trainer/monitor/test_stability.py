@@ -40,7 +40,7 @@ def test_a_new_level_becomes_the_usual_one() -> None:
     assert flagged[0] and not flagged[-1]
 
 
-def test_what_is_not_finite_is_an_anomaly_from_the_first_step_and_never_joins_the_window() -> None:
+def test_a_non_finite_value_is_an_anomaly_from_the_first_step_and_never_joins_the_window() -> None:
     detector = Detector(RECIPE)
     assert [a.kind for a in detector.observe(0, math.nan, math.inf, True)] == ["non_finite", "non_finite"]
     state = detector.state_dict()
@@ -178,7 +178,7 @@ def test_an_anomaly_says_where_it_began(
     assert found.onset is not None and earliest <= found.onset <= min(latest, found.step)
 
 
-def test_what_is_not_finite_began_where_the_norm_climbed() -> None:
+def test_a_non_finite_loss_began_where_the_norm_rose() -> None:
     found = first_of("non_finite", lambda t, x, g: (math.nan if t == 5 else x, g * 2 ** (t + 1)), 1)
     assert found.step == 605 and found.onset is not None and 597 <= found.onset <= 601
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.messages import refused
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer.segment_runs import assert_same_run, records, start_dying
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, start_trainer, write_spec
@@ -59,7 +60,7 @@ def test_restarts_over_several_nodes_on_torchruns_own_store_are_refused(monkeypa
     started = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "1", "GROUP_WORLD_SIZE": "2"}
     for key, value in started.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(RecipeError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with refused("trainer.restarts_on_nodes", RecipeError):
         rendezvous()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert rendezvous() is None

@@ -55,7 +55,7 @@ def test_the_average_equals_numpys(trained: list[Path], tmp_path: Path, weights:
     ]
 
 
-def test_what_is_not_averaged_is_taken_from_the_newest_checkpoint(trained: list[Path], tmp_path: Path) -> None:
+def test_tensors_not_averaged_come_from_the_newest_checkpoint(trained: list[Path], tmp_path: Path) -> None:
     assert main([str(tmp_path), str(trained[2]), str(trained[0]), str(trained[1])]) == 0
     mean, newest = checkpoints.load(tmp_path / trained[-1].name), checkpoints.load(trained[-1])
     assert mean.step == newest.step and mean.state["sampler"] == newest.state["sampler"]
@@ -63,7 +63,7 @@ def test_what_is_not_averaged_is_taken_from_the_newest_checkpoint(trained: list[
     assert all(torch.equal(mean.optimizer[name], newest.optimizer[name]) for name in newest.optimizer)
 
 
-def test_training_goes_on_from_an_average(trained: list[Path], tmp_path: Path, make_shard: MakeShard) -> None:
+def test_training_continues_from_an_average(trained: list[Path], tmp_path: Path, make_shard: MakeShard) -> None:
     assert main([str(tmp_path / "mean"), *map(str, trained)]) == 0
     start = str(tmp_path / "mean" / trained[-1].name)
     folder = write_spec(
@@ -86,11 +86,12 @@ def test_sums_are_in_double_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": {"b": torch.zeros(5)}}, "b is [5]"),
-        ({"model": {"c": torch.zeros(1)}}, "c is [1]"),
-        ({"recipe": {"name": "x", "model": {"layers": 2, "d_model": 4}, "optimizer": {"lr": 0.2}}}, "recipe.optimizer.lr"),
-        ({"recipe": {"name": "x", "model": {"layers": 2}, "optimizer": {"lr": 0.1}}}, "recipe.model.d_model"),
-        ({"model": {"a": torch.full((2, 3), float("nan"))}}, "a is not finite"),
+        ({"model": {"b": torch.zeros(5)}}, "error[trainer.other_tensor]: | b is [5]"),
+        ({"model": {"c": torch.zeros(1)}}, "error[trainer.other_tensor]: | c is [1]"),
+        ({"recipe": {"name": "x", "model": {"layers": 2, "d_model": 4}, "optimizer": {"lr": 0.2}}},
+         "error[trainer.other_recipe]: | recipe.optimizer.lr"),
+        ({"recipe": {"name": "x", "model": {"layers": 2}, "optimizer": {"lr": 0.1}}}, "error[trainer.other_recipe]: | recipe.model.d_model"),
+        ({"model": {"a": torch.full((2, 3), float("nan"))}}, "error[trainer.not_finite]: a"),
     ],
 )  # fmt: skip
 def test_another_model_is_refused_by_name(
@@ -99,7 +100,7 @@ def test_another_model_is_refused_by_name(
     paths = [checkpoints.save(tmp_path / "0", made(1)), checkpoints.save(tmp_path / "1", made(2, **changes))]
     assert main([str(tmp_path / "out"), *map(str, paths)]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert all(part in error for part in said.split(" | ")) and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -114,14 +115,14 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["0/step-00000000"], "at least two checkpoints"),
-        (["0/step-00000000", "0/step-00000000"], "named twice"),
-        (["0/step-00000000", "1/step-00000001", "--weights", "1"], "1 given for 2"),
-        (["0/step-00000000", "1/step-00000001", "--weights", "1,-1"], "at least zero"),
-        (["0/step-00000000", "1/step-00000001", "--weights", "0,0"], "at least zero"),
-        (["0/step-00000000", "1/step-00000001", "--weights", "nan,1"], "at least zero"),
-        (["0/step-00000000", "1/step-00000001", "--weights", "a,b"], "expected numbers"),
-        (["0/step-00000000", "9/step-00000009"], "is not a checkpoint"),
+        (["0/step-00000000"], "trainer.one_checkpoint"),
+        (["0/step-00000000", "0/step-00000000"], "trainer.checkpoint_twice"),
+        (["0/step-00000000", "1/step-00000001", "--weights", "1"], "trainer.weight_count"),
+        (["0/step-00000000", "1/step-00000001", "--weights", "1,-1"], "trainer.wrong_weight"),
+        (["0/step-00000000", "1/step-00000001", "--weights", "0,0"], "trainer.wrong_weight"),
+        (["0/step-00000000", "1/step-00000001", "--weights", "nan,1"], "trainer.wrong_weight"),
+        (["0/step-00000000", "1/step-00000001", "--weights", "a,b"], "trainer.not_weights"),
+        (["0/step-00000000", "9/step-00000009"], "trainer.not_a_checkpoint"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(
@@ -132,4 +133,4 @@ def test_wrong_arguments_are_reported_in_one_line(
     words = [str(tmp_path / word) if "/" in word else word for word in words]
     assert main([str(tmp_path / "out"), *words]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert f"error[{said}]" in error and error.count("\n") == 1 and not (tmp_path / "out").exists()

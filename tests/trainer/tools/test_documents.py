@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.messages import refused
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.data.data_order import DataOrder, document_keys
 from trainer.contract.errors import CheckpointError, SpecError
@@ -14,7 +15,7 @@ from trainer.tools.documents import documents_of, main
 def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     tmp_path: Path, make_shard: MakeShard, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each the same as in one walk from the first step on, wherever the walk begins."""
+    """Each equals the result of one walk from the first step, wherever the walk begins."""
     plan = plan_of(make_shard(), phases=[{"from_step": 8, "weights": {"docs": 0.5, "code": 0.5}}])
     recipe = recipe_with(
         batch__packing="truncate-and-concatenate",
@@ -34,22 +35,22 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     )
     assert [documents_of(trunk, step) for step in range(13)] == expected[:13]
     assert [documents_of(anneal, step) for step in range(13, 18)] == expected[13:]
-    for folder, step, steps in ((trunk, 13, "0 to 12"), (anneal, 12, "13 to 17")):
-        with pytest.raises(SpecError, match=f"step {step} is not in this segment, which has steps {steps}"):
+    for folder, step, steps in ((trunk, 13, (0, 12)), (anneal, 12, (13, 17))):
+        with refused("trainer.no_step", SpecError, step=step, first=steps[0], last=steps[1]):
             documents_of(folder, step)
 
     assert main([str(trunk), "10", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"step": 10, "documents": expected[10]}
     assert main([str(trunk), "10"]) == 0 and capsys.readouterr().out.split() == expected[10]
-    assert main([str(trunk), "99"]) == 2 and "0 to 12" in capsys.readouterr().err
+    assert main([str(trunk), "99"]) == 2 and "error[trainer.no_step]" in capsys.readouterr().err
 
-    # a damaged checkpoint is passed over for an older one; a damaged start cannot be
+    # a damaged checkpoint is passed over for an older one; a damaged start is an error
     state = trunk / "checkpoints" / "step-00000008" / "state.json"
     state.write_text(state.read_text().replace('"place"', '"plaice"') + " ")
     assert documents_of(trunk, 10) == expected[10]
     state = end / "state.json"
     state.write_text(state.read_text() + " ")
-    with pytest.raises(CheckpointError, match="state.json: its SHA-256 is not the one"):
+    with refused("trainer.other_hash", CheckpointError, file=str(state)):
         documents_of(anneal, 14)
 
 

@@ -1,1 +1,1 @@
-"""What a checkpoint on disk is: its format and checks, regions of sharded tensors, the export to transformers' files."""
+"""Checkpoints on disk: their format and checks, regions of sharded tensors, the export to transformers' files."""

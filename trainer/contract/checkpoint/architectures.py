@@ -1,7 +1,7 @@
-"""The architectures that an export may have: one entry each, for who writes config.json and for who reads it as hostile input.
+"""The architectures that an export may have: one entry each, for the code that writes config.json and for the code that reads it as hostile input.
 
-To add one: an entry of ``ARCHITECTURES``, and its maths in ``trainer/model`` and in the judge's
-``factory/evals/reference_model.py``. Names of tensors that only it has: ``export.NAMES`` and ``ExportConfig.shapes``.
+To add one: an entry of ``ARCHITECTURES``, and its maths in ``trainer/model`` and in the judge's ``factory/evals/reference_model.py``. Tensor
+names that only this architecture has go into ``export.NAMES`` and ``ExportConfig.shapes``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ class Architecture:
     """A decoder class that transformers and vLLM both have."""
 
     class_name: str
-    fits: Callable[[ModelRecipe], bool]  # has the trainer's model of this shape its maths? True for one entry only
-    own_keys: Callable[[ModelRecipe], dict[str, Any]] = (
-        lambda shape: {}
-    )  # of config.json, in addition to those that all have
+    fits: Callable[
+        [ModelRecipe], bool
+    ]  # True if the trainer's model of this shape has its maths; true for one entry only
+    own_keys: Callable[[ModelRecipe], dict[str, Any]] = lambda shape: {}  # keys of config.json besides the common ones
     tied_embeddings: bool = True  # as the trainer exports it
     # What config.json may say.
-    only: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # key → its values; missing, it means the first
-    qk_norm: bool | None = False  # None: the key use_qk_norm says
+    only: dict[str, tuple[Any, ...]] = field(
+        default_factory=dict
+    )  # key → its allowed values; a missing key means the first value
+    qk_norm: bool | None = False  # None: the key use_qk_norm decides
     has_nope: bool = False  # the key no_rope_layers says which layers have RoPE
     has_experts: bool = False
     rotary_share: float | None = 1.0  # that transformers assumes where rope_parameters has none; None: it must be given
@@ -46,9 +48,7 @@ def _expert_keys(shape: ModelRecipe) -> dict[str, Any]:
         "n_routed_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.d_ff,
-        "n_shared_experts": max(
-            1, experts.shared
-        ),  # vLLM's class cannot be without one: a shared expert of zeros is exported
+        "n_shared_experts": max(1, experts.shared),  # vLLM's class needs one: a shared expert of zeros is exported
         "first_k_dense_replace": experts.dense_layers,
         "n_group": 1,
         "topk_group": 1,
@@ -87,14 +87,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(  # by model_type
             "Glm4MoeForCausalLM",
             fits=lambda shape: shape.experts is not None,
             own_keys=_expert_keys,
-            tied_embeddings=False,  # vLLM's class ties none
+            tied_embeddings=False,  # vLLM's class ties no embeddings
             only={
                 "n_group": (1,),
                 "topk_group": (1,),
                 "norm_topk_prob": (True,),
                 "routed_scaling_factor": (1.0,),
-                "partial_rotary_factor": (1.0,),  # missing it would be a half, were it not asked for in rope_parameters
-                "num_nextn_predict_layers": (0,),  # missing it would be one, which no tensor here could be of
+                "partial_rotary_factor": (
+                    1.0,
+                ),  # a missing key would mean a half, if rope_parameters did not require it
+                "num_nextn_predict_layers": (0,),  # a missing key would mean one layer, for which there are no tensors
                 "output_router_logits": (False,),
             },
             qk_norm=None,

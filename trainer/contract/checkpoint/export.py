@@ -1,6 +1,6 @@
-"""``python -m trainer.contract.checkpoint.export CHECKPOINT OUT``: a checkpoint as a Hugging Face folder.
+"""``python -m trainer.contract.checkpoint.export CHECKPOINT OUT``: write a checkpoint as a Hugging Face folder.
 
-Writes config.json, generation_config.json and model.safetensors; the tokenizer's files are the caller's to add.
+Writes config.json, generation_config.json and model.safetensors; the caller adds the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trainer.contract.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
 END_OF_TURN = 2  # <|im_end|>
-KEPT_IN_FP32 = "e_score_correction_bias"  # rounded, it would choose other experts; transformers keeps it so too
+KEPT_IN_FP32 = "e_score_correction_bias"  # rounding would choose other experts; transformers keeps it in fp32 too
 
 
 def export(source: Path, out: Path) -> None:
-    """Raises: CheckpointError when the checkpoint does not verify; OSError."""
+    """Export a checkpoint to a folder. Raises: CheckpointError if the checkpoint does not verify; OSError."""
     loaded = checkpoints.load(source)
     recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
     tensors = dict(converted(loaded.model, recipe))
@@ -38,12 +38,12 @@ def export(source: Path, out: Path) -> None:
 
 
 def dtype_of(recipe: Recipe) -> str:
-    """Of most tensors of the export, in torch's name."""
+    """The dtype of most tensors of the export, by torch's name."""
     return {"fp32": "float32", "bf16": "bfloat16"}[recipe.export_dtype]
 
 
 def converted(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the export, made of a checkpoint's."""
+    """Every tensor of the export, converted from a checkpoint's."""
     dtype: torch.dtype = getattr(torch, dtype_of(recipe))
     for name, tensor in hf_tensors(model, recipe.model).items():
         yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
@@ -84,7 +84,7 @@ def hf_config(shape: ModelRecipe, dtype: str) -> dict[str, Any]:
 
 
 def generation_config() -> dict[str, Any]:
-    """Greedy, in transformers (``do_sample``) and in vLLM (``temperature``); stops at the end of a document or of a turn."""
+    """Greedy, in transformers (``do_sample``) and in vLLM (``temperature``); generation stops at the end of a document or of a turn."""
     return {"do_sample": False, "temperature": 0.0, "eos_token_id": [END_TOKEN, END_OF_TURN], "pad_token_id": END_TOKEN}
 
 
@@ -108,9 +108,9 @@ NAMES = {
 
 
 def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor]:
-    """The trainer's names to Hugging Face's. A tied head is not stored twice.
+    """The tensors under Hugging Face's names. A tied head is not stored twice.
 
-    The factor by which muP scales the head's input is in the final norm.
+    The final norm includes the factor by which muP scales the head's input.
     """
     final_norm = model["final_norm"] * shape.width_share if shape.width_share != 1 else model["final_norm"]
     found = {"model.embed_tokens.weight": model["embedding"], "model.norm.weight": final_norm}
@@ -131,7 +131,7 @@ def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor
         found["lm_head.weight"] = model["embedding"]
     if (
         shape.experts is not None and not shape.experts.shared
-    ):  # one of zeros adds nothing: vLLM's class cannot be without
+    ):  # a shared expert of zeros adds nothing; vLLM's class needs one
         size = shape.experts.d_ff
         sizes = {
             "shared_gate": (size, shape.d_model),

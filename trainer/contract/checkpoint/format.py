@@ -1,15 +1,15 @@
-"""Checkpoints: written aside, fsynced, hashed in a manifest, renamed; verified when loaded. Never pickle.
+"""Checkpoints: written aside, fsynced, hashed in a manifest, then renamed. Loading verifies the hashes. Pickle is never used.
 
     step-00000120/model.safetensors      fp32 weights, the model's own names
                   optimizer.safetensors  exp_avg.*, exp_avg_sq.*, step.*, momentum.*, and the random number generator
                   state.json             step, kind, recipe, sampler, detector, counters
                   manifest.json          size and SHA-256 of the others
 
-Of several ranks each writes what it holds, as ``model-00001-of-00004.safetensors`` and so on, and says in the file's
-metadata which region of each tensor that is; any number of ranks reads the regions that it needs.
+Each of several ranks writes the tensors that it holds, as ``model-00001-of-00004.safetensors`` and so on. The file's metadata names the
+region of each tensor. Any number of ranks reads the regions that it needs.
 
-A folder that has its name is whole: the rename is the last thing done. A writer killed before it leaves a folder that
-starts with a dot, which the next run clears away.
+A folder with the final name is complete, because the rename comes last. A writer that is killed earlier leaves a folder whose name
+starts with a dot. The next run removes it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kernels.contract.files import sync_folder
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.errors import NOT_OF_A_FILE, CheckpointError
 
@@ -53,7 +54,7 @@ Regions = dict[str, Region]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on."""
+    """All that a run needs to continue."""
 
     model: Tensors
     optimizer: Tensors
@@ -66,7 +67,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A checkpoint that was not fit to load."""
+    """A checkpoint that could not be loaded."""
 
     path: str
     reason: str
@@ -91,9 +92,9 @@ def save_share(
     rank: int = 0,
     ranks: int = 1,
 ) -> Path:
-    """Write what one rank holds of a checkpoint; rank 0, which has the ``state``, waits for the others and names it.
+    """Write one rank's part of a checkpoint. Rank 0, which has the ``state``, waits for the others and renames the folder.
 
-    ``regions`` says where a tensor lies in its whole; one that is not listed is whole. Ranks share a file system.
+    ``regions``: the region of each split tensor; a tensor that is not listed is whole. Ranks share a file system.
     Raises: OSError, with nothing left behind.
     """
     parent.mkdir(parents=True, exist_ok=True)
@@ -128,61 +129,76 @@ def save_share(
 
 
 def clear_unfinished(parent: Path) -> None:
-    """Remove what a killed writer left. No writer may be at work."""
+    """Remove the folders that killed writers left. No writer may be running."""
     for aside in parent.glob(".writing-*"):
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def load(path: Path) -> Checkpoint:
-    """All of a checkpoint, verified. Raises: CheckpointError naming the file and the fault; OSError as ``find_fault``."""
+    """A whole checkpoint, verified. Raises: CheckpointError that names the file and the fault; OSError as ``find_fault``."""
     if fault := find_fault(path):
-        raise CheckpointError(fault)
+        raise CheckpointError(Message.from_json(fault))
     return Checkpoint(read_tensors(path, "model"), read_tensors(path, "optimizer"), read_state(path))
 
 
 def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
-    """What is wrong with a checkpoint, or nothing: every ``of``-th of its files is hashed, from ``share`` on.
+    """The first fault of a checkpoint; '' if there is none. Every ``of``-th of its files is hashed, from ``share`` on.
 
-    Raises: OSError where that says nothing about the checkpoint, as when no file handle is left.
+    Raises: OSError for an error that says nothing about the checkpoint, such as too many open files.
     """
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return str(error)
+        return error.message
     files = manifest["files"]
     for kind in ("state.json", *KINDS):
         if not any(name.startswith(kind) for name in files):
-            return f"{path}: manifest.json names no {kind}"
+            return Message(
+                "trainer.manifest_lacks", "{checkpoint}: manifest.json names no {file}", checkpoint=str(path), file=kind
+            )
     for name, expected in sorted(files.items())[share::of]:
         file = path / name
         try:
             size = file.stat().st_size
             if size != expected["bytes"]:
-                return f"{file}: {size} bytes, its manifest says {expected['bytes']}"
+                return Message(
+                    "trainer.other_size",
+                    "{file}: {found} bytes, but its manifest says {expected}",
+                    file=str(file),
+                    found=size,
+                    expected=expected["bytes"],
+                )
             with open(file, "rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
-                    return f"{file}: its SHA-256 is not the one in the manifest"
+                    return other_hash(file)
         except OSError as error:
             if error.errno in NOT_OF_A_FILE:
                 raise
-            return f"{file}: {error.strerror}"
+            return Message("trainer.unreadable", "{file}: {problem}", file=str(file), problem=error.strerror)
     return ""
 
 
+def other_hash(file: Path) -> Message:
+    """The fault of a file whose hash differs from the manifest's."""
+    return Message("trainer.other_hash", "{file}: its SHA-256 is not the one in the manifest", file=str(file))
+
+
 def read_state(path: Path) -> dict[str, Any]:
-    """Raises: CheckpointError; OSError as ``find_fault``."""
+    """The contents of state.json. Raises: CheckpointError; OSError as ``find_fault``."""
     try:
         return dict(json.loads((path / "state.json").read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         if isinstance(error, OSError) and error.errno in NOT_OF_A_FILE:
             raise
-        raise CheckpointError(f"{path / 'state.json'}: {error}") from None
+        raise CheckpointError(
+            "trainer.no_state", "{file}: {problem}", file=str(path / "state.json"), problem=str(error)
+        ) from None
 
 
 def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensors:
-    """Tensors of one of ``KINDS``, on the CPU: of each the region in ``wanted``, or all of one that it does not name.
+    """Tensors of one of ``KINDS``, on the CPU. ``wanted`` names the region to read of a tensor; tensors without a region are read whole.
 
-    Raises: CheckpointError naming what is damaged, incomplete or of another shape.
+    Raises: CheckpointError that names the tensor or file that is damaged, incomplete or of another shape.
     """
     wanted = wanted or {}
     found: Tensors = {}
@@ -200,8 +216,12 @@ def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensor
                     region = wanted.get(key, Region(whole, (0,) * len(whole), whole))
                     if region.whole != whole:
                         raise CheckpointError(
-                            f"recipe.model does not fit the checkpoint: {key} is {list(region.whole)} in the recipe, "
-                            f"{list(whole)} in {path / name}"
+                            "trainer.other_shape",
+                            "recipe.model does not fit the checkpoint: {tensor} is {wanted} in the recipe, {found} in {file}.",
+                            tensor=key,
+                            wanted=str(list(region.whole)),
+                            found=str(list(whole)),
+                            file=str(path / name),
                         )
                     if key not in found and region.shape == shape and region.offset == offset:
                         found[key] = file.get_tensor(key)
@@ -209,15 +229,24 @@ def read_tensors(path: Path, kind: str, wanted: Regions | None = None) -> Tensor
                         continue
                     _copy_overlap(found, missing, key, region, Region(whole, offset, shape), part)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path / name}: {error}") from None
+            raise CheckpointError(
+                "trainer.damaged_file", "{file}: {problem}", file=str(path / name), problem=str(error)
+            ) from None
     for key, count in missing.items():
         if count:
-            raise CheckpointError(f"{path}: {count} elements of {kind} {key} are missing")
+            raise CheckpointError(
+                "trainer.missing_elements",
+                "{checkpoint}: {count:,|element|elements} of {kind} {tensor} are missing.",
+                checkpoint=str(path),
+                count=count,
+                kind=kind,
+                tensor=key,
+            )
     return found
 
 
 def _copy_overlap(found: Tensors, missing: dict[str, int], key: str, wanted: Region, held: Region, part: Any) -> None:
-    """Copy what a file's part of a tensor has of the wanted region."""
+    """Copy the overlap of a file's part of a tensor with the wanted region."""
     starts = [max(a, b) for a, b in zip(wanted.offset, held.offset)]
     stops = [min(a + m, b + n) for a, m, b, n in zip(wanted.offset, wanted.shape, held.offset, held.shape)]
     here = tuple(slice(a - o, b - o) for a, b, o in zip(starts, stops, held.offset))
@@ -232,21 +261,41 @@ def _copy_overlap(found: Tensors, missing: dict[str, int], key: str, wanted: Reg
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises: CheckpointError; OSError as ``find_fault``."""
+    """The contents of manifest.json. Raises: CheckpointError; OSError as ``find_fault``."""
     try:
         manifest = json.loads((path / "manifest.json").read_bytes())
         found = manifest["format"], {n: (f["sha256"], f["bytes"]) for n, f in manifest["files"].items()}
     except OSError as error:
         if error.errno in NOT_OF_A_FILE:
             raise
-        raise CheckpointError(f"{path} is not a checkpoint: manifest.json: {error.strerror}") from None
+        raise CheckpointError(
+            "trainer.not_a_checkpoint",
+            "{folder} is not a checkpoint: manifest.json: {problem}",
+            folder=str(path),
+            problem=error.strerror,
+        ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: manifest.json is damaged: {error}") from None
+        raise _damaged_manifest(path, str(error)) from None
     if any("/" in name or name in ("", ".", "..") for name in found[1]):
-        raise CheckpointError(f"{path}: manifest.json is damaged: it names files of other folders")
+        raise _damaged_manifest(path, Message("trainer.other_folders", "it names files of other folders"))
     if found[0] != FORMAT:
-        raise CheckpointError(f"{path}: format {found[0]}, this code reads {FORMAT}")
+        raise CheckpointError(
+            "trainer.checkpoint_format",
+            "{checkpoint}: format {found}, but this code reads format {expected}.",
+            checkpoint=str(path),
+            found=found[0],
+            expected=FORMAT,
+        )
     return dict(manifest)
+
+
+def _damaged_manifest(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        "trainer.damaged_manifest",
+        "{checkpoint}: manifest.json is damaged: {problem}",
+        checkpoint=str(path),
+        problem=problem,
+    )
 
 
 def manifest_sha256(path: Path) -> str:
@@ -260,7 +309,7 @@ def steps_in(parent: Path) -> list[tuple[int, Path]]:
 
 
 def put_away(path: Path, reason: str) -> Skipped:
-    """Rename a checkpoint that is not fit to load ``bad-…``, out of the way."""
+    """Rename a checkpoint that cannot be loaded to ``bad-…``."""
     away = path.with_name(f"bad-{path.name}")
     shutil.rmtree(away, ignore_errors=True)
     path.rename(away)
@@ -270,7 +319,7 @@ def put_away(path: Path, reason: str) -> Skipped:
 def safetensors_bytes(
     tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """A safetensors file, piece by piece, so that it is hashed while it is written and a full disk is an OSError.
+    """A safetensors file in pieces, so that it can be hashed while it is written, and a full disk is an OSError.
 
     Format: 8 bytes little-endian header length, JSON header padded with spaces to a multiple of 8, then the tensors.
     """
@@ -292,7 +341,7 @@ def safetensors_bytes(
 
 
 def _await_share(path: Path) -> dict[str, Any]:
-    """Another rank's files. Waits without an end: a rank that fails ends its process, and torchrun then ends all."""
+    """Another rank's files. Waits without a limit: a rank that fails ends its process, and torchrun then ends all ranks."""
     while not path.exists():
         time.sleep(POLL_SECONDS)
     files = dict(json.loads(path.read_bytes()))

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank holds. Checkpoints are cut along these lines, so that no patch may move them."""
+"""Regions: the part of a whole tensor that a rank holds. The checkpoint format depends on them, so agents may not patch this file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Is it a DTensor? Asked without importing it, for those who only read tensors."""
+    """True for a DTensor. Found out without importing DTensor, for callers that only read tensors."""
     return hasattr(tensor, "placements")
 
 
@@ -32,7 +32,7 @@ class Region:
         return cls(whole, tuple(offset), tuple(shape))
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """This region of a whole tensor, a view."""
+        """This region of a whole tensor, as a view."""
         assert tuple(tensor.shape) == self.whole, (tensor.shape, self.whole)
         for dimension, (start, length) in enumerate(zip(self.offset, self.shape)):
             tensor = tensor.narrow(dimension, start, length)

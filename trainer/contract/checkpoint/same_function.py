@@ -1,7 +1,7 @@
-"""Does a recipe's model compute the function that a checkpoint's weights were trained in?
+"""Checks that a recipe's model computes the function for which a checkpoint's weights were trained.
 
-Shapes alone do not tell: 4 heads of 16 and 8 of 8 have the same matrices, and ``rope_theta`` has none. A checkpoint's ``state.json`` holds
-the recipe that it was trained with, and its manifest the hash of that, so every key of ``model`` is compared.
+Shapes are not enough: 4 heads of 16 and 8 heads of 8 have the same matrices, and ``rope_theta`` has no matrix. A checkpoint's ``state.json`` holds
+the recipe of its training, and its manifest holds that file's hash. Therefore every key of ``model`` is compared.
 
     >>> before = {"vocab_size": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 8, "d_ff": 64, "context": 32}
     >>> after = ModelRecipe.model_validate(before | {"heads": 2, "kv_heads": 2, "head_dim": 16, "rope_theta": 5e5, "context": 64})
@@ -16,18 +16,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kernels.contract.message import Message
 from trainer.contract.errors import CheckpointError
 from trainer.contract.recipe import ACCEPTABLE, ModelRecipe
 
-# How long a row is, and how experts are trained: at a position the weights compute the same.
+# Keys that set the length of a row and the training of experts. They do not change the weights' function at a position.
 OF_TRAINING = ("context", "experts.bias_rate", "experts.z_loss")
 Changes = dict[str, tuple[Any, Any]]
 
 
 def function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Changes:
-    """``{key below model: (before, after)}`` of what differs in the function, by name.
+    """``{key below model: (before, after)}`` of the keys that change the function, by name.
 
-    ``before``: ``recipe.model`` as a checkpoint or the ledger has it; a key that it lacks, because it is older, has the schema's default.
+    ``before``: ``recipe.model`` of a checkpoint or of the ledger. A key that an older one lacks has the schema's default.
     """
     now = after.model_dump()
     defaults = {name: field.default for name, field in ModelRecipe.model_fields.items() if not field.is_required()}
@@ -40,7 +41,7 @@ def function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Changes:
 
 
 def not_accepted(before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str]) -> list[str]:
-    """The changes that ``accept_changes`` of the recipe does not name: those that change the weights' shapes first."""
+    """The changes that the recipe's ``accept_changes`` does not name. Those that change the weights' shapes come first."""
     left = [key for key in function_changes(before, after) if key not in accepted]
     return sorted(left, key=lambda key: (key in ACCEPTABLE, key not in ("heads", "kv_heads"), key))
 
@@ -48,19 +49,27 @@ def not_accepted(before: Mapping[str, Any], after: ModelRecipe, accepted: Collec
 def refuse_other_function(
     before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str], path: object
 ) -> None:
-    """Raises: CheckpointError naming the first change that is not accepted. ``path``: the checkpoint, for its message."""
+    """Raises: CheckpointError that names the first change that is not accepted. ``path``: the checkpoint, for the message."""
     left = not_accepted(before, after, accepted)
     if left:
         old, new = function_changes(before, after)[left[0]]
-        way = f"name it in the recipe's accept_changes: [{', '.join(left)}]" if set(left) <= set(ACCEPTABLE) else ""
+        way: str = ""
+        if set(left) <= set(ACCEPTABLE):
+            way = Message("trainer.accept_changes", ", or name it in the recipe's accept_changes: [{keys}]", keys=left)
         raise CheckpointError(
-            f"recipe.model does not fit the checkpoint: {left[0]} is {new} in the recipe, {old} in {path}: the weights would compute "
-            f"something else; take the change back{', or ' * bool(way)}{way}"
+            "trainer.other_function",
+            "recipe.model does not fit the checkpoint: {key} is {new} in the recipe, {old} in {checkpoint}. The weights would compute "
+            "another function. Take the change back{way}.",
+            key=left[0],
+            new=new,
+            old=old,
+            checkpoint=str(path),
+            way=way,
         )
 
 
 def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
-    """``experts`` as ``experts.count`` and so on; a dense model has none of them."""
+    """The model's keys, with ``experts`` as ``experts.count`` and so on. A dense model has none of these."""
     experts = model.get("experts") or {}
     inner = {f"experts.{key}": value for key, value in experts.items()}
     return {key: value for key, value in model.items() if key != "experts"} | inner

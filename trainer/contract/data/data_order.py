@@ -1,14 +1,14 @@
 """Data order: the global batch of any step is a pure function of (data plan, sampler state).
 
-Each step draws pieces of documents until its rows can be filled, always from the stream (see document_stream) that lags
-furthest behind its share of the supervised tokens; the recipe's packing makes rows of them, and what is left over waits
-for the next step. Every rank plans the whole global batch and reads its rows.
+Each step draws pieces of documents until its rows can be filled. It draws from the stream (see document_stream) that is furthest behind its
+share of the supervised tokens. The recipe's packing makes rows of the pieces; the rest waits for the next step. Every rank plans the whole
+global batch and reads its rows.
 
-The state is a place and a credit for each stream, and the pieces that wait, a few bytes each. It holds nothing of the
-steps before or after, so its size does not grow with them.
+The state is a position and a credit for each stream, and the waiting pieces, a few bytes each. It holds nothing of other steps, so its size
+does not grow with them.
 
-No piece is drawn twice in a stream's epoch, and a stream that has finished an epoch waits for the other generations of
-its domain to finish theirs: no document repeats before its domain's epoch ends.
+No piece is drawn twice in a stream's epoch. A stream that has finished an epoch waits until the other generations of its domain have
+finished theirs: no document repeats before its domain's epoch ends.
 
 The first steps of twelve texts of 4 tokens and four of 9, each domain with half of the loss, in two rows of 8 positions a
 step. A row's pieces are shown as (domain, document, first token, positions):
@@ -56,23 +56,23 @@ from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe
 
 FORMAT = 2  # of the state
-REHEARSED_ROWS = 512  # that are packed to see how many hold no target
+REHEARSED_ROWS = 512  # rows that are packed in advance to estimate how many hold no target
 
 Row = tuple[Piece, ...]
 
 
 @dataclass
 class Cursor:
-    """The position of a stream."""
+    """The position in a stream."""
 
-    fingerprint: str  # of the seed and the shards that the cursor counts in
+    fingerprint: str  # fingerprint of the seed and shards for which the position is valid
     joined: int  # epoch of the domain when the stream joined
     place: int  # of the next piece
-    credit: float  # supervised tokens the stream lags behind its share
+    credit: float  # supervised tokens by which the stream is behind its share
 
 
 class DataOrder:
-    """Walks the plan: ``next_rows`` moves one step on; ``state`` is a ``state_dict`` to go on from."""
+    """The global batches of a plan. ``next_rows`` advances by one step. ``state``: a ``state_dict`` to continue from."""
 
     def __init__(
         self,
@@ -83,40 +83,41 @@ class DataOrder:
         vocab_size: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises: DataPlanError when the plan doesn't fit the recipe or the state; TokenShardError for a bad shard."""
+        """Raises: DataPlanError if the plan does not fit the recipe or the state; TokenShardError for a bad shard."""
         self.plan = plan
         self.context = context
         self.batch = batch
         self.streams = open_streams(plan, context, vocab_size)
-        # Of these generations a state may know other streams, from before documents changed domain: those that changed begin anew.
+        # Generations in which documents changed domain. A state may have older streams of them; a changed stream begins anew.
         self._relabelled = {shard.generation for shard in plan.token_shards if shard.moved}
         self.domains = sorted({stream.domain for stream in self.streams.values()})
         self.step = 0
         self.documents_begun = 0  # documents whose first position was put in a batch
         self.cursors: dict[str, Cursor] = {}
-        self.pending: list[Piece] = []  # drawn and not trained on, oldest first
-        self.passed_over = (
-            0  # positions of rows that were left out because they hold no target, since this object was made
-        )
+        self.pending: list[Piece] = []  # drawn but not yet trained on, oldest first
+        self.passed_over = 0  # positions of rows that this object left out because they hold no target
         self._shares: tuple[int, dict[str, float]] = -1, {}
-        self._available: tuple[int, dict[str, float]] | None = None  # until a step or an epoch ends
+        self._available: tuple[int, dict[str, float]] | None = None  # valid until a step or an epoch ends
         if state is not None:
             self._restore(state)
         self._join()
         for mixture in plan.mixtures():
             if mixture.stop > self.step and not stream_shares(plan, self.streams, mixture.weights):
                 raise DataPlanError(
-                    f"{mixture.key}: none of {', '.join(sorted(mixture.weights))} is a domain with supervised "
-                    f"tokens; the shards hold: {', '.join(self.domains) or 'nothing'}"
+                    "data_order.no_domain",
+                    "{key}: none of {domains} is a domain with supervised tokens. The shards hold: {held}.",
+                    key=mixture.key,
+                    domains=sorted(mixture.weights),
+                    held=self.domains or ["nothing"],
                 )
 
     def next_rows(self) -> list[Row]:
         """The rows of the next step's global batch: ``batch.sequences_at(step)`` of them, none empty.
 
-        With ``plan.targets_in_every_batch`` some of their tokens carry loss: a packing that cuts can leave a row nothing but a question, of
-        which nothing is learned. Rows that together hold no more are passed over, and the next ones take their place.
+        With ``plan.targets_in_every_batch`` each batch has a token that carries loss. A packing that cuts can leave a row with only a question,
+        from which nothing is learned. If all rows are like that, they are passed over, and the next rows take their place.
 
-        Raises: DataPlanError when every epoch is used up.
+        Raises: DataPlanError if every epoch is used up.
         """
         rows = self._pack()
         while self.plan.targets_in_every_batch and not any(piece.supervised for row in rows for piece in row):
@@ -126,7 +127,7 @@ class DataOrder:
         return rows
 
     def _pack(self) -> list[Row]:
-        """Rows for the step, of the pieces that wait and of new ones. Raises: DataPlanError."""
+        """Rows for the step, from the waiting pieces and new ones. Raises: DataPlanError."""
         wanted = self.batch.sequences_at(self.step)
         strategy = STRATEGIES[self.batch.packing]
         lengths = [piece.positions for piece in self.pending]
@@ -139,8 +140,11 @@ class DataOrder:
         packed, left = strategy.pack(lengths, long, self.context, wanted, self.step)
         if len(packed) < wanted:
             raise DataPlanError(
-                f"max_epochs: the data ends at step {self.step}: every document was used {self.plan.max_epochs} times; "
-                "add shards, raise max_epochs or plan fewer steps"
+                "data_order.data_ends",
+                "max_epochs: the data ends at step {step}: every document was used {epochs:,|time|times}. Add shards, raise max_epochs or plan "
+                "fewer steps.",
+                step=self.step,
+                epochs=self.plan.max_epochs,
             )
         part_of = lambda part: self.streams[self.pending[part.piece].stream].part_of(
             self.pending[part.piece], part.start, part.positions
@@ -151,23 +155,23 @@ class DataOrder:
         return rows
 
     def shares(self) -> dict[str, float]:
-        """Share of the supervised tokens that each stream should have at this step; those with none are left out."""
+        """The share of the supervised tokens that each stream should have at this step. Streams without a share are left out."""
         if self._shares[0] != self.step:
             self._shares = self.step, stream_shares(self.plan, self.streams, self.plan.weights_at(self.step))
         return self._shares[1]
 
     def positions_left(self) -> int:
-        """Positions that can still be drawn under the epoch cap: an upper bound on what is left to train on.
+        """Positions that can still be drawn under the epoch cap: an upper bound of the positions that are left to train on.
 
-        What will be passed over for want of targets is estimated, and left out.
+        Rows that will be passed over because they hold no target are estimated and left out.
         """
         left = sum(piece.positions for piece in self.pending) + sum(self._left(name) for name in self.shares())
         return round(left * self._kept_share())
 
     def _kept_share(self) -> float:
-        """Share of the positions to come that no batch without targets takes away; with two standard errors of caution.
+        """Share of the coming positions that are not passed over for want of targets, less two standard errors.
 
-        As the next steps have it, which are walked in a copy: none but plans with partly masked documents need that.
+        Estimated by packing the next steps in a copy. Only plans with partly masked documents need that.
         """
         if not self.plan.targets_in_every_batch or all(stream.unmasked.all() for stream in self.streams.values()):
             return 1.0
@@ -188,10 +192,10 @@ class DataOrder:
         return max(0, round(stream.positions * epochs))
 
     def positions_until(self, last_step: int, positions: Callable[[int, int], int]) -> int:
-        """How many of the positions of the steps to ``last_step`` the data can fill, mixture by mixture.
+        """The number of positions that the data can fill in the steps to ``last_step``, mixture by mixture.
 
-        ``positions(first, last)`` says how many the steps [first, last) have. Where a domain runs out, the others of its
-        mixture take its share; where all have, the run ends.
+        ``positions(first, last)``: the number of positions in the steps [first, last). If a domain runs out, the others of its mixture take its
+        share. If all run out, the run ends.
         """
         left = {name: float(self._left(name)) for name in self.streams}
         spare, filled, kept = float(sum(piece.positions for piece in self.pending)), 0.0, self._kept_share()
@@ -216,7 +220,7 @@ class DataOrder:
         return round(filled)
 
     def fork(self, step: int | None = None) -> DataOrder:
-        """An independent copy at this step, or at ``step`` with the same documents next."""
+        """An independent copy at this step; or at ``step``, with the same next documents."""
         twin = copy.copy(self)
         twin.cursors = {name: replace(cursor) for name, cursor in self.cursors.items()}
         twin.pending = list(self.pending)
@@ -225,7 +229,7 @@ class DataOrder:
         return twin
 
     def at(self, state: Mapping[str, Any]) -> DataOrder:
-        """An independent copy that goes on from a ``state_dict``. Raises: DataPlanError when it doesn't fit."""
+        """An independent copy that continues from a ``state_dict``. Raises: DataPlanError if the state does not fit."""
         twin = self.fork()
         twin.cursors = {}
         twin._restore(state)
@@ -233,9 +237,11 @@ class DataOrder:
         return twin
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values only."""
+        """The state, as JSON values."""
         cursors = self.cursors.items()
-        permuted = {"reshuffled": self.plan.reshuffled} if self.plan.reshuffled else {}  # older code reads one without
+        permuted = (
+            {"reshuffled": self.plan.reshuffled} if self.plan.reshuffled else {}
+        )  # older code can read a state without this key
         return {
             "format": FORMAT,
             "step": self.step,
@@ -243,7 +249,7 @@ class DataOrder:
             "documents_begun": self.documents_begun,
             "streams": {name: [c.fingerprint, c.joined, c.place, c.credit] for name, c in cursors},
             "pending": encode_pending(self.pending, {name: c.place for name, c in cursors}),
-            # pieces cut where a row ended: which of those that wait, and how much of them was trained on
+            # waiting pieces that were cut at a row's end: [index, positions already trained on]
             "begun": [[i, p.start % self.context] for i, p in enumerate(self.pending) if p.start % self.context],
             **permuted,
         }
@@ -251,11 +257,19 @@ class DataOrder:
     def _restore(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != FORMAT:
             raise DataPlanError(
-                f"the checkpoint's data order has format {state.get('format', 1)}, this code reads {FORMAT}: "
-                "go on with the code that wrote it, or begin a new run"
+                "data_order.format",
+                "The checkpoint's data order has format {found}, but this code reads format {expected}. Continue with the code that wrote it, or "
+                "begin a new run.",
+                found=state.get("format", 1),
+                expected=FORMAT,
             )
         if state["context"] != self.context:
-            raise DataPlanError(f"model.context is {self.context}, the checkpoint's order cut at {state['context']}")
+            raise DataPlanError(
+                "data_order.other_context",
+                "model.context is {context}, but the checkpoint's data order has rows of {found}.",
+                context=self.context,
+                found=state["context"],
+            )
         self.step = state["step"]
         self.documents_begun = state["documents_begun"]
         for name, values in state["streams"].items():
@@ -264,21 +278,26 @@ class DataOrder:
                 self.cursors[name] = cursor
             elif generation_of(name) not in self._relabelled:
                 raise DataPlanError(
-                    f"token_shards: {domain_of(name)!r} of generation {generation_of(name)} is not what "
-                    "the checkpoint was trained on; only add shards, as a new generation, and do not change the seed"
+                    "data_order.other_shards",
+                    "token_shards: {domain!r} of generation {generation} differs from the data of the checkpoint's training. Only add shards, as "
+                    "a new generation, and keep the seed.",
+                    domain=domain_of(name),
+                    generation=generation_of(name),
                 )
         places = {name: values[2] for name, values in state["streams"].items()}
-        same = state.get("reshuffled", 0) == self.plan.reshuffled  # else other pieces wait, and none of them is cut
+        same = (
+            state.get("reshuffled", 0) == self.plan.reshuffled
+        )  # otherwise other pieces wait, and none of them is cut
         begun = dict(state["begun"]) if same else {}
         self.pending = []
         for i, (name, place) in enumerate(decode_pending(state["pending"], places)):
-            if name in self.cursors:  # else its stream begins anew
+            if name in self.cursors:  # otherwise its stream begins anew
                 piece = self.streams[name].piece_at(place)
                 start = begun.get(i, 0)
                 self.pending.append(self.streams[name].part_of(piece, start, piece.positions - start))
 
     def _join(self) -> None:
-        """Streams that the state does not know begin where the others of their domain are."""
+        """Streams that the state lacks begin at the epoch of the others of their domain."""
         for name, stream in self.streams.items():
             if name not in self.cursors:
                 others = [self._epoch(n) for n in self.cursors if domain_of(n) == stream.domain]
@@ -289,7 +308,7 @@ class DataOrder:
         return self.cursors[name].place // self.streams[name].pieces
 
     def _draw(self) -> Piece | None:
-        """The next piece that carries loss, from the stream furthest behind. None when all are used up."""
+        """The next piece that carries loss, from the stream furthest behind. None if all are used up."""
         while available := self._may_draw():
             name = max(available, key=lambda n: (self.cursors[n].credit, n))
             stream, cursor = self.streams[name], self.cursors[name]
@@ -305,7 +324,7 @@ class DataOrder:
         return None
 
     def _may_draw(self) -> dict[str, float]:
-        """Streams that may be drawn from, with the share each has now; the shares sum to one.
+        """The streams that may be drawn from, each with its present share. The shares sum to one.
 
         A waiting stream's share goes to its domain.
         """
@@ -330,7 +349,7 @@ class DataOrder:
 
 
 def documents_at(order: DataOrder, step: int) -> list[str]:
-    """Keys of the documents in a step's global batch. ``order`` stands at or before it, and is moved past it."""
+    """Keys of the documents in a step's global batch. ``order`` must be at or before that step, and is moved past it."""
     assert order.step <= step
     while order.step < step:
         order.next_rows()
@@ -338,7 +357,7 @@ def documents_at(order: DataOrder, step: int) -> list[str]:
 
 
 def document_keys(order: DataOrder, rows: list[Row]) -> list[str]:
-    """Sorted keys of the documents that rows are made of."""
+    """Sorted keys of the documents in the rows."""
     return sorted({order.streams[p.stream].key(p.document) for row in rows for p in row})
 
 
@@ -370,8 +389,8 @@ def stream_shares(plan: DataPlan, streams: Mapping[str, Stream], weights: Mappin
 
 
 def encode_pending(pending: list[Piece], places: Mapping[str, int]) -> str:
-    """Base64 of two varints a piece, newest first: the number of its stream, and how far it lies before the piece of
-    the stream that comes after it, or before the stream's place."""
+    """Base64 of two varints for each piece, newest first: the number of its stream, and its distance before the stream's next waiting piece
+    (or before the stream's position)."""
     names = {name: number for number, name in enumerate(sorted(places))}
     at = dict(places)
     found = bytearray()
@@ -382,7 +401,7 @@ def encode_pending(pending: list[Piece], places: Mapping[str, int]) -> str:
 
 
 def decode_pending(text: str, places: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(stream, place) of the pieces, oldest first."""
+    """(stream, place) of each piece, oldest first."""
     names, at = sorted(places), dict(places)
     numbers = _varints(base64.b64decode(text))
     found = []
@@ -394,7 +413,7 @@ def decode_pending(text: str, places: Mapping[str, int]) -> list[tuple[str, int]
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, lowest first; the top bit says that more follow (LEB128)."""
+    """Seven bits a byte, lowest first; the top bit means that more follow (LEB128)."""
     assert number >= 0
     found = bytearray()
     while number >= 0x80:

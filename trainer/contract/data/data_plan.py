@@ -1,4 +1,4 @@
-"""The data plan: the frozen list of token shards a segment may read, and how they are mixed."""
+"""The data plan: the frozen list of token shards that a segment may read, and their mixture."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from kernels.contract.message import Message
 from trainer.contract.errors import DataPlanError, nearest
 from trainer.contract.recipe import MixtureRecipe, Phase, Positive, Share
-from trainer.contract.strict import Strict, parse
+from trainer.contract.strict import Strict, not_json, parse
 
-LATER_KEYS = ("masked", "reshuffled", "targets_in_every_batch")  # of a plan: the first plans did not have them
+LATER_KEYS = ("masked", "reshuffled", "targets_in_every_batch")  # keys of a plan that the first plans did not have
 
 
 class PlannedShard(Strict):
@@ -25,10 +26,10 @@ class PlannedShard(Strict):
     path: str
     generation: Annotated[int, Field(ge=0)]
     content: str = (
-        ""  # id of what lies at ``path``, where it took the shard's place: the same documents, some of them overwritten
+        ""  # id of the content at ``path`` if it replaced the shard's own: the same documents, some of them overwritten
     )
     moved: dict[str, Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]] = {}
-    """By domain, rows of the shard's documents that are of it, whatever the shard itself says: '0-12,40'."""
+    """Domain → rows of the shard's documents that belong to it, in place of the domain in the shard itself: '0-12,40'."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,21 @@ class Mixture:
     stop: float
 
     def absent(self, held: Collection[str]) -> list[str]:
-        """Domains that have a weight and no document, where ``held`` are those that have documents."""
+        """Domains that have a weight but no document. ``held``: the domains that have documents."""
         return sorted(domain for domain, weight in self.weights.items() if weight > 0 and domain not in {*held, "*"})
 
     def feeds(self, held: Collection[str]) -> bool:
-        """Does any domain with documents have a weight above zero?"""
+        """True if some domain with documents has a weight above zero."""
         return any(self.weights.get(domain, self.weights.get("*", 0.0)) > 0 for domain in held)
 
     def of_arrived(self, held: Collection[str]) -> dict[str, float]:
+        """The weights without domains that have no document."""
         absent = self.absent(held)
         return {domain: weight for domain, weight in self.weights.items() if domain not in absent}
 
 
 class DataPlan(Strict):
-    """Which token shards, in which mixture. Its id is the SHA-256 of its canonical JSON."""
+    """Token shards and their mixture. The plan's id is the SHA-256 of its canonical JSON."""
 
     token_shards: Annotated[list[PlannedShard], Field(min_length=1)]
     weights: dict[str, Annotated[float, Field(ge=0)]]  # share of supervised tokens by domain; "*": all others
@@ -62,26 +64,26 @@ class DataPlan(Strict):
     replay: Share = 0.0  # share of a domain's tokens from generations before the newest
     max_epochs: Positive = 1
     seed: Annotated[int, Field(ge=0)] = 0
-    masked: list[
-        str
-    ] = []  # keys of documents that carry no loss: rows, order and the loss's denominator stay as without it
-    reshuffled: Annotated[int, Field(ge=0)] = 0  # another number: other documents are next; a sampler state stays valid
-    # Rows that would make a batch without any token that carries loss are passed over. False in plans from before December 2026, whose order
-    # stays as it was; a step of such a batch makes no update.
+    masked: list[str] = []  # keys of documents that carry no loss; rows, order and the loss's denominator do not change
+    reshuffled: Annotated[int, Field(ge=0)] = (
+        0  # another number makes other documents next; a sampler state stays valid
+    )
+    # If true, rows that would make a batch without any token that carries loss are passed over. False in plans from before December 2026,
+    # whose order stays as it was; a step with such a batch makes no update.
     targets_in_every_batch: bool = False
 
     @model_validator(mode="after")
     def _possible(self) -> DataPlan:
         ids = [shard.id for shard in self.token_shards]
         if len(ids) != len(set(ids)):
-            raise ValueError("token_shards: a shard is listed twice")
+            raise ValueError(Message("data_plan.shard_twice", "token_shards: a shard is listed twice"))
         return self
 
     @classmethod
     def make(
         cls, mixture: MixtureRecipe, kind: Literal["trunk", "anneal"], shards: Iterable[tuple[Any, ...]], seed: int
     ) -> DataPlan:
-        """The plan of a segment of that kind under a recipe's mixture; ``shards`` are (id, path, generation), or with content and moved."""
+        """The plan of a segment of that kind under a recipe's mixture; ``shards``: (id, path, generation), or these with content and moved."""
         own = mixture.anneal_weights if kind == "anneal" else None
         return cls(
             token_shards=[PlannedShard(**dict(zip(PlannedShard.model_fields, shard))) for shard in shards],
@@ -94,17 +96,17 @@ class DataPlan(Strict):
 
     @classmethod
     def from_json(cls, raw: str | Mapping[str, Any], where: str = "data_plan") -> DataPlan:
-        """Raises: DataPlanError naming the key."""
+        """The plan from JSON text or parsed JSON. Raises: DataPlanError that names the key."""
         if isinstance(raw, str):
             try:
                 raw = json.loads(raw)
             except ValueError as error:
-                raise DataPlanError(f"{where}: not valid JSON: {error}") from None
+                raise not_json(where, error, DataPlanError) from None
         return parse(cls, raw, where, DataPlanError)
 
     def to_json(self) -> str:
-        """Canonical: equal plans give equal text. ``LATER_KEYS`` and a shard's ``content`` and ``moved`` are left out where they say nothing: older
-        code can read such a plan too."""
+        """Canonical JSON: equal plans give equal text. ``LATER_KEYS`` and a shard's ``content`` and ``moved`` are left out if they are empty, so
+        that older code can read the plan."""
         plan = self.model_dump(exclude={key for key in LATER_KEYS if not getattr(self, key)})
         for shard in plan["token_shards"]:
             for key in ("content", "moved"):
@@ -133,25 +135,34 @@ class DataPlan(Strict):
         return [Mixture(key, phase.weights, phase.from_step, stop) for key, phase, stop in phases]
 
     def refuse_absent(self, held: Collection[str]) -> None:
-        """Raises: DataPlanError naming the first key that gives weight to a domain of which no shard holds a document."""
+        """Raises: DataPlanError that names the first key with a weight for a domain of which no shard holds a document."""
         for mixture in self.mixtures():
             for domain in mixture.absent(held):
                 hint = nearest(domain, held) if held else ""
-                raise DataPlanError(f"{mixture.key}.{domain}: no shard holds a document of domain {domain!r}{hint}")
+                raise DataPlanError(
+                    "data_plan.absent_domain",
+                    "{key}: no shard holds a document of domain {domain!r}{near}",
+                    key=f"{mixture.key}.{domain}",
+                    domain=domain,
+                    near=hint,
+                )
 
     def of_arrived(self, held: Collection[str], first_step: int, last_step: int) -> tuple[DataPlan, list[str]]:
         """The plan of the steps [first, last) without domains of which no shard holds a document, and their names.
 
-        A phase without any domain that has documents is left out, if it applies to none of these steps.
-        Raises: DataPlanError naming the key, if such a phase applies to one of them.
+        A phase whose domains have no documents is left out if it applies to none of these steps.
+        Raises: DataPlanError that names the key, if such a phase applies to one of these steps.
         """
         mixtures = self.mixtures()
         for mixture in mixtures:
             applies = mixture.start < last_step and first_step < mixture.stop
             if applies and not mixture.feeds(held):
                 raise DataPlanError(
-                    f"{mixture.key}: no shard holds a document of {', '.join(mixture.absent(held)) or 'any domain'}; "
-                    f"the shards hold: {', '.join(sorted(held)) or 'nothing'}"
+                    "data_plan.nothing_to_train_on",
+                    "{key}: no shard holds a document of {domains}. The shards hold: {held}.",
+                    key=mixture.key,
+                    domains=mixture.absent(held) or ["any domain"],
+                    held=sorted(held) or ["nothing"],
                 )
         weights, *later = [mixture.of_arrived(held) for mixture in mixtures]
         phases = [
@@ -165,7 +176,7 @@ class DataPlan(Strict):
         return self.model_copy(update={"weights": weights, "phases": phases}), left_out
 
     def masking(self, documents: Iterable[str]) -> DataPlan:
-        """The same plan, in which these documents, by their keys, carry no loss, as do those that carry none already.
+        """The plan with these documents, by their keys, masked as well: they carry no loss.
 
         >>> plan = DataPlan(token_shards=[PlannedShard(id="a", path="a", generation=0)], weights={"*": 1.0})
         >>> plan.masking(["b:2", "b:1"]).masking(["b:1"]).masked, plan.masking([]).id == plan.id

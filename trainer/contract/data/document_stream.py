@@ -1,7 +1,7 @@
 """A document stream: the pieces (see packing) of one domain of one generation, in a keyed random order, epoch by epoch.
 
-A *place* counts the pieces of all epochs: place p is piece p % pieces of epoch p // pieces. What comes at a place is
-worked out from the place alone, so a place is all that a checkpoint keeps of a piece.
+A *place* counts the pieces of all epochs: place p is piece p % pieces of epoch p // pieces. The piece at a place follows from the place alone,
+so a checkpoint keeps only the places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.contract.data.permutation import BLOCK, Permutation
 from trainer.contract.data.token_shard import TokenShard, ranges_of
 from trainer.contract.errors import DataPlanError, TokenShardError
 
-READ_AT_ONCE = 1 << 24  # tokens whose masks are looked at together
+READ_AT_ONCE = 1 << 24  # tokens whose masks are read together
 
 
 class Piece(NamedTuple):
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Stream:
-    """The documents of one domain of one generation, and which piece is at which place."""
+    """The documents of one domain of one generation, and their pieces by place."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class Stream:
         self.row = np.concatenate([t["row"] for t in tables])
         supervised = np.concatenate([t["supervised_tokens"] for t in tables])
         self.supervised_tokens = int(supervised.sum())
-        self.unmasked = supervised == self.length  # documents all of whose tokens carry loss: their mask is not read
-        self.reshuffled = ""  # of the plan: not of the fingerprint, so that a cursor stays valid
-        self.masked: frozenset[int] = frozenset()  # documents that the plan masks: counted as ever, and without weight
+        self.unmasked = supervised == self.length  # documents whose tokens all carry loss: their mask is not read
+        self.reshuffled = ""  # the plan's key; not part of the fingerprint, so that a cursor stays valid
+        self.masked: frozenset[int] = frozenset()  # documents that the plan masks: they are counted, but have no weight
         self.ends = np.cumsum(pieces_in(self.length, context))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.fingerprint = hashlib.sha256(":".join([str(seed), *identities]).encode()).hexdigest()[:16]
@@ -73,7 +73,7 @@ class Stream:
 
     @cached_property
     def positions(self) -> int:
-        """Positions of an epoch, in pieces that carry loss: the others are never drawn."""
+        """Positions of an epoch in pieces that carry loss. Other pieces are never drawn."""
         moved = [tuple(sorted(shard.moved.items())) for shard in self.shards]
         each = zip(self.shards, moved, strict=True)
         return sum(positions_with_loss(str(shard.path), self.domain, self.context, rows) for shard, rows in each)
@@ -108,9 +108,9 @@ class Stream:
         return held[piece.first : piece.first + piece.positions + 1]
 
     def target_mask(self, piece: Piece) -> npt.NDArray[np.bool_] | np.bool_:
-        """Which of its targets carry loss, [positions]; a scalar True if all do, False if the plan masks its document.
+        """True for each target that carries loss, [positions]; a scalar True if all do, False if the plan masks the document.
 
-        ``piece.supervised`` counts them all the same, so that no other document's weight changes.
+        ``piece.supervised`` counts masked targets too, so that no other document's weight changes.
         """
         if piece.document in self.masked:
             return np.False_
@@ -119,7 +119,7 @@ class Stream:
         return self.shards[piece.shard].loss_mask(piece.first + 1, piece.first + 1 + piece.positions)
 
     def supervised(self, shard: int, first: int, positions: int) -> int:
-        """How many of the targets of the positions from token ``first`` of a shard on carry loss."""
+        """The number of targets that carry loss, among ``positions`` from token ``first`` of a shard on."""
         return int(np.count_nonzero(self.shards[shard].loss_mask(first + 1, first + 1 + positions)))
 
     def key(self, document: int) -> str:
@@ -127,7 +127,7 @@ class Stream:
         return str(table["key"][int(self.row[document])].as_py())
 
     def places_of(self, documents: Iterable[int], epoch: int) -> npt.NDArray[np.int64]:
-        """The places of an epoch at which pieces of these documents stand, in no order."""
+        """The places of an epoch that hold pieces of these documents, in no order."""
         flat = [np.arange(self.ends[d - 1] if d else 0, self.ends[d], dtype=np.uint64) for d in documents]
         found = self._permutation(epoch).places(np.concatenate([np.zeros(0, np.uint64), *flat]))
         return found.astype(np.int64) + epoch * self.pieces
@@ -161,9 +161,9 @@ class Stream:
 
 @lru_cache(maxsize=1 << 14)  # the daemon asks again and again, and a shard never changes
 def positions_with_loss(path: str, domain: str, context: int, moved: tuple[tuple[str, str], ...] = ()) -> int:
-    """Positions of a token shard's documents of a domain that lie in pieces which carry loss. ``moved``: (domain, rows), as ``TokenShard`` has it.
+    """Positions of a token shard's documents of a domain that lie in pieces which carry loss. ``moved``: (domain, rows), as in ``TokenShard``.
 
-    Pieces of documents without a mask all do. Of the others the masks are read, ``READ_AT_ONCE`` tokens at a time.
+    All pieces of unmasked documents carry loss. The masks of the others are read, ``READ_AT_ONCE`` tokens at a time.
     """
     shard = TokenShard(path, dict(moved))
     table = dict(_tables(shard))[domain]
@@ -179,7 +179,7 @@ def positions_with_loss(path: str, domain: str, context: int, moved: tuple[tuple
         pieces = pieces_in(length[block], context)
         number = np.arange(pieces.sum()) - np.repeat(
             np.cumsum(pieces) - pieces, pieces
-        )  # of each piece in its document
+        )  # the number of each piece in its document
         stop = np.repeat(length[block] - 1, pieces)
         begin = number * context
         positions = np.minimum(context, stop - begin)
@@ -203,17 +203,26 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Str
         shard = TokenShard(planned.path, planned.moved)
         if shard.manifest["vocab_size"] > vocab_size:
             raise DataPlanError(
-                f"model.vocab_size is {vocab_size}, token shard {shard.id} was made with {shard.manifest['vocab_size']}"
+                "document_stream.vocabulary",
+                "model.vocab_size is {vocab_size}, but token shard {shard} was made with {found}.",
+                vocab_size=vocab_size,
+                shard=shard.id,
+                found=shard.manifest["vocab_size"],
             )
         if shard.id != (planned.content or planned.id):
-            raise TokenShardError(f"{planned.path}: the plan names token shard {planned.content or planned.id}")
+            raise TokenShardError(
+                "document_stream.other_shard",
+                "{folder}: the plan names token shard {planned} for this folder.",
+                folder=planned.path,
+                planned=planned.content or planned.id,
+            )
         own = {domain: table["row"] for domain, table in _tables(TokenShard(planned.path))} if planned.moved else {}
         for domain, table in _tables(shard):
             shards, tables, identities = groups.setdefault(f"{domain}/{planned.generation}", ([], [], []))
             shards.append(shard)
             tables.append(table)
             same = not planned.moved or np.array_equal(table["row"], own.get(domain, []))
-            # that of the shard also where its content was replaced, and where none of these documents came or went: cursors stay valid
+            # the shard's own id also if its content was replaced, and if no document of this domain moved: cursors stay valid
             identities.append(planned.id if same else f"{planned.id} {ranges_of(table['row'].tolist())}")
     plan.refuse_absent({domain_of(name) for name in groups})
     streams = {
@@ -228,7 +237,7 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Str
 
 
 def _mask(streams: dict[str, Stream], keys: set[str]) -> None:
-    """Raises: DataPlanError for a document that no shard holds."""
+    """Mask documents in their streams. Raises: DataPlanError for a document that no shard holds."""
     missing, wanted = set(keys), pa.array(sorted(keys))
     for stream in streams.values():
         found: list[int] = []
@@ -239,14 +248,18 @@ def _mask(streams: dict[str, Stream], keys: set[str]) -> None:
             missing -= {str(named[int(row)].as_py()) for row in rows}
         stream.masked = frozenset(found)
     if missing:
-        raise DataPlanError(f"masked: no token shard of the plan holds document {min(missing)!r}")
+        raise DataPlanError(
+            "document_stream.masked_document",
+            "masked: no token shard of the plan holds document {document!r}.",
+            document=min(missing),
+        )
 
 
 def _tables(shard: TokenShard) -> Iterator[tuple[str, dict[str, Any]]]:
     """The documents of a shard by domain, as columns of numbers; ``row`` is the row in documents.parquet."""
     documents = shard.documents
     domains = np.array(documents["domain"].to_pylist(), dtype=object)
-    # not to_numpy(), which imports pandas where there is one: a fifth of a second
+    # not to_numpy(), which imports pandas if it is installed: a fifth of a second
     column = lambda name: np.from_dlpack(documents[name].combine_chunks())
     columns = {name: column(name) for name in ("start", "length", "supervised_tokens")}
     for domain in sorted(set(domains.tolist())):

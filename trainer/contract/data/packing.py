@@ -1,4 +1,4 @@
-"""Packing: which pieces of documents share a row. Pure functions, one a strategy, in one table: ``STRATEGIES``.
+"""Packing: decides which pieces of documents share a row. Pure functions, one for each strategy, in one table: ``STRATEGIES``.
 
 A row has ``context`` positions; a position is an (input, target) pair of neighbouring tokens of one document.
 A document of L tokens therefore fills L - 1 positions: its last token is a target and never an input, its first an
@@ -9,10 +9,10 @@ input and never a target, and no pair spans two documents. With context 4:
 
 A document longer than a row is cut every ``context`` positions, and every pair stays in exactly one piece. Pieces are
 then drawn in random order, and a strategy makes rows of them. Pieces of 3, 2, 4 and 2, drawn in that order, rows
-of 4, two rows wanted (``.`` is padding, and what is left waits for the next step):
+of 4, two rows wanted (``.`` is padding; the pieces that are left wait for the next step):
 
     document                  a a a . | b b . .          left  c c c c, d d    one piece a row
-    token-budget              a a a . | b b . .          left  c c c c, d d    in the order drawn; here b and c won't fit
+    token-budget              a a a . | b b . .          left  c c c c, d d    in the order drawn; here b and c do not fit into one row
     best-fit                  b b d d | c c c c          left  a a a           the fullest rows; the default
     length-bucketed           a a a . | c c c c          left  b b, d d        pieces of about the oldest one's length
     truncate-and-concatenate  a a a b | b c c c          left  c, d d          b and c are cut where their rows end
@@ -39,11 +39,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
-OLDEST_EVERY = 2  # steps; then best-fit takes the piece that has waited longest, whatever its row's fill
-CRUMBS = 32  # a thirty-second of a row is too little context to cut off, and to pad it costs little
-PARTNERS = 256  # pieces that a row for the oldest is completed from: among so many some fill it
+OLDEST_EVERY = 2  # every so many steps best-fit takes the piece that has waited longest, however full its row gets
+CRUMBS = 32  # a thirty-second of a row: too little context for a part of a piece, and cheap to pad
+PARTNERS = 256  # number of pieces from which the oldest piece's row is completed: so many are enough to fill it
 SPARE_ROWS = 16  # rows' worth of pieces to choose from beyond those that fill the rows
-SPARE_PIECES = 256  # and never more than this many: where pieces are short, fewer rows' worth are choice enough
+SPARE_PIECES = 256  # but never more than this many: of short pieces, fewer rows' worth are enough
 
 
 class Cut(NamedTuple):
@@ -84,8 +84,8 @@ def cut(tokens: int, context: int, piece: int) -> Cut:
     return Cut(start, min(context, tokens - 1 - start))
 
 
-# ---- strategies: (lengths of the pieces, oldest first, and whether they are of documents longer than a row; context, rows
-# wanted, step) → rows and what is left over. Given ``enough`` pieces (below), exactly the rows wanted, none of them empty.
+# ---- strategies: (lengths of the pieces, oldest first; True for each piece of a document longer than a row; context; number of rows; step)
+# → (rows, the pieces that are left). Given ``enough`` pieces (below), a strategy makes exactly the wanted rows, none of them empty.
 
 
 def one_per_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
@@ -94,7 +94,7 @@ def one_per_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows
 
 
 def next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """Next-fit: pieces in the order drawn; where one does not fit, the next row begins."""
+    """Next-fit: pieces in the order drawn. A piece that does not fit begins the next row."""
     found: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -109,14 +109,14 @@ def next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: i
 
 
 def concatenate(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """Pieces end to end in the order drawn; one that does not fit is cut, and its rest opens the next row."""
+    """Pieces end to end in the order drawn. A piece that does not fit is cut, and its rest begins the next row."""
     found: Rows = [[] for _ in range(min(rows, -(-sum(lengths) // context)))]
     pour(found, lengths, range(len(lengths)), context)
     return found, _left(found, lengths)
 
 
 def length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
-    """The oldest piece and those nearest to it in length, best-fit into rows until one finds no room.
+    """The oldest piece and those nearest to it in length, best-fit into rows until a piece finds no room.
 
     As in Dataset Decomposition (arXiv 2405.13226 §3.2), a batch holds sequences of one length bucket. There, documents
     are cut into powers of two so that the buckets fill rows without padding; here nothing that fits is cut, and the bucket
@@ -130,10 +130,10 @@ def length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: int, 
 def best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """The fullest rows of a best-fit-decreasing packing (arXiv 2404.10830), their gaps filled from long documents.
 
-    A piece of at least half a row may have no partner; where many documents are so long, no packing of whole pieces
-    fills the rows. But a document longer than a row is cut anyway, so where is free: once there are no more full rows,
-    such pieces are poured into the gaps. At the last of every ``OLDEST_EVERY`` steps one row is built around the oldest
-    piece, which would otherwise wait as long as others fill rows better.
+    A piece of at least half a row may have no partner. If many pieces are so long, no packing of whole pieces fills the rows. But a document
+    longer than a row is cut anyway, and it may be cut anywhere. Therefore, once there are no more full rows, such pieces are poured into
+    the gaps. At the last of every ``OLDEST_EVERY`` steps one row is built around the oldest piece, which would otherwise wait as long as
+    others fill rows better.
     """
     crumb = max(1, context // CRUMBS)
     filled = lambda row: sum(lengths[i] for i in row)
@@ -156,7 +156,7 @@ def best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: i
         chosen += full
         gappy = packed[len(full) :][: rows - len(chosen)]
         room = rows * context - sum(map(filled, chosen)) - sum(lengths[i] for i in liquid)
-        for row in gappy:  # as few as leave no more room than there is to pour
+        for row in gappy:  # as few rows as needed to leave no more room than there is to pour
             if room <= 0:
                 break
             chosen.append(row)
@@ -201,7 +201,7 @@ def best_fit_rows(
 ) -> list[list[int]]:
     """Rows of indices into ``lengths``, each piece in the fullest row that can still hold it, in the order given.
 
-    Each row's lengths sum to at most ``context``. With ``rows``, it ends before the first piece that would open
+    Each row's lengths sum to at most ``context``. With ``rows``, packing ends before the first piece that would open
     one row more; without, every index of ``order`` appears exactly once.
 
     >>> best_fit_rows([60, 50, 10, 4], context=64, order=range(4))
@@ -227,7 +227,7 @@ def best_fit_rows(
 
 
 def complete(lengths: Sequence[int], context: int, first: int, others: Sequence[int]) -> list[int]:
-    """``first`` and those of ``others`` that together fill a row best; of equals, with the longest pieces.
+    """``first`` and the pieces of ``others`` that together fill a row best; among equals, the longest pieces.
 
     >>> complete([5, 3, 2, 1], context=8, first=0, others=[1, 2, 3])
     [0, 1]
@@ -241,7 +241,7 @@ def complete(lengths: Sequence[int], context: int, first: int, others: Sequence[
     total = reachable[-1].bit_length() - 1
     row = [first]
     for index, before in zip(reversed(longest_first), reversed(reachable[:-1])):
-        if not before >> total & 1:  # without this piece the sum cannot be had
+        if not before >> total & 1:  # without this piece the sum cannot be reached
             row.append(index)
             total -= lengths[index]
     assert total == 0
@@ -255,7 +255,7 @@ def _whole(lengths: Sequence[int], rows: Iterable[Sequence[int]]) -> Packed:
 
 
 def _left(rows: Rows, lengths: Sequence[int]) -> list[Part]:
-    """What of the pieces is in no row, in their order; a piece is used up from its start."""
+    """The parts of pieces that are in no row, in their order. A piece is used from its start."""
     used = [0] * len(lengths)
     for row in rows:
         for part in row:
@@ -263,7 +263,7 @@ def _left(rows: Rows, lengths: Sequence[int]) -> list[Part]:
     return [Part(i, used[i], length - used[i]) for i, length in enumerate(lengths) if used[i] < length]
 
 
-# ---- how many pieces must wait before a strategy packs: (pieces, their positions, context, rows) → is it enough?
+# ---- how many pieces must wait before a strategy packs: (number of pieces, their positions, context, rows) → True if that is enough
 
 
 def one_piece_per_row(pieces: int, positions: int, context: int, rows: int) -> bool:
@@ -275,23 +275,23 @@ def full_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
 
 
 def one_row_to_spare(pieces: int, positions: int, context: int, rows: int) -> bool:
-    """So that the last row ends because the next piece doesn't fit, not because there is none."""
+    """Enough that the last row ends because the next piece does not fit, not because there is none."""
     return positions >= (rows + 1) * context
 
 
 def spare_pieces(pieces: int, positions: int, context: int, rows: int) -> bool:
-    """``SPARE_ROWS`` or ``SPARE_PIECES`` beyond what fills the rows."""
+    """Enough to fill the rows and to have ``SPARE_ROWS`` or ``SPARE_PIECES`` left."""
     spare = positions - rows * context
     return spare >= SPARE_ROWS * context or spare * pieces >= SPARE_PIECES * positions > 0
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How drawn pieces become rows."""
+    """One way to make rows of drawn pieces."""
 
     pack: Packer
     enough: Callable[[int, int, int, int], bool]
-    cuts: bool = False  # may a document be cut that would fit a row?
+    cuts: bool = False  # True if a document may be cut that would fit a row
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(  # by the recipe's batch.packing

@@ -1,6 +1,6 @@
 """A keyed random bijection of [0, n) in constant memory: shuffled epochs without a shuffled list.
 
-A balanced Feistel network over the smallest even number of bits that holds n, with cycle walking for what falls outside
+A balanced Feistel network over the smallest even number of bits that holds n, with cycle walking for values outside
 (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). The arithmetic is fixed here, so that the order of a
 run does not depend on the version of a random number library.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 ROUNDS = 6
-BLOCK = 1024  # indices worked out at once, because numpy is slow one at a time
+BLOCK = 1024  # indices computed together, because numpy is slow for single values
 
 
 class Permutation:
@@ -48,7 +48,7 @@ class Permutation:
         return values
 
     def places(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Where values stand, [N] → [N]: the inverse of ``at``.
+        """The indices of values, [N] → [N]: the inverse of ``at``.
 
         >>> order = Permutation(6, "epoch 0")
         >>> order.places(order.at(np.arange(6, dtype=np.uint64))).tolist()

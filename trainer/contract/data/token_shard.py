@@ -1,11 +1,11 @@
 """Token shard: the tokenised documents of one shard, as a folder of four files (DESIGN §5).
 
 ``tokens.bin``      little-endian uint16 (uint32 when the vocabulary needs it), documents end to end, each with its end token
-``loss_mask.bin``   one bit a token, numpy ``packbits`` order: does this token carry loss as a *target*?
+``loss_mask.bin``   one bit a token, numpy ``packbits`` order: 1 if the token carries loss as a *target*
 ``documents.parquet``  id, key, start, length, supervised_tokens, domain, source, license; one row a document
 ``manifest.json``   counts, SHA-256 of the three files, tokenizer hash; its canonical JSON's SHA-256 is the shard's id
 
-Immutable and memory-mapped: written aside and renamed, then only read. A chat, of which the assistant's tokens and the
+Immutable and memory-mapped: written aside, renamed, then only read. Below: a chat, of which the assistant's tokens and the
 ``<|im_end|>`` after them carry loss, and a text, of which every token does (0 is the end token):
 
     >>> from tempfile import TemporaryDirectory
@@ -52,21 +52,21 @@ FILES = ("tokens.bin", "loss_mask.bin", "documents.parquet")
 class TokenizedDocument:
     """One document ready to be stored, of L > 0 tokens."""
 
-    key: str  # unlike that of any other document of the factory
-    id: str  # what the data's owner calls it
+    key: str  # unique among all documents of the factory
+    id: str  # the name that the data's owner gave it
     domain: str
     source: str
     license: str
     tokens: npt.NDArray[np.uint32]  # [L], the end token last
-    loss_mask: npt.NDArray[np.bool_]  # [L]: does the token carry loss as a target?
+    loss_mask: npt.NDArray[np.bool_]  # [L]: True if the token carries loss as a target
 
 
 def write_token_shard(
     parent: Path, documents: Iterable[TokenizedDocument], *, vocab_size: int, tokenizer_sha256: str
 ) -> TokenShard:
-    """Write ``parent/<id>`` atomically and return it open. The same content again has the same id; the folder there stays.
+    """Write ``parent/<id>`` atomically and return it open. The same content has the same id; an existing folder stays.
 
-    Tokens are stored as uint16 where ``vocab_size`` allows it. Raises: OSError.
+    Tokens are stored as uint16 if ``vocab_size`` allows it. Raises: OSError.
     """
     dtype = np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
     aside = parent / f".writing-{os.getpid()}"
@@ -121,15 +121,15 @@ def write_token_shard(
         target = parent / hashlib.sha256(encoded).hexdigest()[:32]
         if not target.exists():
             os.rename(aside, target)
-        sync_folder(parent)  # also of one that a killed process named
+        sync_folder(parent)  # also for a folder that a killed process renamed
         return TokenShard(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 class TokenShard:
-    """An open token shard; a file is read when it is first used. ``moved``: documents that are of another domain than the shard itself says,
-    ``{domain: rows}`` as a data plan has them. Raises: TokenShardError, on reading, for a wrong manifest or rows that are not there."""
+    """An open token shard; a file is read when it is first used. ``moved``: documents that belong to another domain than the shard itself
+    says, ``{domain: rows}`` as in a data plan. Raises: TokenShardError, on reading, for a wrong manifest or rows that do not exist."""
 
     def __init__(self, path: Path | str, moved: Mapping[str, str] | None = None) -> None:
         self.path = Path(path)
@@ -141,20 +141,35 @@ class TokenShard:
         try:
             encoded = (self.path / "manifest.json").read_bytes()
         except OSError as error:
-            raise TokenShardError(f"{self.path} is not a token shard: {error.strerror}") from error
+            raise TokenShardError(
+                "token_shard.not_a_shard",
+                "{folder} is not a token shard: {problem}",
+                folder=str(self.path),
+                problem=error.strerror,
+            ) from error
         if hashlib.sha256(encoded).hexdigest()[:32] != self.id:
-            raise TokenShardError(f"{self.path}: manifest.json does not have the hash that the folder is named after")
+            raise TokenShardError(
+                "token_shard.other_manifest",
+                "{folder}: the hash of manifest.json differs from the folder's name.",
+                folder=str(self.path),
+            )
         manifest: dict[str, Any] = json.loads(encoded)
         if manifest["format"] != FORMAT:
-            raise TokenShardError(f"{self.path}: format {manifest['format']}, this code reads {FORMAT}")
+            raise TokenShardError(
+                "token_shard.format",
+                "{folder}: format {found}, but this code reads format {expected}.",
+                folder=str(self.path),
+                found=manifest["format"],
+                expected=FORMAT,
+            )
         return manifest
 
     @cached_property
     def tokens(self) -> npt.NDArray[Any]:
         """All tokens, memory-mapped, shape [tokens], read-only.
 
-        Arrow's map outlives its file, which is closed here: Python's own (``np.memmap``) keeps a descriptor as long as it lives, and a plan
-        may have thousands of shards.
+        Arrow's map outlives its file, which is closed here. Python's own (``np.memmap``) would keep a file descriptor as long as it lives, and a
+        plan may have thousands of shards.
         """
         dtype, count = self.manifest["dtype"], self.manifest["tokens"]
         if count == 0:
@@ -163,7 +178,14 @@ class TokenShard:
         with pa.memory_map(str(path)) as file:
             mapped = file.read_buffer()
         if mapped.size < count * np.dtype(dtype).itemsize:
-            raise TokenShardError(f"{path}: {mapped.size} bytes, its manifest says {count} tokens of {dtype}")
+            raise TokenShardError(
+                "token_shard.too_short",
+                "{file}: {found} bytes, but its manifest says {tokens} tokens of {dtype}.",
+                file=str(path),
+                found=mapped.size,
+                tokens=count,
+                dtype=dtype,
+            )
         return np.frombuffer(mapped, dtype, count)
 
     @cached_property
@@ -171,7 +193,7 @@ class TokenShard:
         return np.fromfile(self.path / "loss_mask.bin", np.uint8)
 
     def loss_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of the tokens [start, stop) carry loss as targets, [stop - start]."""
+        """True for each of the tokens [start, stop) that carries loss as a target, [stop - start]."""
         first = start // 8
         bits = np.unpackbits(self._mask_bits[first : (stop + 7) // 8])
         return bits[start - first * 8 : stop - first * 8].astype(bool)
@@ -179,7 +201,7 @@ class TokenShard:
     @cached_property
     def documents(self) -> pa.Table:
         """One row a document, in the order of its tokens."""
-        # not pq.read_table, which imports pandas where there is one: a fifth of a second
+        # not pq.read_table, which imports pandas if it is installed: a fifth of a second
         with pq.ParquetFile(self.path / "documents.parquet", memory_map=True) as file:
             table = file.read()
         return self._with_domains(table) if self.moved else table
@@ -190,7 +212,11 @@ class TokenShard:
             for row in rows_of(text):
                 if row >= len(domains):
                     raise TokenShardError(
-                        f"{self.path}: it has no document {row}, which is said to be of domain {domain!r}"
+                        "token_shard.no_document",
+                        "{folder}: the shard has no document {row}, which the plan moves to domain {domain!r}.",
+                        folder=str(self.path),
+                        row=row,
+                        domain=domain,
                     )
                 domains[row] = domain
         at = table.column_names.index("domain")

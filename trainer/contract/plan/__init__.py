@@ -1,1 +1,1 @@
-"""Before a segment runs: its specification, its precision, whether it can run, what it will take."""
+"""Before a segment runs: its specification, its precision, whether it is possible, and its cost."""

@@ -1,4 +1,4 @@
-"""Checks before the first step: is there data enough for the planned steps, and does packing stay under the allowed padding?"""
+"""Checks before the first step: the data is enough for the planned steps, and packing stays under the allowed padding."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import Recipe
 
 REHEARSED = (
-    64  # steps that are packed to see how they pad; the first ones choose from fresh pieces, and are not counted
+    64  # steps that are packed to measure their padding; the first half chooses from fresh pieces, and is not counted
 )
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """How some steps would be filled."""
+    """The result of packing some steps in advance."""
 
     first_step: int
     positions: int
-    used: int  # of these, those that hold a token
+    used: int  # number of positions that hold a token
 
     @property
     def padding(self) -> float:
-        """The share that holds nothing."""
+        """The share of empty positions."""
         return 1 - self.used / self.positions
 
 
 def rehearse(order: DataOrder, step: int, last_step: int) -> Rehearsal | None:
-    """Pack the steps from ``step`` on as if they came next, without moving ``order``; the later half is counted.
+    """Pack the steps from ``step`` on as if they came next, without moving ``order``. Only the later half is counted.
 
-    None when the data ends before.
+    None if the data ends before.
     """
     order, stop = order.fork(step), min(step + REHEARSED, last_step)
     positions = used = 0
@@ -46,8 +46,10 @@ def rehearse(order: DataOrder, step: int, last_step: int) -> Rehearsal | None:
 
 
 def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_step: int) -> None:
-    """Raises: DataPlanError naming the key, when the plan cannot feed or fill the steps from where ``order`` stands."""
-    if order.step == first_step:  # what was begun is not refused when it goes on: other steps are rehearsed then
+    """Raises: DataPlanError that names the key, if the plan cannot feed or fill the steps from ``order`` on."""
+    if (
+        order.step == first_step
+    ):  # a segment that was begun is not refused when it continues, although other steps are rehearsed then
         refuse_padding(order, recipe, last_step)
     steps, wanted = last_step - order.step, recipe.tokens_between(order.step, last_step)
     left = order.positions_until(last_step, recipe.tokens_between)
@@ -57,13 +59,19 @@ def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_st
         left = order.positions_until(last_step, lambda first, last: round(recipe.tokens_between(first, last) * used))
     if left < wanted * 0.99:
         raise DataPlanError(
-            f"max_epochs: {steps} steps of {recipe.tokens_per_step} tokens need {wanted} tokens, the "
-            f"data has {left} under max_epochs {order.plan.max_epochs}: add shards, raise max_epochs or plan fewer steps"
+            "plan.too_little_data",
+            "max_epochs: {steps} steps of {step_tokens} tokens need {needed} tokens. The data has {left} under max_epochs {max_epochs}. "
+            "Add shards, raise max_epochs or plan fewer steps.",
+            steps=steps,
+            step_tokens=recipe.tokens_per_step,
+            needed=wanted,
+            left=left,
+            max_epochs=order.plan.max_epochs,
         )
 
 
 def refuse_padding(order: DataOrder, recipe: Recipe, last_step: int) -> None:
-    """Raises: DataPlanError naming ``batch.max_padding``, when a batch size or mixture to come pads more than it allows."""
+    """Raises: DataPlanError if a coming batch size or mixture pads more than ``batch.max_padding`` allows."""
     most = recipe.batch.max_padding
     if most is None:
         return
@@ -73,9 +81,14 @@ def refuse_padding(order: DataOrder, recipe: Recipe, last_step: int) -> None:
         if rehearsal is not None and rehearsal.padding > most:
             longest = max(int(stream.length.max()) - 1 for stream in order.streams.values())
             raise DataPlanError(
-                f"batch.max_padding ({most}) is exceeded: from step {step} on, batch.packing "
-                f"({recipe.batch.packing}) leaves {rehearsal.padding:.2%} of the positions empty, because pieces of "
-                f"documents (the longest has {longest} positions) do not fill rows of model.context "
-                f"({order.context}) positions: shorten model.context, raise batch.max_padding, or set batch.packing "
-                "to truncate-and-concatenate"
+                "plan.padding",
+                "batch.max_padding ({most}) is exceeded from step {step} on: batch.packing ({packing}) leaves {padding:.2%} of the positions "
+                "empty. Pieces of documents (the longest has {longest} positions) do not fill rows of model.context ({context}) positions. "
+                "Shorten model.context, raise batch.max_padding, or set batch.packing to truncate-and-concatenate.",
+                most=most,
+                step=step,
+                packing=recipe.batch.packing,
+                padding=rehearsal.padding,
+                longest=longest,
+                context=order.context,
             )

@@ -1,4 +1,4 @@
-"""GPU models by their makers' data sheets: one table, for plans (by short name) and for MFU (by the name that a driver gives).
+"""GPU models by their makers' data sheets: one table, for plans (by short name) and for MFU (by the driver's name).
 
 All peaks are of dense products, without the sparsity that the larger number of a data sheet needs.
 """
@@ -20,10 +20,12 @@ class Gpu:
     peak_flops: float  # of bf16, summed in fp32
     memory: float  # bytes
     source: str
-    names: tuple[str, ...] = ()  # as ``torch.cuda.get_device_name`` gives them; none: the model is only planned with
+    names: tuple[
+        str, ...
+    ] = ()  # as ``torch.cuda.get_device_name`` returns them; none: the model is used for plans only
     fp32_flops: float | None = None  # of fp32 outside of tensor cores; None: the maker's own numbers differ
     link: float = 450 * GB  # bytes a second to a GPU of the same node, one way
-    network: float = 50 * GB  # and to one of another node: a 400 Gb/s card a GPU
+    network: float = 50 * GB  # bytes a second to a GPU of another node: a 400 Gb/s card for each GPU
     mfu_nodes: float | None = None  # of many nodes; None: by the rule of published runs
 
 
@@ -33,11 +35,14 @@ def _nvidia(teraflops: float, fp32: float | None, gigabytes: float, sheet: str, 
     return Gpu(teraflops * 1e12, gigabytes * GB, f"NVIDIA {sheet}, bf16 dense", named, slow, **more)
 
 
-PCIE_4, PCIE_5 = 25 * GB, 50 * GB  # of 16 lanes, what is reached of 32 and 64
+PCIE_4, PCIE_5 = 25 * GB, 50 * GB  # reached with 16 lanes, of the nominal 32 and 64
 A100 = {"link": 300 * GB, "network": 25 * GB, "mfu_nodes": MFU}
 ON_PCIE_4 = {"link": PCIE_4, "network": PCIE_4}
-AT_HOME = {"link": PCIE_4 / 2, "network": PCIE_4 / 2}  # through the host, which is no peer of it
-# Where a sheet gives the peak with sparsity alone, half of it. By NVIDIA's papers Blackwell's fp32 is 75 to 90, the A10G's 31 to 35: none is taken.
+AT_HOME = {
+    "link": PCIE_4 / 2,
+    "network": PCIE_4 / 2,
+}  # through the host, because these GPUs have no peer-to-peer copies
+# If a sheet gives only the peak with sparsity, half of it. NVIDIA's papers disagree on fp32 of Blackwell and the A10G: None here.
 GPUS = {
     "h100": _nvidia(989.4, 66.9, 80, "H100 SXM data sheet", "H100 80GB HBM3"),
     "h100-pcie": _nvidia(756, 51, 80, "H100 PCIe data sheet", "H100 PCIe", link=PCIE_5),
@@ -68,9 +73,9 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The model with a driver's name, which must be the table's to the letter; None: unknown.
+    """The GPU model with a driver's name, which must equal the table's to the letter; None: unknown.
 
-    A name that only begins or ends alike is another chip: 'NVIDIA GeForce RTX 4090 D' has fewer units, 'NVIDIA A100-SXM-64GB' more
+    A name that only begins or ends the same is another chip: 'NVIDIA GeForce RTX 4090 D' has fewer units, 'NVIDIA A100-SXM-64GB' more
     of them, and 'NVIDIA H100 80GB HBM3 MIG 1g.10gb' is a seventh of one.
 
     >>> found = gpu_named("NVIDIA H100 80GB HBM3")

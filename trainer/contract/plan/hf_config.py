@@ -1,7 +1,7 @@
-"""A public model's ``config.json`` as a shape that can be planned: layers, attention, experts, head. Nothing of it can be trained by that alone.
+"""Reads a public model's ``config.json`` as a shape to plan with: layers, attention, experts, head. Such a shape alone cannot be trained.
 
-Read are decoders whose blocks are attention and a gated MLP (Llama, Qwen, Mistral, OLMo, SmolLM, Mixtral, DeepSeek, GLM …), by the key names of
-Hugging Face's transformers.
+It reads decoders whose blocks are attention and a gated MLP (Llama, Qwen, Mistral, OLMo, SmolLM, Mixtral, DeepSeek, GLM …), by the key names
+of Hugging Face's transformers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pydantic import Field
 
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import ExpertsRecipe, ModelRecipe
-from trainer.contract.strict import Strict, parse
+from trainer.contract.strict import Strict, not_json, parse
 
 MOST_BYTES = 1 << 20
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-# Of these kinds a config.json that does not say so has one matrix for embedding and head: the default of their classes in transformers 5.
+# Without tie_word_embeddings, these model types have one matrix for embedding and head: the default of their classes in transformers 5.
 TIED = ("cohere", "ernie4_5", "gemma", "smollm3", "starcoder2")
-# Their blocks are no attention with a gated MLP, or not only: no formula here holds for them.
+# A config.json with one of these keys has other blocks than attention with a gated MLP. No formula here holds for them.
 OTHER_BLOCKS = (
     "n_embd",
     "d_inner",
@@ -36,7 +36,7 @@ OTHER_BLOCKS = (
 class LatentAttention(Strict):
     """Multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434) §2.1."""
 
-    q_rank: int | None  # null: queries are projected at once
+    q_rank: int | None  # null: queries are projected in one step
     kv_rank: int
     nope_head_dim: int  # of a head's queries and keys, the part without position
     rope_head_dim: int
@@ -44,7 +44,7 @@ class LatentAttention(Strict):
 
 
 class PublicModel(ModelRecipe):
-    """A shape with what a recipe of ours has not: a head of its own, latent attention, experts of which a token reaches few nodes."""
+    """A shape with features that our recipes lack: a separate head, latent attention, experts of a token on few nodes."""
 
     untied: bool = False
     latent: LatentAttention | None = None
@@ -76,42 +76,64 @@ class PublicModel(ModelRecipe):
 
 
 def read_config(path: Path, context: int | None = None) -> PublicModel:
-    """The shape in a ``config.json``, or in that of a folder. ``context``: tokens of a row; None: the config's, at most 4,096.
+    """The shape in a ``config.json``; ``path`` may also be its folder. ``context``: tokens of a row; None: the config's, at most 4,096.
 
     Raises: RecipeError that names the file and the key.
 
-    A Qwen3-30B-A3B, whose config says hidden_size 2048, num_experts 128, num_experts_per_tok 8, moe_intermediate_size 768 …, is read as 30.5 B
-    parameters of which 3.0 B multiply a token.
+    A Qwen3-30B-A3B, whose config has hidden_size 2048, num_experts 128, num_experts_per_tok 8, moe_intermediate_size 768 …, has 30.5 B
+    parameters, of which 3.0 B multiply a token.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
         if file.stat().st_size > MOST_BYTES:
-            raise RecipeError(f"{file} has more than {MOST_BYTES >> 20} MiB: a model's config.json is a few kilobytes")
+            raise RecipeError(
+                "plan.large_config",
+                "{file} has more than {mib} MiB. A model's config.json has a few kilobytes.",
+                file=str(file),
+                mib=MOST_BYTES >> 20,
+            )
         raw = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise RecipeError(f"{file}: {error.strerror}") from None
+        raise RecipeError("plan.no_config", "{file}: {problem}", file=str(file), problem=error.strerror) from None
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{file}: not valid JSON: {error}") from None
+        raise not_json(file, error, RecipeError) from None
     if not isinstance(raw, dict):
-        raise RecipeError(f"{file}: expected a mapping")
+        raise RecipeError("plan.not_a_mapping", "{file}: expected a mapping.", file=str(file))
     return shape_of_config(
         raw | (raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}), str(file), context
     )
 
 
 def shape_of_config(config: dict[str, Any], where: str, context: int | None = None) -> PublicModel:
-    """As ``read_config``, of what the file holds. Raises: RecipeError."""
+    """The shape of a parsed config.json; see ``read_config``. Raises: RecipeError."""
     if odd := next((key for key in OTHER_BLOCKS if config.get(key)), None):
         kind = config.get("model_type", "this model")
-        raise RecipeError(f"{where}: {kind} has {odd!r}: only decoders of attention and a gated MLP can be planned")
+        raise RecipeError(
+            "plan.other_blocks",
+            "{where}: {kind} has {key!r}. Only decoders of attention and a gated MLP can be planned.",
+            where=where,
+            kind=kind,
+            key=odd,
+        )
     if missing := [key for key in NEEDED if config.get(key) is None]:
-        raise RecipeError(f"{where}: {missing[0]!r} is missing: this is no config.json of a decoder")
+        raise RecipeError(
+            "plan.not_a_decoder",
+            "{where}: {key!r} is missing: this is not the config.json of a decoder.",
+            where=where,
+            key=missing[0],
+        )
 
     def number(key: str, otherwise: int | None = None) -> int:
         value = config.get(key)
         value = otherwise if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise RecipeError(f"{where}: {key}: expected a whole number, got {value!r}")
+            raise RecipeError(
+                "plan.not_a_number",
+                "{where}: {key}: expected a whole number, not {value!r}.",
+                where=where,
+                key=key,
+                value=value,
+            )
         return value
 
     layers, heads, width = number("num_hidden_layers"), number("num_attention_heads"), number("hidden_size")
@@ -135,7 +157,12 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
             shared = round(wide / max(1, each))
         alone = config.get("mlp_only_layers") or []
         if not isinstance(alone, list):
-            raise RecipeError(f"{where}: mlp_only_layers: expected a list, got {alone!r}")
+            raise RecipeError(
+                "plan.not_a_list",
+                "{where}: mlp_only_layers: expected a list, not {value!r}.",
+                where=where,
+                value=alone,
+            )
         dense = number("first_k_dense_replace", len(alone))
         experts = parse(
             ExpertsRecipe,

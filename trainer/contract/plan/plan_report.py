@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from kernels.contract.message import Message
 from trainer.contract.plan.gpus import GPUS, MFU
 from trainer.contract.plan.hf_config import PublicModel
 from trainer.contract.plan.run_plan import (
@@ -41,67 +42,78 @@ class Line:
 
 
 def lines(plan: RunPlan) -> list[Line]:
-    """In the order that they follow from one another."""
+    """The numbers of the plan, in the order in which they follow from one another."""
     return [*_model_lines(plan), *_layout_lines(plan), *_batch_lines(plan), *_effort_lines(plan)]
 
 
 def _model_lines(plan: RunPlan) -> list[Line]:
     model = plan.ask.model
-    shape = (
-        f"{model.layers} layers, {model.d_model:,} wide, {model.heads} heads, {model.kv_heads} for keys and values, "
-        f"d_ff {model.d_ff:,}, {model.vocab_size:,} tokens in {'embedding and head' if untied(plan) else 'one tied embedding'}"
-    )
+    shape = Message(
+        "plan.shape",
+        "{layers} layers, {width:,} wide, {heads} heads, {kv_heads} for keys and values, d_ff {d_ff:,}, {vocab:,} tokens in {embedding}",
+        layers=model.layers, width=model.d_model, heads=model.heads, kv_heads=model.kv_heads, d_ff=model.d_ff, vocab=model.vocab_size,
+        embedding="embedding and head" if untied(plan) else Message("plan.tied", "one tied embedding"),
+    )  # fmt: skip
     source = _shape_source(plan)
     found = [Line("parameters", model.parameters, f"{model.parameters / 1e9:.4g} B", shape, source)]
     if model.experts is not None:
         e = model.experts
-        how = f"{e.per_token} of {e.count} experts a token, and {e.shared} shared"
+        how = Message(
+            "plan.active",
+            "{chosen} of {experts} experts a token, and {shared} shared",
+            chosen=e.per_token,
+            experts=e.count,
+            shared=e.shared,
+        )
         found.append(Line("active", active(model), f"{active(model) / 1e9:.4g} B", how, source))
     return found
 
 
 def untied(plan: RunPlan) -> bool:
+    """True if the model has a head of its own, apart from the embedding."""
     return isinstance(plan.ask.model, PublicModel) and plan.ask.model.untied
 
 
 def _shape_source(plan: RunPlan) -> str:
     if isinstance(plan.ask.model, PublicModel):
         return "config.json"
-    return f"proportions of {LLAMA} Table 3" if plan.ask.batch is None else "the recipe"
+    if plan.ask.batch is not None:
+        return "the recipe"
+    return Message("plan.proportions", "proportions of {source} Table 3", source=LLAMA)
 
 
 def _layout_lines(plan: RunPlan) -> list[Line]:
     layout = plan.layout
-    tensor = "none needed" if layout.tensor == 1 else "the smallest that fits and keeps the batch to its rule"
     sharded = layout.shards > 1
-    state = (
-        f"weights, gradients and optimiser are cut over {layout.pieces} GPUs"
-        if sharded
-        else "every rank holds all the weights"
+    tensor = (
+        Message("plan.no_tensor", "none needed")
+        if layout.tensor == 1
+        else Message("plan.least_tensor", "the smallest that fits and keeps the batch to its rule")
     )
-    pipeline = "sharding over the data ranks cuts the same memory, without a bubble" if sharded else "not offered"
+    state = (
+        Message("plan.sharded", "weights, gradients and optimiser are split over {gpus} GPUs", gpus=layout.pieces)
+        if sharded
+        else Message("plan.whole", "every rank holds all the weights")
+    )
+    pipeline = (
+        Message("plan.no_pipeline", "sharding over the data ranks splits the same memory, without a bubble")
+        if sharded
+        else Message("plan.pipeline_missing", "not available in this trainer")
+    )
+    tensor_source = Message(
+        "plan.tensor_source", "parallel.tensor, up to a node of {node}; {source}", node=NODE, source=KORTHIKANTI
+    )
+    data = Message("plan.data", "{gpus} GPUs / tensor; {state}", gpus=layout.gpus, state=state)
     return [
-        Line(
-            "tensor parallel",
-            layout.tensor,
-            str(layout.tensor),
-            tensor,
-            f"parallel.tensor, up to a node of {NODE}; {KORTHIKANTI}",
-        ),
+        Line("tensor parallel", layout.tensor, str(layout.tensor), tensor, tensor_source),
         Line("pipeline parallel", 1, "1", pipeline, f"{ZERO} §2.1"),
-        Line(
-            "data parallel",
-            layout.data,
-            str(layout.data),
-            f"{layout.gpus} GPUs / tensor; {state}",
-            "parallel.replicas: FSDP2",
-        ),
+        Line("data parallel", layout.data, str(layout.data), data, "parallel.replicas: FSDP2"),
         *_expert_lines(plan),
         Line(
             "recompute",
             float(layout.recompute == "block"),
             layout.recompute,
-            "the least that fits",
+            Message("plan.recompute", "the least that fits"),
             "parallel.recompute; arXiv 2205.05198 §5",
         ),
     ]
@@ -112,9 +124,13 @@ def _expert_lines(plan: RunPlan) -> list[Line]:
     if ask.model.experts is None:
         return []
     if layout.expert == 1:
-        how, source = "this trainer has none: every expert is gathered on every GPU", f"{ZERO} §7.2.2"
+        how = Message("plan.experts_gathered", "not available in this trainer: every GPU gathers every expert")
+        source = f"{ZERO} §7.2.2"
     else:
-        how, source = "another trainer's: each GPU keeps its experts, and tokens are sent to them", "--expert-parallel"
+        how = Message(
+            "plan.experts_kept", "in another trainer: each GPU keeps its experts, and tokens are sent to them"
+        )
+        source = "--expert-parallel"
     return [Line("expert parallel", layout.expert, str(layout.expert), how, source)]
 
 
@@ -123,82 +139,133 @@ def _batch_lines(plan: RunPlan) -> list[Line]:
     times = plan.sequences // (layout.data * layout.micro_sequences)
     rate = lr_by_rule(model, ask.tokens)
     if ask.batch is None:
-        how = f"0.2920 C^0.3271 = {batch_by_rule(model, ask.tokens):,.0f}, in whole micro-batches"
+        how = Message(
+            "plan.batch_by_rule",
+            "0.2920 C^0.3271 = {tokens:,.0f}, in whole micro-batches ({sequences:,} sequences)",
+            tokens=batch_by_rule(model, ask.tokens),
+            sequences=plan.sequences,
+        )
         source = DEEPSEEK
     else:
-        how, source = f"{plan.sequences:,} sequences × {model.context:,}", "the recipe"
+        how = Message(
+            "plan.batch_of_recipe",
+            "{sequences:,} sequences × {context:,}",
+            sequences=plan.sequences,
+            context=model.context,
+        )
+        source = "the recipe"
+    warmup = ask.batch is not None and ask.batch.warmup
+    micro = Message(
+        "plan.micro_batch",
+        "{sequences} × {context:,} tokens",
+        sequences=layout.micro_sequences,
+        context=model.context,
+    )
+    largest = Message("plan.largest_micro_batch", "the largest that fits; {times} a step on each rank", times=times)
+    steps = Message("plan.steps", "{tokens:,.0f} tokens / tokens per step", tokens=ask.tokens)
+    flops = rule_flops(model, ask.tokens)
     return [
-        Line(
-            "micro-batch",
-            layout.micro_sequences,
-            f"{layout.micro_sequences} × {model.context:,} tokens",
-            f"the largest that fits; {times} a step on each rank",
-            "batch.micro_sequences",
-        ),
-        Line(
-            "tokens per step",
-            effort.tokens_per_step,
-            f"{effort.tokens_per_step:,}",
-            f"{how} ({plan.sequences:,} sequences)" if ask.batch is None else how,
-            source,
-        ),
+        Line("micro-batch", layout.micro_sequences, micro, largest, "batch.micro_sequences"),
+        Line("tokens per step", effort.tokens_per_step, f"{effort.tokens_per_step:,}", how, source),
         Line(
             "steps",
             effort.steps,
             f"{effort.steps:,}",
-            f"{ask.tokens:,.0f} tokens / tokens per step",
-            "" if ask.batch is None or not ask.batch.warmup else "the batch's warm-up left out",
+            steps,
+            Message("plan.without_warm_up", "without the batch's warm-up") if warmup else "",
         ),
         Line(
             "learning rate",
             rate,
             f"{rate:.2g}",
-            f"0.3118 C^-0.1250, C = {rule_flops(model, ask.tokens):.3g}",
-            f"{DEEPSEEK}; where to start a sweep",
+            Message("plan.rate", "0.3118 C^-0.1250, C = {flops:.3g}", flops=flops),
+            Message("plan.rate_source", "{source}; where to start a sweep", source=DEEPSEEK),
         ),
     ]
 
 
+def _mfu_source(plan: RunPlan) -> Message:
+    ask = plan.ask
+    if ask.mfu is not None:
+        return Message("plan.given_mfu", "MFU as given")
+    if ask.gpus <= NODE or ask.gpu.mfu_nodes is not None:
+        found = Message("plan.mfu_of_node", "MFU of torchtitan and autoresearch on H100s, and of Llama 2 on A100s")
+    else:
+        found = Message(
+            "plan.mfu_of_nodes",
+            "MFU of published runs on many nodes, {source}; one node reaches {mfu:g}",
+            source=OWN,
+            mfu=MFU,
+        )
+    if plan.layout.recompute == "block":
+        return Message("plan.recomputing", "{mfu}; recomputing a third more (arXiv 2205.05198 §5)", mfu=found)
+    return found
+
+
 def _effort_lines(plan: RunPlan) -> list[Line]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
-    if ask.mfu is not None:
-        mfu = "MFU as given"
-    elif ask.gpus <= NODE or ask.gpu.mfu_nodes is not None:
-        mfu = "MFU of torchtitan and autoresearch on H100s, and of Llama 2 on A100s"
-    else:
-        mfu = f"MFU of published runs on many nodes, {OWN}; one node reaches {MFU:g}"
-    if ask.mfu is None and layout.recompute == "block":
-        mfu += "; recomputing a third more (arXiv 2205.05198 §5)"
-    network = f"{2 * ask.itemsize + 4} bytes × parameters / tensor {layout.tensor}, each micro-batch"
-    apart = (
-        f"; waiting for the network, {effort.reached:.2g} of the peak is reached"
-        if effort.reached < 0.99 * effort.mfu
-        else ""
-    )
-    low, high = (1.0, 1.0) if ask.mfu is not None else (1 / SPREAD, SPREAD)
-    spread = lambda value, places: (
-        "" if ask.mfu is not None else f"{value * low:,.{places}f} to {value * high:,.{places}f}: "
-    )
+    apart: str = ""
+    if effort.reached < 0.99 * effort.mfu:
+        apart = Message(
+            "plan.waits_for_network",
+            "; {reached:.2g} of the peak is reached, because the GPUs wait for the network",
+            reached=effort.reached,
+        )
+    measured = ask.mfu is not None
+    spread = lambda value, places: "" if measured else f"{value / SPREAD:,.{places}f} to {value * SPREAD:,.{places}f}: "
     said = (
-        "as measured"
-        if ask.mfu is not None
-        else f"published runs lie within a factor of {SPREAD:g}, restarts among them ({OWN})"
+        Message("plan.as_measured", "as measured")
+        if measured
+        else Message(
+            "plan.published",
+            "published runs, restarts included, lie within a factor of {spread:g} ({source})",
+            spread=SPREAD,
+            source=OWN,
+        )
     )
+    flops = Message(
+        "plan.flops",
+        "6 × {active:,} + 6 × {layers} layers × {width:,} × {context:,} = {flops:.4g} a token",
+        active=active(model),
+        layers=model.layers,
+        width=model.heads * model.head_dim,
+        context=model.context,
+        flops=model.flops_per_token(),
+    )
+    throughput = Message(
+        "plan.throughput",
+        "{gpus} × {peak:g} TFLOP/s × MFU {mfu:.2g} / FLOPs a token{apart}",
+        gpus=layout.gpus,
+        peak=ask.gpu.peak_flops / 1e12,
+        mfu=effort.mfu,
+        apart=apart,
+    )
+    throughput_source = Message("plan.throughput_source", "{gpu}; {mfu}", gpu=ask.gpu.source, mfu=_mfu_source(plan))
+    if effort.network:
+        network = Message(
+            "plan.network",
+            "{bytes} bytes × parameters / tensor {tensor}, each micro-batch; the GPU's network carries {there:,.0f} GB/s",
+            bytes=2 * ask.itemsize + 4,
+            tensor=layout.tensor,
+            there=effort.network_there / GB,
+        )
+        rate = Message("plan.network_rate", "{rate:,.1f} GB/s a GPU", rate=effort.network / GB)
+    else:
+        network, rate = Message("plan.no_network", "nothing is gathered"), Message("plan.no_rate", "none")
     return [
         Line(
             "FLOPs",
             effort.flops,
             f"{effort.flops:.3g}",
-            f"6 × {active(model):,} + 6 × {model.layers} layers × {model.heads * model.head_dim:,} × {model.context:,}"
-            f" = {model.flops_per_token():.4g} a token",
-            f"{PALM}, the masked half of attention left out",
+            flops,
+            Message("plan.flops_source", "{source}, without the masked half of attention", source=PALM),
         ),
         Line(
             "throughput",
             effort.tokens_per_second,
             f"{effort.tokens_per_second:,.0f} tokens/s",
-            f"{layout.gpus} × {ask.gpu.peak_flops / 1e12:g} TFLOP/s × MFU {effort.mfu:.2g} / FLOPs a token{apart}",
-            f"{ask.gpu.source}; {mfu}",
+            throughput,
+            throughput_source,
         ),
         Line("time", effort.days, f"{effort.days:,.1f} days", f"{spread(effort.days, 1)}tokens / throughput", said),
         Line(
@@ -209,14 +276,14 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
             effort.cost,
             f"${effort.cost:,.0f}",
             f"GPU hours × ${ask.price:g}",
-            "DeepSeek-V3's price, arXiv 2412.19437 Table 1" if ask.price == PRICE else "--price",
+            Message("plan.price", "DeepSeek-V3's price, arXiv 2412.19437 Table 1") if ask.price == PRICE else "--price",
         ),
         Line(
             "network",
             effort.network,
-            f"{effort.network / GB:,.1f} GB/s a GPU" if effort.network else "none",
-            f"{network}; {effort.network_there / GB:,.0f} GB/s are there" if effort.network else "nothing is gathered",
-            f"to hide the gathering behind the computing; {ZERO} §7.2.2",
+            rate,
+            network,
+            Message("plan.network_source", "needed to gather weights while computing; {source} §7.2.2", source=ZERO),
         ),
     ]
 
@@ -225,48 +292,96 @@ def remarks(plan: RunPlan) -> list[str]:
     """Warnings, which do not stop the plan."""
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     ratio = ask.tokens / active(model)
-    times = max(ratio / CHINCHILLA, CHINCHILLA / ratio)
-    which = "over" if ratio >= CHINCHILLA else "under"
-    why = (
-        "more compute than its loss needs, for a smaller model to serve"
-        if which == "over"
-        else "the same compute reaches a lower loss with a smaller model and more tokens"
-    )
-    each = "an active parameter" if model.experts else "a parameter"
-    found = [f"{ratio:.1f} tokens {each}: {times:.1f}× {which} Chinchilla's {CHINCHILLA} (arXiv 2203.15556): {why}"]
+    found: list[str] = [
+        Message(
+            "plan.over_chinchilla",
+            "{ratio:.1f} tokens {each}: {times:.1f}× over Chinchilla's {rule} (arXiv 2203.15556). The run takes more compute than its loss "
+            "needs, for a smaller model to serve.",
+            ratio=ratio,
+            each="an active parameter" if model.experts else "a parameter",
+            times=ratio / CHINCHILLA,
+            rule=CHINCHILLA,
+        )
+        if ratio >= CHINCHILLA
+        else Message(
+            "plan.under_chinchilla",
+            "{ratio:.1f} tokens {each}: {times:.1f}× under Chinchilla's {rule} (arXiv 2203.15556). The same compute reaches a lower loss "
+            "with a smaller model and more tokens.",
+            ratio=ratio,
+            each="an active parameter" if model.experts else "a parameter",
+            times=CHINCHILLA / ratio,
+            rule=CHINCHILLA,
+        )
+    ]
     by_rule = batch_by_rule(model, ask.tokens)
     if not 0.5 < effort.tokens_per_step / by_rule < 2:
-        found.append(f"{DEEPSEEK} asks for {by_rule:,.0f} tokens a step; this plan has {effort.tokens_per_step:,}")
+        found.append(
+            Message(
+                "plan.batch_off_rule",
+                "{source} asks for {rule:,.0f} tokens a step. This plan has {tokens:,}.",
+                source=DEEPSEEK,
+                rule=by_rule,
+                tokens=effort.tokens_per_step,
+            )
+        )
     if ask.mfu is None and effort.network > effort.network_there:
         found.append(
-            f"the network bounds this plan: it moves {effort.network_there / GB:.0f} GB/s a GPU, and {effort.network / GB:,.0f} "
-            f"would hide the gathering, so {effort.reached:.1%} of the peak is reached, not {effort.mfu:.1%} (--network: yours; --mfu: as measured)"
+            Message(
+                "plan.network_bound",
+                "The network bounds this plan. It carries {there:.0f} GB/s a GPU, but gathering weights while computing needs {needed:,.0f}. "
+                "Therefore {reached:.1%} of the peak is reached, not {mfu:.1%}. (Give your network's rate with --network, or a measured rate "
+                "with --mfu.)",
+                there=effort.network_there / GB,
+                needed=effort.network / GB,
+                reached=effort.reached,
+                mfu=effort.mfu,
+            )
         )
     if model.experts is not None and layout.expert == 1 and math.gcd(layout.data, model.experts.count) > 1:
         expert = math.gcd(layout.data, model.experts.count)
-        other = plan_run(replace(ask, expert=expert)).effort  # it fits: it needs less memory than this one
+        other = plan_run(replace(ask, expert=expert)).effort  # it fits: it needs less memory than this plan
         found.append(
-            f"this trainer has no expert parallelism; one that has it, over {expert} GPUs, would take {other.days:,.1f} days "
-            f"(--expert-parallel {expert})"
+            Message(
+                "plan.expert_parallelism",
+                "This trainer has no expert parallelism. A trainer with expert parallelism over {gpus} GPUs would take {days:,.1f} days "
+                "(--expert-parallel {gpus}).",
+                gpus=expert,
+                days=other.days,
+            )
         )
     of_experts = ask.fp8 and model.experts is not None
     if layout.expert > 1 or of_experts:
-        asked = " and ".join(["expert parallelism"] * (layout.expert > 1) + ["fp8 of routed experts"] * of_experts)
-        found.append(f"{asked}: this trainer has none; the plan is another trainer's")
+        asked = ["expert parallelism"] * (layout.expert > 1)
+        asked += [Message("plan.fp8_experts", "fp8 of routed experts")] * of_experts
+        found.append(
+            Message(
+                "plan.other_trainer",
+                "This trainer lacks {features}. The plan is for another trainer.",
+                features=" and ".join(asked),
+            )
+        )
     if isinstance(model, PublicModel):
-        found.append("this trainer cannot train a config.json as it is: the plan says what a model of its shape takes")
+        found.append(
+            Message(
+                "plan.public_model",
+                "This trainer cannot train a config.json as it is. The plan is for a model of that shape.",
+            )
+        )
     if ask.logit_rows is None:
         chunked = memory_of(replace(ask, logit_rows=1024), layout)
         saved = needed(plan.memory) - needed(chunked)
         found.append(
-            "policies/kernels.yaml has logits whole on cuda: linear_cross_entropy: chunked_compiled "
-            f"would save {saved / GB:.1f} GB a GPU"
+            Message(
+                "plan.whole_logits",
+                "policies/kernels.yaml keeps whole logits on cuda. 'linear_cross_entropy: chunked_compiled' would save {saved:.1f} GB a GPU.",
+                saved=saved / GB,
+            )
         )
     return found + model.warnings()
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
-    """Everything, for programs; bytes, FLOP/s, days and dollars as plain numbers."""
+    """The whole plan, for programs; bytes, FLOP/s, days and dollars as plain numbers."""
     model, layout = plan.ask.model, plan.layout
     names = [name for name, gpu in GPUS.items() if gpu.source == plan.ask.gpu.source]
     return {

@@ -1,12 +1,11 @@
-"""Which precision trains fastest here: ``precision: auto`` of a recipe, resolved by measuring (``python -m trainer.contract.plan.precision RECIPE``).
+"""Finds the fastest precision for ``precision: auto`` of a recipe, by measuring (``python -m trainer.contract.plan.precision RECIPE``).
 
-The probe times the products of a layer, attention and the loss head, forward and backward, at the recipe's own sizes, in
-every precision that the device has, with torch's plain operations: these differ between precisions. A CPU without bf16 products
-takes a hundred times as long for a step in bf16 as in fp32 (measured on Zen 3 and Zen 4 under AVX2: 1.1 and 58, 1.4 and 44
-GFLOP/s), and one with matrix units a quarter. So each part grows from few rows to many while its share of the time lasts,
-and the rest of a step is counted at the measured rate.
+The probe times the products of a layer, attention and the loss head, forward and backward, at the recipe's own sizes, in every precision of
+the device, with torch's plain operations. A CPU without bf16 products takes a hundred times as long for a step in bf16 as in fp32 (measured on
+Zen 3 and Zen 4 under AVX2: 1.1 and 58, 1.4 and 44 GFLOP/s). A CPU with matrix units takes a quarter. Therefore each part grows from few rows
+to many as long as its share of the time lasts, and the rest of a step is counted at the measured rate.
 
-On a CPU one thread computes, and its CPU time is measured, which does not count time spent waiting for other processes.
+On a CPU one thread computes, and its CPU time is measured, which leaves out the time that other processes take.
 """
 
 from __future__ import annotations
@@ -25,21 +24,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.contract.message import Message, titled
 from kernels.contract.precision import DTYPES as DTYPES
 from kernels.contract.precision import FP8, bf16_matmul
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import AUTO, ModelRecipe, Recipe
 
 SECONDS = 3.0  # of a whole probe, at most
-WORTH = 1.1  # another precision must be this many times as fast to be chosen: more than a probe's run-to-run variation
-WARN = 1.3  # an explicit precision that costs more than this is warned of
-MOST_WEIGHTS = 1 << 24  # of one matrix; of a larger one a part is timed
+WORTH = (
+    1.1  # another precision is chosen only if it is this many times as fast: more than a probe's run-to-run variation
+)
+WARN = 1.3  # a warning is given if another precision is more than this many times as fast as the explicit one
+MOST_WEIGHTS = 1 << 24  # of one matrix; only a part of a larger matrix is timed
 SMALLEST = 64  # side of the first product, which only says how large the next may be
 
 
 @dataclass(frozen=True)
 class TimedPart:
-    """Operations of a step that are timed together. ``make(share)`` prepares that share of them: (function to time, FLOPs)."""
+    """Operations of a step that are timed together. ``make(share)`` prepares a share of them: (function to time, its FLOPs)."""
 
     flops: float  # of a whole step, forward and backward
     make: Callable[[float], tuple[Callable[[], None], float]]
@@ -47,8 +49,8 @@ class TimedPart:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured. Seconds are those of a whole step's products, attention and loss head, on a CPU as if its threads shared
-    the work evenly; rates are FLOP/s by part, on a CPU of one thread."""
+    """The measurements. Seconds are those of a whole step's products, attention and loss head (on a CPU as if its threads shared the work
+    evenly). Rates are FLOP/s by part (on a CPU of one thread)."""
 
     device: str
     seconds: dict[str, float]  # by precision
@@ -59,41 +61,46 @@ class Probe:
         return min(self.seconds, key=lambda name: self.seconds[name])
 
     def times_as_fast(self, precision: str) -> float:
-        """How many times as fast as ``precision`` the fastest one is."""
+        """The time of ``precision`` divided by that of the fastest precision."""
         return self.seconds[precision] / self.seconds[self.fastest]
 
     def __str__(self) -> str:
-        by_precision = (
+        by_precision = [
             f"{name} {self.seconds[name] * 1e3:.0f} ms ("
             + ", ".join(f"{part} {rate / 1e9:.3g} GFLOP/s" for part, rate in self.rates[name].items())
             + ")"
             for name in self.seconds
+        ]
+        return Message(
+            "plan.probe",
+            "products, attention and loss head of a step take: {times}",
+            times="; ".join(by_precision),
+            seconds=self.seconds,
         )
-        return "products, attention and loss head of a step take: " + "; ".join(by_precision)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The precision that a segment trains in, and why."""
+    """The precision in which a segment trains, and the measurements behind it."""
 
     precision: str
     asked: str  # what the recipe says
     probe: Probe
-    warning: str = ""  # one line where an explicit precision is slow here
+    warning: str = ""  # one line if an explicit precision is slow on this machine
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
-    """Those that ``auto`` chooses from. Every CPU has bf16, if slowly; of GPUs those from compute capability 8.0 on."""
+    """The precisions that ``auto`` chooses from. Every CPU has bf16, some slowly; GPUs have it from compute capability 8.0 on."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return ("fp32",)
     return ("fp32", "bf16")
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Does torch multiply in fp8 there? GPUs do from compute capability 8.9 on (Ada, Hopper); a CPU where this torch has code for it."""
+    """True if torch multiplies in fp8 on the device: on GPUs from compute capability 8.9 on (Ada, Hopper); on a CPU if this torch has code for it."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)
     try:
@@ -108,15 +115,26 @@ def refuse_missing(recipe: Recipe, device: torch.device) -> None:
     asked, offered = recipe.precision, precisions(device)
     if asked == AUTO or asked in offered or asked == FP8 and has_fp8(device):
         return
-    name = repr(torch.cuda.get_device_name(device)) if device.type == "cuda" else "with this torch"
-    needed = " (a GPU has it from compute capability 8.9 on)" if asked == FP8 else ""
+    if device.type == "cuda":
+        name: str = repr(torch.cuda.get_device_name(device))
+    else:
+        name = Message("plan.this_torch", "with this torch")
+    needed = Message("plan.fp8_gpu", " (a GPU has it from compute capability 8.9 on)") if asked == FP8 else ""
     raise RecipeError(
-        f"recipe {recipe.name}: precision: {device.type} device {name} has no {asked}{needed}: write {offered[-1]}, or {AUTO}"
+        "plan.no_precision",
+        "recipe {recipe}: precision: {device} device {name} has no {precision}{needed}. Write {other}, or {auto}.",
+        recipe=recipe.name,
+        device=device.type,
+        name=name,
+        precision=asked,
+        needed=needed,
+        other=offered[-1],
+        auto=AUTO,
     )
 
 
 def choose(recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS) -> Chosen:
-    """The precision for a recipe on a device. ``before``: the run's precision so far, kept unless another is ``WORTH`` as fast.
+    """The precision for a recipe on a device. ``before``: the run's precision so far, kept unless another is ``WORTH`` times as fast.
 
     Raises: RecipeError for an explicit precision that the device does not have.
     """
@@ -126,7 +144,7 @@ def choose(recipe: Recipe, device: torch.device, before: str = "", seconds: floa
 
 
 def decide(asked: str, found: Probe, before: str = "") -> Chosen:
-    """The choice as a pure function of what was measured.
+    """The choice as a pure function of the measurements.
 
     >>> probe = Probe("cpu", {"fp32": 0.2, "bf16": 0.1}, {})
     >>> decide("auto", probe).precision, decide("auto", probe, before="fp32").precision
@@ -135,8 +153,15 @@ def decide(asked: str, found: Probe, before: str = "") -> Chosen:
     if asked != AUTO:
         ratio = found.times_as_fast(asked)
         warning = (
-            f"precision: {asked} is used as the recipe says, but {found.fastest} is {ratio:.1f}x as fast on this machine; "
-            f"'precision: {AUTO}' would choose it"
+            Message(
+                "plan.slow_precision",
+                "precision: the recipe sets {precision}, but {fastest} is {ratio:.1f}x as fast on this machine; 'precision: {auto}' would "
+                "choose it",
+                precision=asked,
+                fastest=found.fastest,
+                ratio=ratio,
+                auto=AUTO,
+            )
             if ratio > WARN
             else ""
         )
@@ -147,7 +172,7 @@ def decide(asked: str, found: Probe, before: str = "") -> Chosen:
 
 
 def device_here() -> torch.device:
-    """Where training runs on this machine: its GPU, else its CPU."""
+    """The device that training uses on this machine: its GPU, else its CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -160,7 +185,7 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Probe:
-    """Time each part in each precision of the device, and in fp8 where the recipe asks for it, within ``seconds`` together."""
+    """Time each part in each precision of the device, and in fp8 if the recipe asks for it, within ``seconds`` together."""
     offered = precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
     taken: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
@@ -180,7 +205,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[int]:
-    """On a CPU: compute in one thread. Yields how many there were; 1 on a GPU."""
+    """On a CPU, compute in one thread in the block. Yields the number of threads before; 1 on a GPU."""
     threads = torch.get_num_threads()
     if device.type != "cpu":
         yield 1
@@ -193,8 +218,8 @@ def one_thread(device: torch.device) -> Iterator[int]:
 
 
 def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False) -> dict[str, TimedPart]:
-    """What of a step is timed. FLOPs count forward and backward: three products for each of the forward pass. ``in_fp8``: those of the
-    layers, without the time that it takes to quantise."""
+    """The parts of a step that are timed. FLOPs count forward and backward: three products for each of the forward pass. ``in_fp8``: the
+    products of the layers run in fp8, without the time that quantising takes."""
     model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences
     tokens = rows * model.context
     matrices = _matrices(model)
@@ -215,7 +240,7 @@ def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool
 
 
 def _matrices(model: ModelRecipe) -> list[tuple[int, int]]:
-    """(inputs, outputs) of a layer's products; of experts, those that a token goes to."""
+    """(inputs, outputs) of a layer's products; of the experts, only those that a token goes to."""
     experts = model.experts
     wide = model.d_ff if experts is None else experts.d_ff * (experts.per_token + experts.shared)
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -239,7 +264,7 @@ def _products(
 def _products_in_fp8(
     matrices: list[tuple[int, int]], rows: int, device: torch.device
 ) -> tuple[Callable[[], None], float]:
-    """Of rows rounded up to a multiple of 16, as the products take them. Each has operands whose rows lie one after the other."""
+    """The layers' products in fp8. Rows are rounded up to a multiple of 16, which the products need. The operands' rows are contiguous."""
     rows, one = -(-rows // 16) * 16, torch.ones((), device=device)
     full = lambda size, dtype: torch.full(size, 0.5, dtype=torch.bfloat16, device=device).to(dtype)
     forward, gradient = torch.float8_e4m3fn, torch.float8_e5m2
@@ -262,7 +287,7 @@ def _products_in_fp8(
 def _attention(
     model: ModelRecipe, heads: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], None], float]:
-    """``heads``: of the whole batch; of less than one head, fewer positions."""
+    """Attention over ``heads`` heads of the whole batch; for less than one head, over fewer positions."""
     positions = model.context if heads >= 1 else max(16, int(model.context * math.sqrt(heads)))
     shape = (1, max(1, int(heads)), positions, model.head_dim)
     q, k, v = (_leaf(shape, device, dtype) for _ in range(3))
@@ -296,7 +321,9 @@ def _square(size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callab
 
 
 def _leaf(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, 0.01, dtype=dtype, device=device).requires_grad_()  # a product's time knows no values
+    return torch.full(
+        shape, 0.01, dtype=dtype, device=device
+    ).requires_grad_()  # a product's time does not depend on the values
 
 
 def _grown(part: TimedPart, guess: float, device: torch.device, seconds: float) -> float:
@@ -305,8 +332,8 @@ def _grown(part: TimedPart, guess: float, device: torch.device, seconds: float) 
     share = min(1.0, seconds * guess / 32 / part.flops)
     run, flops = part.make(share)
     if flops / guess > seconds:
-        return guess  # the smallest share would take more than there is
-    run()  # the first call of an operation loads what it needs
+        return guess  # the smallest share would take more than the time that is left
+    run()  # the first call of an operation loads its libraries
     deadline = clock() + seconds
     while True:
         taken = _shortest(run, device, (deadline - clock()) / 3)
@@ -318,7 +345,7 @@ def _grown(part: TimedPart, guess: float, device: torch.device, seconds: float) 
 
 
 def _shortest(run: Callable[[], None], device: torch.device, seconds: float) -> float:
-    """Seconds of the fastest run but the first, of as many as fit, nine at most; of the first where it took all the time."""
+    """Seconds of the fastest run, without the first; at most nine runs are made. If the first took all the time, its seconds."""
     clock = _clock(device)
     began = clock()
     times: list[float] = []
@@ -332,7 +359,7 @@ def _shortest(run: Callable[[], None], device: torch.device, seconds: float) -> 
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds that this thread computed, where that is known."""
+    """The clock for a device: on a CPU, the seconds that this thread computed."""
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
@@ -341,15 +368,17 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m trainer.contract.plan.precision", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--json", action="store_true", help="print the choice and all that was measured")
-    parser.add_argument("--before", default="", choices=("", *DTYPES), help="what the run trained in so far")
+    parser.add_argument("--json", action="store_true", help="print the choice and all measurements")
+    parser.add_argument(
+        "--before", default="", choices=("", *DTYPES), help="the precision in which the run trained so far"
+    )
     chosen = parser.parse_args(arguments)
     device = device_here()
     try:
         recipe = Recipe.load(chosen.recipe)
         found = choose(recipe, device, chosen.before)
     except RecipeError as error:
-        print(error, file=sys.stderr)
+        print(titled(error), file=sys.stderr)
         return 2
     if chosen.json:
         print(json.dumps(found.to_json()))

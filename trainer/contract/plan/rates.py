@@ -1,4 +1,4 @@
-"""How fast a device multiplies and copies, measured and by its data sheet."""
+"""The rates at which a device multiplies and copies: measured, and by its data sheet."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from trainer.contract.plan.gpus import gpu_named
 from trainer.contract.plan.precision import one_thread
 
-GPU_SECONDS = 0.3  # at least, that calls are measured for after a warm-up as long; at most twice that
+GPU_SECONDS = 0.3  # shortest measurement, after a warm-up of the same length; at most twice that
 GPU_SIZE, LEAST_GPU_SIZE = (
     8192,
     1024,
 )  # rows and columns: smaller products wait for launches and leave multiprocessors idle
 GPU_BYTES = 1 << 30  # of a copy: twenty times an H100's cache
 MEMORY_SHARE = 0.5  # of the free memory
-CPU_SECONDS = 1.0  # of tries: long enough for some that nothing else on the machine disturbs
+CPU_SECONDS = 1.0  # total time of the tries: long enough for some undisturbed ones
 CPU_SIZES = (128, 256, 512, 1024, 2048)
-CPU_PRODUCT = 0.01  # seconds that a product may take, but for the smallest: short ones are disturbed less
-CPU_TRIES = 5  # of a size, before the next: the first of a process loads libraries
+CPU_PRODUCT = 0.01  # most seconds of a product, except the smallest: short ones are disturbed less
+CPU_TRIES = 5  # tries of each size: the first one of a process loads libraries
 CPU_BYTES = 1 << 26
 
 
@@ -30,9 +30,9 @@ CPU_BYTES = 1 << 26
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of square products of random numbers, measured once a process (zeros were 13 % faster on an H200).
 
-    On a GPU the mean over many products of ``GPU_SIZE``, between two events; smaller ones where less memory is free. On a CPU that of one
-    thread, in its own CPU time, the best of a second of tries at several sizes, times the number of threads: two threads that wait for one
-    another on cores that other programs use are up to a thousand times as slow (0.1 GFLOP/s of 190).
+    On a GPU: the mean over many products of ``GPU_SIZE``, between two events; smaller products if little memory is free. On a CPU: the best
+    of a second of tries at several sizes, of one thread by its own CPU time, times the number of threads. (Two threads that wait for one
+    another on cores that other programs use are up to a thousand times as slow: 0.1 GFLOP/s of 190.)
     """
     generator = torch.Generator(device).manual_seed(0)  # the run's own random state is part of what resumes to the bit
 
@@ -50,8 +50,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 @functools.cache
 def memory_rate(device: torch.device) -> float:
-    """Bytes read and written a second by a copy, measured once a process: on a GPU the mean over many copies of 1 GiB, less where less
-    is free; on a CPU the best of a second of copies of 64 MiB, by all threads and by one in its own CPU time."""
+    """Bytes read and written a second by a copy, measured once a process. On a GPU: the mean over many copies of 1 GiB, or less if less
+    is free. On a CPU: the best of a second of copies of 64 MiB, by all threads and by one in its own CPU time."""
     size = CPU_BYTES
     if device.type == "cuda":
         size = min(GPU_BYTES, int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) // 2)
@@ -72,9 +72,9 @@ def memory_rate(device: torch.device) -> float:
 
 
 def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of dense products in ``dtype`` by the data sheet of a GPU; None for a CPU, and where no sheet says it.
+    """FLOP/s of dense products in ``dtype`` by the data sheet of a GPU; None for a CPU, and if no sheet has the number.
 
-    In fp32 it is the peak outside of tensor cores, as torch multiplies by default; None where TF32 was switched on
+    In fp32 it is the peak outside of tensor cores, as torch multiplies by default; None if TF32 was switched on
     (``torch.set_float32_matmul_precision``, ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``).
     """
     gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -85,7 +85,7 @@ def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def size_for(free: int, itemsize: int) -> int:
-    """Rows of the matrices of a product on a GPU, of which three must fit into a share of the ``free`` bytes.
+    """Rows of the matrices of a product on a GPU. Three such matrices must fit into a share of the ``free`` bytes.
 
     >>> size_for(80 << 30, 2), size_for(1 << 29, 4)
     (8192, 4096)
@@ -97,7 +97,7 @@ def size_for(free: int, itemsize: int) -> int:
 
 
 def settled(seconds_of: Callable[[int], float]) -> float:
-    """Seconds of one call, from ``seconds_of`` so many: twice as many each time, until they take long enough. What came before warmed up."""
+    """Seconds of one call. ``seconds_of(count)`` times so many calls; the count doubles until they take long enough. Earlier rounds warm up."""
     count = 2
     while (seconds := seconds_of(count)) < GPU_SECONDS:
         count *= 2
@@ -116,7 +116,7 @@ def _between_events(device: torch.device, call: Callable[[], object], count: int
 
 
 def best_of(products: Iterable[tuple[int, Callable[[], object]]]) -> float:
-    """FLOP/s of the fastest of many products in one thread, smallest size first; each size that does not take too long gets the same time."""
+    """FLOP/s of the fastest of many products in one thread, smallest size first; each size that does not take too long gets the same total time."""
     best, spent = 0.0, list[float]()
     chosen: list[tuple[int, Callable[[], object]]] = []
     for size, product in products:
@@ -135,7 +135,7 @@ def best_of(products: Iterable[tuple[int, Callable[[], object]]]) -> float:
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:
-    """Of this thread: without those in which another program had its core."""
+    """CPU seconds of this thread during a call: without the time in which another program had its core."""
     began = time.thread_time()
     call()
     return time.thread_time() - began

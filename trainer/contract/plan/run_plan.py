@@ -1,7 +1,7 @@
 """Plans a run: the layout that fits, steps, days and cost, each number with its formula and source.
 
-Time is that of the slower of two: computing at the MFU that published runs reached, and gathering weights over the network behind it. Tokens
-that are sent to experts on other GPUs wait for that on top. ``SPREAD`` is how far published GPU hours lie from what this gives.
+The time is the larger of two: computing at the MFU that published runs reached, and gathering weights over the network meanwhile. Sending
+tokens to experts on other GPUs comes on top. Published GPU hours lie within a factor of ``SPREAD`` of the plan's.
 
 The layout is the first that fits: little tensor parallelism before much, nothing recomputed before whole blocks, a large
 micro-batch before a small one. There is no pipeline parallelism: sharding over the data ranks cuts the same memory.
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.plan.gpus import MFU, Gpu
 from trainer.contract.plan.sizing import GB, RESERVE, Layout, MemoryPart, memory_parts, needed, routed_parameters
@@ -22,18 +23,18 @@ from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
 RECOMPUTE: tuple[Literal["none", "block"], ...] = ("none", "block")
 LARGEST = 288  # GB of the largest GPU that is sold
 NODE = 8  # GPUs that NVLink joins: tensor parallelism goes no further
-# Of whole runs on many nodes of H100s and faster, restarts and slow hours among them, as published hours give it: 22 % at 8 B parameters, more in
-# larger runs, which had more work put into them. tests/support/trainer/published_runs.py has the runs.
+# The MFU of whole runs on many nodes of H100s and faster, restarts and slow hours included, from published hours: 22 % at 8 B parameters, more
+# in larger runs, which were tuned more. tests/support/trainer/published_runs.py has the runs.
 MFU_NODES, MFU_NODES_AT, MFU_NODES_POWER, MFU_NODES_MOST = 0.22, 8e9, 0.12, 0.36
 FP8 = 1.28  # times as fast as bf16: torchtitan, Llama 3 8B on 8 H100: 8,532 and 6,667 tokens/s
-NARROW = 1280  # width of an expert below which the MFU falls with it: one run gives it, Qwen3-30B-A3B's 768 in Megatron-Bridge
+NARROW = 1280  # width of an expert below which the MFU falls in proportion: from one run, Qwen3-30B-A3B's 768 in Megatron-Bridge
 SPREAD = 1.6  # published GPU hours lie within this factor of the plan, either way
-RECOMPUTED = 3 / 4  # of ``MFU``, where blocks are computed again: 8 matrix products for 6
+RECOMPUTED = 3 / 4  # share of ``MFU`` if blocks are computed again: 8 matrix products instead of 6
 PRICE = 2.0  # dollars of a GPU for an hour
 
 
 class SizingError(TrainerError):
-    """The run fits on no layout of these GPUs; the message says what would fit."""
+    """The run fits on no layout of these GPUs. The message says what would fit."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +50,30 @@ class Ask:
     itemsize: int = 2  # bytes of an element of the forward pass
     replicas: int = 1
     logit_rows: int | None = 1024
-    mfu: float | None = None  # None: ``mfu_of``, less where blocks are computed again
+    mfu: float | None = None  # None: ``mfu_of``, less if blocks are computed again
     price: float = PRICE  # of a GPU for an hour
     network: float | None = None  # bytes a second of a GPU to another node; None: the GPU's usual card
     expert: int = (
-        1  # GPUs that share the experts, in a trainer that can; 1: as ours, every expert is gathered everywhere
+        1  # GPUs that share the experts, in a trainer that supports it; 1: as ours, every GPU gathers every expert
     )
-    fp8: bool = False  # products in fp8; of routed experts, in a trainer that can
+    fp8: bool = False  # products in fp8; for routed experts, in a trainer that supports it
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What a run takes on a layout."""
+    """The time and cost of a run on a layout."""
 
     tokens_per_step: int
     steps: int
     flops: float  # of the whole run
     mfu: float  # while it computes
-    reached: float  # of the whole time: less than ``mfu`` where it waits for the network
+    reached: float  # the share of the peak over the whole time: less than ``mfu`` if the run waits for the network
     tokens_per_second: float  # of all GPUs
     gpu_hours: float
     days: float
     cost: float
     network: float  # bytes a second that each GPU must move to hide FSDP's traffic behind its computation
-    network_there: float  # bytes a second that it can
+    network_there: float  # bytes a second that each GPU can move
     exchange: float  # bytes that a token is sent to experts of other nodes and back, forward and backward
     bound: Literal["computing", "network"]
 
@@ -94,20 +95,20 @@ def active(model: ModelRecipe) -> int:
 
 
 def plan_run(ask: Ask) -> RunPlan:
-    """Raises: SizingError when nothing fits; RecipeError when no layout divides the recipe's batch."""
+    """The plan of a run. Raises: SizingError if nothing fits; RecipeError if no layout divides the recipe's batch."""
     layout, sequences = _search(ask)
     return RunPlan(ask, layout, sequences, memory_of(ask, layout), effort_of(ask, layout, sequences))
 
 
 # -- rules ---------------------------------------------------------------------------------------------------------------
 def rule_flops(model: ModelRecipe, tokens: float) -> float:
-    """C of DeepSeek's rules: without embeddings, the whole score matrix counted (arXiv 2401.02954 §3.2, eq. 2)."""
+    """C of DeepSeek's rules: without embeddings, with the whole score matrix (arXiv 2401.02954 §3.2, eq. 2)."""
     without_head = model.matmul_parameters - model.vocab_size * model.d_model
     return tokens * (6 * without_head + 12 * model.layers * model.heads * model.head_dim * model.context)
 
 
 def batch_by_rule(model: ModelRecipe, tokens: float) -> float:
-    """Tokens a step: 0.2920 C^0.3271. Fitted for C of 1e17 to 2e19, held at 8.5e22 and 1e24 by their 7B and 67B."""
+    """Tokens a step: 0.2920 C^0.3271. Fitted for C of 1e17 to 2e19; it held at 8.5e22 and 1e24, DeepSeek's 7B and 67B."""
     return 0.2920 * rule_flops(model, tokens) ** 0.3271
 
 
@@ -122,8 +123,12 @@ def _search(ask: Ask) -> tuple[Layout, int]:
     if not possible:
         assert ask.batch is not None, "one sequence a rank always divides"
         raise RecipeError(
-            f"batch.sequences ({ask.batch.sequences}) and its warm-up cannot be shared among {ask.gpus} GPUs, nor among "
-            f"groups of 2, 4 or {NODE} of them that split each sequence (as many as divide model.kv_heads)"
+            "plan.indivisible_batch",
+            "batch.sequences ({sequences}) and its warm-up cannot be shared among {gpus} GPUs, nor among groups of 2, 4 or {node} GPUs that "
+            "split each sequence (as many as divide model.kv_heads).",
+            sequences=ask.batch.sequences,
+            gpus=ask.gpus,
+            node=NODE,
         )
     found = _fitting(ask)
     if found is None:
@@ -149,7 +154,7 @@ def _fits(ask: Ask, layout: Layout) -> bool:
 
 
 def _tensors(ask: Ask) -> list[int]:
-    """Degrees that divide the model, the node and the batch; those that would make the batch too large come last."""
+    """Degrees of tensor parallelism that divide the model, the node and the batch. Degrees that make the batch too large come last."""
     fitting = []
     for tensor in (1, 2, 4, 8):
         try:
@@ -158,7 +163,7 @@ def _tensors(ask: Ask) -> list[int]:
             continue
         if any(_batches(ask, data)):
             fitting.append(tensor)
-    # One sequence each of too many data ranks: "the aggregated batch size is too big" (ZeRO, arXiv 1910.02054 §1).
+    # One sequence for each of too many data ranks: "the aggregated batch size is too big" (ZeRO, arXiv 1910.02054 §1).
     wanted = _sequences_by_rule(ask)
     return sorted(fitting, key=lambda tensor: ask.batch is None and ask.gpus // tensor > 2 * wanted)
 
@@ -183,7 +188,7 @@ def _batches(ask: Ask, data: int) -> Iterator[tuple[int, int]]:
 
 
 def memory_of(ask: Ask, layout: Layout) -> list[MemoryPart]:
-    """Of one GPU, by part."""
+    """Memory of one GPU, by part."""
     return memory_parts(
         ask.model,
         layout,
@@ -194,7 +199,7 @@ def memory_of(ask: Ask, layout: Layout) -> list[MemoryPart]:
     )
 
 
-def _what_would_fit(ask: Ask, possible: list[int]) -> str:
+def _what_would_fit(ask: Ask, possible: list[int]) -> Message:
     """The message of a plan that fits nowhere."""
     tightest = {
         tensor: memory_of(ask, Layout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert)) for tensor in possible
@@ -204,20 +209,29 @@ def _what_would_fit(ask: Ask, possible: list[int]) -> str:
     largest = max(parts, key=lambda part: part.bytes)
     fixed = needed(part for part in parts if part.name != "reserve")
     each = math.ceil(fixed / (1 - RESERVE) / GB)
-    answers = [f"GPUs of {each} GB"] if each <= LARGEST else []
+    answers: list[str] = [Message("plan.larger_gpus", "GPUs of {gb} GB", gb=each)] if each <= LARGEST else []
     more = next((g for g in (2**n for n in range(15)) if g > ask.gpus and _fitting(replace(ask, gpus=g))), None)
     if more:
-        answers.insert(0, f"{more:,} of these GPUs")
-    return (
-        f"nothing fits: with tensor parallelism {tensor}, blocks recomputed and one sequence at a time a GPU needs "
-        f"{needed(parts) / GB:.1f} GB of its {ask.gpu.memory / GB:.0f} GB, most of it {largest.name} "
-        f"({largest.bytes / GB:.1f} GB); {' or '.join(answers) or 'a smaller model or a shorter context'} would do"
+        answers.insert(0, Message("plan.more_gpus", "{gpus:,} of these GPUs", gpus=more))
+    if not answers:
+        answers = [Message("plan.smaller_model", "a smaller model or a shorter context")]
+    return Message(
+        "plan.nothing_fits",
+        "Nothing fits. With tensor parallelism {tensor}, blocks recomputed and one sequence at a time, a GPU needs {needed:.1f} GB of its "
+        "{memory:.0f} GB, most of it {part} ({part_gb:.1f} GB). Use {answers}.",
+        tensor=tensor,
+        needed=needed(parts) / GB,
+        memory=ask.gpu.memory / GB,
+        part=largest.name,
+        part_gb=largest.bytes / GB,
+        answers=" or ".join(answers),
+        gpus=more,
     )
 
 
 # -- what it takes -------------------------------------------------------------------------------------------------------
 def mfu_of(ask: Ask) -> float:
-    """The share of the peak to expect: of one node, or of many by what published runs reached.
+    """The share of the peak to expect: for one node, or for many as published runs reached it.
 
     >>> from trainer.contract.plan.sizing import shape_of
     >>> from trainer.contract.plan.gpus import GPUS
@@ -240,13 +254,13 @@ def mfu_of(ask: Ask) -> float:
 
 
 def _recomputing(mfu: float, ask: Ask) -> float:
-    """The MFU where blocks are computed again: a third more work at ``MFU``; what else a run loses it does not lose twice."""
+    """The MFU if blocks are computed again: a third more work at ``MFU``. The run's other losses do not grow."""
     return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if ask.fp8 else 1.0)))
 
 
 def gathered(ask: Ask, layout: Layout) -> float:
-    """Bytes that a GPU moves in a micro-batch: weights rounded, forward and backward, and gradients summed in fp32 (ZeRO §7.2.2's three times
-    the parameters, by dtype). Of routed experts each group of ``layout.expert`` GPUs moves its own alone."""
+    """Bytes that a GPU moves in a micro-batch: rounded weights, forward and backward, and gradients summed in fp32 (ZeRO §7.2.2's three times
+    the parameters, by dtype). Of routed experts, each group of ``layout.expert`` GPUs moves only its own."""
     if layout.shards <= 1:
         return 0.0
     routed = routed_parameters(ask.model)
@@ -256,7 +270,7 @@ def gathered(ask: Ask, layout: Layout) -> float:
 
 
 def exchanged(ask: Ask, layout: Layout) -> float:
-    """Bytes a token that a GPU sends to experts of other nodes: there and back, forward and backward, one row for each node it goes to."""
+    """Bytes that a GPU sends to experts of other nodes for each token: there and back, forward and backward, one row for each node."""
     experts = ask.model.experts
     if experts is None or layout.expert == 1:
         return 0.0
@@ -270,7 +284,7 @@ def exchanged(ask: Ask, layout: Layout) -> float:
 
 
 def effort_of(ask: Ask, layout: Layout, sequences: int) -> Effort:
-    """Steps, time and money: FLOPs (PaLM, arXiv 2204.02311 appendix B) over what the GPUs reach of their peak, or what the network takes."""
+    """Steps, time and money: FLOPs (PaLM, arXiv 2204.02311 appendix B) divided by the reached rate, or the network's time if that is larger."""
     model = ask.model
     mfu = mfu_of(ask)
     if ask.mfu is None and layout.recompute == "block":
@@ -284,10 +298,10 @@ def effort_of(ask: Ask, layout: Layout, sequences: int) -> Effort:
     computing = tokens * model.flops_per_token() / (ask.gpu.peak_flops * mfu)
     moved, exchange = gathered(ask, layout), exchanged(ask, layout)
     sent = tokens * exchange / there
-    # Where a token's experts lie on few nodes, "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); else one waits.
+    # If a token's experts lie on few nodes: "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); otherwise computing waits.
     hidden = getattr(model, "expert_nodes", None) is not None
     each = max(computing, moved / there, sent) if hidden else max(computing, moved / there) + sent
-    if ask.mfu is not None:  # measured: whatever was waited for is in it
+    if ask.mfu is not None:  # a measured MFU includes all waiting
         each = computing
     seconds = flops / (ask.gpus * ask.gpu.peak_flops * mfu) * each / computing
     gpu_hours = ask.gpus * seconds / 3600

@@ -1,4 +1,4 @@
-"""What a model needs: its shape from a parameter count, and the memory of one GPU by part.
+"""Sizes of a model: its shape from a parameter count, and the memory of one GPU by part.
 
 Arithmetic only (no torch), for ``trainer.contract.plan.run_plan`` and ``factory plan``. Bytes are bytes, GB are 10^9 of them.
 """
@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import ModelRecipe
 
 GB = 1e9
-LOGIT_BYTES = 12  # of a row's logit at its peak: rounded, in fp32, its gradient in fp32 and rounded
+LOGIT_BYTES = 12  # for each logit of a row at the peak: rounded, in fp32, its gradient in fp32 and rounded
 RESERVE = 0.10  # share of the memory
 ASPECT = 128  # width / layers: Llama 3 8B has 4096 / 32, 405B 16384 / 126
 D_FF = 3.5  # d_ff / d_model of Llama 3 8B and 70B
@@ -25,16 +26,14 @@ ZERO = "ZeRO, arXiv 1910.02054"
 
 @dataclass(frozen=True)
 class Layout:
-    """How GPUs share a model's training; ``parallel`` and ``batch.micro_sequences`` of a recipe."""
+    """The division of a model's training among GPUs: ``parallel`` and ``batch.micro_sequences`` of a recipe."""
 
     gpus: int
     tensor: int = 1
     micro_sequences: int = 1
     recompute: Literal["none", "block"] = "none"
     replicas: int = 1
-    expert: int = (
-        1  # GPUs that each keep other experts, to which tokens are sent; 1: every expert is gathered everywhere
-    )
+    expert: int = 1  # GPUs that each keep other experts, to which tokens are sent; 1: every GPU gathers every expert
 
     @property
     def data(self) -> int:
@@ -43,7 +42,7 @@ class Layout:
 
     @property
     def pieces(self) -> int:
-        """Into how many parts weights, gradients and optimiser are cut."""
+        """The number of parts into which weights, gradients and optimiser are split."""
         return self.gpus // self.replicas
 
     @property
@@ -54,7 +53,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Memory of one GPU that one thing takes, and where the number comes from."""
+    """One part of a GPU's memory, with the formula and source of the number."""
 
     name: str
     bytes: float
@@ -66,7 +65,7 @@ def shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
     """The dense model of nearly that many parameters: Llama 3's proportions (arXiv 2407.21783 Table 3).
 
     Width / layers is kept near 128; how near matters little (Kaplan et al., arXiv 2001.08361 §3.1: a few per cent of loss
-    over a factor of forty). Raises: RecipeError when the embedding alone is too large.
+    over a factor of forty). Raises: RecipeError if the embedding alone is too large.
     """
 
     def with_layers(d_model: int, layers: int) -> ModelRecipe:
@@ -90,7 +89,7 @@ def shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
         if layers < 2:
             break
         if layers > d_model / 8:
-            continue  # sixteen times as deep as it should be
+            continue  # sixteen times as deep as Llama's proportions
         shape = with_layers(d_model, layers)
         # A factor of two in the proportions weighs like 2 % of the parameters.
         badness = abs(math.log(shape.parameters / parameters)) + 0.03 * abs(math.log(d_model / layers / ASPECT))
@@ -98,13 +97,16 @@ def shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
             best = badness, shape
     if best is None:
         raise RecipeError(
-            f"{parameters:,.0f} parameters are too few for two layers and an embedding of {vocab_size:,} tokens"
+            "plan.too_few_parameters",
+            "{parameters:,.0f} parameters are too few for two layers and an embedding of {vocab:,} tokens.",
+            parameters=parameters,
+            vocab=vocab_size,
         )
     return best[1]
 
 
 def block_parameters(model: ModelRecipe, expert: int = 1) -> int:
-    """Of the largest layer, as one GPU gathers it: of its routed experts one in ``expert``."""
+    """Parameters of the largest layer that one GPU gathers; of its routed experts, one in ``expert``."""
     attention = model.attention_parameters
     dense = 3 * model.d_model * model.d_ff
     if model.experts is None:
@@ -116,7 +118,7 @@ def block_parameters(model: ModelRecipe, expert: int = 1) -> int:
 
 
 def routed_parameters(model: ModelRecipe) -> int:
-    """Of all experts that tokens are routed to."""
+    """Parameters of all experts that tokens are routed to."""
     if model.experts is None:
         return 0
     return (model.layers - model.experts.dense_layers) * model.experts.count * 3 * model.d_model * model.experts.d_ff
@@ -126,9 +128,9 @@ def kept_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
     """Elements a token that ``layer`` keeps for its backward pass, on one GPU of ``tensor``.
 
     The count of Korthikanti et al. (arXiv 2205.05198 §4.1) for this block: RMSNorm, GQA with rotated and normalised q and
-    k, flash attention (the scores are never kept), SwiGLU, no dropout. Split by ``tensor`` are, as in its §4.2.2, the
-    inputs of both norms (each GPU has a part of the sequence) and all that stands between the matrix products; the two
-    normalised inputs that were gathered for them stay whole, as torch keeps them (Megatron gathers them again).
+    k, flash attention (the scores are never kept), SwiGLU, no dropout. As in its §4.2.2, ``tensor`` splits the inputs of both norms (each GPU
+    has a part of the sequence) and all tensors between the matrix products. The two normalised inputs, which are gathered for the products,
+    stay whole, because torch keeps them (Megatron gathers them again).
     """
     D, H, G, K = model.d_model, model.heads, model.kv_heads, model.head_dim
     attention = (H + 2 * G) * K + (H + G) * K + H * K  # qkv, rotated q and k, output
@@ -142,27 +144,45 @@ def kept_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
 
 
 def kinds(model: ModelRecipe) -> list[tuple[int, int]]:
-    """(how many layers, one of them) for each kind of layer."""
+    """(number of layers, index of one) for each kind of layer."""
     dense = model.layers if model.experts is None else model.experts.dense_layers
     return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
 
 
 def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> MemoryPart:
-    """What the forward pass keeps for the backward pass of one micro-batch."""
+    """The memory that the forward pass keeps for the backward pass of one micro-batch."""
     tokens = layout.micro_sequences * model.context
     kept = [(n, kept_elements(model, layer, layout.tensor)) for n, layer in kinds(model)]
     if layout.recompute == "block":
         most = max(each for _, each in kept)
         elements = model.layers * model.d_model / layout.tensor + most
-        how = f"{model.layers} layers' inputs of {model.d_model:,} / tensor {layout.tensor}, and one whole layer, {most:,.0f}"
+        how: str = Message(
+            "plan.kept_recomputed",
+            "{layers} layers' inputs of {width:,} / tensor {tensor}, and one whole layer, {layer:,.0f}",
+            layers=model.layers,
+            width=model.d_model,
+            tensor=layout.tensor,
+            layer=most,
+        )
     else:
         elements = sum(n * each for n, each in kept)
-        how = " + ".join(f"{n} layers × {each:,.0f}" for n, each in kept) + " a token"
+        layers = " + ".join(f"{n} layers × {each:,.0f}" for n, each in kept)
+        how = Message("plan.kept", "{layers} a token", layers=layers)
     return MemoryPart(
         "activations",
         itemsize * tokens * elements,
-        f"{itemsize} bytes × {tokens:,} tokens × ({how})",
-        f"{KORTHIKANTI}, counted for this block (trainer.contract.plan.sizing.kept_elements)",
+        Message(
+            "plan.activations",
+            "{itemsize} bytes × {tokens:,} tokens × ({how})",
+            itemsize=itemsize,
+            tokens=tokens,
+            how=how,
+        ),
+        Message(
+            "plan.activations_source",
+            "{source}, counted for this block (trainer.contract.plan.sizing.kept_elements)",
+            source=KORTHIKANTI,
+        ),
     )
 
 
@@ -177,25 +197,43 @@ def memory_parts(
 ) -> list[MemoryPart]:
     """Memory of one GPU that has ``memory`` bytes, by part.
 
-    ``itemsize``: bytes of an element of the forward pass (2 for bf16). ``logit_rows``: tokens whose logits exist at one
-    time (``kernels.linear_cross_entropy``); None: those of the whole micro-batch.
+    ``itemsize``: bytes of an element of the forward pass (2 for bf16). ``logit_rows``: tokens whose logits exist at one time
+    (``kernels.linear_cross_entropy``); None: all tokens of the micro-batch.
     """
     P, t = model.parameters, layout.tensor
     pieces = layout.pieces
     head = model.vocab_size * model.d_model
     tokens = layout.micro_sequences * model.context
-    of_all = f"{P:,} parameters / {pieces} GPUs"
+    of_all = Message("plan.of_all", "{parameters:,} parameters / {pieces} GPUs", parameters=P, pieces=pieces)
     inside = P - head if optimizer == "muon" else 0  # Muon keeps one moment of the layers' matrices
     moments = 4 * inside + 8 * (P - inside)
     if layout.shards > 1:
         block = block_parameters(model, layout.expert)
         copies = (2 * itemsize * block + (itemsize + 4) * block) / t + itemsize * head
-        how = f"({3 * itemsize + 4} bytes × {block:,} of a layer) / tensor {t} + {itemsize} × {head:,} of the embedding"
-        what = "FSDP2: this layer and the next gathered, one layer's gradient rounded and in fp32"
+        how: str = Message(
+            "plan.gathered_copies",
+            "({block_bytes} bytes × {block:,} of a layer) / tensor {tensor} + {itemsize} × {head:,} of the embedding",
+            block_bytes=3 * itemsize + 4,
+            block=block,
+            tensor=t,
+            itemsize=itemsize,
+            head=head,
+        )
+        what = Message("plan.fsdp", "FSDP2: this layer and the next gathered, one layer's gradient rounded and in fp32")
     else:
         copies = itemsize * P / t if itemsize < 4 else 0.0
-        how = f"{itemsize} bytes × {P:,} parameters / tensor {t}" if itemsize < 4 else "none: fp32 is computed in"
-        what = "weights rounded for the forward pass, kept by autograd"
+        how = (
+            Message(
+                "plan.rounded_copies",
+                "{itemsize} bytes × {parameters:,} parameters / tensor {tensor}",
+                itemsize=itemsize,
+                parameters=P,
+                tensor=t,
+            )
+            if itemsize < 4
+            else Message("plan.no_copies", "none: the computation is in fp32")
+        )
+        what = Message("plan.autograd_copies", "weights rounded for the forward pass, kept by autograd")
     rows = tokens if logit_rows is None else min(logit_rows, tokens)
     logits = LOGIT_BYTES * rows * model.vocab_size / t + 10 * head + 6 * tokens * model.d_model
     return [
@@ -204,12 +242,18 @@ def memory_parts(
             "gradients",
             4 * P / pieces,
             f"4 bytes (fp32) × {of_all}",
-            f"{ZERO} §3.1, §5; summed over ranks each micro-batch",
+            Message("plan.gradients_source", "{source} §3.1, §5; summed over ranks each micro-batch", source=ZERO),
         ),
         MemoryPart(
             "optimiser",
             moments / pieces,
-            f"{moments / P:.3g} bytes ({'AdamW' if optimizer == 'adamw' else 'Muon and AdamW'}, fp32) × {of_all}",
+            Message(
+                "plan.optimiser",
+                "{bytes:.3g} bytes ({optimizer}, fp32) × {of_all}",
+                bytes=moments / P,
+                optimizer="AdamW" if optimizer == "adamw" else "Muon and AdamW",
+                of_all=of_all,
+            ),
             f"{ZERO} §3.1, §5",
         ),
         MemoryPart("compute copies", copies, how, what),
@@ -217,19 +261,29 @@ def memory_parts(
         MemoryPart(
             "logits, temporaries",
             logits,
-            f"{LOGIT_BYTES} bytes × {rows:,} rows × {model.vocab_size:,} / tensor {t} + 10 × {head:,} of the embedding's "
-            f"gradients + 6 × {tokens:,} × {model.d_model:,}",
+            Message(
+                "plan.logits",
+                "{logit_bytes} bytes × {rows:,} rows × {vocab:,} / tensor {tensor} + 10 × {head:,} of the embedding's gradients + "
+                "6 × {tokens:,} × {width:,}",
+                logit_bytes=LOGIT_BYTES,
+                rows=rows,
+                vocab=model.vocab_size,
+                tensor=t,
+                head=head,
+                tokens=tokens,
+                width=model.d_model,
+            ),
             "kernels/linear_cross_entropy/__init__.py, counted",
         ),
         MemoryPart(
             "reserve",
             RESERVE * memory,
-            f"{RESERVE:.0%} of the memory",
-            f"our margin for CUDA, NCCL and fragments, which {ZERO} §3.2 describes",
+            Message("plan.reserve", "{share:.0%} of the memory", share=RESERVE),
+            Message("plan.reserve_source", "our margin for CUDA, NCCL and fragmentation ({source} §3.2)", source=ZERO),
         ),
     ]
 
 
 def needed(parts: Iterable[MemoryPart]) -> float:
-    """Bytes in all."""
+    """The sum of the parts, in bytes."""
     return sum(part.bytes for part in parts)

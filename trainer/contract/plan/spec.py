@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from kernels.contract.message import Message
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import SpecError
 from trainer.contract.recipe import AUTO, Recipe
-from trainer.contract.strict import Strict, parse
+from trainer.contract.strict import Strict, not_json, parse
 
 
 class SegmentSpec(Strict):
@@ -24,37 +25,55 @@ class SegmentSpec(Strict):
     last_step: Annotated[int, Field(gt=0)]  # exclusive: the checkpoint at the end has this step
     initial_checkpoint: str | None = None
     code_commit: str = ""
-    restart_data: bool = False  # walk the data plan from its beginning, not from where initial_checkpoint stopped
-    rewarm: bool = False  # the rate climbs again from first_step on, over schedule.rewarmup_steps
+    restart_data: bool = False  # read the data plan from its beginning, not from the position of initial_checkpoint
+    rewarm: bool = False  # the rate rises again from first_step on, over schedule.rewarmup_steps
     kernels: str | None = None  # kernels.yaml; null: policies/kernels.yaml beside the trainer package
 
     @model_validator(mode="after")
     def _possible(self) -> SegmentSpec:
         if self.last_step <= self.first_step:
-            raise ValueError(f"last_step ({self.last_step}) is not after first_step ({self.first_step})")
+            raise ValueError(
+                Message(
+                    "plan.no_steps",
+                    "last_step ({last}) is not after first_step ({first})",
+                    last=self.last_step,
+                    first=self.first_step,
+                )
+            )
         if self.initial_checkpoint is None and self.first_step:
-            raise ValueError("initial_checkpoint is missing: only a run that begins at step 0 has none")
+            raise ValueError(
+                Message(
+                    "plan.needs_checkpoint", "initial_checkpoint is missing: only a run that begins at step 0 has none"
+                )
+            )
         if self.kind == "anneal" and self.initial_checkpoint is None:
-            raise ValueError("initial_checkpoint is missing: an anneal branches off a trunk's checkpoint")
+            raise ValueError(
+                Message(
+                    "plan.anneal_checkpoint", "initial_checkpoint is missing: an anneal continues a trunk's checkpoint"
+                )
+            )
         if self.recipe.precision == AUTO:
             raise ValueError(
-                "recipe.precision is 'auto', but all steps of a segment need one precision: write fp32 or bf16 "
-                "('python -m trainer.contract.plan.precision RECIPE' measures both here)"
+                Message(
+                    "plan.auto_precision",
+                    "recipe.precision is 'auto', but all steps of a segment need one precision: write fp32 or bf16 "
+                    "('python -m trainer.contract.plan.precision RECIPE' measures both on this machine)",
+                )
             )
         return self
 
     @classmethod
     def load(cls, folder: Path) -> SegmentSpec:
-        """Raises: SpecError, or RecipeError and DataPlanError for those parts, naming the file and the key."""
+        """The spec in a folder's segment.json. Raises: SpecError, RecipeError or DataPlanError, which name the file and the key."""
         path = folder / "segment.json"
         try:
             raw = json.loads(path.read_text("utf-8"))
         except OSError as error:
-            raise SpecError(f"{path}: {error.strerror}") from None
+            raise SpecError("plan.no_spec", "{file}: {problem}", file=str(path), problem=error.strerror) from None
         except ValueError as error:
-            raise SpecError(f"{path}: not valid JSON: {error}") from None
+            raise not_json(path, error, SpecError) from None
         if not isinstance(raw, dict):
-            raise SpecError(f"{path}: expected a mapping")
+            raise SpecError("plan.spec_not_a_mapping", "{file}: expected a mapping.", file=str(path))
         parts = dict(raw)
         if "recipe" in parts:
             parts["recipe"] = Recipe.parse(parts["recipe"], f"{path}: recipe")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.support.failing.limits import few_handles
+from tests.support.messages import codes, refused
 from tests.support.paths import ROOT
 from tests.support.trainer.segments import MakeShard, plan_of, write_spec
 from trainer.checkpoint_writer import Writer
@@ -37,7 +38,7 @@ def make(step: int) -> Checkpoint:
     return Checkpoint(model, optimizer, {"step": step, "sampler": {"x": [1.5, None]}})
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_loaded_unchanged(tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path, make(12))
     assert path.name == "step-00000012" and sorted(p.name for p in tmp_path.iterdir()) == [path.name]
     loaded, made = checkpoints.load(path), make(12)
@@ -48,7 +49,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         assert torch.equal(load_file(path / "model.safetensors")[name], made.model[name])
 
 
-def test_what_ranks_hold_is_read_back_in_any_region(tmp_path: Path) -> None:
+def test_tensors_of_many_ranks_are_read_back_in_any_region(tmp_path: Path) -> None:
     whole = {"a": torch.arange(20.0).view(5, 4), "b": torch.arange(6, dtype=torch.bfloat16), "c": torch.tensor(7)}
     parts = [{"a": Region((5, 4), (0, 0), (3, 4)), "b": Region((6,), (2,), (4,))}]
     parts.append({"a": Region((5, 4), (3, 0), (2, 4)), "b": Region((6,), (0,), (2,))})
@@ -67,21 +68,24 @@ def test_what_ranks_hold_is_read_back_in_any_region(tmp_path: Path) -> None:
         for name, tensor in whole.items():
             expected = wanted[name].cut(tensor) if name in wanted else tensor
             assert torch.equal(found[name], expected) and found[name].dtype == tensor.dtype, (wanted, name)
-    with pytest.raises(CheckpointError, match=r"a is \[4, 5\] in the recipe, \[5, 4\] in "):
+    with refused("trainer.other_shape", CheckpointError, tensor="a", wanted="[4, 5]", found="[5, 4]"):
         checkpoints.read_tensors(path, "model", {"a": Region((4, 5), (0, 0), (4, 5))})
     shares = sorted(path.glob("model-*"))
     assert [share.name for share in shares] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["files"].pop(shares[1].name)["bytes"] == shares[1].stat().st_size
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="8 elements of model a are missing"):
+    with refused("trainer.missing_elements", CheckpointError, count=8, kind="model", tensor="a"):
         checkpoints.read_tensors(path, "model")
     assert checkpoints.read_tensors(path, "model", parts[0])["a"].shape == (3, 4)
-    for files, words in (({"../x": manifest["files"]["state.json"]}, "other folders"), ({}, "names no state.json")):
+    for files, words in (
+        ({"../x": manifest["files"]["state.json"]}, "trainer.damaged_manifest"),
+        ({}, "trainer.manifest_lacks"),
+    ):
         (path / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
-        assert words in checkpoints.find_fault(path)
+        assert codes([checkpoints.find_fault(path)]) == [words]
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-    assert f"format 1, this code reads {checkpoints.FORMAT}" in checkpoints.find_fault(path)
+    assert codes([checkpoints.find_fault(path)]) == ["trainer.checkpoint_format"]
 
 
 def test_too_few_file_handles_damage_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +121,7 @@ def test_a_flipped_bit_or_a_torn_end_anywhere_is_found(tmp_path: Path, seed: int
         checkpoints.load(path)
     except CheckpointError as error:
         assert str(path) in str(error)
-    else:  # a flip in the manifest's white space or step: what it vouches for is untouched
+    else:  # a flip in the manifest's white space or step: the hashes are untouched
         assert name == "manifest.json" and json.loads(blob)["files"] == before["files"]
 
 

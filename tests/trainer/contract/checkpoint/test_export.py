@@ -62,7 +62,7 @@ def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
     assert config.get("n_shared_experts", 1) >= 1, "vLLM's class cannot be without a shared expert"
 
 
-def test_in_bf16_the_routers_bias_stays_as_it_is(tmp_path: Path, make_shard: MakeShard) -> None:
+def test_in_bf16_the_routers_bias_is_unchanged(tmp_path: Path, make_shard: MakeShard) -> None:
     from transformers import AutoModelForCausalLM
 
     checkpoint = trained(tmp_path / "segment", make_shard, **FAMILIES["experts"][1], export_dtype="bf16")
@@ -78,5 +78,5 @@ def test_in_bf16_the_routers_bias_stays_as_it_is(tmp_path: Path, make_shard: Mak
 
 def test_a_failed_export_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "is not a checkpoint" in capsys.readouterr().err
+    assert "error[trainer.not_a_checkpoint]" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.messages import refused
 from tests.support.trainer.segments import TINY, MakeShard, make_documents, plan_of
 from trainer.batch import PADDING, Batch, make_batch, prefetch
 from trainer.contract.data.data_order import DataOrder, decode_pending, documents_at, encode_pending
@@ -70,7 +71,9 @@ def test_a_resumed_order_gives_the_same_batches(make_shard: MakeShard, packing: 
 
 
 @every_packing
-def test_another_permutation_goes_on_from_the_same_state_with_whole_pieces(make_shard: MakeShard, packing: str) -> None:
+def test_another_permutation_continues_from_the_same_state_with_whole_pieces(
+    make_shard: MakeShard, packing: str
+) -> None:
     """Of pieces that wait and were begun it has others in the same places, none of which was begun."""
     plan = changing_plan(make_shard)
     order = open_order(plan, context=16, packing=packing)
@@ -286,7 +289,7 @@ def test_a_star_shares_its_weight_among_domains_not_named(make_shard: MakeShard)
     assert shares["docs/0"] / shares["chat/0"] == pytest.approx(size["docs/0"] / size["chat/0"])
 
 
-def test_a_new_generation_joins_with_replay_and_the_old_cursor_goes_on(make_shard: MakeShard) -> None:
+def test_a_new_generation_joins_with_replay_and_the_old_cursor_continues(make_shard: MakeShard) -> None:
     old, new = make_shard(1, {"code": 500}), make_shard(2, {"code": 500})
     order = open_order(plan_of(old, weights={"code": 1.0}))
     before = [(p.stream, p.document, p.start) for _ in range(20) for row in order.next_rows() for p in row]
@@ -310,7 +313,7 @@ def test_a_new_generation_joins_with_replay_and_the_old_cursor_goes_on(make_shar
     assert not set(before) & set(after)
 
 
-def test_a_domain_without_new_data_goes_on_with_the_old(make_shard: MakeShard) -> None:
+def test_a_domain_without_new_data_continues_with_the_old_data(make_shard: MakeShard) -> None:
     old, new = make_shard(1, {"code": 50, "docs": 50}), make_shard(2, {"code": 50})
     order = open_order(plan_of(old, new, generations=[0, 1], weights={"code": 0.5, "docs": 0.5}, replay=0.2))
     assert order.shares() == pytest.approx({"docs/0": 0.5, "code/0": 0.1, "code/1": 0.4})
@@ -380,35 +383,38 @@ def test_it_ends_when_every_epoch_is_used_up(make_shard: MakeShard) -> None:
     order = open_order(plan_of(make_shard(), max_epochs=2))
     capacity = order.positions_left() // (8 * 32)
     assert capacity * 0.9 <= len(drain(order)) <= capacity
-    with pytest.raises(DataPlanError, match="max_epochs"):
+    with refused("data_order.data_ends", DataPlanError, epochs=2):
         order.next_rows()
 
 
-def test_an_order_that_does_not_fit_is_refused_by_name(make_shard: MakeShard) -> None:
+def test_an_order_that_does_not_fit_is_refused_by_key(make_shard: MakeShard) -> None:
     shard, other = make_shard(1), make_shard(2)
-    with pytest.raises(DataPlanError, match="weights.web: no shard holds .*'web'; known: chat, code, docs"):
+    with refused("data_plan.absent_domain", DataPlanError, key="weights.web", near="; known: chat, code, docs"):
         open_order(plan_of(shard, weights={"web": 1.0}))
-    with pytest.raises(DataPlanError, match="weights.cod: no shard holds .*'cod'; did you mean 'code'"):
+    with refused(
+        "data_plan.absent_domain", DataPlanError, key="weights.cod", domain="cod", near="; did you mean 'code'?"
+    ):
         open_order(plan_of(shard, weights={"cod": 0.5, "docs": 0.5}))
     phases = [{"from_step": 5, "weights": {"code": 1.0}}, {"from_step": 9, "weights": {"cht": 0.1, "*": 0.9}}]
-    with pytest.raises(DataPlanError, match="phases.1.weights.cht: .*did you mean 'chat'"):
+    with refused("data_plan.absent_domain", DataPlanError, key="phases.1.weights.cht", near="; did you mean 'chat'?"):
         open_order(plan_of(shard, phases=phases))
-    with pytest.raises(DataPlanError, match="format 1, this code reads 2"):
+    with refused("data_order.format", DataPlanError, found=1, expected=2):
         open_order(plan_of(shard), {"step": 3, "context": 32, "streams": {}, "pending": []})
-    with pytest.raises(DataPlanError, match="model.vocab_size is 256"):
+    with refused("document_stream.vocabulary", DataPlanError, vocab_size=256):
         DataOrder(plan_of(shard), context=32, batch=BatchRecipe(sequences=8), vocab_size=256)
     state = open_order(plan_of(shard)).state_dict()
-    with pytest.raises(DataPlanError, match="of generation 0 is not what"):
+    with refused("data_order.other_shards", DataPlanError, generation=0):
         open_order(plan_of(shard, other), state)
-    with pytest.raises(DataPlanError, match="model.context is 16"):
+    with refused("data_order.other_context", DataPlanError, context=16, found=32):
         open_order(plan_of(shard), state, context=16)
-    with pytest.raises(DataPlanError, match="listed twice"):
+    with refused("strict.wrong_value", DataPlanError) as found:
         plan_of(shard, shard)
-    with pytest.raises(DataPlanError, match="unknown key 'repaly'; did you mean 'replay'"):
+    assert found.value.data["problem"].code == "data_plan.shard_twice"
+    with refused("strict.unknown_key", DataPlanError, key="repaly", near="; did you mean 'replay'?"):
         plan_of(shard, repaly=0.1)
 
 
-def test_prefetch_gives_the_same_batches_and_passes_errors_on(make_shard: MakeShard) -> None:
+def test_prefetch_gives_the_same_batches_and_raises_the_threads_errors(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard(), max_epochs=1)
     plain = open_order(plan)
     for last in (1, 5, 6):  # none is lost to the thread's head start
@@ -420,7 +426,7 @@ def test_prefetch_gives_the_same_batches_and_passes_errors_on(make_shard: MakeSh
     for batch in prefetch(ahead, 5):
         assert torch.equal(batch.tokens_BT, make_batch(plain).tokens_BT)
     assert ahead.step == plain.step == 5
-    with pytest.raises(DataPlanError, match="max_epochs"):
+    with refused("data_order.data_ends", DataPlanError):
         list(prefetch(open_order(plan), 10_000))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.messages import refused
 from tests.support.trainer.segments import plan_of, recipe_with, run_trainer, write_spec
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, ranges_of, rows_of, write_token_shard
 from trainer.contract.errors import TokenShardError
@@ -52,7 +53,7 @@ def test_a_file_of_too_few_tokens_is_named(tmp_path: Path) -> None:
     (shard,) = small_shards(tmp_path, 1)
     with open(shard.path / "tokens.bin", "r+b") as file:
         file.truncate(46)
-    with pytest.raises(TokenShardError, match=r"tokens\.bin: 46 bytes, its manifest says 24 tokens"):
+    with refused("token_shard.too_short", TokenShardError, found=46, tokens=24):
         _ = TokenShard(shard.path).tokens
 
 

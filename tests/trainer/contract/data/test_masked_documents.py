@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
+from tests.support.messages import refused
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import make_batch
 from trainer.contract.data.data_order import DataOrder
@@ -55,7 +55,7 @@ def test_a_plan_without_masks_is_the_plan_that_it_always_was(make_shard: MakeSha
 
 
 def test_a_document_that_no_shard_holds_is_named(make_shard: MakeShard) -> None:
-    with pytest.raises(DataPlanError, match="masked: no token shard of the plan holds document 'nobody'"):
+    with refused("document_stream.masked_document", DataPlanError, document="nobody"):
         order_of(plan_of(make_shard()).masking(["nobody"]))
 
 

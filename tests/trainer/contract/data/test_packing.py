@@ -72,7 +72,7 @@ def test_no_strategy_loses_or_doubles_a_position_or_overfills_a_row(
 
 @every_strategy
 @given(pieces=documents, rows=st.integers(1, 20), step=st.integers(0, 40))
-def test_only_a_strategy_that_says_so_cuts_what_fits_a_row(
+def test_only_a_cutting_strategy_cuts_pieces_that_fit_a_row(
     name: str, pieces: tuple[list[int], list[bool]], rows: int, step: int
 ) -> None:
     sizes, long = pieces

@@ -55,7 +55,7 @@ def test_every_batch_of_a_new_plan_has_targets_and_no_target_is_lost(plan: DataP
         assert old.count(0) >= 20 and new == [count for count in old if count]
 
 
-def test_the_order_of_an_older_plan_is_what_it_was(plan: DataPlan) -> None:
+def test_the_order_of_an_older_plan_is_unchanged(plan: DataPlan) -> None:
     """SHA-256 of 200 batches as code from before ``targets_in_every_batch`` made them."""
     assert "targets_in_every_batch" not in json.loads(plan.to_json())
     order, digest = order_of(plan, "truncate-and-concatenate"), hashlib.sha256()
@@ -65,7 +65,7 @@ def test_the_order_of_an_older_plan_is_what_it_was(plan: DataPlan) -> None:
     assert digest.hexdigest() == "b2645b9a1b3406af940d626cd178e72092b47a2951c7dc0a92ed637c5024e722"
 
 
-def test_what_is_passed_over_is_the_same_after_a_resume(plan: DataPlan) -> None:
+def test_skipped_documents_are_the_same_after_a_resume(plan: DataPlan) -> None:
     plan = plan.model_copy(update={"targets_in_every_batch": True})
     order, seen = order_of(plan, "truncate-and-concatenate"), []
     for _ in range(60):

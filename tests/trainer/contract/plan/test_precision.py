@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.trainer.segments import MakeShard, plan_of, train_here, write_spec
 from trainer.contract.errors import RecipeError, SpecError
@@ -111,7 +112,7 @@ def test_a_gpu_without_bf16_refuses_a_recipe_that_asks_for_it(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
     assert precisions(torch.device("cuda")) == ("fp32",)
-    with pytest.raises(RecipeError, match=r"'GTX 1080' has no bf16: write fp32, or auto"):
+    with refused("plan.no_precision", RecipeError, name="'GTX 1080'", precision="bf16", other="fp32", auto="auto"):
         choose(tiny(precision="bf16"), torch.device("cuda"))
 
 
@@ -126,8 +127,9 @@ def test_a_gpu_before_ada_refuses_fp8(capability: tuple[int, int], has: bool, mo
         refuse_missing(recipe, gpu)
         return
     for refuses in (refuse_missing, choose):
-        with pytest.raises(RecipeError, match=r"'A100' has no fp8 \(.* 8\.9 on\): write bf16, or auto$"):
+        with refused("plan.no_precision", RecipeError, name="'A100'", precision="fp8", other="bf16") as found:
             refuses(recipe, gpu)
+        assert found.value.data["needed"].code == "plan.fp8_gpu"
     refuse_missing(tiny(precision="bf16"), gpu)
 
 
@@ -138,7 +140,7 @@ def test_fp8_is_measured_where_a_recipe_asks_for_it_and_never_chosen() -> None:
     assert set(found.probe.rates["fp8"]) == {"products", "attention", "loss head"}
     assert set(choose(tiny(precision="auto"), CPU, before="fp8", seconds=0.1).probe.seconds) == {"fp32", "bf16"}
     slow = Probe("cuda", {"fp32": 3.0, "bf16": 1.0, "fp8": 1.5}, {})
-    assert "bf16 is 1.5x as fast" in decide("fp8", slow).warning
+    assert {**decide("fp8", slow).warning.data} == {"precision": "fp8", "fastest": "bf16", "ratio": 1.5, "auto": "auto"}
 
 
 def test_a_torch_without_fp8_products_refuses_it_when_a_run_starts(
@@ -150,9 +152,7 @@ def test_a_torch_without_fp8_products_refuses_it_when_a_run_starts(
     monkeypatch.setattr(torch, "_scaled_mm", missing)
     folder = write_spec(tmp_path / "segment", plan_of(make_shard()), tiny(precision="fp8"))
     code, said = train_here(folder)
-    assert (
-        code == 2 and "recipe tiny: precision: cpu device with this torch has no fp8" in said and "write bf16" in said
-    )
+    assert code == 2 and "error[plan.no_precision]" in said and "fp8" in said and "bf16" in said
 
 
 def test_an_explicit_precision_is_not_measured() -> None:
@@ -162,10 +162,9 @@ def test_an_explicit_precision_is_not_measured() -> None:
 
 def test_a_segment_names_its_precision(tmp_path: Path, make_shard: MakeShard) -> None:
     folder = write_spec(tmp_path / "segment", plan_of(make_shard()), tiny(precision="auto"))
-    with pytest.raises(
-        SpecError, match=r"precision is 'auto'.*write fp32 or bf16 \('python -m trainer.contract.plan.precision RECIPE'"
-    ):
+    with refused("strict.wrong_value", SpecError) as found:
         SegmentSpec.load(folder)
+    assert found.value.data["problem"].code == "plan.auto_precision"
 
 
 @pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="needs an x86 processor with AVX2")

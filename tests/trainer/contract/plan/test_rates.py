@@ -58,7 +58,7 @@ def test_a_copy_moves_as_many_bytes_as_are_counted(monkeypatch: pytest.MonkeyPat
     assert [source.nbytes for source in made] == [rates.CPU_BYTES]
 
 
-def test_the_products_matrices_fit_into_what_is_free() -> None:
+def test_the_products_matrices_fit_into_free_memory() -> None:
     for free in (1 << 26, 1 << 28, 1 << 30, 1 << 33):
         size = rates.size_for(free, 4)
         assert size == rates.LEAST_GPU_SIZE or 12 * size**2 <= free / 2 < 12 * (2 * size) ** 2 or size == 8192
