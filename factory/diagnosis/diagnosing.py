@@ -218,7 +218,9 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
             record_verdict(
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[
-                    Message("diagnosis.patch_blamed", "Anomaly {anomaly} ({causes}): {why}", anomaly=lead, causes=" or ".join(detail["causes"]), why=why)
+                    Message(
+                        "diagnosis.patch_blamed", "Anomaly {anomaly} ({causes}): {why}", anomaly=lead, causes=" or ".join(detail["causes"]), why=why
+                    )
                 ], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
     done = _done(plant.ledger, policy, detail | {"lead": lead}, plant.progress)
@@ -345,8 +347,8 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
     ]
     if not sound:
         raise InputError(
-            "diagnosis.no_checkpoint", "No checkpoint from before step {step} is left for a replay. The oldest checkpoint is that of step {oldest}. To "
-            "keep more, raise keep_checkpoints in the recipe.", step=span.onset, oldest=min(every, default="none"),
+            "diagnosis.no_checkpoint", "No checkpoint from before step {step} is left for a replay. The oldest checkpoint is that of step {oldest}. "
+            "To keep more, raise keep_checkpoints in the recipe.", step=span.onset, oldest=min(every, default="none"),
         )  # fmt: skip
     if span.onset - sound[-1][0] > segment.recipe_json["checkpoint_every"]:
         notes.append(

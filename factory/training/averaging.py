@@ -36,12 +36,8 @@ from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
 KIND = "average"
-OF_PARENT = (
-    "generation",
-    "recipe",
-    "recipe_json",
-    "recipe_sha256",
-    "data_plan",
+OF_PARENT = " ".join(
+    ("generation", "recipe", "recipe_json", "recipe_sha256", "data_plan")
 )  # columns copied from the parent's row
 AT_MOST = 5  # checkpoints, by default
 Rule = Literal["uniform", "held-out-loss"]
@@ -144,7 +140,7 @@ def plan_average(plant: Plant, rule: Rule, segment: int | None = None, last: int
     commit = live_commit(plant.workspace.repository)
     parent = SegmentRow.get(plant.ledger, sources[-1].segment)
     steps = (sources[-1].step, sources[-1].step)
-    same = parent.only(" ".join(OF_PARENT))
+    same = parent.only(OF_PARENT)
     with plant.ledger.begin() as tx:
         detail = {"average": plan}
         return plan_segment(tx, plant.workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same)

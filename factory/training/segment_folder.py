@@ -28,11 +28,11 @@ from kernels.contract.files import put_in_place, sync_folder, write_atomically
 from kernels.contract.message import Message
 
 OWNER = "owner.json"
-PLANNED = (
-    "id", "kind", "parent", "generation", "recipe", "recipe_json", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step",
-    "computing", "created_at",
+PLANNED = " ".join(
+    ("id", "kind", "parent", "generation", "recipe", "recipe_json", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step",
+     "computing", "created_at")
 )  # fmt: skip
-OF_PLAN = ("id", "kind", "parent", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step")
+OF_PLAN = " ".join(("id", "kind", "parent", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step"))
 KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
 
 
@@ -78,7 +78,7 @@ def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
     path = Path(row.folder) / OWNER
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        planned = row.only(" ".join(PLANNED)) | {"folder": ledger.inside(row.folder)}
+        planned = row.only(PLANNED) | {"folder": ledger.inside(row.folder)}
         plan = portable(ledger.root, plan_of(ledger, row))
         mark = {"ledger": ledger.identity, "plan_sha256": plan_sha256(row), "row": planned, "data_plan": plan}
         write_atomically(path, json.dumps(mark))
@@ -98,7 +98,7 @@ def is_owner(owner: Mapping[str, Any], ledger: Ledger, row: SegmentRow) -> bool:
 
 def plan_sha256(row: SegmentRow) -> str:
     """The hash of what a segment computes and of the segment from which it starts."""
-    plan = row.only(" ".join(OF_PLAN))
+    plan = row.only(OF_PLAN)
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
@@ -135,7 +135,8 @@ def failed(plant: Plant, row: SegmentRow, code: int, kills_before: int | None, w
         raise TrainerDiedError(parked, row.attempts, True)
     step = newest_step(row)
     died = Message(
-        "training.trainer_died", "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}; {attempts} of {tries} tries "
+        "training.trainer_died",
+        "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}; {attempts} of {tries} tries "
         "made no new checkpoint.", segment=row.id, ending=ending.says, log=log, start=step_or_beginning(step), step=step,
         attempts=row.attempts, tries=policy.tries,
     )  # fmt: skip
