@@ -309,14 +309,16 @@ def saw_in_words(saw: Saw) -> str:
     ' Trained on them: release 1, 2. Possibly trained on them: release 3.'
     """
     certain, possible = ([release for release, (_, exact) in saw.items() if exact is known] for known in (True, False))
-    said = (
-        Message("diagnosis.releases_saw", " Trained on them: release {releases}.", releases=certain) if certain else ""
-    )
+    said: list[str] = []
+    if certain:
+        said.append(Message("diagnosis.releases_saw", " Trained on them: release {releases}.", releases=certain))
     if possible:
-        said += Message(
-            "diagnosis.releases_may_have_seen", " Possibly trained on them: release {releases}.", releases=possible
+        said.append(
+            Message(
+                "diagnosis.releases_may_have_seen", " Possibly trained on them: release {releases}.", releases=possible
+            )
         )
-    return said
+    return said[0] if len(said) == 1 else "".join(said)
 
 
 # -- without a diagnosis -----------------------------------------------------------------------------------------------

@@ -218,7 +218,8 @@ def parked(db: Reads) -> SegmentRow | None:
 def why_parked(db: Reads, row: SegmentRow) -> Message:
     """Says which segment is parked, at which step and why."""
     step = newest_step(row)
-    where = f"at step {step}" if step is not None else "before its checkpoint"
+    begun = Message("retrying.before_first_checkpoint", "before its first checkpoint")
+    where = f"at step {step}" if step is not None else begun
     newest = db.read(
         f"SELECT detail FROM events WHERE subject = :subject AND kind = '{FAILED}' ORDER BY id DESC LIMIT 1",
         subject=str(Subject("segment", row.id)),

@@ -144,9 +144,10 @@ def _kill(process: Running, row: SegmentRow, number: int, hung: str) -> None:
         process.kill(KILL_SECONDS)
     except subprocess.TimeoutExpired:
         raise SegmentError(
-            "training.hung_unkillable", "The trainer of segment {segment} hung: {hung}. The factory killed its process {process}, but the process "
-            "does not end: it waits in the kernel for a disk or a driver. The segment continues when the process has ended. If it never ends, restart "
-            "the machine.", segment=row.id, hung=hung, process=number,
+            "training.hung_unkillable",
+            "The trainer of segment {segment} hung: {hung}. The factory killed its process {process}, but the process does not end: "
+            "it waits in the kernel for a disk or a driver. The segment continues when the process has ended. If it never ends, "
+            "restart the machine.", segment=row.id, hung=hung, process=number,
         ) from None  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from factory.core.errors import InputError
 from factory.demo.demo_size import (
     LADDER,
     LEAST,
@@ -21,6 +22,7 @@ from factory.demo.demo_size import (
     next_guess,
     plan,
 )
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
@@ -30,9 +32,9 @@ SEEN = Seen(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
 
 @pytest.mark.parametrize("minutes", [0, 1, 1.99, -3, 121, float("nan"), float("inf")])
 def test_minutes_out_of_range_are_one_error(minutes: float) -> None:
-    with pytest.raises(ValueError, match=r"--minutes .*: the demo takes 2 to 120 minutes; 6 is the default") as refused:
+    with refused("demo.minutes", InputError, least=2.0, most=120.0, default=6.0) as raised:
         checked(minutes)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("shape", LADDER, ids=str)

@@ -119,8 +119,16 @@ def test_the_budget_counts_what_was_replayed_before_a_kill(live: Live) -> None:
     steps = live.bench("budget").run(AGAIN[0]).steps
     again = live.bench("budget", budget=2 * steps - 1)
     again.run(AGAIN[0])
-    with pytest.raises(BudgetSpent, match=f"budget of {2 * steps - 1} replayed steps is spent"):
+    with pytest.raises(BudgetSpent) as raised:
         again.run(AGAIN[1])
+    message = raised.value.args[0]
+    assert message.code == "diagnosis.budget_spent"
+    assert message.data == {
+        "budget": 2 * steps - 1,
+        "replayed": steps,
+        "arm": AGAIN[1].name,
+        "needed": again.episode.until - again.episode.newest[0],
+    }
 
 
 def test_the_documents_that_stand_out_are_the_bad_ones(live: Live) -> None:

@@ -89,8 +89,8 @@ def test_a_merged_patch_that_spoils_later_steps_is_named_and_undone(tmp_path: Pa
     assert anomaly is not None
     found = diagnose_and_act(Plant(workspace, ledger), anomaly)
     assert found["causes"] == ["code change"] and found["undo"] == [1], found
-    assert "it is gone with the code of the segment before" in found["why"]
-    assert "undoes proposal 1" in found["done"]
+    assert any(arm["arm"] == "previous commit" and arm["fires"] is False for arm in found["arms"]), found["arms"]
+    assert found["done"].data["reverts"].data == {"proposals": [1]}
 
     (opened,) = open_reverts(Plant(workspace, ledger))
     assert ProposalRow.get(ledger, opened).target == "undo:1"

@@ -66,7 +66,7 @@ def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
     listener = Listener()
     listener.on["shard.txt: 1 documents"] = enough
     run_until(workspace, ledger, listener)
-    assert listener.count("back_up failed: no backup was made: the disk is full") == 1, listener.lines
+    assert listener.count("back_up failed") == 1 and "the disk is full" in "".join(listener.lines), listener.lines
     assert not list((workspace.root / "backups").glob(".*"))
 
 
@@ -122,7 +122,7 @@ def test_what_an_earlier_daemon_said_to_fail_is_known_to_work_again(workspace: W
     assert [one["what"] for one in failing(ledger)] == [f"export {number}"]
     back_off = BackOff(Plant(workspace, ledger, second := Listener()))
     assert back_off.attempt(f"export {number}", lambda: None) and not failing(ledger)
-    assert second.lines[-1] == f"  export {number} works again"
+    assert second.lines[-1].strip().startswith(f"export {number} works again")
 
 
 def test_what_a_person_mended_is_tried_at_once(workspace: Workspace, ledger: Ledger) -> None:
@@ -133,11 +133,11 @@ def test_what_a_person_mended_is_tried_at_once(workspace: Workspace, ledger: Led
     def mend() -> None:
         with ledger.begin() as tx:
             tx.execute(segments.update().values(state="rewound"))
-        assert retry(ledger, None, "ada") == "the daemon tries again now what waits after a failure"
+        assert retry(ledger, None, "ada").code == "retrying.retry_all"
 
-    listener.on["no longer to be done"] = enough
+    listener.on["no longer due"] = enough
     run_until(workspace, ledger, listener, 86400.0)
-    assert listener.count("is tried again in 24.0 h, and the rest goes on") == 1
+    assert listener.count("next try in 24.0 h") == 1
 
 
 def test_a_policy_that_cannot_be_read_holds_up_what_needs_it_and_no_longer_than_it_lasts(
@@ -149,7 +149,7 @@ def test_a_policy_that_cannot_be_read_holds_up_what_needs_it_and_no_longer_than_
     listener = Listener()
     listener.on["stepps"] = lambda: drop(workspace, "shard.txt")
     listener.on["shard.txt: 1 documents"] = lambda: threading.Timer(0.5, policy.unlink).start()
-    listener.on["looking what is due of diagnose works again"] = enough
+    listener.on["check if diagnose is due works again"] = enough
     with pytest.raises(ConfigError):
         run(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
@@ -186,9 +186,9 @@ def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_other
         assert work(Plant(workspace, ledger), attempts=back_off, duties=table) == 2
         back_off.passed()
     assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
-    names = ["tidy", "looking what is due of sort", "wash 1", "wash 2"]
+    names = ["tidy", "check if sort is due", "wash 1", "wash 2"]
     assert [line.partition(" failed: ")[0].strip() for line in listener.lines] == names, "each is said once"
-    assert all("unexpected error, RuntimeError: it is broken (traceback in" in line for line in listener.lines)
+    assert all("RuntimeError: it is broken" in line and "errors.log" in line for line in listener.lines)
     tries = (workspace.logs / "errors.log").read_text()
     assert [tries.count(f" {name}\n") for name in names] == [3] * 4, (
         "at 5, 15 and 35 s of sixty: it rests longer each time"
@@ -229,10 +229,7 @@ def test_a_full_disk_is_waited_for(disk: Path) -> None:
     listener.on["a pass works again"] = enough
     run_until(workspace, ledger, listener)
     said = [line for line in listener.lines if "the disk is full" in line]
-    assert (
-        len(said) == 1
-        and "free some space. The factory waits, looks again at least every 60 s and goes on by itself" in said[0]
-    )
+    assert len(said) == 1 and "free some space" in said[0] and "at least every 60 s" in said[0]
     assert listener.count("shard.txt: 1 documents") == 1 and not list(workspace.inbox.iterdir())
     assert [(row["state"], row["rows"]) for row in ledger.read("SELECT state, rows FROM shards")] == [
         ("ingested", 1)
@@ -259,7 +256,7 @@ def test_too_few_file_handles_are_waited_for(workspace: Workspace, ledger: Ledge
         run_until(workspace, ledger, listener)
     finally:
         give()
-    assert listener.count("raise 'ulimit -n', or end other programs. The factory waits") == 1, listener.lines
+    assert listener.count("ulimit -n") == 1, listener.lines
 
 
 @pytest.mark.parametrize("jump", [-10 * 86400.0, 400 * 86400.0])
@@ -280,7 +277,7 @@ def test_a_clock_that_jumps_stops_nothing(
 
     listener.on[f"export {number} failed"] = leap
     listener.on["shard.txt: 1 documents"] = mend
-    listener.on["no longer to be done"] = enough
+    listener.on["no longer due"] = enough
     run_until(workspace, ledger, listener)
     assert listener.count("failed") == 2, listener.lines
 

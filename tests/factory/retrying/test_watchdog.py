@@ -18,6 +18,7 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog, record_begun, usual_of
 from tests.support.failing.deaths import plan_row
+from tests.support.messages import codes
 
 NOBODY = 1 << 30
 POLICY = RetryPolicy(hung_times=10.0, hung_seconds=30.0, start_seconds=1000.0)
@@ -56,7 +57,8 @@ def test_no_step_for_ten_times_the_usual_time(tmp_path: Path) -> None:
     assert watched.after(65, 11) == ""
     assert watched.after(4.9, 11) == ""
     said = watched.after(0.2, 11)
-    assert said == "no step for 70 s (7 s is usual, the limit is 70 s)"
+    assert codes([said]) == ["retrying.hung"] and "no step for 70 s" in said
+    assert said.data["usual"] == "7 s is usual" and said.data["limit"] == "70 s"  # type: ignore[attr-defined]
 
 
 def test_several_steps_between_two_looks_and_one_long_one(tmp_path: Path) -> None:
@@ -72,7 +74,9 @@ def test_before_the_first_step_earlier_starts_count(tmp_path: Path) -> None:
     assert Watched(tmp_path).dog.limit == 1000
     watched = Watched(tmp_path, UsualTimes(start=200.0, step=40.0))
     assert watched.after(1999, 0) == ""
-    assert watched.after(2, 0) == "no first step for 33 min (40 s is usual, the limit is 33 min)"
+    said = watched.after(2, 0)
+    assert codes([said]) == ["retrying.hung"] and "no first step for 33 min" in said
+    assert said.data["usual"] == "40 s is usual" and said.data["limit"] == "33 min"  # type: ignore[attr-defined]
     assert Watched(tmp_path, starts_often=True).after(999, 5) == ""
     began = Watched(tmp_path, UsualTimes(start=1.0, step=40.0))
     began.after(3, 1)

@@ -17,6 +17,7 @@ from factory.ledger.rows import SegmentRow
 from factory.training.planning import load_recipe, next_trunk, plan_anneal, plan_of, plan_trunk
 from kernels.contract.machine import here
 from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
+from tests.support.messages import refused
 from tests.support.said import Said
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.plan import precision
@@ -66,12 +67,14 @@ def test_a_mixture_without_documents_is_refused(planned: tuple[Workspace, Ledger
     workspace, ledger = planned
     ingested(workspace, ledger, wiki=40 * STEP)
     change_recipe(workspace, mixture={"weights": {"code": 1.0}})
-    with pytest.raises(ConfigError, match="recipe tiny .*weights: no shard holds a document of code; .*hold: wiki"):
+    with refused("training.recipe_does_not_fit", ConfigError, recipe="tiny") as raised:
         plan_trunk(Plant(workspace, ledger))
+    assert all(word in str(raised.value) for word in ("weights", "code", "wiki"))
     phases = [{"from_step": 10, "weights": {"maths": 1.0}}]
     change_recipe(workspace, mixture={"weights": {"wiki": 1.0}, "phases": phases})
-    with pytest.raises(ConfigError, match="phases.0.weights: no shard holds a document of maths"):
+    with refused("training.recipe_does_not_fit", ConfigError, recipe="tiny") as raised:
         plan_trunk(Plant(workspace, ledger))
+    assert "phases.0.weights" in str(raised.value) and "maths" in str(raised.value)
     plan_trunk(Plant(workspace, ledger), steps=10)  # ends where the phase begins
     assert last_event(ledger)["domains_not_arrived"] == ["maths"]
 
@@ -99,7 +102,7 @@ def test_what_is_missing_is_the_first_step_and_the_anneal_off_it(planned: tuple[
     assert next_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32
     ingested(workspace, ledger, code=100)
     assert next_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32 - 100
-    with pytest.raises(InputError, match="too little to train on"):
+    with refused("training.too_few_tokens", InputError, recipe="tiny", max_epochs=1, missing=7 * 2 * 32 - 100):
         plan_trunk(Plant(workspace, ledger))
 
 
@@ -114,7 +117,7 @@ def test_nothing_is_planned_while_a_segment_is_parked(planned: tuple[Workspace, 
     for plan in (plan_anneal, plan_trunk):
         with ledger.begin() as tx:
             tx.execute(becomes(second, "failed"))
-        with pytest.raises(InputError, match=f"segment {second} .*is parked"):
+        with refused("retrying.parked_to_do", InputError, segment=second):
             plan(Plant(workspace, ledger))
         assert len(ledger.rows(sa.select(segments))) == 2
     with ledger.begin() as tx:

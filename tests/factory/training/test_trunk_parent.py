@@ -131,5 +131,5 @@ def test_wsd_s_goes_on_from_the_annealed_weights(plant: Workspace, tmp_path: Pat
     state = json.loads((Path(segment(ledger, 2)["result"]["checkpoint"]) / "state.json").read_text())
     after = json.loads((Path(segment(ledger, 3)["result"]["checkpoint"]) / "state.json").read_text())
     seen, later = ({n: c[2:4] for n, c in s["sampler"]["streams"].items()} for s in (state, after))
-    assert all(later[name] >= seen[name] for name in seen), "every cursor goes on from where the anneal left it"
+    assert all(later[name] >= seen[name] for name in seen), "every cursor continues from its place after the anneal"
     assert records(rows[2])[0]["tokens"] > records(rows[1])[-1]["tokens"]
