@@ -68,7 +68,7 @@ def facts(plant: Plant) -> list[dict[str, Any]]:
             {
                 "rank": rank,
                 "name": duty.name,
-                "does": duty.does,
+                "does": str(duty.does),
                 "when": _when(duty),
                 "due": _due(duty, look),
                 "held": duty.held(look),
@@ -85,7 +85,7 @@ def facts(plant: Plant) -> list[dict[str, Any]]:
 
 def _when(duty: Duty) -> str:
     if duty.in_background:
-        return Message("duties.in_background", "every {seconds:g} s in the background", seconds=duty.in_background)
+        return f"every {duty.in_background:g} s, in background"
     return {"pass": "once in each pass", "look": "before each later duty", "": "when it is due"}[duty.each]
 
 
@@ -97,7 +97,7 @@ def _due(duty: Duty, look: Look) -> list[str]:
     except Exception as error:
         if fault_of(error):
             raise
-        return [Message("duties.due_unknown", "unknown: {error}", error=error)]
+        return [f"unknown: {error}"]
     return [str(one if isinstance(one, Errand) else Errand(duty, one)) for one in found]
 
 

@@ -1,4 +1,4 @@
-"""The demo, whole, on the slowest class of machine: real text, real training, a real sandbox."""
+"""The whole demo on the slowest class of machine, with real text, real training and a real sandbox."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 @pytest.mark.timeout(5 * PATIENCE_S)
 @pytest.mark.long("a whole demo of two minutes, which takes more on two slow cores")
 def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
-    """Two candidates, a release that beats the byte trigram, one judged proposal; and the same command again finds it all done."""
+    """The demo makes two candidates, a release that beats the byte trigram, and one judged proposal. A second run finds all done."""
     words = [sys.executable, "-m", "factory", "demo", "--minutes", "2", "--workspace", str(tmp_path / "demo")]
     suites_own = {"OMP_NUM_THREADS", *devices.COMPILER}
     environment = {name: value for name, value in os.environ.items() if name not in suites_own} | EMULATED

@@ -1,4 +1,4 @@
-"""What the demo chooses for a machine and its minutes: pure, so that every machine can be tried here."""
+"""The demo's choices for a machine and its minutes: pure functions, so every machine can be tested here."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None
     start=st.floats(0.1, 60),
     step=st.floats(1e-4, 60),
 )
-def test_it_fits_or_says_by_how_much_it_does_not(
+def test_the_plan_fits_or_says_by_how_much_it_does_not(
     minutes: float, spent: float, ingest: float, start: float, step: float
 ) -> None:
     size = plan(minutes, Seen(spent, ingest, start, step))

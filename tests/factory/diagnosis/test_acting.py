@@ -1,5 +1,4 @@
-"""What is done about a diagnosis, and undone: by the policy, and by a person; and what a person does without one: rewinds a segment, quarantines
-documents."""
+"""Actions on a diagnosis by the policy or a person, and how they are undone. Rewinds and quarantines by a person without a diagnosis."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ from tests.support.messages import refused
 from tests.support.plants.saved_plant import KINDS, diagnosed, note
 
 
-def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_from(
+def test_quarantined_documents_are_masked_and_their_segment_is_rewound(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -88,7 +87,7 @@ def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_f
         quarantine_and_rewind(ledger, number, "bob")
 
 
-def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as_it_is(
+def test_a_rate_that_removes_an_anomaly_is_used_for_a_while_and_the_recipe_does_not_change(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -132,14 +131,14 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
     diagnosed(ledger, asked, 1, ["bad data"], [key])
     diagnosed(ledger, done, 1, ["bad data"], [key])
     act(ledger, AnomalyPolicy(), done)
-    assert reject(ledger, asked, "ada") == "closed" and fate() == "quarantined"  # for the other one
+    assert reject(ledger, asked, "ada").code == "diagnosis.rejected" and fate() == "quarantined"  # for the other one
     assert "trained on again" in reject(ledger, done, "ada") and fate() == "train"
     again = plan_trunk(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     next_one = note(ledger, again, 12)
     diagnosed(ledger, next_one, again, ["bad data"], [key])
-    assert "a person decides" in act(ledger, AnomalyPolicy(), next_one) and fate() == "train"
+    assert act(ledger, AnomalyPolicy(), next_one).code == "diagnosis.person_decides" and fate() == "train"
     accept(ledger, next_one, "ada")
     assert fate() == "quarantined"
 
@@ -157,10 +156,12 @@ def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(restor
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     other = note(ledger, again, 12)
     diagnosed(ledger, other, again, ["rate"], [], override=override)
-    assert "a person decides" in act(ledger, automatic, other) and override_of(ledger, "trunk", None) is None
+    assert (
+        act(ledger, automatic, other).code == "diagnosis.person_decides" and override_of(ledger, "trunk", None) is None
+    )
 
 
-def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_nothing(
+def test_accepting_a_diagnosis_of_a_replaced_segment_overrides_nothing(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -171,10 +172,10 @@ def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_no
     act(ledger, AnomalyPolicy(), late)
     act(ledger, AnomalyPolicy(), spoiled)
     plan_trunk(Plant(workspace, ledger))
-    assert accept(ledger, late, "ada").startswith("closed") and override_of(ledger, "trunk", None) is None
+    assert accept(ledger, late, "ada").code == "diagnosis.accepted" and override_of(ledger, "trunk", None) is None
 
 
-def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(
+def test_a_promoted_candidate_that_is_rewound_is_not_released(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -211,21 +212,21 @@ def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tu
     assert next_due(Plant(workspace, ledger)) == "plan_trunk"
 
 
-def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:
+def test_the_rate_is_not_lowered_if_it_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:
     _, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
-    assert "trained again" not in act(ledger, AnomalyPolicy(rate="automatic"), number)
-    assert "closed" in accept(ledger, number, "ada") and override_of(ledger, "trunk", None) is None
+    assert act(ledger, AnomalyPolicy(rate="automatic"), number).data["repeats"] == ""
+    assert accept(ledger, number, "ada").code == "diagnosis.accepted" and override_of(ledger, "trunk", None) is None
 
 
-def test_what_was_not_replayed_is_not_closed_as_healthy(restored: tuple[Workspace, Ledger]) -> None:
+def test_an_anomaly_that_was_not_replayed_is_not_closed_as_healthy(restored: tuple[Workspace, Ledger]) -> None:
     _, ledger = restored
     near, far = note(ledger, 1, 12), note(ledger, 1, 13)
     diagnosed(ledger, near, 1, ["new generation"], [], noted=(12, 14))
     diagnosed(ledger, far, 1, ["new generation"], [], noted=(12, 40))
-    assert act(ledger, AnomalyPolicy(), near) == "nothing is wrong; it is closed"
-    assert "a person decides" in act(ledger, AnomalyPolicy(), far)
+    assert act(ledger, AnomalyPolicy(), near).code == "diagnosis.healthy"
+    assert act(ledger, AnomalyPolicy(), far).code == "diagnosis.person_decides"
     assert [row.id for row in open_anomalies(ledger, KINDS)] == [far]
 
 
@@ -314,7 +315,7 @@ def states(ledger: Ledger) -> dict[int, str]:
     return {row.id: row.state for row in SegmentRow.select(ledger)}
 
 
-def test_a_rewound_segment_takes_all_that_goes_on_from_it(past: Ledger) -> None:
+def test_a_rewind_includes_all_descendants(past: Ledger) -> None:
     said = rewind(past, 2, "ann", "wrong data")
     assert said.code == "diagnosis.rewound" and (said.data["segments"], said.data["parent"]) == ([2, 3, 4], 1)
     assert "the end of segment 1" in said and said.data["releases"].data["releases"] == [1]
@@ -327,7 +328,7 @@ def test_a_rewound_segment_takes_all_that_goes_on_from_it(past: Ledger) -> None:
     assert again.data["parent"] is None and "from step 0" in again
 
 
-def test_a_segment_whose_predecessor_is_gone_is_not_rewound(past: Ledger) -> None:
+def test_a_segment_whose_parent_has_no_checkpoint_is_not_rewound(past: Ledger) -> None:
     (Path(SegmentRow.get(past, 2).folder) / "checkpoints" / "step-00000005" / "manifest.json").unlink()
     with refused("diagnosis.no_checkpoint_to_rewind_to", InputError, segment=4) as raised:
         rewind(past, 4, "ann")
@@ -375,7 +376,7 @@ def test_one_wrong_name_changes_nothing(past: Ledger, names: list[str], code: st
         free(past, ["d0"], "ann")
 
 
-def test_of_several_documents_of_one_id_none_is_taken_until_one_is_named(past: Ledger) -> None:
+def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger) -> None:
     with past.begin() as tx:
         tx.execute(documents.update().where(documents.c.key != "s:1").values(id="3"))
         tx.execute(documents.insert().values(key="s:3", id="3", shard="s", row=3, domain="x", fate="train", source="b"))

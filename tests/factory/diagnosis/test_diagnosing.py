@@ -69,7 +69,7 @@ for number, mine in enumerate(folders):
 """
 
 
-def test_nothing_that_code_keeps_of_one_arm_reaches_the_next(
+def test_untrusted_code_carries_no_state_from_one_arm_to_the_next(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     (tmp_path / "code" / "trainer").mkdir(parents=True)
@@ -84,7 +84,7 @@ def test_nothing_that_code_keeps_of_one_arm_reaches_the_next(
         assert json.loads((ended.folder / "seen").read_text()) == [0, False], "(arms before in its process, a file)"
 
 
-def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: tuple[Workspace, Ledger]) -> None:
+def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     early, slow = note(ledger, 1, 3), note(ledger, 1, 15, "throughput_drop")
     assert undiagnosed(ledger, KINDS) == early and next_due(Plant(workspace, ledger)) == f"diagnose {early}"
@@ -116,7 +116,7 @@ def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: t
 def test_a_fault_of_the_machine_is_no_diagnosis(
     restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is recorded, so that the next pass tries again; what a replay left behind is no such fault."""
+    """Nothing is recorded, so the next pass tries again. A wrong file that a replay left is not a fault of the machine."""
     workspace, ledger = restored
     number = note(ledger, 1, 18)
 
@@ -194,7 +194,7 @@ def test_an_anomaly_that_no_trainer_notes_is_refused(restored: tuple[Workspace, 
     assert [(a["step"], a["kind"]) for a in every_anomaly(ledger)] == [(19, "loss_spike")]
 
 
-def test_what_is_closed_is_not_diagnosed_again(restored: tuple[Workspace, Ledger]) -> None:
+def test_a_closed_anomaly_is_not_diagnosed_again(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["unknown"], [])
@@ -212,10 +212,10 @@ def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
 
 @pytest.mark.long("a second environment, and replays in the sandbox, two of them in it")
 @pytest.mark.parametrize("broken", [True, False])
-def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
+def test_after_a_change_of_libraries_the_window_is_replayed_with_the_old_ones(
     restored: tuple[Workspace, Ledger], tmp_path: Path, broken: bool
 ) -> None:
-    """The other environment has the packages of this one; a broken one shows that it is what ran."""
+    """The other environment has the same packages. A broken one shows that the replay used it."""
     workspace, ledger = restored
     venv.create(tmp_path / "before", symlinks=True, with_pip=False)
     (packages,) = (tmp_path / "before").glob("lib/python*/site-packages")
@@ -238,7 +238,7 @@ def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
     assert (arm["failed"] == "") == (not broken) and found["causes"] != ["code change"], found
 
 
-def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_follows(
+def test_after_a_kill_the_next_pass_acts_on_the_recorded_diagnosis(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -261,7 +261,7 @@ def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:
     return ledger.read("SELECT id FROM events WHERE kind = :kind", kind=kind)
 
 
-def test_the_commands_tell_what_there_is(restored: tuple[Workspace, Ledger]) -> None:
+def test_the_commands_show_anomalies_and_diagnoses(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     run = lambda *words: CliRunner().invoke(app, [*words, "--workspace", str(workspace.root)])
     assert "no anomaly was reported yet" in run("anomalies", "list").output

@@ -1,4 +1,4 @@
-"""What a person decides while another process holds the workspace, and what the daemon does about it in its next pass."""
+"""Decisions and requests of a person while another process holds the workspace, and the daemon's next pass."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
     assert SegmentRow.get(ledger, number).state == "rewound"
 
 
-def test_what_is_planned_while_a_person_decides_is_planned_again(
+def test_a_plan_made_while_a_person_decides_is_made_again(
     restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = restored
@@ -107,7 +107,7 @@ def test_what_is_planned_while_a_person_decides_is_planned_again(
     assert SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger))).parent is None
 
 
-def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
+def test_a_candidate_that_is_rewound_at_the_last_moment_is_not_released(
     restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = restored
@@ -121,13 +121,13 @@ def test_a_candidate_is_not_released_that_was_rewound_at_the_last_moment(
 
 
 def only_asked(doing: Callable[[Duty], Duty]) -> tuple[Duty, ...]:
-    """What else there is to do is not of interest."""
+    """The table with requests only: no other duty is due."""
     others = (doing(duty) for duty in DUTIES if not duty.each and duty is not ASKED)
     return (ASKED, *(replace(duty, due=lambda look: ()) for duty in others))
 
 
 # -- what needs the daemon's hand: it is asked ------------------------------------------------------------------------------
-def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(restored: tuple[Workspace, Ledger]) -> None:
+def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     candidate, anomaly = candidate_of(ledger, 1), note(ledger, 1, 12)
     before = next_due(Plant(workspace, ledger))
@@ -159,8 +159,8 @@ def test_it_is_asked_to_judge_to_diagnose_and_to_audit_once(restored: tuple[Work
     assert "asked" not in command_here("status", home=workspace).stdout
 
 
-def test_a_command_that_is_no_daemon_is_not_asked(restored: tuple[Workspace, Ledger]) -> None:
-    """'factory train' does not look for it, and a daemon that begins weeks later is not to find it."""
+def test_a_command_that_is_not_the_daemon_gets_no_requests(restored: tuple[Workspace, Ledger]) -> None:
+    """'factory train' does not read requests, and a daemon that starts weeks later must not find an old one."""
     workspace, ledger = restored
     candidate_of(ledger, 1)
     with at_work(workspace, "factory"):
@@ -168,7 +168,7 @@ def test_a_command_that_is_no_daemon_is_not_asked(restored: tuple[Workspace, Led
     assert HOW in str(said.exception) and not asked(ledger)
 
 
-def test_what_was_asked_for_again_while_it_was_done_is_done_again(ledger: Ledger) -> None:
+def test_a_request_that_is_repeated_during_its_work_is_done_again(ledger: Ledger) -> None:
     judge = "judge 3"
     ask(ledger, [judge], "ann")
     begun = asked(ledger)[judge]["event"]
@@ -179,7 +179,7 @@ def test_what_was_asked_for_again_while_it_was_done_is_done_again(ledger: Ledger
     assert not asked(ledger)
 
 
-def test_what_cannot_be_done_any_more_is_said_once(restored: tuple[Workspace, Ledger]) -> None:
+def test_an_impossible_request_is_reported_once(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     ask(ledger, ["audit 1", "jugde 1", "judge one"], "ann")
     said = Said()
@@ -207,7 +207,7 @@ def test_a_request_is_not_lost_to_a_fault_of_the_machine(restored: tuple[Workspa
 
 
 # -- what is refused says what to do ------------------------------------------------------------------------------------------
-def test_a_file_is_put_into_the_inbox_in_place_of_ingest(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+def test_ingest_names_the_inbox_while_the_daemon_runs(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     for words in ([], ["--again"]):
         with at_work(workspace) as process:

@@ -44,7 +44,7 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
     assert found["plan_trunk"]["held"] and not found["export"]["held"] and not found["back_up"]["due"]
 
 
-def test_a_note_changes_only_with_what_it_says(workspace: Workspace) -> None:
+def test_a_note_is_written_only_when_its_content_changes(workspace: Workspace) -> None:
     backoff = Backoff(60.0, 600.0)
     backoff.failed("judge 3", "no")
     note(workspace, backoff.known())

@@ -1,4 +1,4 @@
-"""Real trainers, killed, crashed, hung and starved at a step that is counted: noticed, told apart, and the segment comes to its end."""
+"""Real trainers that are killed, crash, hang or run out of memory at a given step: the factory distinguishes the causes and finishes the segment."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Opened:
 
 @pytest.fixture
 def segment(plant: Opened) -> Iterator[int]:
-    """A planned one of twenty steps; afterwards nothing is parked or open, and the policy is the shipped one."""
+    """A planned segment of twenty steps. Afterwards no segment is parked or open, and the policy is the shipped one."""
     workspace, ledger = plant
     number = plan_trunk(Plant(workspace, ledger), STEPS)
     yield number
@@ -77,7 +77,7 @@ def steps_of(ledger: Ledger, segment: int) -> list[int]:
 
 
 @pytest.mark.slow("a trainer that dies five times before its segment is done")
-def test_a_segment_whose_every_try_makes_progress_comes_to_its_end(plant: Opened, segment: int) -> None:
+def test_a_segment_that_progresses_with_every_try_finishes(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
     first = first_of(ledger, segment)
     strike(ledger, segment, *(f"fault-kill-{first + step}" for step in (5, 9, 13, 17, 18)))
@@ -95,7 +95,7 @@ def test_a_segment_whose_every_try_makes_progress_comes_to_its_end(plant: Opened
 
 
 @pytest.mark.slow("a trainer that dies three times at one step, and one that ends")
-def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Opened, segment: int) -> None:
+def test_a_segment_without_progress_is_parked_and_no_other_trunk_begins(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
     first = first_of(ledger, segment)
     folder = strike(ledger, segment, f"always-raise-{first + 7}")
@@ -126,7 +126,7 @@ def test_one_that_makes_none_is_parked_and_no_trunk_is_begun_beside_it(plant: Op
 
 
 @pytest.mark.slow("a trainer that hangs twice, and one that ends")
-def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: Opened, segment: int) -> None:
+def test_a_hung_trainer_is_killed_and_its_segment_continues(plant: Opened, segment: int) -> None:
     workspace, ledger = plant
     first = first_of(ledger, segment)
     policy(workspace, hung_seconds=8.0, start_seconds=600.0)
@@ -144,7 +144,7 @@ def test_a_hung_trainer_is_killed_by_its_number_and_the_segment_goes_on(plant: O
 
 
 def limited_group() -> Path | None:
-    """A control group below this process's own that may use little memory; None where none can be made."""
+    """A child control group with a memory limit of 3 GiB; None where the machine allows none."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         version_1 = "memory" in controllers.split(",")
@@ -195,7 +195,7 @@ def test_the_oom_killer_is_named(plant: Opened, segment: int) -> None:
 
 @contextmanager
 def frozen(processes: list[int]) -> Iterator[None]:
-    """In the kernel, where no SIGKILL reaches them until the end: as one that waits for a disk that is gone."""
+    """Freeze processes in the kernel until the block ends, so that SIGKILL has no effect, as with a lost disk."""
     folder = Path(f"/sys/fs/cgroup/freezer/test-{os.getpid()}")
     folder.mkdir()
     try:
@@ -209,8 +209,8 @@ def frozen(processes: list[int]) -> Iterator[None]:
         folder.rmdir()
 
 
-def test_a_trainer_that_no_signal_ends_is_named(tmp_path: Path, ledger: Ledger) -> None:
-    """And the next try waits for it: it is named as the holder of the folder's lock."""
+def test_a_trainer_that_survives_sigkill_is_named(tmp_path: Path, ledger: Ledger) -> None:
+    """The next try fails on the folder's lock and names the process that holds it."""
     if not os.access("/sys/fs/cgroup/freezer", os.W_OK):
         pytest.skip("this machine can freeze no process")
     row = plan_row(ledger, folder=str(tmp_path / "00001-trunk"))

@@ -1,4 +1,4 @@
-"""``factory pause`` and ``factory resume``: who, when, and what is held, also in the midst of a step."""
+"""``factory pause`` and ``factory resume``: their records, their effect on duties, and on a trainer within a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import make_plant
 
 
-def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_newest_pause_is_in_force_until_a_resume(workspace: Workspace, ledger: Ledger) -> None:
     assert pause_of(ledger) is None
     with refused("retrying.not_paused", InputError):
         resume(ledger, "bo")
@@ -67,7 +67,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow("a daemon that is paused in the midst of a segment and goes on")
-def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) -> None:
+def test_a_pause_stops_the_trainer_cleanly_and_a_resume_continues(tmp_path: Path) -> None:
     code = make_target(tmp_path / "code")
     make_mortal(code)
     workspace, ledger = make_plant(tmp_path, code)
@@ -96,7 +96,7 @@ def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.slow("a daemon whose segment is rewound in the midst of it")
-def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its_place(tmp_path: Path) -> None:
+def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_replaces_it(tmp_path: Path) -> None:
     code = make_target(tmp_path / "code")
     make_mortal(code)
     workspace, ledger = make_plant(tmp_path, code)

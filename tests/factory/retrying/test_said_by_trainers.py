@@ -77,8 +77,8 @@ def test_a_trainer_with_a_false_exit_code_is_parked(
     assert [death["how"] for death in deaths(ledger, row.id)] == [how] * 2
 
 
-def test_where_no_checkpoint_fits_no_trainer_starts(tmp_path: Path, code_repository: Path) -> None:
-    """Or one that says so would be believed, started again and again, and things removed for it each time."""
+def test_no_trainer_starts_on_a_disk_without_room_for_a_checkpoint(tmp_path: Path, code_repository: Path) -> None:
+    """Else a trainer that reports a full disk would be believed, restarted forever, and files removed each time."""
     with small_disk(tmp_path / "disk", "256m") as disk:
         workspace, ledger = make_plant(disk, code_repository)
         number = plan_trunk(Plant(workspace, ledger), 10)
@@ -143,7 +143,7 @@ def test_no_room_for_another_file_is_no_room(tmp_path: Path) -> None:
 
 @dataclass
 class Certificate:
-    """Two runs of a certificate whose trainer is a shell's line: ``does``, and before it ``first``."""
+    """Two runs of a certificate. Their trainer is a line of shell: ``first``, then ``does``."""
 
     workspace: Workspace
     does: str
@@ -186,7 +186,7 @@ class Certificate:
 def test_what_may_be_the_machines_fault_fails_a_certificate_only_when_it_comes_again_and_again(
     workspace: Workspace, does: str, says: str
 ) -> None:
-    """Nothing is removed for it; a new result in between is progress. Real code of both kinds: ``test_certifying``."""
+    """No file is removed, and a new result in between counts as progress. ``test_certifying`` has real code of both kinds."""
     (workspace.root / "policies").mkdir(exist_ok=True)
     (workspace.root / "policies" / "retries.yaml").write_text("start_seconds: 0.5\n")
     certificate = Certificate(workspace, does)

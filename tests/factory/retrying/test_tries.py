@@ -20,7 +20,7 @@ ENDING = tries.Ending(tries.REFUSED, "ended with exit 1")
 
 
 def save(row: SegmentRow, step: int) -> Path:
-    """A whole checkpoint, by its manifest."""
+    """Write a checkpoint that is whole by its manifest."""
     folder = Path(row.folder) / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state.json").write_text("{}")
@@ -36,7 +36,7 @@ def die(ledger: Ledger, row: SegmentRow, checkpoint: int | None, *, final: bool 
     return after.attempts, after.state
 
 
-def test_what_makes_progress_is_never_parked(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_segment_with_progress_is_never_parked(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     assert [die(ledger, row, step) for step in (None, 10, 20, 20, 30, 40, 50, 60)] == [
         (tries, "planned") for tries in (1, 1, 1, 2, 1, 1, 1, 1)
@@ -46,7 +46,7 @@ def test_what_makes_progress_is_never_parked(ledger: Ledger, tmp_path: Path) -> 
     assert parked(ledger) == SegmentRow.get(ledger, row.id)
 
 
-def test_a_checkpoint_that_was_put_away_is_no_progress(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_removed_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     assert die(ledger, row, 20) == (1, "planned")
     (tmp_path / "checkpoints" / "step-00000020").rename(tmp_path / "checkpoints" / "bad-step-00000020")
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_was_put_away_is_no_progress(ledger: Ledger, tmp_path:
 
 
 def forged(row: SegmentRow, step: int, kind: str) -> None:
-    """As a trainer may leave it that wants to be tried for ever."""
+    """Write a forged checkpoint, with which a trainer could try to be restarted forever."""
     folder = save(row, step)
     if kind == "a name alone":
         (folder / "manifest.json").unlink()
@@ -81,7 +81,7 @@ def forged(row: SegmentRow, step: int, kind: str) -> None:
         "a step of another segment",
     ],
 )
-def test_what_is_no_checkpoint_of_the_segment_is_no_progress(ledger: Ledger, tmp_path: Path, kind: str) -> None:
+def test_a_forged_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path, kind: str) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     states = []
     for step in (10, 20, 30):
@@ -90,11 +90,11 @@ def test_what_is_no_checkpoint_of_the_segment_is_no_progress(ledger: Ledger, tmp
     assert states == [(1, "planned"), (2, "planned"), (3, "failed")] and newest_step(row) is None
 
 
-def test_what_no_try_can_mend_is_parked_at_once(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_final_failure_parks_the_segment_at_once(ledger: Ledger, tmp_path: Path) -> None:
     assert die(ledger, plan_row(ledger, folder=str(tmp_path)), 10, final=True) == (1, "failed")
 
 
-def test_a_person_decides(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_person_retries_or_abandons_a_parked_segment(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path), parent=7, first_step=60, last_step=120)
     with refused("retrying.cannot_abandon", InputError, segment=row.id, state="planned"):
         abandon(ledger, row.id, "ada")

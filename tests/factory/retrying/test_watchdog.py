@@ -1,4 +1,4 @@
-"""What counts as hung is measured. The clock is the test's; processes, files and segments are real."""
+"""When a trainer counts as hung. The test controls the clock; processes, files and segments are real."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def process(program: str) -> Iterator[int]:
 
 
 class Watched:
-    """A watchdog with the test's clock; of nobody, who waits for no core."""
+    """A watchdog with the test's clock, by default of a process that does not exist and so waits for no core."""
 
     def __init__(self, folder: Path, usual: UsualTimes = UsualTimes(), pid: int = NOBODY, **how: bool) -> None:  # noqa: B008 - frozen
         self.now = 0.0
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_grows_is_a_sign_of_life(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_core_is_not_counted(tmp_path: Path) -> None:
-    """Two programs that compute share one core: one has waited about as long as it ran. One that sleeps has not."""
+    """Two computing programs share one core, so each waits about as long as it runs. A sleeping program does not wait."""
     core = {min(os.sched_getaffinity(0))}
     spin = f"import os\nos.sched_setaffinity(0, {core})\nwhile True: pass"
     with process(spin), process(spin) as busy, process("import time\ntime.sleep(600)") as asleep:
@@ -116,7 +116,7 @@ def cpu_seconds(process: int) -> float:
     return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
 
 
-def test_a_stopped_trainer_and_one_that_is_gone_are_quiet(tmp_path: Path) -> None:
+def test_a_stopped_or_dead_trainer_counts_as_hung(tmp_path: Path) -> None:
     with process("import time\ntime.sleep(600)") as pid:
         os.kill(pid, signal.SIGSTOP)
         watched = Watched(tmp_path, pid=pid)
@@ -127,7 +127,7 @@ def test_a_stopped_trainer_and_one_that_is_gone_are_quiet(tmp_path: Path) -> Non
     assert gone.after(31, 1) != ""
 
 
-def test_the_usual_is_this_machines_and_this_recipes(ledger: Ledger) -> None:
+def test_usual_times_are_those_of_this_machine_and_recipe(ledger: Ledger) -> None:
     def row(machine: str, recipe: str = "r", seconds: float | None = None, steps: int = 10) -> SegmentRow:
         result = None if seconds is None else {"seconds": seconds}
         return plan_row(

@@ -1,4 +1,4 @@
-"""OpenAI's API as its own client and as hostile clients use it, on the embedded engine."""
+"""OpenAI's API on the embedded engine, used by OpenAI's client and by hostile clients."""
 
 from __future__ import annotations
 

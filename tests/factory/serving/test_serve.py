@@ -1,4 +1,4 @@
-"""``factory serve`` as a process: what it refuses at once, what its kill leaves, and how a person ends it."""
+"""``factory serve`` as a process: refused options, kills, and its end by a signal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_killed_router_in_the_midst_of_a_swap_leaves_nothing(workspace: Worksp
         second.until("elease 2 is served")
 
 
-def test_it_waits_for_the_first_release_and_says_so(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_server_waits_for_the_first_release(workspace: Workspace, ledger: Ledger) -> None:
     with served(workspace) as process:
         answer = process.ask()
         error = answer.json()["error"]
@@ -83,7 +83,7 @@ def test_it_waits_for_the_first_release_and_says_so(workspace: Workspace, ledger
         find_served(workspace, "")
 
 
-def test_what_cannot_work_is_refused_at_once(workspace: Workspace, ledger: Ledger) -> None:
+def test_impossible_options_are_refused_at_once(workspace: Workspace, ledger: Ledger) -> None:
     words = ["serve", "--workspace", str(workspace.root)]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

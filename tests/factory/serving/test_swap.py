@@ -32,7 +32,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are no forks here: a SIGSTOP would stop what stands for one alone."""
+    """Start real processes as engines, because SIGSTOP would stop only the stand-in of a fork."""
     monkeypatch.setattr(engines, "asyncio", asyncio)
 
 
@@ -224,7 +224,7 @@ def test_an_engine_that_hangs_is_replaced(
 
 
 @pytest.mark.long("four engines come up")
-def test_engines_that_end_one_after_the_other_are_tried_after_pauses(
+def test_an_engine_that_ends_repeatedly_is_restarted_after_pauses(
     workspace: Workspace, ledger: Ledger, exports: list[Path]
 ) -> None:
     add_release(workspace, ledger, exports[0])
@@ -246,7 +246,7 @@ def test_engines_that_end_one_after_the_other_are_tried_after_pauses(
 
 
 @pytest.mark.slow("an engine comes up; what it works on is counted until nothing is left")
-def test_who_hangs_up_holds_nothing(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
+def test_a_client_that_hangs_up_holds_no_engine(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
     add_release(workspace, ledger, exports[0])
 
     async def hang_up(served: Serving, number: int) -> None:
@@ -310,7 +310,7 @@ def test_an_export_that_is_written_into_while_it_is_served_is_named_and_changes_
 
 
 @pytest.mark.slow("two engines come up, failures are tried again after a pause")
-def test_what_was_not_judged_is_not_served(
+def test_an_export_that_was_not_judged_is_not_served(
     workspace: Workspace, ledger: Ledger, exports: list[Path], tmp_path: Path
 ) -> None:
     add_release(workspace, ledger, exports[0])
@@ -338,7 +338,7 @@ def test_what_was_not_judged_is_not_served(
 
 
 @pytest.mark.slow("two engines come up")
-def test_a_mend_that_is_slower_than_a_swap_puts_nothing_back(
+def test_a_replacement_engine_slower_than_a_swap_is_discarded(
     workspace: Workspace, ledger: Ledger, exports: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_release(workspace, ledger, exports[0])
@@ -394,7 +394,7 @@ def test_an_engine_with_other_weights_is_not_made_current(
     run(scene)
 
 
-def test_an_error_that_nobody_expected_is_said_and_tried_again_after_a_pause(
+def test_an_unexpected_error_is_reported_and_tried_again(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_release(workspace, ledger, make_export(tmp_path / "export"))

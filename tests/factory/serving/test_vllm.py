@@ -1,4 +1,4 @@
-"""vLLM for real: started, held to the judge's model, flipped to, and stopped; for every family that the trainer exports."""
+"""Real vLLM is started, compared with the judge's model, made current and stopped, for every model family that the trainer exports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE = {"model__head_dim": 32, "model__context": CONTEXT, "model__vocab_size": 
 
 
 def trainers_export(folder: Path, family: str) -> Path:
-    """As the trainer writes one, of a model that it initialised."""
+    """An export of an initialised model, written by the trainer's exporter."""
     from safetensors.torch import save_file
 
     recipe = recipe_with(**FAMILIES[family][1], **SHAPE)
@@ -56,7 +56,7 @@ def trainers_export(folder: Path, family: str) -> Path:
 
 @pytest.mark.slow("vLLM takes minutes to start")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_vllm_serves_what_was_judged(workspace: Workspace, ledger: Ledger, family: str) -> None:
+def test_vllm_serves_the_judged_model(workspace: Workspace, ledger: Ledger, family: str) -> None:
     kind = vllm_or_skip()
     export = trainers_export(workspace.exports / family, family)
     add_release(workspace, ledger, export)

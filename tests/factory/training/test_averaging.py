@@ -1,4 +1,4 @@
-"""Averages of a real run's checkpoints: the numbers are numpy's, and the candidate is one like any other."""
+"""Averages of a real run's checkpoints: their weights equal those of numpy, and their candidates are judged like any other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Op
 
 
 def made_average(plant: Opened, *words: Any, **keywords: Any) -> tuple[int, dict[str, Any]]:
-    """(candidate, what it was averaged from)."""
+    """(the candidate, the rule and the checkpoints of its average)."""
     number = plan_average(Plant(*plant), *words, **keywords)
     result = run_segment(Plant(*plant), number)
     return export_candidate(Plant(*plant), number), result["averaged"]
@@ -68,7 +68,7 @@ def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Opened) ->
     assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
 
 
-def test_uniform_is_numpys_mean_and_is_judged_and_released_like_any_candidate(plant: Opened) -> None:
+def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate(plant: Opened) -> None:
     workspace, ledger = plant
     candidate, averaged = made_average(plant, "uniform", last=3)
     assert [part["step"] for part in averaged["sources"]] == [20, 25, 26]
@@ -93,7 +93,7 @@ def test_uniform_is_numpys_mean_and_is_judged_and_released_like_any_candidate(pl
     assert "3 checkpoints" in shown and "20, 25, 26" in shown and "uniform" in shown
 
 
-def test_weighted_by_held_out_loss(plant: Opened) -> None:
+def test_an_average_weighted_by_held_out_loss_equals_numpys(plant: Opened) -> None:
     _, ledger = plant
     candidate, averaged = made_average(plant, "held-out-loss", segment=1)
     parts = averaged["sources"]
@@ -109,7 +109,7 @@ def test_weighted_by_held_out_loss(plant: Opened) -> None:
         np.testing.assert_array_max_ulp(found, mean.astype(np.float32), maxulp=1)
 
 
-def test_the_documents_that_weigh_are_not_those_that_judge(plant: Opened) -> None:
+def test_documents_that_weight_an_average_do_not_judge_candidates(plant: Opened) -> None:
     ruler = held_out_ruler(Plant(*plant))
     judged = {document.key for document in training_suite(plant)}
     assert sum(ruler.shares.values()) == pytest.approx(1)
@@ -123,7 +123,7 @@ def training_suite(plant: Opened) -> Any:
     return current_suite(Plant(*plant)).documents
 
 
-def test_of_an_anneal_only_its_own_are_taken(plant: Opened) -> None:
+def test_an_anneal_averages_only_its_own_checkpoints(plant: Opened) -> None:
     workspace, ledger = plant
     number = train_anneal(workspace, ledger)
     export_candidate(Plant(workspace, ledger), number)
@@ -194,6 +194,6 @@ def test_the_unit_of_the_loss_does_not_matter(losses: list[float], unit: float) 
     )
 
 
-def test_differences_below_the_noise_hardly_weigh() -> None:
+def test_losses_that_differ_by_less_than_the_noise_get_almost_equal_weights() -> None:
     assert softmax_weights([2.0, 2.001], noise=1.0) == pytest.approx([0.5, 0.5], abs=1e-3)
     assert softmax_weights([2.0, 2.0, 2.0], noise=0.0) == pytest.approx([1 / 3] * 3)

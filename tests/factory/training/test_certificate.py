@@ -155,7 +155,7 @@ NAMES = [m.name for m in measures(evidence())]
 
 
 @given(st.floats(0, 3), st.floats(0.01, 1))
-def test_further_apart_is_never_better(apart: float, share: float) -> None:
+def test_a_larger_difference_is_never_judged_better(apart: float, share: float) -> None:
     policy = CertificatePolicy(share_of_noise=share)
     near, far = (judge_certificate(policy, evidence(apart=apart * more)).outcome for more in (1, 1.5))
     assert near == "promote" or far == "reject"

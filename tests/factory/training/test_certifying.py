@@ -1,4 +1,4 @@
-"""Code changes between the segments of a real run: real commits, real trainer processes, old code beside new."""
+"""Certificates of code changes between the segments of a real run: real commits, and real trainers of old and new code."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture
 def site(plant: Site) -> Iterator[Site]:
-    """The plant with the code that trained its trunk; afterwards nothing of a test's segments is open."""
+    """The plant with the code that trained its trunk. Afterwards no segment of the test is open."""
     yield plant
     git(plant.code, "reset", "--quiet", "--hard", plant.base)
     with plant.ledger.begin() as tx:
@@ -154,7 +154,7 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
 
 @pytest.mark.long("four runs in bf16: a minute where the processor has no fast bf16 product")
 def test_another_precision_is_certified_like_other_code(site: Site) -> None:
-    """As on a machine where another precision is the fastest: same commit, same kernels. Noise is measured in the new one alone."""
+    """As on a machine with another fastest precision: same commit, same kernels. Only the new precision measures the noise."""
     recipe = site.workspace.own_recipe()
     before = recipe.read_text()
     try:
@@ -173,8 +173,8 @@ def test_another_precision_is_certified_like_other_code(site: Site) -> None:
 
 
 @pytest.mark.long("five runs of the trainer, in bf16 and in fp8")
-def test_from_bf16_to_fp8_a_certificate_is_asked_for_and_run_in_both(site: Site) -> None:
-    """The old code's pair in bf16; its other seeds, and the new code's pair, in fp8."""
+def test_a_change_from_bf16_to_fp8_needs_a_certificate_that_runs_in_both(site: Site) -> None:
+    """The old code runs once in bf16; its runs with other seeds, and the new code, run in fp8."""
     recipe = site.workspace.own_recipe()
     before = recipe.read_text()
     parent = SegmentRow.get(site.ledger, 1)
@@ -230,7 +230,7 @@ def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, see
     assert SegmentRow.get(site.ledger, number).state == "uncertified" and not started(site, number)
 
 
-def test_a_crash_is_refused_with_the_trainers_message(site: Site) -> None:
+def test_code_that_crashes_is_refused_with_the_trainers_message(site: Site) -> None:
     site.edit(INIT, "", BACKWARD.format("1 / 0"))
     verdict = site.certify(site.plan())
     assert verdict.outcome == "reject" and codes(verdict.reasons) == ["training.certificate.new_code_failed"]
@@ -251,7 +251,7 @@ def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
     assert SegmentRow.get(site.ledger, number).state == "uncertified"
 
 
-def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
+def test_both_commits_run_the_parents_recipe_if_the_old_code_cannot_read_the_new_one(site: Site) -> None:
     known = '"""Everything that decides a run except its data, code and checkpoint."""\n'
     site.edit("trainer/contract/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
     number = site.plan()
@@ -265,7 +265,7 @@ def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site:
 
 
 @pytest.mark.slow("trains under two commits")
-def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
+def test_after_a_refusal_the_factory_waits_until_a_person_reverts_or_accepts(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.edit(INIT, "", STEP.format("2"))
@@ -301,7 +301,7 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
 
 @pytest.mark.parametrize(("code", "says"), [(74, "reported a full disk"), (75, "received SIGTERM")])
 @pytest.mark.slow("a trainer, started three times")
-def test_code_that_ends_by_its_own_word_is_refused_after_three_tries(site: Site, code: int, says: str) -> None:
+def test_code_that_fakes_a_full_disk_or_a_stop_is_refused_after_three_tries(site: Site, code: int, says: str) -> None:
     site.edit(INIT, "", f"raise SystemExit({code})\n")
     number = site.plan()
     for tries in (1, 2):

@@ -40,7 +40,7 @@ def trained(plant: Workspace) -> tuple[Workspace, Ledger]:
     return plant, ledger
 
 
-def test_a_changed_shape_on_a_live_trunk_is_refused_with_the_ways_on(trained: tuple[Workspace, Ledger]) -> None:
+def test_a_changed_shape_of_a_live_trunk_is_refused_with_instructions(trained: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = trained
     own = workspace.own_recipe()
     before = own.read_text()
@@ -80,10 +80,10 @@ def test_a_changed_shape_on_a_live_trunk_is_refused_with_the_ways_on(trained: tu
     [{"rope_theta": 5e5, "norm_eps": 0.1}, {"heads": 8, "kv_heads": 8, "head_dim": 8}],
     ids=["numbers", "heads"],
 )
-def test_another_function_of_the_same_shape_goes_on_only_by_its_name(
+def test_another_function_of_the_same_shape_trains_only_if_the_recipe_accepts_it(
     trained: tuple[Workspace, Ledger], model: dict
 ) -> None:
-    """By what the ledger says of the segment: its checkpoint may be silent."""
+    """The old values come from the ledger's row of the segment, because an old checkpoint may lack them."""
     workspace, ledger = trained
     (row_of_trunk,) = ledger.rows(sa.select(segments))
     change_recipe(workspace, model=model)
@@ -119,7 +119,7 @@ def accept(workspace: Workspace, names: list[str]) -> None:
 
 @pytest.mark.parametrize(("size", "fits"), [(500, True), (384, False), (640, False)])
 def test_the_first_segment_needs_the_vocabulary_of_the_data_policy(plant: Workspace, size: int, fits: bool) -> None:
-    """The recipe's 512 are at most padding to a multiple of 128 above it."""
+    """The recipe's vocabulary of 512 may exceed the policy's only by padding to a multiple of 128."""
     ledger = Ledger.open(plant.ledger_url)
     ingested(plant, ledger, code=40 * STEP)
     use_vocabulary(plant, size)
@@ -134,7 +134,7 @@ def test_the_first_segment_needs_the_vocabulary_of_the_data_policy(plant: Worksp
     assert ledger.rows(sa.select(segments)) == []
 
 
-def test_a_tokenizer_that_is_frozen_counts(plant: Workspace) -> None:
+def test_the_size_of_a_frozen_tokenizer_is_required(plant: Workspace) -> None:
     ledger = Ledger.open(plant.ledger_url)
     ingested(plant, ledger, code=40 * STEP)
     with ledger.begin() as tx:
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_is_frozen_counts(plant: Workspace) -> None:
         plan_trunk(Plant(plant, ledger))
 
 
-def test_no_tokenizer_is_frozen_that_the_recipe_has_no_room_for(plant: Workspace) -> None:
+def test_a_tokenizer_too_large_for_the_recipe_is_not_frozen(plant: Workspace) -> None:
     ledger = Ledger.open(plant.ledger_url)
     use_vocabulary(plant, 4096)
     lines = [json.dumps({"id": str(i), "text": prose(i), "domain": "docs", "license": "MIT"}) for i in range(30)]

@@ -1,4 +1,4 @@
-"""Plans over a real ledger and real token shards; domains arrive one after the other."""
+"""Plans of segments in a real ledger over real token shards, while domains arrive one after the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def planned(plant: Workspace) -> tuple[Workspace, Ledger]:
     return plant, Ledger.open(plant.ledger_url)
 
 
-def test_how_a_segment_is_computed_stands_in_its_row_and_a_slow_precision_is_warned_of(
+def test_the_row_of_a_segment_has_its_computing_and_a_slow_precision_gives_a_warning(
     planned: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = planned
@@ -92,7 +92,7 @@ def test_steps_are_counted_through_the_batchs_warmup(planned: tuple[Workspace, L
     assert (trunk.steps, trunk.missing_tokens) == (8 + 4, 0)
 
 
-def test_what_is_missing_is_the_first_step_and_the_anneal_off_it(planned: tuple[Workspace, Ledger]) -> None:
+def test_the_missing_tokens_are_those_of_one_step_and_its_anneal(planned: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = planned
     change_recipe(
         workspace,
@@ -125,7 +125,7 @@ def test_nothing_is_planned_while_a_segment_is_parked(planned: tuple[Workspace, 
     assert plan_anneal(Plant(workspace, ledger)) == second + 1
 
 
-def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tuple[Workspace, Ledger]) -> None:
+def test_a_plan_with_too_much_padding_is_refused(planned: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = planned
     ingested(workspace, ledger, code=80 * STEP)
     change_recipe(workspace, batch={"packing": "document", "max_padding": 0.0})
@@ -136,7 +136,7 @@ def test_padding_that_cannot_be_kept_down_is_refused_when_planning(planned: tupl
     plan_trunk(Plant(workspace, ledger))
 
 
-def test_what_came_later_under_a_licence_that_does_not_allow_training_carries_no_loss(
+def test_a_document_that_came_again_under_a_forbidding_licence_carries_no_loss(
     planned: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = planned

@@ -51,7 +51,7 @@ def beside(**changes: Any) -> PreflightEvidence:
     return replace(HONEST, **{key: {**getattr(HONEST, key), **value} for key, value in changes.items()})
 
 
-def test_what_rounding_explains_passes() -> None:
+def test_a_difference_that_rounding_explains_passes() -> None:
     found = judge_preflight(PreflightPolicy(), HONEST)
     assert found.outcome == "promote" and the(found.reasons, "training.preflight.passed").data == {
         "ways": 7,
@@ -196,7 +196,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Hangar:
 
 @pytest.fixture
 def hangar(made: Hangar) -> Iterator[Hangar]:
-    """The plant with the code that trained its trunk; afterwards nothing of a test's segments is open."""
+    """The plant with the code that trained its trunk. Afterwards no segment of the test is open."""
     yield made
     git(made.code, "reset", "--quiet", "--hard", made.base)
     with made.ledger.begin() as tx:
@@ -242,7 +242,7 @@ DRIFT = (
 
 
 @pytest.mark.long("two ranks, and five other ways to train the same")
-def test_an_honest_commit_flies_through_all_parts(hangar: Hangar) -> None:
+def test_an_honest_commit_passes_all_parts(hangar: Hangar) -> None:
     text = (hangar.code / "policies" / "kernels.yaml").read_text()
     hangar.edit("policies/kernels.yaml", text, text.replace("swiglu: reference", "swiglu: native", 1))
     outcome, reason = hangar.run_preflight("resume", "accumulation", "kernels", "compile", "ranks")
@@ -250,7 +250,7 @@ def test_an_honest_commit_flies_through_all_parts(hangar: Hangar) -> None:
 
 
 @pytest.mark.long("two ranks, and five other ways to train the same")
-def test_fp8_flies_through_all_parts(hangar: Hangar) -> None:
+def test_fp8_passes_all_parts(hangar: Hangar) -> None:
     """Scales are powers of two, so that micro-batches, joined matrices and ranks round elements alike."""
     recipe = hangar.workspace.own_recipe()
     before = recipe.read_text()
@@ -282,7 +282,7 @@ def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
 @pytest.mark.sample("moments")
 @SLOW
 @pytest.mark.parametrize("fault", [REPEATED, FORGOTTEN], ids=["data that are read again", "moments"])
-def test_what_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
+def test_state_that_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
     hangar.edit(*fault)
     outcome, reason = hangar.run_preflight("resume")
     assert outcome == "reject" and reason.code == "training.preflight.bits_differ", reason
@@ -318,8 +318,8 @@ def verdicts_of(ledger: Ledger, segment: int) -> Mapping[str, VerdictRow]:
 
 
 @pytest.mark.slow("five runs of a certificate before those of the preflight")
-def test_a_commit_that_is_refused_does_not_train_until_a_person_takes_it(hangar: Hangar) -> None:
-    """The tiny recipe has one micro-batch, so that the certificate, of old and new code, sees nothing."""
+def test_a_refused_commit_does_not_train_until_a_person_accepts_it(hangar: Hangar) -> None:
+    """The tiny recipe has one micro-batch, so the certificate finds no difference between old and new code."""
     write_policy(hangar, f"steps: 4\npreflight: {{parts: [accumulation], steps: {STEPS}}}\n")
     hangar.edit(*DENOMINATOR)
     number = hangar.plan().id

@@ -123,7 +123,7 @@ def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> 
 
 
 def test_tune_times_what_there_is_and_the_command_shows_it(plant: Workspace) -> None:
-    """Real kernels, in the tiny recipe's sizes, with next to no seconds: what was not timed keeps what runs untuned."""
+    """Real kernels at the tiny recipe's sizes with 2 seconds: an op that was not timed keeps its untuned kernel."""
     path = tuning.tune(plant, SILENT, seconds=2.0)
     found = tuned_kernels.read(path)
     assert found["machine"] == MACHINE.to_json() and found["choice"].keys() == OPS.keys()
@@ -148,7 +148,7 @@ def test_the_daemon_tunes_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch
     assert len(asked) == 2
 
 
-def test_what_tuning_has_no_time_for_is_what_matters_least() -> None:
+def test_tuning_times_the_most_important_kernels_first() -> None:
     recipe = code_root() / "policies" / "recipes" / "demo.yaml"
     setting = replace(Setting.of_recipe(recipe), precision="bf16")
     order = [f"{op.name} {one.name}" for op, one in turns([OPS[name] for name in trained_ops(recipe)], setting, "cpu")]
